@@ -1,0 +1,1 @@
+"""ddpexp against what users would pick instead, in one run."""

@@ -1,0 +1,248 @@
+"""The experiment as frozen, typed values: sections, cross-checks, and the way from and to the run directory's file."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ddpexp.config.build import build, convert, did_you_mean
+from ddpexp.config.instantiate import Node, Trust, locate, refuse_untrusted
+from ddpexp.data.plan import plan
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Launcher, Layout
+from ddpexp.launch.layout import resolve
+from ddpexp.schedule import Schedule
+from ddpexp.strategy import Options as Strategy
+
+__all__ = ["Data", "Experiment", "Logger", "Node", "Run", "Strategy", "Trainer", "Trust", "layout", "load", "parse"]
+
+Auto = Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: the name stands in the default run directory."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How it is trained; every field is explained in conf/trainer/default.yaml."""
+
+    gpus: Auto | int
+    device: Literal["auto", "cpu", "cuda"]
+    backend: Literal["auto", "gloo", "nccl"]
+    threads: Auto | int
+    seed: int
+    epochs: int | None
+    max_steps: int | None
+    global_batch_size: int
+    micro_batch_size: Auto | int
+    precision: Literal["fp32", "bf16", "fp16"]
+    compile: bool
+    channels_last: bool
+    clip_grad_norm: float | None
+    nonfinite: Literal["stop", "skip"]
+    log_every: int
+    eval_every: Literal["epoch"] | int
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Logger:
+    """Where the scalars go beside metrics.jsonl."""
+
+    kind: Literal["tensorboard", "none"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lies and what it starts from."""
+
+    dir: str | None
+    init_from: str | None
+    trust: tuple[str, ...]
+    code: str | None
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data: who prepares it, who loads it, and what every kind of data understands."""
+
+    target: str
+    prepare: str | None
+    validation_fraction: float
+    num_workers: int
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment, as asked: parsed, checked, frozen."""
+
+    recipe: Recipe
+    task: Node
+    model: Node
+    data: Data
+    optimizer: Node
+    scheduler: Schedule
+    strategy: Strategy
+    launcher: Launcher
+    logger: Logger
+    trainer: Trainer
+    run: Run
+
+    @property
+    def trust(self) -> Trust:
+        """Return whose code this experiment may name."""
+        return Trust(self.run.trust, Path(self.run.code) if self.run.code else None)
+
+
+def load(path: Path) -> Experiment:
+    """Read the experiment back from a run directory's config.yaml, in any process."""
+    text = path.read_text()
+    values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if "${" in text:  # secrets stay references in the file; the library is only loaded where there are some
+        from omegaconf import OmegaConf
+
+        values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    return parse(values)
+
+
+def parse(values: Mapping[str, Any]) -> Experiment:
+    """Turn the composed and resolved tree into an experiment; imports neither torch nor any user's code.
+
+    Raises:
+        RefusedError: an unknown key, a wrong type, a name outside the allowlist or keys that contradict one another.
+    """
+    sections = list(Experiment.__dataclass_fields__)
+    for key in values:
+        if key not in sections:
+            raise RefusedError(f"{key} is not a known section.{did_you_mean(str(key), sections)}")
+    for name in sections:
+        if not isinstance(values.get(name), Mapping):
+            raise RefusedError(f"{name} is missing or not a section: {name}={values.get(name)}.")
+    run = build(Run, values["run"], "run")
+    trust = Trust(run.trust, Path(run.code) if run.code else None)
+    refuse_untrusted(values, trust)
+    experiment = Experiment(
+        recipe=build(Recipe, values["recipe"], "recipe"),
+        task=_node(values["task"], "task"),
+        model=_node(values["model"], "model"),
+        data=_data(values["data"], trust),
+        optimizer=_node(values["optimizer"], "optimizer"),
+        scheduler=_call(values["scheduler"], "scheduler"),
+        strategy=build(Strategy, values["strategy"], "strategy"),
+        launcher=_call(values["launcher"], "launcher"),
+        logger=build(Logger, values["logger"], "logger"),
+        trainer=build(Trainer, values["trainer"], "trainer"),
+        run=run,
+    )
+    _check(experiment)
+    return experiment
+
+
+def layout(experiment: Experiment) -> Layout:
+    """Decide workers, device and threads on this machine, and check what depends on them.
+
+    Raises:
+        RefusedError: GPUs that are not there, a batch that does not split, an option that the device does not have.
+    """
+    trainer = experiment.trainer
+    found = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
+    plan(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
+    if experiment.strategy.sync_batchnorm and found.device == "cpu":
+        raise RefusedError(
+            "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
+            "Use strategy.sync_batchnorm=false."
+        )
+    return found
+
+
+def _check(experiment: Experiment) -> None:
+    trainer = experiment.trainer
+    for name in ("epochs", "max_steps", "log_every"):
+        value = getattr(trainer, name)
+        if value is not None and value < 1:
+            raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
+    if trainer.epochs is None and trainer.max_steps is None:
+        raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
+    if trainer.eval_every != "epoch" and trainer.eval_every < 0:
+        raise RefusedError(f"trainer.eval_every={trainer.eval_every}: use epoch, a number of steps, or 0 for never.")
+    if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
+        raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
+    if not 0 <= trainer.seed < 2**63:
+        raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+    if not isinstance(experiment.optimizer.kwargs.get("lr"), float | int):
+        raise RefusedError("optimizer.lr is missing: schedules multiply it, so every optimizer needs one.")
+    if not 0 <= experiment.data.validation_fraction < 1:
+        raise RefusedError(
+            f"data.validation_fraction={experiment.data.validation_fraction}: use a share from 0 to below 1, such as 0.1."
+        )
+    if experiment.data.num_workers < 0:
+        raise RefusedError(f"data.num_workers={experiment.data.num_workers}: use 0 or more.")
+    if experiment.strategy.bucket_cap_mb <= 0:
+        raise RefusedError(f"strategy.bucket_cap_mb={experiment.strategy.bucket_cap_mb}: use a number above 0.")
+    if experiment.strategy.powersgd_rank < 1:
+        raise RefusedError(f"strategy.powersgd_rank={experiment.strategy.powersgd_rank}: use 1 or more.")
+    if experiment.strategy.static_graph and experiment.strategy.find_unused_parameters:
+        raise RefusedError(
+            "strategy.static_graph=true finds unused parameters by itself in the first step: "
+            "leave strategy.find_unused_parameters=false."
+        )
+
+
+def _node(values: Mapping[str, Any], where: str) -> Node:
+    if "_target_" not in values:
+        raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
+    rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
+    return Node(values["_target_"], types.MappingProxyType(rest))
+
+
+def _data(values: Mapping[str, Any], trust: Trust) -> Data:
+    known = ("prepare", "validation_fraction", "num_workers")
+    node = _node({key: value for key, value in values.items() if key not in known}, "data")
+    prepare = convert(values.get("prepare"), str | None, "data.prepare")
+    if prepare is not None:
+        refuse_untrusted({"_target_": prepare}, trust, "data.prepare")
+        if prepare.startswith("ddpexp."):  # ours are quick to import; a user's may import torch
+            _typed_arguments(locate(prepare, trust, "data.prepare"), node.kwargs, "data")
+    return Data(
+        target=node.target,
+        prepare=prepare,
+        validation_fraction=convert(values.get("validation_fraction", 0.0), float, "data.validation_fraction"),
+        num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
+        options=node.kwargs,
+    )
+
+
+def _call(values: Mapping[str, Any], where: str) -> Any:
+    """Build a section whose class is free of torch, so that its arguments are checked before any worker starts."""
+    node = _node(values, where)
+    function = locate(node.target, Trust(), where)
+    return function(**_typed_arguments(function, node.kwargs, where))
+
+
+def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    hints = typing.get_type_hints(vars(function)["__init__"] if isinstance(function, type) else function)
+    for key in kwargs:
+        if key not in parameters:
+            raise RefusedError(f"{where}.{key} is not a known key.{did_you_mean(key, list(parameters), where + '.')}")
+    return {key: convert(value, hints[key], f"{where}.{key}") for key, value in kwargs.items()}
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return types.MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(inner) for inner in value)
+    return value

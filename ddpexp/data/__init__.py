@@ -1,0 +1,1 @@
+"""Data: its order, its sets, and one rank's batches of it."""

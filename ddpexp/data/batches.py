@@ -1,0 +1,152 @@
+"""One rank's share of the order of samples, as batches on its device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ddpexp.data.order import Permutation
+from ddpexp.data.plan import Batches
+from ddpexp.data.sets import IndexData
+from ddpexp.errors import RefusedError
+from ddpexp.launch.process import die_with_parent
+
+_BLOCK = 8192  # indices computed at once: large enough to amortise numpy's calls, small enough to stay in the cache
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """The training data as this rank sees it: step k is the same samples at every world size.
+
+    The global batch of step k is positions k * G .. (k + 1) * G - 1 of its epoch's permutation; rank r of w computes the
+    r-th of w equal contiguous parts, in micro-batches. The rest of an epoch that fills no global batch is dropped.
+    """
+
+    data: Any
+    batches: Batches
+    rank: int
+    seed: int
+    device: torch.device
+    num_workers: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a batch larger than the data."""
+        if self.steps_per_epoch == 0:
+            raise RefusedError(
+                f"trainer.global_batch_size={self.batches.global_batch_size} is more than the {len(self.data)} training samples. "
+                f"Use at most {len(self.data)}."
+            )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return the number of whole global batches in an epoch."""
+        return len(self.data) // self.batches.global_batch_size
+
+    def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
+        """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1)."""
+        accumulation = self.batches.accumulation
+        if isinstance(self.data, IndexData):
+            for indices in self.indices(from_step, to_step):
+                rows = torch.from_numpy(indices)
+                yield [self.data.batch(part, self.device) for part in torch.split(rows, self.batches.micro_batch_size)]
+            return
+        loader = _loader(self.data, self._micro_indices(from_step, to_step), self.num_workers, self.seed)
+        micro_batches = iter(loader)
+        for _ in range(from_step, to_step):
+            yield [to_device(next(micro_batches), self.device) for _ in range(accumulation)]
+
+    def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
+        """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
+        total, share = self.batches.global_batch_size, self.batches.accumulation * self.batches.micro_batch_size
+        offsets = np.arange(self.rank * share, (self.rank + 1) * share)
+        step = from_step
+        while step < to_step:
+            epoch, first = divmod(step, self.steps_per_epoch)
+            count = min(max(1, _BLOCK // share), self.steps_per_epoch - first, to_step - step)
+            order = Permutation(len(self.data), self.seed, epoch)
+            positions = np.arange(first, first + count)[:, None] * total + offsets
+            yield from order(positions)
+            step += count
+
+    def _micro_indices(self, from_step: int, to_step: int) -> Iterator[list[int]]:
+        micro = self.batches.micro_batch_size
+        for indices in self.indices(from_step, to_step):
+            for start in range(0, len(indices), micro):
+                yield indices[start : start + micro].tolist()
+
+
+@dataclass(frozen=True)
+class EvalBatches:
+    """An evaluation set cut into batches that the ranks take in turn: each sample once, at every world size."""
+
+    data: Any
+    batch_size: int
+    rank: int
+    world_size: int
+    device: torch.device
+    num_workers: int = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's batches; another rank may have one more."""
+        if isinstance(self.data, IndexData):
+            for start, stop in self._ranges():
+                yield self.data.batch(torch.arange(start, stop), self.device)
+        else:
+            indices = (list(range(start, stop)) for start, stop in self._ranges())
+            for batch in _loader(self.data, indices, self.num_workers, 0):
+                yield to_device(batch, self.device)
+
+    def first(self) -> Any:
+        """Return the first batch of the whole set, on whatever rank."""
+        return next(iter(EvalBatches(self.data, self.batch_size, 0, 1, self.device)))
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        stride = self.batch_size * self.world_size
+        for start in range(self.rank * self.batch_size, len(self.data), stride):
+            yield start, min(start + self.batch_size, len(self.data))
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Move every tensor of a nest of tuples, lists and dictionaries."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _loader(data: Any, indices: Iterator[list[int]], num_workers: int, seed: int) -> DataLoader[Any]:
+    """Adapt a map-style torch data set: one loader for the whole way, so its workers live across epochs."""
+    return DataLoader(
+        data,
+        batch_sampler=_Once(indices),
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available() if num_workers else False,
+        worker_init_fn=partial(_start_worker, os.getpid()) if num_workers else None,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+@dataclass(frozen=True)
+class _Once:
+    """A batch sampler that is an iterator: it knows its place and has no state to save."""
+
+    indices: Iterator[list[int]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.indices
+
+
+def _start_worker(parent: int, _worker: int) -> None:
+    die_with_parent(parent)

@@ -1,0 +1,86 @@
+"""Data sets that answer a batch of indices in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddpexp.data.order import Permutation
+
+
+@runtime_checkable
+class IndexData(Protocol):
+    """The main kind of data: a length, and a gather."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def batch(self, indices: Tensor, device: torch.device) -> Any:
+        """Return the samples as tensors on `device`. Shapes: `indices` is (batch,), int64, on the CPU."""
+        ...
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What a recipe's data gives: one set to train on, named ones to evaluate.
+
+    The evaluation called `eval` is the one whose numbers are the result.
+    A set is an `IndexData` or a map-style torch Dataset.
+    """
+
+    train: Any
+    evals: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Tensors of one length, often memory-mapped, and what makes a batch of their rows."""
+
+    tensors: Sequence[Tensor]
+    transform: Callable[..., Any] = field(default=lambda *rows: rows)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.tensors[0])
+
+    def batch(self, indices: Tensor, device: torch.device) -> Any:
+        """Gather rows as stored, move them, then transform on the device. Shapes: (batch, ...) each."""
+        return self.transform(*(tensor.index_select(0, indices).to(device, non_blocking=True) for tensor in self.tensors))
+
+
+@dataclass(frozen=True)
+class Subset:
+    """The samples `offset <= i < offset + length` of a fixed shuffle of another index data set."""
+
+    data: IndexData
+    shuffle: Permutation
+    offset: int
+    length: int
+
+    def __len__(self) -> int:
+        """Return the number of samples in this part."""
+        return self.length
+
+    def batch(self, indices: Tensor, device: torch.device) -> Any:
+        """Gather from the whole. Shapes: as the whole's."""
+        return self.data.batch(torch.from_numpy(self.shuffle(indices.numpy() + self.offset)), device)
+
+
+def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:
+    """Divide a set into what stays and what is held out, the same division in every run.
+
+    The division does not follow `trainer.seed`: runs that differ in the seed alone are judged on the same samples.
+    """
+    shuffle = Permutation(len(train), seed=0, epoch=0)
+    held = min(len(train) - 1, max(1, round(fraction * len(train))))
+    kept = len(train) - held
+    if isinstance(train, IndexData):
+        return Subset(train, shuffle, 0, kept), Subset(train, shuffle, kept, held)
+    order = shuffle(np.arange(len(train))).tolist()
+    return torch.utils.data.Subset(train, order[:kept]), torch.utils.data.Subset(train, order[kept:])

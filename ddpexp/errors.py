@@ -1,0 +1,62 @@
+"""The family of errors and the exit codes of the command."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+class DdpexpError(Exception):
+    """An error whose text is one sentence for the user: what happened, why it matters, what to do."""
+
+    exit_code = EXIT_FAILED
+
+
+class RefusedError(DdpexpError):
+    """Something is wrong before training: configuration, usage, environment or data. Nothing was lost."""
+
+    exit_code = EXIT_REFUSED
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one worker failed: what error.json holds."""
+
+    rank: int
+    host: str
+    kind: str  # the exception's class, or the signal's name
+    message: str
+    step: int | None = None
+    phase: str | None = None
+    signal: int | None = None
+    traceback: str | None = None
+    exit_code: int = EXIT_FAILED
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return asdict(self)
+
+
+class WorkerError(DdpexpError):
+    """A worker failed: the first genuine cause, and the ranks that only went down with it."""
+
+    def __init__(self, failure: Failure, others: tuple[int, ...] = ()) -> None:
+        """Keep the first failure and the other ranks that ended because of it."""
+        super().__init__(failure.message)
+        self.failure = failure
+        self.others = others
+        self.exit_code = failure.exit_code
+
+
+class StoppedError(DdpexpError):
+    """A signal to the command ended the run."""
+
+    def __init__(self, signum: int) -> None:
+        """Keep the signal's number: the exit code is 128 more."""
+        super().__init__(f"interrupted by signal {signum}")
+        self.signum = signum
+        self.exit_code = 128 + signum

@@ -1,0 +1,67 @@
+"""What this machine offers to workers: GPUs and CPU cores, asked without importing torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """Count the NVIDIA GPUs that a worker would see.
+
+    Asks the driver's management library, never CUDA: initialising CUDA here would break every forked worker.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    present = _nvml_device_count()
+    if visible is None or present == 0:
+        return present
+    # CUDA stops at the first entry it does not accept, so `0,1,-1,2` shows two devices.
+    shown = 0
+    for entry in (part.strip() for part in visible.split(",")):
+        if entry == "" or (entry.lstrip("-").isdigit() and not 0 <= int(entry) < present):
+            break
+        shown += 1
+    return shown
+
+
+def usable_cores() -> int:
+    """Count the CPU cores that this process may use: its affinity, bounded by the control group's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cgroup_quota()
+    return max(1, min(cores, quota) if quota else cores)
+
+
+def threads_per_worker(workers: int) -> int:
+    """Divide the usable cores among the workers of this node: at least one thread each."""
+    return max(1, usable_cores() // workers)
+
+
+def _nvml_device_count() -> int:
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    if nvml.nvmlInit_v2() != 0:
+        return 0
+    try:
+        count = ctypes.c_uint(0)
+        return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the whole cores that the control group allows, or None without a limit."""
+    try:
+        quota, period = (root / "cpu.max").read_text().split()
+        return None if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
+        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
+        return max(1, quota_us // period_us) if quota_us > 0 else None
+    except (OSError, ValueError):
+        return None

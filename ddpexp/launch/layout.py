@@ -1,0 +1,42 @@
+"""From what was asked to how many workers run on which devices; refuses what this machine does not have."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.launch.hardware import count_gpus, threads_per_worker
+
+Auto = Literal["auto"]
+
+
+def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int) -> Layout:
+    """Decide the layout on this node from the `trainer.` keys of the same names.
+
+    Raises:
+        RefusedError: more GPUs asked for than there are, or a backend that does not serve the device.
+    """
+    if gpus != "auto" and gpus < 1:
+        raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more.")
+    present = 0 if device == "cpu" else count_gpus()
+    if device == "cuda" and present == 0:
+        raise RefusedError("trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers.")
+    kind = "cuda" if present else "cpu"
+    workers = max(1, present) if gpus == "auto" else gpus
+    if kind == "cuda" and workers > present:
+        raise RefusedError(
+            f"trainer.gpus={workers}, but this machine shows {present} GPU{'s' if present > 1 else ''}. "
+            f"Use trainer.gpus={present}, or trainer.device=cpu for {workers} CPU workers."
+        )
+    if backend == "nccl" and kind == "cpu":
+        raise RefusedError("trainer.backend=nccl needs GPUs, and the workers are on CPU. Use trainer.backend=gloo or auto.")
+    if threads != "auto" and threads < 1:
+        raise RefusedError(f"trainer.threads={threads} leaves a worker without a thread: use 1 or more.")
+    return Layout(
+        nodes=1,
+        workers_per_node=workers,
+        device=kind,
+        backend=("nccl" if kind == "cuda" else "gloo") if backend == "auto" else backend,
+        threads=threads_per_worker(workers) if threads == "auto" else threads,
+    )

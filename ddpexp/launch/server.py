@@ -1,0 +1,161 @@
+"""The fork server: a process with everything imported that forks workers on request.
+
+It runs as `python -c "..."` with one inherited socket; requests come and exits go as packets of JSON, descriptors ride
+along. It knows no job: what to call, where and with which environment is in each request.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from ddpexp.launch.process import die_with_parent
+
+_PACKET = 1 << 20
+
+
+def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> None:
+    """Serve until the socket closes. `start_method` is forkserver (fork with everything loaded) or spawn (a new interpreter)."""
+    die_with_parent(parent)
+    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the command alone, which knows how to end the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=fd)
+    failed = _import(preload)
+    _send(channel, {"kind": "ready", "failed": failed})
+    wake, children = _watch_children()
+    while True:
+        _reap(channel, children)
+        if not _wait_readable(channel, wake):
+            continue
+        data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, 8)
+        if not data:
+            return  # the command closed its end
+        request = json.loads(data)
+        if request["op"] == "kill":
+            for pid in children:
+                os.kill(pid, request["signal"])
+        else:
+            start = _fork if start_method == "forkserver" else _exec
+            pid = start(request, fds, (channel, wake))
+            children.add(pid)
+            for number in fds:
+                os.close(number)
+            _send(channel, {"kind": "started", "rank": request["rank"], "pid": pid})
+
+
+def _import(names: Sequence[str]) -> dict[str, str]:
+    """Import without the garbage collector, which would walk the growing heap again and again (a fifth of the time)."""
+    failed: dict[str, str] = {}
+    gc.disable()
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            failed[name] = f"{type(error).__name__}: {error}"
+    gc.freeze()  # what is loaded now lives for ever: workers neither walk it nor copy its pages
+    return failed
+
+
+def _watch_children() -> tuple[socket.socket, set[int]]:
+    wake, ring = socket.socketpair()
+    wake.setblocking(False)
+    ring.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ring.detach(), warn_on_full_buffer=False)
+    return wake, set()
+
+
+def _wait_readable(channel: socket.socket, wake: socket.socket) -> bool:
+    """Sleep until a request or a child's end; True for a request."""
+    ready, _, _ = select.select([channel, wake], [], [])
+    if wake in ready:
+        wake.recv(4096)
+    return channel in ready
+
+
+def _reap(channel: socket.socket, children: set[int]) -> None:
+    for pid in list(children):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            children.discard(pid)
+            _send(channel, {"kind": "exit", "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    try:
+        channel.send(json.dumps(message).encode())
+    except OSError:
+        os._exit(0)  # the command is gone, and the workers die with us
+
+
+def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
+    server = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads at a fork. Those that linear algebra libraries start on import are fork-safe.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent(server)
+        _settle(request, fds, private)
+        gc.enable()
+        sys.argv = [request["entry"], *request["arguments"]]
+        code = call(request["entry"], request["arguments"])
+    finally:
+        os._exit(code)
+
+
+def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
+    server = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _settle(request, fds, private)
+        program = (
+            "import sys, json; parent, path, entry, arguments = json.loads(sys.argv[1]); sys.path[:] = path; "
+            "from ddpexp.launch.process import die_with_parent; die_with_parent(parent); "
+            "from ddpexp.launch.server import call; sys.exit(call(entry, arguments))"
+        )
+        words = json.dumps([server, request["path"], request["entry"], request["arguments"]])
+        os.execv(sys.executable, [sys.executable, "-c", program, words])
+    finally:
+        os._exit(127)
+
+
+def _settle(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> None:
+    """Give a new worker its folder, environment, output and descriptors, and take the server's own away."""
+    for channel in private:
+        channel.close()
+    os.chdir(request["cwd"])
+    os.environ.update(request["environ"])
+    sys.path[:] = request["path"]
+    for name, number in zip(request["descriptors"], fds, strict=True):
+        kept = os.dup(number)
+        os.set_inheritable(kept, True)
+        os.environ[name] = str(kept)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(log)
+
+
+def call(entry: str, arguments: Sequence[str]) -> int:
+    """Call `module:function` with the arguments and return its exit code."""
+    module, function = entry.split(":")
+    return int(getattr(importlib.import_module(module), function)(*arguments))

@@ -1,0 +1,267 @@
+"""Watch workers from outside: show what they say, notice the first that fails, end the others, leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
+from ddpexp.launch.control import Lines
+from ddpexp.launch.terminal import Terminal
+
+# After the first failure the others may still report theirs: a rank that was killed says nothing, and its peers' broken
+# connections arrive first.
+_FAILURE_SECONDS = 1.0
+_GRACE_SECONDS = 5.0  # from a stop request to SIGKILL
+_REPEAT_SECONDS = 2.0  # a second signal sooner than this is the same one
+_TAIL_SECONDS = 0.1
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LAST_LINES = 20
+
+
+class Server(Protocol):
+    """What starts workers on request and reports their ends."""
+
+    channel: socket.socket
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next answer, or None when the server is gone."""
+        ...
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to every living worker."""
+        ...
+
+
+@dataclass
+class Worker:
+    """One rank as seen from outside."""
+
+    rank: int
+    control: Lines
+    log: Path
+    pid: int | None = None
+    code: int | None = None  # exit code, or minus the signal's number
+    done: bool = False
+    ended: bool = False  # by us, because of another rank
+    step: int | None = None
+    phase: str | None = None
+    failure: Failure | None = None
+
+
+@dataclass
+class _Watch:
+    workers: Sequence[Worker]
+    failed_at: float | None = None
+    stopped_by: int | None = None
+    stopped_at: float = 0.0
+    killed: bool = False
+    said: set[str] = field(default_factory=set)  # warnings that were shown: every rank has the same ones
+
+
+def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> int:
+    """Watch until every worker has ended; return the exit code of the run.
+
+    Raises:
+        WorkerError: the first genuine failure. RefusedError: the workers refused to start.
+        StoppedError: a signal to this process ended the run.
+    """
+    watch = _Watch(workers)
+    tail = _Tail(workers[0].log)
+    with selectors.DefaultSelector() as selector, _signals() as signals:
+        selector.register(server.channel, selectors.EVENT_READ, "server")
+        selector.register(signals, selectors.EVENT_READ, "signals")
+        for worker in workers:
+            selector.register(worker.control.channel, selectors.EVENT_READ, worker)
+        try:
+            while any(worker.code is None for worker in workers):
+                for key, _ in selector.select(_TAIL_SECONDS):
+                    if key.data == "server":
+                        if not _answer(server, watch):
+                            selector.unregister(server.channel)
+                    elif key.data == "signals":
+                        _stop(server, watch, signals.recv(64))
+                    elif not _listen(key.data, watch, terminal):
+                        selector.unregister(key.data.control.channel)
+                tail.show(terminal)
+                _end_in_time(server, watch)
+            for worker in workers:
+                _listen(worker, watch, terminal)
+            tail.show(terminal, last=True)
+        finally:
+            terminal.close()
+            for worker in workers:
+                worker.control.channel.close()
+    return _verdict(watch)
+
+
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Turn stop signals into bytes on a socket for the time of the watch."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in _STOP_SIGNALS}
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    try:
+        yield ours
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        ours.close()
+        theirs.close()
+
+
+def _answer(server: Server, watch: _Watch) -> bool:
+    """Take one answer of the server; False when it is gone, which takes every worker with it."""
+    message = server.receive()
+    if message is None:
+        for worker in watch.workers:
+            if worker.code is None:
+                worker.code = -signal.SIGKILL
+        return False
+    if message["kind"] == "ready" and message["failed"]:
+        name, error = next(iter(message["failed"].items()))
+        raise RefusedError(f"The fork server could not import {name}: {error}. Is the installation complete?")
+    if message["kind"] == "started":
+        watch.workers[message["rank"]].pid = message["pid"]
+    elif message["kind"] == "exit":
+        worker = next(worker for worker in watch.workers if worker.pid == message["pid"])
+        worker.code = message["code"]
+        if not (worker.done and worker.code == EXIT_DONE) and watch.failed_at is None:
+            watch.failed_at = time.monotonic()
+    return True
+
+
+def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
+    messages, open_ = worker.control.read()
+    for message in messages:
+        kind = message.pop("kind")
+        if kind == "progress":
+            worker.step = message["done"]
+            terminal.progress(message)
+        elif kind == "phase":
+            worker.phase, worker.step = message["phase"], message.get("step", worker.step)
+        elif kind == "warning" and message["text"] not in watch.said:
+            watch.said.add(message["text"])
+            if worker.rank != 0:  # rank zero's stand in its output, which is shown
+                terminal.line(f"[rank {worker.rank}] {message['text']}")
+        elif kind == "error":
+            worker.failure = Failure(rank=worker.rank, kind=message.pop("error"), step=worker.step, **message)
+            if watch.failed_at is None:
+                watch.failed_at = time.monotonic()
+        elif kind == "done":
+            worker.done = True
+    return open_
+
+
+def _stop(server: Server, watch: _Watch, numbers: bytes) -> None:
+    now = time.monotonic()
+    for number in numbers:
+        if number not in _STOP_SIGNALS:
+            continue
+        if watch.stopped_by is None:
+            watch.stopped_by, watch.stopped_at = number, now
+            server.kill(signal.SIGTERM)
+        elif now - watch.stopped_at > _REPEAT_SECONDS:
+            server.kill(signal.SIGKILL)
+            watch.killed = True
+
+
+def _end_in_time(server: Server, watch: _Watch) -> None:
+    now = time.monotonic()
+    failed = watch.failed_at is not None and now - watch.failed_at > _FAILURE_SECONDS
+    stopped = watch.stopped_by is not None and now - watch.stopped_at > _GRACE_SECONDS
+    if (failed or stopped) and not watch.killed:
+        for worker in watch.workers:
+            worker.ended = worker.code is None
+        server.kill(signal.SIGKILL)
+        watch.killed = True
+
+
+def _verdict(watch: _Watch) -> int:
+    if watch.stopped_by is not None:
+        raise StoppedError(watch.stopped_by)
+    failures = [_failure(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
+    if not failures:
+        return EXIT_DONE
+    # A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
+    first = min(failures, key=_weight)
+    others = tuple(failure.rank for failure in failures if failure is not first)
+    if first.exit_code == EXIT_REFUSED and first.traceback is None:
+        raise RefusedError(first.message)
+    raise WorkerError(first, others)
+
+
+def _weight(failure: Failure) -> int:
+    if failure.kind == "Ended":
+        return 3  # by us, after another's failure
+    text = failure.message.lower()
+    consequence = any(word in text for word in ("connection closed", "connection reset", "broken pipe", "connect", "timed out"))
+    return 2 if consequence and failure.signal is None else 0 if failure.signal is not None else 1
+
+
+def _failure(worker: Worker) -> Failure:
+    if worker.failure is not None:
+        return worker.failure
+    code = worker.code if worker.code is not None else EXIT_FAILED
+    host = os.uname().nodename
+    if worker.ended:
+        kind, message, number = "Ended", "ended because another rank failed", None
+    elif code >= 0:
+        kind, message, number = "SystemExit", f"the process ended with exit code {code} before its work was done", None
+    else:
+        number = -code
+        kind = signal.Signals(number).name
+        message = f"killed by {kind}"
+    return Failure(
+        rank=worker.rank,
+        host=host,
+        kind=kind,
+        message=message,
+        step=worker.step,
+        phase=worker.phase,
+        signal=number,
+        traceback=_last_lines(worker.log),
+        exit_code=code if 3 <= code <= 125 else EXIT_FAILED,
+    )
+
+
+def _last_lines(log: Path) -> str:
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+    except OSError:
+        return ""
+
+
+class _Tail:
+    """Follow a file and show its new lines: workers write to files, so a stopped terminal never stops them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._rest = ""
+
+    def show(self, terminal: Terminal, last: bool = False) -> None:
+        if self._file is None:
+            try:
+                self._file = self._path.open(errors="replace", newline="")
+            except FileNotFoundError:
+                return
+        text = self._file.read()
+        if text:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                terminal.line(line.removesuffix("\r"))
+        if last:
+            if self._rest:
+                terminal.line(self._rest)
+            self._file.close()

@@ -1,0 +1,52 @@
+"""In which number format a step computes, and which updates are left out because their gradient is not finite."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast around the forward pass, a gradient scaler around the backward pass and the update where one is needed."""
+
+    def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device, skip_nonfinite: bool) -> None:
+        """Choose the format; `skip_nonfinite` leaves out updates in fp32 and bf16 too, fp16's scaler always does."""
+        self._device = device.type
+        self._dtype = _DTYPES.get(name)
+        # The scaler's test for infinite gradients stays on the device and acts on the reduced gradient, so all ranks skip
+        # the same step. At a constant scale of 1 it is that test alone.
+        self._constant = name != "fp16"
+        self._scaler: torch.amp.GradScaler | None = None
+        if name == "fp16" or skip_nonfinite:
+            self._scaler = torch.amp.GradScaler(self._device, init_scale=1.0 if self._constant else 2.0**16)
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Enclose a forward pass."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device, self._dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients."""
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring the gradients of an optimizer to their true size, once before its step."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Update the parameters, unless a gradient was not finite and the scaler leaves that out."""
+        if self._scaler is None:
+            optimizer.step()
+        else:
+            self._scaler.step(optimizer)
+
+    def update(self) -> None:
+        """Adapt the scale after all optimizers have stepped."""
+        if self._scaler is not None:
+            self._scaler.update(1.0 if self._constant else None)

@@ -1,0 +1,210 @@
+"""The run on disk: its name, its creation, its files; written atomically, readable by anyone."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ddpexp.errors import Failure, RefusedError
+from ddpexp.launch import Layout
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """What was asked, resolved enough to run again."""
+        return self.path / "config.yaml"
+
+    @property
+    def overrides(self) -> Path:
+        """What was typed."""
+        return self.path / "overrides.yaml"
+
+    @property
+    def manifest(self) -> Path:
+        """What really ran: commit, versions, hosts, world, data."""
+        return self.path / "manifest.json"
+
+    @property
+    def log(self) -> Path:
+        """Rank zero's log."""
+        return self.path / "run.log"
+
+    @property
+    def ranks(self) -> Path:
+        """The folder of every rank's output."""
+        return self.path / "ranks"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder that TensorBoard reads."""
+        return self.path / "tb"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        """How the run ended."""
+        return self.path / "result.json"
+
+    @property
+    def error(self) -> Path:
+        """Why the run failed."""
+        return self.path / "error.json"
+
+    def layout(self) -> Layout:
+        """Read the layout that the run was started with."""
+        world = self.read(self.manifest)["world"]
+        return Layout(**{name: world[name] for name in Layout.__dataclass_fields__})
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """Read one of the JSON files.
+
+        Raises:
+            RefusedError: it is missing or damaged, so this is not a run directory.
+        """
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise RefusedError(f"{self.path} is not a run directory: {path.name} cannot be read ({error}).") from None
+        if not isinstance(found, dict):
+            raise RefusedError(f"{self.path} is not a run directory: {path.name} holds no object.")
+        return found
+
+    def fail(self, failure: Failure) -> None:
+        """Write error.json and a result that says so."""
+        write(self.error, dumps(failure.as_dict()))
+        self._end("failed", failure.step)
+
+    def interrupt(self) -> None:
+        """Write a result that says that the run was interrupted."""
+        self._end("interrupted", None)
+
+    def _end(self, status: str, step: int | None) -> None:
+        write(self.result, dumps({"status": status, "step": step}))
+
+
+def newest_checkpoint(checkpoints: Path) -> Path:
+    """Return the newest complete checkpoint folder.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    found = sorted((path.parent for path in checkpoints.glob("step-*/manifest.json")), reverse=True)
+    if not found:
+        raise RefusedError(f"{checkpoints} holds no complete checkpoint.")
+    return found[0]
+
+
+def create(asked: str | None, recipe: str) -> RunDir:
+    """Make the run directory, which did not exist or was empty before; two starts in one second get two.
+
+    Raises:
+        RefusedError: the asked directory holds something, or none can be made there.
+    """
+    path = Path(asked) if asked else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if asked:
+            if path.is_dir() and not any(path.iterdir()):
+                return RunDir(path)
+            path.mkdir()
+            return RunDir(path)
+        return RunDir(_first_free(path))
+    except FileExistsError:
+        raise RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.") from None
+    except OSError as error:
+        raise RefusedError(f"run.dir={path} cannot be made: {error.strerror}. Choose another place with run.dir=... .") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file as a whole: a reader sees the old text or the new one, also after a power cut."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def dumps(value: Mapping[str, Any]) -> str:
+    """Format JSON for people."""
+    return json.dumps(value, indent=2) + "\n"
+
+
+def describe(layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str]) -> dict[str, Any]:
+    """Collect what manifest.json says about where and on what a run happens."""
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": list(argv),
+        "git": _git(),
+        "versions": {"python": platform.python_version(), **_versions("ddpexp", "torch", "hydra-core", "tensorboard")},
+        "hosts": [platform.node()],
+        "platform": platform.platform(),
+        "world": {**asdict(layout), "world_size": layout.world_size},
+        "data": dict(data) if data else None,
+    }
+
+
+def _first_free(path: Path) -> Path:
+    for number in range(1, 10_000):
+        candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")
+        try:
+            candidate.mkdir()
+            return candidate
+        except FileExistsError:
+            continue
+    raise FileExistsError(path)
+
+
+def _versions(*names: str) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _git() -> dict[str, Any] | None:
+    """Return the commit of the current folder's repository and whether it is changed; None outside of one."""
+    words = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    lines = done.stdout.splitlines()
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid")), None)
+    return {"commit": commit, "dirty": any(not line.startswith("#") for line in lines)}
+
+
+def relative(path: Path) -> str:
+    """Show a path as short as it can be typed from here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

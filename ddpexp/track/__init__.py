@@ -1,0 +1,97 @@
+"""Record what happens in a run: rank zero writes, the others hold an object that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Tracker(Protocol):
+    """Where scalars, text and images go."""
+
+    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Record named numbers at a step."""
+        ...
+
+    def text(self, name: str, text: str) -> None:
+        """Record a text (Markdown) once."""
+        ...
+
+    def image(self, name: str, pixels: Tensor, step: int) -> None:
+        """Record a picture. Shapes: (height, width, 3) uint8."""
+        ...
+
+    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Record what was chosen beside what came out."""
+        ...
+
+    def flush(self) -> None:
+        """Bring everything to the disk."""
+        ...
+
+    def close(self) -> None:
+        """Flush, and record nothing more."""
+        ...
+
+
+class Null:
+    """Records nothing: what every rank but zero holds."""
+
+    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def text(self, name: str, text: str) -> None:
+        """Do nothing."""
+
+    def image(self, name: str, pixels: Tensor, step: int) -> None:
+        """Do nothing."""
+
+    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Many:
+    """Records everything in several places."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        """Hold the trackers, in the order in which they are told."""
+        self._trackers = tuple(trackers)
+
+    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Tell each."""
+        for tracker in self._trackers:
+            tracker.scalars(step, epoch, values)
+
+    def text(self, name: str, text: str) -> None:
+        """Tell each."""
+        for tracker in self._trackers:
+            tracker.text(name, text)
+
+    def image(self, name: str, pixels: Tensor, step: int) -> None:
+        """Tell each."""
+        for tracker in self._trackers:
+            tracker.image(name, pixels, step)
+
+    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """Tell each."""
+        for tracker in self._trackers:
+            tracker.hyperparameters(values, metrics)
+
+    def flush(self) -> None:
+        """Flush each."""
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def close(self) -> None:
+        """Close each."""
+        for tracker in self._trackers:
+            tracker.close()

@@ -1,0 +1,86 @@
+"""Who this worker is among the others, and how they reduce: the only room that asks torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.launch.control import STORE_FD
+
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class World:
+    """A worker's place: every method is harmless at world size 1."""
+
+    rank: int
+    local_rank: int
+    node_rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls, layout: Layout, environ: Mapping[str, str] = os.environ) -> World:
+        """Read the place from the six variables and meet the others.
+
+        Ranks: all; returns when all have joined.
+        """
+        rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
+        size, local_size = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
+        if layout.device == "cuda":
+            if local_rank >= torch.cuda.device_count():
+                raise RefusedError(
+                    f"rank {rank} wants GPU {local_rank}, but it sees {torch.cuda.device_count()}. Is trainer.gpus too large?"
+                )
+            torch.cuda.set_device(local_rank)
+            device = torch.device("cuda", local_rank)
+        else:
+            device = torch.device("cpu")
+        if size > 1:
+            if environ["MASTER_ADDR"] in _LOOPBACK:
+                os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+            dist.init_process_group(layout.backend, store=_store(rank, environ), rank=rank, world_size=size)
+        return cls(rank, local_rank, rank // local_size, size, local_size, device)
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Tell whether this worker writes for all."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Add up over all ranks, in place. Ranks: all; communicates."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Give every rank the values of `source`, in place. Ranks: all; communicates."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, source)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here. Ranks: all; communicates."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def _store(rank: int, environ: Mapping[str, str]) -> TCPStore:
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    listening = environ.get(STORE_FD)
+    if rank == 0 and listening:
+        # torch takes the socket over and closes it, so it gets a descriptor of its own.
+        own = socket.socket(fileno=int(listening)).detach()
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=own)
+    return TCPStore(host, port, is_master=rank == 0 and not listening, wait_for_workers=False)

@@ -1,0 +1,1 @@
+"""The shipped recipes: one file each, with its model, data and task."""

@@ -1,0 +1,167 @@
+"""Real commands in real processes: what they print, leave behind and return."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MNIST_FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+    run: Path
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run / "result.json").read_text())
+        return found
+
+    def manifest(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run / "manifest.json").read_text())
+        return found
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Ddpexp:
+    """Run `python -m ddpexp` in a folder of its own."""
+
+    def __init__(self, folder: Path, environ: dict[str, str]) -> None:
+        self.folder = folder
+        self.environ = environ
+        self._count = 0
+
+    def __call__(self, *words: str, timeout: float = 120, environ: dict[str, str] | None = None) -> Done:
+        process, run = self.start(*words, environ=environ)
+        return finish(process, run, timeout)
+
+    def start(self, *words: str, environ: dict[str, str] | None = None) -> tuple[subprocess.Popen[str], Path]:
+        self._count += 1
+        run = self.folder / f"run{self._count}"
+        typed = list(words)
+        if not any(word.startswith(("run.dir=", "-", "evaluate")) for word in words):
+            typed.append(f"run.dir={run}")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ddpexp", *typed],
+            cwd=self.folder,
+            env={**self.environ, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return process, run
+
+
+def finish(process: subprocess.Popen[str], run: Path, timeout: float = 120) -> Done:
+    """Wait for a command; kill its whole session when it takes too long."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        for pid in living(run, process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"no end after {timeout} s\n{out}\n{err}")
+    return Done(process.returncode, out, err, run)
+
+
+def living(run: Path, *pids: int) -> list[int]:
+    """Return the living processes of a run: those that hold a file in it open, and their children."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            links = [os.readlink(link) for link in (entry / "fd").iterdir()]
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if state != "Z" and (any(link.startswith(f"{run}/") for link in links) or int(entry.name) in pids):
+            found.append(int(entry.name))
+    return found
+
+
+def ddpexp_processes() -> set[int]:
+    """Return every process of this user that runs our code as a command, server or worker."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        ours = any(word == b"ddpexp" or b"ddpexp.launch" in word for word in words)
+        if ours and state != "Z" and b"python" in words[0]:
+            found.add(int(entry.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves one of our processes alive five seconds after its end."""
+    before = ddpexp_processes()
+    yield
+    deadline = time.monotonic() + 5
+    while left := ddpexp_processes() - before:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"left behind: {left}")
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def mnist_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data.root with links to the real MNIST, so that the cache beside it is a test's own."""
+    source = Path(os.environ.get("DDPEXP_TEST_MNIST", ROOT / "../shared/data/mnist")).resolve()
+    if not all((source / name).is_file() for name in MNIST_FILES):
+        pytest.skip(f"the MNIST files are not in {source}: set DDPEXP_TEST_MNIST")
+    root = tmp_path_factory.mktemp("mnist")
+    for name in MNIST_FILES:
+        (root / name).symlink_to(source / name)
+    return root
+
+
+@pytest.fixture(scope="session")
+def digits_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's cache directory that holds the few drawn digits of the tests."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def environ(digits_cache: Path) -> dict[str, str]:
+    """The environment of a user who has none of our settings."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_", "OMP_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(digits_cache), "PYTHONWARNINGS": "error::UserWarning"}
+
+
+@pytest.fixture
+def ddpexp(tmp_path: Path, environ: dict[str, str]) -> Ddpexp:
+    return Ddpexp(tmp_path, environ)
+
+
+SMALL = ("recipe=mnist", "model=linear", "data.source=embedded", "data.embedded_train=640", "data.embedded_test=100",
+         "trainer.max_steps=10", "trainer.log_every=5", "logger=none")  # fmt: skip
+"""A run of a second: few drawn digits, a linear model, ten steps."""

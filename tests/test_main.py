@@ -1,0 +1,25 @@
+"""The command as a user types it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import SMALL, Ddpexp
+
+
+def test_one_command_trains_and_leaves_a_result(ddpexp: Ddpexp) -> None:
+    done = ddpexp(*SMALL, "trainer.gpus=2")
+    assert done.code == 0, done.err
+    result = done.result()
+    assert result["status"] == "done"
+    assert (result["step"], result["samples"], result["world_size"]) == (10, 1280, 2)
+    assert set(result["metrics"]) == {"eval/loss", "eval/accuracy"}
+    assert len(result["weights_sha256"]) == 64
+    assert (done.run / "checkpoints/step-00000010/model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_both_start_methods_give_the_same_weights(ddpexp: Ddpexp, start_method: str) -> None:
+    words = [*SMALL, "trainer.gpus=2", "trainer.threads=1"]
+    once = ddpexp(*words).result()["weights_sha256"]
+    assert ddpexp(*words, f"launcher.start_method={start_method}").result()["weights_sha256"] == once
