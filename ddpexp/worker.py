@@ -172,7 +172,8 @@ def _report(control: Control, place: _Place, kind: str, message: str, code: int,
     """Tell the watcher, who shows it once; without one, print it here."""
     limited = trace[-60_000:] if trace else trace
     control.tell("error", host=platform.node(), error=kind, message=message, phase=place.phase, traceback=limited, exit_code=code)
-    print(trace or f"{kind}: {message}", file=sys.stderr)
+    if not control.watched:
+        print(trace or f"{kind}: {message}", file=sys.stderr)
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -350,9 +351,8 @@ def _finish(
     shown = "  ".join(
         f"{name} {value:.2%}" if "accuracy" in name else f"{name} {value:.4g}" for name, value in outcome.metrics.items()
     )
-    log.info(
-        f"done    {shown or 'no evaluation'}  {outcome.train_seconds:.1f} s of training  weights {digest[:12]}  see {relative(run.path)}"
-    )
+    seconds = f"{outcome.train_seconds:.1f} s of training"
+    log.info(f"done    {shown or 'no evaluation'}  {seconds}  weights {digest[:12]}  see {relative(run.path)}")
 
 
 def _hyperparameters(experiment: Experiment) -> dict[str, Any]:

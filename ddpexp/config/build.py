@@ -39,7 +39,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
 
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Say which known word is nearest, or list all when none is near."""
-    known = list(known)
+    known = [name for name in known if not name.startswith("_")]
     near = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.55)
     if near:
         best = next(name for name in known if name.lower() == near[0])

@@ -6,16 +6,16 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import hydra
 import yaml
-from hydra import main as hydra_main
-from hydra.core.hydra_config import HydraConfig
+from hydra._internal.utils import get_args_parser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddpexp.config.build import did_you_mean
@@ -50,27 +50,64 @@ def compose(argv: list[str]) -> Composed | None:
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses.
     """
-    box: list[Composed] = []
-    previous = os.environ.get(_FULL_ERROR)
+    words = get_args_parser().parse_args(argv)
+    if words.multirun or any(word.lower().startswith("hydra.mode=multirun") for word in words.overrides):
+        raise RefusedError("Sweeps (-m, --multirun) are not there yet: start one run at a time.")
+    if words.config_path or words.config_name or words.experimental_rerun:
+        raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
+    answers = words.help or words.hydra_help or words.cfg or words.info or words.shell_completion
+    with _full_errors():
+        try:
+            if answers:
+                _let_hydra_answer(argv)
+                return None
+            return _composed(words.overrides, words.config_dir)
+        except (HydraException, OmegaConfBaseException) as error:
+            if os.environ.get(_FULL_ERROR) == "asked":
+                raise
+            raise RefusedError(_sentence(error)) from None
 
-    def keep(cfg: DictConfig) -> None:
-        box.append(_composed(cfg))
 
-    arguments, sys.argv = sys.argv, [sys.argv[0], *argv]
-    os.environ[_FULL_ERROR] = "1"  # makes Hydra raise instead of printing a traceback and leaving with 1
+def _let_hydra_answer(argv: list[str]) -> None:
+    arguments, sys.argv = sys.argv, ["ddpexp", *argv]
     try:
-        hydra_main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(keep)()
-    except (HydraException, OmegaConfBaseException) as error:
-        if previous:
-            raise
-        raise RefusedError(_sentence(error)) from None
+        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(lambda cfg: None)()
     finally:
         sys.argv = arguments
+
+
+def _composed(overrides: list[str], directory: str | None) -> Composed:
+    # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
+    added = Path(directory).resolve() if directory else None
+    if added is not None and not added.is_dir():
+        raise RefusedError(f"--config-dir {directory} is not a directory.")
+    search = [f"hydra.searchpath=[file://{added}]"] if added else []
+    with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        cfg = hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+    choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
+    with open_dict(cfg):
+        del cfg["hydra"]
+    values, kept = _plain(cfg), _resolve_but_secrets(cfg)
+    _refuse_untyped_trust(values, overrides)
+    for tree in (values, kept):
+        tree["run"]["code"] = str(added.parent) if added else None
+        tree.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
+    _refuse_other_types(values, choices, [folder for folder in (conf_folder(), added) if folder is not None])
+    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), tuple(_shadowed(added)))
+
+
+@contextmanager
+def _full_errors() -> Iterator[None]:
+    """Make Hydra raise its errors instead of printing a traceback and leaving with 1."""
+    previous = os.environ.get(_FULL_ERROR)
+    os.environ[_FULL_ERROR] = "asked" if previous else "1"
+    try:
+        yield
+    finally:
         if previous is None:
-            os.environ.pop(_FULL_ERROR)
+            del os.environ[_FULL_ERROR]
         else:
             os.environ[_FULL_ERROR] = previous
-    return box[0] if box else None
 
 
 def config_dir(argv: list[str]) -> Path | None:
@@ -81,25 +118,6 @@ def config_dir(argv: list[str]) -> Path | None:
         if word.startswith("--config-dir="):
             return Path(word.split("=", 1)[1]).resolve()
     return None
-
-
-def _composed(cfg: DictConfig) -> Composed:
-    hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN:
-        raise RefusedError("Sweeps (-m, --multirun) are not there yet: start one run at a time.")
-    typed = tuple(hydra.overrides.task)
-    added = next((Path(s.path) for s in hydra.runtime.config_sources if s.provider == "command-line"), None)
-    kept = _resolve_but_secrets(cfg)
-    values = _plain(cfg)
-    _refuse_untyped_trust(values, typed, added)
-    if added is not None:
-        values["run"]["code"] = kept["run"]["code"] = str(added.parent)
-    choices = {str(group): option for group, option in hydra.runtime.choices.items() if isinstance(option, str)}
-    folders = [folder for folder in (conf_folder(), added) if folder is not None]
-    _refuse_other_types(values, choices, folders)
-    values.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
-    kept.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
-    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), typed, tuple(_shadowed(added)))
 
 
 def _resolve_but_secrets(cfg: DictConfig) -> dict[str, Any]:
@@ -136,10 +154,10 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in cast(dict[Any, Any], OmegaConf.to_container(cfg, resolve=True)).items()}
 
 
-def _refuse_untyped_trust(values: Mapping[str, Any], typed: tuple[str, ...], added: Path | None) -> None:
+def _refuse_untyped_trust(values: Mapping[str, Any], typed: list[str]) -> None:
     run = values.get("run")
     if not isinstance(run, Mapping):
-        return
+        raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
     if run.get("trust") and not any(word.lstrip("+").startswith("run.trust=") for word in typed):
         raise RefusedError(f"run.trust={run['trust']} stands in a file: it counts only when typed on the command line.")
     if run.get("code"):

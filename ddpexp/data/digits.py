@@ -159,8 +159,8 @@ class Pen:
 def draw(num: int, seed: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Draw `num` digits; sample i depends on (seed, i) alone, so a longer draw begins with the shorter one.
 
-    The random numbers are integer arithmetic and the pixels are float64 rounded to bytes at the very end, so that another
-    machine's last-bit differences do not show.
+    The random numbers are integer arithmetic and the pixels are float64 rounded to bytes at the very end, so that the
+    last bits in which machines differ do not show.
 
     Shapes: images (num, 28, 28), labels (num,).
     """
@@ -183,7 +183,8 @@ def _draw_chunk(pens: list[Pen], keys: Words, images: NDArray[np.uint8], labels:
     levels = _uniforms(_words(keys, 8, 3))
     waves = _uniforms(_words(keys, 11, 8))
     jitter = _normals(_words(keys, 19, 2 * most)).reshape(num, most, 2) * JITTER
-    noise = _words(keys, 19 + 2 * most, SIDE * SIDE // 8).astype("<u8", copy=False).view(np.uint8).reshape(num, SIDE, SIDE)
+    grains = _words(keys, 19 + 2 * most, SIDE * SIDE // 8).astype("<u8", copy=False)
+    noise = grains.view(np.uint8).reshape(num, SIDE, SIDE)
 
     affine = _affine(traits)
     dabs = np.empty((num, PEN_POINTS, 2))
@@ -316,7 +317,8 @@ def _mix(words: Words) -> Words:
 
 def _uniforms(words: Words) -> Floats:
     """Turn words into numbers on [0, 1)."""
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    result: Floats = (words >> np.uint64(11)) * 2.0**-53
+    return result
 
 
 def _normals(words: Words) -> Floats:

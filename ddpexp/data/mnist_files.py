@@ -201,10 +201,10 @@ def prepare(
                 f"data.root={folder}, or check the network, or set data.source=embedded for drawn digits"
             ) from None
         (warn or _to_stderr)(
-            f"THIS IS NOT MNIST: data.root={folder} holds none of its files and they could not be downloaded ({error}), "
-            f"so {embedded_train:,} + {embedded_test:,} drawn digits stand in and no accuracy is comparable with MNIST; "
-            f"for the real data put the four IDX files into that folder or set data.source=download, and set "
-            f"data.source=embedded if drawn digits are what you want"
+            f"THIS IS NOT MNIST: data.root={folder} holds none of its files and they could not be downloaded "
+            f"({error}), so {embedded_train:,} + {embedded_test:,} drawn digits stand in and no accuracy is comparable "
+            f"with MNIST; for the real data put the four IDX files into that folder or set data.source=download, and "
+            f"set data.source=embedded if drawn digits are what you want"
         )
         return _embedded(embedded_train, embedded_test)
 
@@ -641,7 +641,7 @@ def _write_cache(base: Path, name: str, contents: Sequence[Content], facts: dict
 def _move_in(whole: Path, folder: Path, temp: Path) -> None:
     """Move a finished cache to its place, unless another process has just done so.
 
-    Whatever else is in the place (a damaged cache, a link) is moved away as it is and deleted with the temporary folder.
+    Whatever else is in the place (a damaged cache, a link) is moved away as it is, and goes with the temporary folder.
     """
     for attempt in range(10):
         try:
@@ -719,8 +719,8 @@ def _in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
         except OSError as error:
             problems.append(f"{base}: {error.strerror or error}")
     raise RefusedError(
-        f"the data could not be written ({'; '.join(problems)}), and training reads it from there: free about 70 MB, or "
-        f"set XDG_CACHE_HOME to a folder that can be written"
+        f"the data could not be written ({'; '.join(problems)}), and training reads it from there: free about 70 MB, "
+        f"or set XDG_CACHE_HOME to a folder that can be written"
     )
 
 

@@ -96,6 +96,8 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> 
             for worker in workers:
                 _listen(worker, watch, terminal)
             tail.show(terminal, last=True)
+            for worker in workers:
+                _keep(worker)
         finally:
             terminal.close()
             for worker in workers:
@@ -240,6 +242,13 @@ def _last_lines(log: Path) -> str:
         return "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
     except OSError:
         return ""
+
+
+def _keep(worker: Worker) -> None:
+    """Keep a rank's own error with its output; the terminal shows the first cause alone, once."""
+    if worker.failure is not None:
+        with worker.log.open("a") as log:
+            log.write(f"{worker.failure.traceback or ''}{worker.failure.kind}: {worker.failure.message}\n")
 
 
 class _Tail:

@@ -7,14 +7,16 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from ddpexp.data import digits, mnist_files
+from numpy.typing import NDArray
 from torch import nn
+
+from ddpexp.data import digits, mnist_files
 
 
 def test_drawing_is_the_one_that_caches_are_named_by() -> None:
     images, labels = digits.draw(200, seed=1)
     found = hashlib.sha256(images.tobytes() + labels.tobytes()).hexdigest()
-    golden = {1: "GOLDEN"}
+    golden = {1: "5f2a674daa5e2e0cd7078482ed580ab12c8b60b156e7e9fa18584ee1ab6a97b1"}
     assert found == golden[mnist_files.EMBEDDED_VERSION], "digits.py draws differently: raise EMBEDDED_VERSION"
 
 
@@ -75,8 +77,13 @@ def test_every_style_is_a_line_without_gaps() -> None:
         assert steps.max() < 2 * digits.PEN[0], f"dabs of a {style.digit} would show one by one"
 
 
-def test_linear_model_stays_under_its_mnist_accuracy_and_a_small_network_learns_them() -> None:
+def test_linear_model_stays_under_its_mnist_accuracy_and_a_small_network_learns_them(
+    request: pytest.FixtureRequest,
+) -> None:
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a shared machine two threads of so small a network wait for each other
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
     train, test = (_tensors(*digits.draw(num, seed)) for num, seed in ((16_000, 1), (3_000, 2)))
     linear = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
     lenet = nn.Sequential(
@@ -92,16 +99,16 @@ def test_linear_model_stays_under_its_mnist_accuracy_and_a_small_network_learns_
         nn.Linear(128, 10),
     )
     linear_accuracy = _accuracy(linear, train, test, rate=0.02, epochs=5)
-    lenet_accuracy = _accuracy(lenet, train, test, rate=0.15, epochs=2)
-    assert 0.75 < linear_accuracy < 0.91
-    assert 0.95 < lenet_accuracy < 0.997
-    print(f"linear {linear_accuracy:.4f}, LeNet {lenet_accuracy:.4f}")
+    lenet_accuracy = _accuracy(lenet, train, test, rate=0.08, epochs=2)
+    # Measured: 0.873 and 0.964; with all 60,000 images 0.88 and 0.989. Labels that do not fit give a tenth.
+    assert 0.78 < linear_accuracy < 0.91
+    assert 0.95 < lenet_accuracy < 0.995
 
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
-def _tensors(images: digits.NDArray[np.uint8], labels: digits.NDArray[np.uint8]) -> Tensors:
+def _tensors(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Tensors:
     return (torch.from_numpy(images)[:, None] / 255 - 0.1307) / 0.3081, torch.from_numpy(labels).long()
 
 
@@ -111,9 +118,9 @@ def _accuracy(model: nn.Module, train: Tensors, test: Tensors, rate: float, epoc
     steps = len(labels) // 128
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps * epochs)
     for _ in range(epochs):
-        for rows in torch.randperm(len(labels))[: steps * 128].split(128):
+        for rows in torch.randperm(len(labels))[: steps * 128].view(steps, 128):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[rows]), labels[rows]).backward()
+            torch.autograd.backward(nn.functional.cross_entropy(model(images[rows]), labels[rows]))
             optimizer.step()
             schedule.step()
     with torch.no_grad():
