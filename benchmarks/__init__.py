@@ -1,1 +1,1 @@
-"""ddpexp against what users would pick instead, in one run."""
+"""ddpexp against what users would pick instead, in one run, as ratios."""

@@ -33,6 +33,7 @@ class Outcome:
     epoch: float
     metrics: Mapping[str, float]  # of the last evaluation
     train_seconds: float  # without evaluations
+    first_step_at: float  # seconds since the epoch of time, when the first step was done
 
 
 class NonFiniteError(DdpexpError):
@@ -136,6 +137,7 @@ class Loop:
         window = _Window(self.world)
         clock = _Clock()
         metrics: dict[str, float] = {}
+        first_step_at = math.nan
         self.strategy.train(True)
         for step, micro_batches in enumerate(self.train.steps(0, self.num_steps)):
             done = step + 1
@@ -143,12 +145,15 @@ class Loop:
             rate = self._set_learning_rate(step)
             update = self._update(want_norm=logs)
             window.add(self._train_step(step, update, micro_batches))
+            if step == 0:
+                first_step_at = time.time()
             if logs:
                 self._record(done, rate, window, update.norm, clock)
             if self._evaluates_after(done):
                 with clock.paused():
                     metrics = self._evaluate_and_show(done)
-        return Outcome(self.num_steps, self.num_steps / self.train.steps_per_epoch, metrics, clock.total())
+        epoch = self.num_steps / self.train.steps_per_epoch
+        return Outcome(self.num_steps, epoch, metrics, clock.total(), first_step_at)
 
     def evaluate(self) -> dict[str, float]:
         """Return the metrics of every evaluation set, each sample counted once.

@@ -344,6 +344,7 @@ def _finish(
         "world_size": world.world_size,
         "metrics": dict(outcome.metrics),
         "weights_sha256": digest,
+        "first_step_at": outcome.first_step_at,
         "seconds": round(outcome.train_seconds, 3),
         "samples_per_second": round(samples / outcome.train_seconds, 1),
     }

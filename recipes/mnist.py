@@ -15,20 +15,23 @@ if TYPE_CHECKING:
 
 
 class LeNet(nn.Sequential):
-    """Two convolutions with pooling, one hidden layer. Shapes: (batch, 1, 28, 28) -> (batch, 10)."""
+    """Two convolutions with pooling, one hidden layer. Shapes: (batch, 1, 28, 28) -> (batch, 10).
+
+    Source: LeCun, Bottou, Bengio and Haffner, "Gradient-based learning applied to document recognition", 1998.
+    """
 
     def __init__(self, width: Sequence[int] = (16, 32), hidden: int = 128) -> None:
         """Build with `width` channels in the two convolutions."""
         first, second = width
         super().__init__(
-            nn.Conv2d(1, first, 5, padding=2),
+            nn.Conv2d(1, first, 5),
             nn.MaxPool2d(2),
             nn.ReLU(),
-            nn.Conv2d(first, second, 5, padding=2),
+            nn.Conv2d(first, second, 5),
             nn.MaxPool2d(2),
             nn.ReLU(),
             nn.Flatten(),
-            nn.Linear(second * 49, hidden),
+            nn.Linear(second * 16, hidden),
             nn.ReLU(),
             nn.Linear(hidden, 10),
         )

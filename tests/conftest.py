@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,17 +104,20 @@ def living(run: Path, *pids: int) -> list[int]:
     return found
 
 
+TAG = f"DDPEXP_TESTS={uuid.uuid4().hex}"
+"""In the environment of everything that these tests start: whose processes are whose, beside other runs."""
+
+
 def ddpexp_processes() -> set[int]:
-    """Return every process of this user that runs our code as a command, server or worker."""
+    """Return every living process that these tests have started, directly or not."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
+            ours = TAG.encode() in (entry / "environ").read_bytes().split(b"\0")
             state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             continue
-        ours = any(word == b"ddpexp" or b"ddpexp.launch" in word for word in words)
-        if ours and state != "Z" and b"python" in words[0]:
+        if ours and state != "Z":
             found.add(int(entry.name))
     return found
 
@@ -154,7 +158,14 @@ def digits_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environ(digits_cache: Path) -> dict[str, str]:
     """The environment of a user who has none of our settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_", "OMP_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(digits_cache), "PYTHONWARNINGS": "error::UserWarning"}
+    name, _, value = TAG.partition("=")
+    return {
+        **kept,
+        name: value,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(digits_cache),
+        "PYTHONWARNINGS": "error::UserWarning",
+    }
 
 
 @pytest.fixture

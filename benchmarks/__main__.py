@@ -1,0 +1,181 @@
+"""`python -m benchmarks --data FOLDER [start steps mnist soak]`: the figures of the README, made again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.race import Arm, last_json, median, race, ratio
+
+Row = tuple[str, str, str]
+
+
+def main() -> None:
+    """Run the asked benchmarks and write RESULTS.md beside this file."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("which", nargs="*", default=["start", "steps", "mnist", "soak"])
+    parser.add_argument("--data", required=True, help="the folder with MNIST's four gzipped IDX files")
+    parser.add_argument("--rounds", type=int, default=15)
+    words = parser.parse_args()
+    known = {"start": start, "steps": steps, "mnist": mnist, "soak": soak}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
+        data = Path(folder) / "mnist"  # a cache of our own, made before anything is timed
+        data.mkdir()
+        for path in Path(words.data).resolve().glob("*.gz"):
+            shutil.copy(path, data)
+        _ddpexp(data, Path(folder) / "warm", ["trainer.max_steps=1", "trainer.eval_every=0"])
+        for name in words.which:
+            place = Path(folder) / name
+            place.mkdir()
+            rows += known[name](data, words.rounds, place)
+    _write(rows)
+
+
+def start(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """Time from the command to the end of the first optimizer step, and to the prompt."""
+    rows: list[Row] = []
+    for workers in (2, 8):
+        few = ["model=linear", f"trainer.gpus={workers}", "trainer.max_steps=60", "trainer.eval_every=0"]
+        results = race(_arms(data, workers, few, steps=60), rounds, folder / str(workers), print)
+        for figure in ("first step", "whole command"):
+            seconds = median(results, "ddpexp", figure)
+            peer = median(results, "torchrun", figure)
+            rows.append(_row(f"{figure}, {workers} workers", f"{seconds:.2f} s against {peer:.2f} s", results, figure))
+    return rows
+
+
+def steps(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """Steps a second of the linear model, logging on."""
+    many = ["model=linear", "trainer.gpus=2", "trainer.max_steps=3050", "trainer.epochs=null", "trainer.eval_every=0"]
+    results = race(_arms(data, 2, many, steps=3050), rounds, folder, print)
+    mine, theirs = (median(results, arm, "steps a second") for arm in ("ddpexp", "torchrun"))
+    return [_row("steps a second, linear, 2 workers", f"{mine:.0f} against {theirs:.0f}", results, "steps a second")]
+
+
+def mnist(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """The whole command to over 99 %, against pytorch/examples' program, and the accuracy over five seeds."""
+    accuracies = []
+    for seed in range(5):
+        run = _ddpexp(data, folder / f"seed{seed}", [f"trainer.seed={seed}"])
+        accuracies.append(json.loads((run / "result.json").read_text())["metrics"]["eval/accuracy"])
+        print(f"seed {seed}: {accuracies[-1]:.2%}")
+
+    def figures(_place: Path, _output: str, begin: float, end: float) -> dict[str, float]:
+        return {"seconds": end - begin}
+
+    peer = [sys.executable, "-m", "benchmarks.peers.examples_mnist", "--data", str(data)]
+    arms = [
+        Arm("ddpexp", lambda place: _words(data, place / "run", []), figures),
+        Arm("examples", lambda place: peer, figures),
+        Arm("ddpexp again", lambda place: _words(data, place / "run", []), figures),
+    ]
+    results = race(arms, min(rounds, 5), folder, print)
+    mine, theirs = median(results, "ddpexp", "seconds"), median(results, "examples", "seconds")
+    faster, again = ratio(results, "examples", "ddpexp", "seconds"), ratio(results, "ddpexp again", "ddpexp", "seconds")
+    mean, low, high = statistics.mean(accuracies), min(accuracies), max(accuracies)
+    return [
+        ("MNIST, seeds 0 to 4", f"{mean:.2%} in the mean, {low:.2%} to {high:.2%}", ""),
+        ("MNIST to 99 %", f"{mine:.1f} s against {theirs:.1f} s", f"{faster} times faster; A/A {again}"),
+    ]
+
+
+def soak(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """Two hundred short runs in a row, half with 2 and half with 4 workers: all end well and leave nothing."""
+    codes, longest = [], 0.0
+    before = _processes()
+    for number in range(200):
+        begin = time.time()
+        few = ["model=linear", f"trainer.gpus={2 + 2 * (number % 2)}", "trainer.max_steps=100", "trainer.eval_every=0"]
+        words = _words(data, folder / str(number), few)
+        codes.append(subprocess.run(words, capture_output=True, check=False, timeout=60).returncode)
+        longest = max(longest, time.time() - begin)
+        if number % 20 == 19:
+            print(f"soak {number + 1}/200: {codes.count(0)} exit codes 0, longest {longest:.1f} s")
+    left = _processes() - before
+    return [("200 runs, 2 and 4 workers in turn", f"{codes.count(0)} exit codes 0", f"{len(left)} processes left behind")]
+
+
+def _arms(data: Path, workers: int, words: Sequence[str], steps: int) -> list[Arm]:
+    def peer(place: Path) -> list[str]:
+        program = ["-m", "benchmarks.peers.bare", "--data", str(data), "--steps", str(steps), "--tensorboard", str(place)]
+        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), *program]
+
+    def theirs(_place: Path, output: str, begin: float, end: float) -> dict[str, float]:
+        found = last_json(output)
+        return {
+            "first step": found["first_step_at"] - begin,
+            "whole command": end - begin,
+            "steps a second": found["steps_per_second"],
+        }
+
+    def ours(place: Path, _output: str, begin: float, end: float) -> dict[str, float]:
+        result = json.loads((place / "run" / "result.json").read_text())
+        lines = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+        rate = (lines[-1]["step"] - lines[0]["step"]) / (lines[-1]["time"] - lines[0]["time"])
+        return {"first step": result["first_step_at"] - begin, "whole command": end - begin, "steps a second": rate}
+
+    def command(place: Path) -> list[str]:
+        return _words(data, place / "run", [f"trainer.global_batch_size={64 * workers}", "trainer.threads=1", *words])
+
+    return [Arm("ddpexp", command, ours), Arm("torchrun", peer, theirs), Arm("ddpexp again", command, ours)]
+
+
+def _row(name: str, figures: str, results: dict[str, list[dict[str, float]]], figure: str) -> Row:
+    against, again = ratio(results, "ddpexp", "torchrun", figure), ratio(results, "ddpexp again", "ddpexp", figure)
+    return name, figures, f"{against}; A/A {again}"
+
+
+def _words(data: Path, run: Path, words: Sequence[str]) -> list[str]:
+    typed = ["recipe=mnist", "trainer.gpus=2", f"data.root={data}", "data.source=files", f"run.dir={run}"]
+    return [sys.executable, "-m", "ddpexp", *typed, *words]
+
+
+def _ddpexp(data: Path, run: Path, words: Sequence[str]) -> Path:
+    subprocess.run(_words(data, run, words), check=True, capture_output=True)
+    return run
+
+
+def _processes() -> set[int]:
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"ddpexp" in words and b"benchmarks" not in words and int(entry.name) != os.getpid():
+            found.add(int(entry.name))
+    return found
+
+
+def _write(rows: Sequence[Row]) -> None:
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
+    lines = [
+        "# Results",
+        "",
+        f"{machine}, {time.strftime('%B %Y')}. Medians; ratios are medians of the rounds with quartiles, ddpexp divided by the",
+        "other program; A/A is ddpexp divided by ddpexp in the same rounds, which shows what the machine's noise alone does.",
+        "",
+        "| | figures | ratio |",
+        "|---|---|---|",
+        *(f"| {name} | {figures} | {shown} |" for name, figures, shown in rows),
+    ]
+    path = Path(__file__).with_name("RESULTS.md")
+    path.write_text("\n".join(lines) + "\n")
+    print(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

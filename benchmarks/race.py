@@ -1,0 +1,81 @@
+"""Run commands in turn and compare them round by round, so that a machine whose speed drifts does not decide."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One program in a race."""
+
+    name: str
+    command: Callable[[Path], Sequence[str]]  # from a new, empty folder to the words
+    figures: Callable[[Path, str, float, float], dict[str, float]]  # folder, output, seconds at start and end
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One arm's figure as a share of another's, over the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Show the median and the quartiles."""
+        return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, list[dict[str, float]]]:
+    """Run every arm once a round, in an order that turns; return each arm's figures by round.
+
+    Raises:
+        RuntimeError: a program failed; its output is in the message.
+    """
+    results: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
+    for number in range(rounds):
+        turned = [*arms[number % len(arms) :], *arms[: number % len(arms)]]
+        for arm in turned:
+            place = folder / f"{arm.name.replace(' ', '-')}-{number}"
+            place.mkdir(parents=True)
+            start = time.time()
+            done = subprocess.run(arm.command(place), capture_output=True, text=True, check=False, env=_environ(), timeout=1800)
+            end = time.time()
+            if done.returncode:
+                raise RuntimeError(f"{arm.name} failed with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+            figures = arm.figures(place, done.stdout, start, end)
+            results[arm.name].append(figures)
+            say(f"round {number + 1}/{rounds}  {arm.name:<24}" + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()))
+    return results
+
+
+def ratio(results: dict[str, list[dict[str, float]]], arm: str, other: str, figure: str) -> Ratio:
+    """Divide `arm` by `other` in each round."""
+    pairs = zip(results[arm], results[other], strict=True)
+    values = sorted(mine[figure] / theirs[figure] for mine, theirs in pairs)
+    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return Ratio(statistics.median(values), quartiles[0], quartiles[2])
+
+
+def median(results: dict[str, list[dict[str, float]]], arm: str, figure: str) -> float:
+    """Return the middle figure of an arm."""
+    return statistics.median(row[figure] for row in results[arm])
+
+
+def last_json(output: str) -> dict[str, float]:
+    """Read the last line that is a JSON object."""
+    found: dict[str, float] = json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
+    return found
+
+
+def _environ() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("DDPEXP_")}
+    return {**kept, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
