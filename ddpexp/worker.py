@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ddpexp import checkpoint
+from ddpexp import checkpoint, deferred_dynamo
 from ddpexp.config import Experiment, Node, load
 from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batches import EvalBatches, TrainBatches
@@ -183,6 +183,8 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def _join(experiment: Experiment, layout: Layout) -> World:
+    if not experiment.trainer.compile:
+        deferred_dynamo.defer()
     torch.set_num_threads(layout.threads)
     if experiment.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -37,13 +37,13 @@ def build(cls: type[T], values: Any, where: str) -> T:
     return cls(**built)
 
 
-def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
-    """Say which known word is nearest, or list all when none is near."""
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "", suffix: str = "") -> str:
+    """Say which known word is nearest, or list all when none is near; `prefix` and `suffix` make it what to type."""
     known = [name for name in known if not name.startswith("_")]
     near = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.55)
     if near:
         best = next(name for name in known if name.lower() == near[0])
-        return f" Did you mean {prefix}{best}?"
+        return f" Did you mean {prefix}{best}{suffix}?"
     return f" Known here: {_listed(known)}."
 
 
@@ -78,7 +78,7 @@ def convert(value: Any, hint: Any, key: str) -> Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    if isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool)):
         return value
     raise _wrong(value, hint, key)
 
@@ -92,12 +92,16 @@ def _one_of(value: Any, hints: tuple[Any, ...], key: str) -> Any:
     raise _wrong(value, Union[hints], key)  # noqa: UP007
 
 
+def shown(value: Any) -> str:
+    """Write a value as it is typed."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     words = [word for word in _literals(hint) if isinstance(word, str)]
-    near = difflib.get_close_matches(shown.lower(), words, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(shown(value).lower(), words, n=1, cutoff=0.6)
     meant = f" Did you mean {key}={near[0]}?" if near else ""
-    return RefusedError(f"{key}={shown} is not {_spoken(hint)}.{meant}")
+    return RefusedError(f"{key}={shown(value)} is not {_spoken(hint)}.{meant}")
 
 
 def _literals(hint: Any) -> list[Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from argparse import ArgumentError, Namespace
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from operator import getitem
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +18,14 @@ import hydra
 import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.resolvers import oc
 
-from ddpexp.config.build import did_you_mean
+from ddpexp import __version__
+from ddpexp.config.build import did_you_mean, shown
+from ddpexp.config.data import DATA_KEYS
 from ddpexp.errors import RefusedError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -45,27 +52,63 @@ def conf_folder() -> Path:
 
 
 def compose(argv: list[str]) -> Composed | None:
-    """Compose the tree from the command line; None when Hydra itself answered (`--help`, `--cfg`, ...).
+    """Compose the tree from the command line; None when that was a question (`--help`, `--cfg`, ...), answered here.
 
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses.
     """
-    words = get_args_parser().parse_args(argv)
-    if words.multirun or any(word.lower().startswith("hydra.mode=multirun") for word in words.overrides):
+    if "--version" in argv:
+        print(f"ddpexp {__version__}")
+        return None
+    words = _words(argv)
+    if words.multirun or any(word.lstrip("+").lower().startswith("hydra.mode=multirun") for word in words.overrides):
         raise RefusedError("Sweeps (-m, --multirun) are not there yet: start one run at a time.")
     if words.config_path or words.config_name or words.experimental_rerun:
         raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
     answers = words.help or words.hydra_help or words.cfg or words.info or words.shell_completion
+    _refuse_words(words.overrides, bool(answers))
     with _full_errors():
         try:
             if answers:
                 _let_hydra_answer(argv)
                 return None
             return _composed(words.overrides, words.config_dir)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
             if os.environ.get(_FULL_ERROR) == "asked":
                 raise
             raise RefusedError(_sentence(error)) from None
+
+
+def _words(argv: list[str]) -> Namespace:
+    parser = get_args_parser()
+    parser.exit_on_error = False  # its own way to refuse is a page of usage, of Hydra's flags
+    try:
+        words, unknown = parser.parse_known_args(argv)
+    except ArgumentError as error:
+        raise RefusedError(f"{error}. --help shows what can be typed.") from None
+    if unknown:
+        raise RefusedError(f"{unknown[0]} is not an option: write key=value, for example trainer.gpus=2.")
+    return words
+
+
+def _refuse_words(overrides: list[str], question: bool) -> None:
+    """Refuse what Hydra would take without effect, or answer with a traceback."""
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        if not key:
+            raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
+        if re.match(r"hydra[./@]", key) and not question:
+            raise RefusedError(f"{word} has no effect: the run directory is run.dir=..., further configs come with --config-dir DIR.")
+        if value == "null" and key in _groups():
+            raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(_options(key))}.")
+
+
+def _groups() -> list[str]:
+    return sorted(path.name for path in conf_folder().iterdir() if path.is_dir())
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_folder() / group).glob("*.yaml"))
 
 
 def _let_hydra_answer(argv: list[str]) -> None:
@@ -87,7 +130,7 @@ def _composed(overrides: list[str], directory: str | None) -> Composed:
     choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
     with open_dict(cfg):
         del cfg["hydra"]
-    values, kept = _plain(cfg), _resolve_but_secrets(cfg)
+    values, kept = _plain(cfg), _resolved_but_secrets(cfg)
     _refuse_untyped_trust(values, overrides)
     for tree in (values, kept):
         tree["run"]["code"] = str(added.parent) if added else None
@@ -110,48 +153,45 @@ def _full_errors() -> Iterator[None]:
             os.environ[_FULL_ERROR] = previous
 
 
-def config_dir(argv: list[str]) -> Path | None:
-    """Return the folder typed as `--config-dir`, which is also what trusts the code beside it."""
-    for index, word in enumerate(argv):
-        if word in ("--config-dir", "-cd") and index + 1 < len(argv):
-            return Path(argv[index + 1]).resolve()
-        if word.startswith("--config-dir="):
-            return Path(word.split("=", 1)[1]).resolve()
-    return None
+def _resolved_but_secrets(cfg: DictConfig) -> dict[str, Any]:
+    """Resolve the tree, but leave as written what reads the environment, directly or through other keys."""
+    with _reads_of_environment() as reads:
+
+        def kept(raw: Any, read: Callable[[], Any]) -> Any:
+            if isinstance(raw, dict):
+                return {str(key): kept(inner, partial(getitem, read(), key)) for key, inner in raw.items()}
+            if isinstance(raw, list):
+                return [kept(inner, partial(getitem, read(), index)) for index, inner in enumerate(raw)]
+            if not isinstance(raw, str) or "${" not in raw:
+                return raw
+            reads.clear()
+            value = read()
+            plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+            return raw if reads or "${" in str(plain) else plain
+
+        tree: dict[str, Any] = kept(OmegaConf.to_container(cfg, resolve=False), lambda: cfg)
+    return tree
 
 
-def _resolve_but_secrets(cfg: DictConfig) -> dict[str, Any]:
-    """Resolve every interpolation but those that read the environment, also where one refers to another."""
-    raw = OmegaConf.to_container(cfg, resolve=False)
-    references: list[str] = []
+@contextmanager
+def _reads_of_environment() -> Iterator[list[str]]:
+    """Collect the names that `${oc.env:NAME}` is asked for."""
+    reads: list[str] = []
 
-    def hide(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: hide(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [hide(inner) for inner in value]
-        if isinstance(value, str) and "oc.env" in value and "${" in value:
-            references.append(value)
-            return f"<<reference {len(references) - 1}>>"
-        return value
+    def env(*arguments: str) -> Any:
+        reads.append(arguments[0])
+        return oc.env(*arguments)
 
-    def show(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: show(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [show(inner) for inner in value]
-        if isinstance(value, str) and "<<reference " in value:
-            return re.sub(r"<<reference (\d+)>>", lambda found: references[int(found[1])], value)
-        return value
-
-    hidden = OmegaConf.create(hide(raw))
-    assert isinstance(hidden, DictConfig)
-    kept: dict[str, Any] = show(_plain(hidden))
-    return kept
+    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    try:
+        yield reads
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
-    return {str(key): value for key, value in cast(dict[Any, Any], OmegaConf.to_container(cfg, resolve=True)).items()}
+    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    return {str(key): value for key, value in cast(dict[Any, Any], values).items()}
 
 
 def _refuse_untyped_trust(values: Mapping[str, Any], typed: list[str]) -> None:
@@ -165,37 +205,48 @@ def _refuse_untyped_trust(values: Mapping[str, Any], typed: list[str]) -> None:
 
 
 def _refuse_other_types(values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path]) -> None:
-    """Compare the values in a group's section with the types of the same keys in the option's own file."""
-    for group in ("model", "optimizer", "data", "recipe"):
-        option = choices.get(group)
-        for folder in folders:
-            path = folder / group / f"{option}.yaml"
-            if not path.is_file():
-                continue
-            written = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-            if isinstance(written, dict):
-                found = values if group == "recipe" else values.get(group)
-                _compare(written, found, "" if group == "recipe" else group)
-            break
+    """Compare the values of the sections that name an object with the types in the chosen option's own file.
 
-
-def _compare(written: Mapping[str, Any], found: Any, where: str) -> None:
-    if not isinstance(found, Mapping):
-        return
-    for key, default in written.items():
-        here = f"{where}.{key}" if where else str(key)
-        value = found.get(key)
-        if isinstance(default, dict):
-            _compare(default, value, here)
-        elif value is None or default is None or key == "_target_" or isinstance(default, list):
+    The other sections have fields with types, which `parse` holds against them.
+    """
+    sections = ("task", "model", "data", "optimizer")
+    for group in ("recipe", *sections):
+        paths = [folder / group / f"{choices.get(group)}.yaml" for folder in folders]
+        path = next((path for path in paths if path.is_file()), None)
+        written = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if path else None
+        if not isinstance(written, dict):
             continue
-        elif isinstance(default, bool) != isinstance(value, bool) or (
-            isinstance(default, int | float) and not isinstance(value, int | float)
-        ):
-            kind = "true or false" if isinstance(default, bool) else "a number"
-            raise RefusedError(f"{here}={value} is not {kind} (its default is {str(default).lower()}).")
-        elif isinstance(default, int) and isinstance(value, float):
-            raise RefusedError(f"{here}={value} is not a whole number (its default is {default}).")
+        for section in sections if group == "recipe" else (group,):
+            default = written.get(section) if group == "recipe" else written
+            if isinstance(default, dict):
+                typed_here = DATA_KEYS if section == "data" else ()
+                _compare({key: inner for key, inner in default.items() if key not in typed_here}, values.get(section), section)
+
+
+def _compare(default: Any, value: Any, key: str) -> None:
+    """Refuse a number, a truth or a list that was one in the file and is none now; a text may stand for anything."""
+    if isinstance(default, dict):
+        if isinstance(value, Mapping):
+            for name, inner in default.items():
+                _compare(inner, value.get(name), f"{key}.{name}")
+        return
+    if value is None or default is None or isinstance(default, str):
+        return
+    if isinstance(default, list):
+        if not isinstance(value, list | tuple):
+            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}).")
+        if len({type(item) for item in default}) == 1:
+            for index, item in enumerate(value):
+                _compare(default[0], item, f"{key}[{index}]")
+        return
+    if isinstance(default, bool):
+        kind = None if isinstance(value, bool) else "true or false"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        kind = "a number"
+    else:
+        kind = "a whole number" if isinstance(default, int) and isinstance(value, float) else None
+    if kind:
+        raise RefusedError(f"{key}={shown(value)} is not {kind} (its default is {shown(default)}).")
 
 
 def _shadowed(added: Path | None) -> Iterator[str]:
@@ -214,33 +265,44 @@ def _sentence(error: Exception) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if not group:
             return f"There is no config {option}."
-        options = [name for name in error.options or [] if name]
+        options = [name for name in error.options or _options(group) if name]
         known = did_you_mean(option, options, f"{group}=") if options else f" There is no group {group}."
         return f"{group}={option} is not a known option.{known}"
     if isinstance(error, OverrideParseException):
         return f"{error.override} is not an override: write key=value, for example trainer.gpus=2."
     if isinstance(error, ConfigCompositionException):
-        cause = error.__cause__
+        several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
+        if several:
+            return f"{several[1]} gives several values: start one run at a time, or write a list as key=[a,b]."
         unknown = re.match(r"Could not override '([^']+)'", str(error))
-        if isinstance(cause, OmegaConfBaseException):
-            key = cause.full_key or (unknown[1] if unknown else "")
-            parent = cause.parent_node
-            if unknown and isinstance(parent, DictConfig) and cause.key is not None:
-                prefix = key[: -len(str(cause.key))] if key.endswith(str(cause.key)) else ""
-                names = [str(name) for name in parent if name != "hydra"]
-                return f"{unknown[1]} is not a known key.{did_you_mean(str(cause.key), names, prefix)}"
+        if unknown and isinstance(error.__cause__, OmegaConfBaseException):
+            return _unknown_key(unknown[1], error.__cause__)
         return _first_line(error)
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}."
     return _first_line(error)
 
 
+def _unknown_key(typed: str, cause: OmegaConfBaseException) -> str:
+    """Say which key is nearest to the typed one, at the level where it leaves the tree."""
+    parent, key, full_key = cause.parent_node, str(cause.key), str(cause.full_key)
+    if not isinstance(parent, DictConfig) or not full_key.endswith(key):
+        return f"{typed} is not a known key."
+    names = [str(name) for name in parent if name != "hydra"]
+    return f"{typed} is not a known key.{did_you_mean(key, names, full_key[: -len(key)], typed[len(full_key) :])}"
+
+
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", " ".join(said[:2])) or type(error).__name__
 
 
-def override_file(path: Path, words: list[str]) -> tuple[Mapping[str, Any], str]:
+def override_file(path: Path, argv: list[str]) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and override it with `key=value` words; also return it as text.
 
     What the file says of whose code to trust does not count: run.trust and --config-dir are typed again.
@@ -248,23 +310,33 @@ def override_file(path: Path, words: list[str]) -> tuple[Mapping[str, Any], str]
     Raises:
         RefusedError: the file is damaged, or a word is no override of it.
     """
-    added = config_dir(words)
-    typed = [word for index, word in enumerate(words) if not _names_config_dir(words, index)]
+    words = _words(argv)
     try:
         cfg = OmegaConf.load(path)
-        assert isinstance(cfg, DictConfig)
-        cfg.run.trust, cfg.run.code = [], str(added.parent) if added else None
-        OmegaConf.set_struct(cfg, True)
-        for word in typed:
-            key, equals, value = word.partition("=")
-            if not equals:
-                raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
-            OmegaConf.update(cfg, key, OmegaConf.create(f"x: {value}").x, force_add=False)
-        values = _plain(cfg)
-    except (OmegaConfBaseException, yaml.YAMLError, AssertionError, AttributeError) as error:
-        raise RefusedError(f"{path}: {_first_line(error)}") from None
-    return values, OmegaConf.to_yaml(cfg)
+    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise RefusedError(f"{path} cannot be read: {_first_line(error)}.") from None
+    if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
+        raise RefusedError(f"{path} is not the configuration of a run.")
+    cfg.run.trust, cfg.run.code = [], str(Path(words.config_dir).resolve().parent) if words.config_dir else None
+    OmegaConf.set_struct(cfg, True)
+    try:
+        for word in words.overrides:
+            _override(cfg, word)
+        return _plain(cfg), OmegaConf.to_yaml(cfg)
+    except OmegaConfBaseException as error:
+        raise RefusedError(f"{path}: {_sentence(error)}") from None
 
 
-def _names_config_dir(words: list[str], index: int) -> bool:
-    return words[index].startswith(("--config-dir", "-cd")) or (index > 0 and words[index - 1] in ("--config-dir", "-cd"))
+def _override(cfg: DictConfig, word: str) -> None:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
+    try:
+        value = yaml.load(text, Loader=get_yaml_loader())
+        if isinstance(OmegaConf.select(cfg, key), DictConfig):
+            raise RefusedError(f"{word}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2.")
+        OmegaConf.update(cfg, key, value, force_add=False)
+    except yaml.YAMLError:
+        raise RefusedError(f"{word} is not an override: its value is no YAML.") from None
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise RefusedError(_unknown_key(key, error)) from None

@@ -34,7 +34,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from ddpexp.errors import RefusedError
 
@@ -165,7 +165,7 @@ class _DownloadError(Exception):
 
 def prepare(
     root: str | None,
-    source: str,
+    source: Literal["auto", "files", "download", "embedded"],
     embedded_train: int = 60_000,
     embedded_test: int = 10_000,
     warn: Callable[[str], None] | None = None,

@@ -18,7 +18,7 @@ from ddpexp.launch.terminal import Terminal
 
 # What a worker needs before its first step. A missing name would cost seconds in every worker, so the tests hold the
 # list against what workers import; nothing here may ask CUDA for devices, for that breaks every forked GPU worker.
-PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.utils.data", "ddpexp.worker")
+PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.worker")
 
 _PROGRAM = (
     "import sys, json; fd, parent, method, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
