@@ -54,6 +54,7 @@ class Update:
     want_norm: bool = False
     norm: Tensor | None = None
     _count: Tensor | None = None
+    _weights: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def models(self) -> Any:
@@ -81,7 +82,9 @@ class Update:
             self._count = count.detach().double() if self._count is None else self._count + count.detach()
         else:
             total = count * self.num_micro_batches
-        self.precision.backward(loss_sum * (self.world.world_size / total))
+        if total not in self._weights:  # kept as tensors: the gradient starts from one, which is cheaper than a product
+            self._weights[total] = torch.tensor(self.world.world_size / total, device=self.world.device)
+        self.precision.backward(loss_sum, self._weights[total])
 
     def apply(self, *names: str) -> None:
         """Step the named optimizers, or all, with the gradients there are, and clear those.
@@ -121,10 +124,20 @@ class Loop:
     options: Trainer
     num_steps: int
     _peaks: list[tuple[dict[str, Any], float]] = field(init=False)
+    _update: Update = field(init=False)
+    _by_hand: HasTrainStep | None = field(init=False)
 
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
         self._peaks = [(group, group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
+        cut = self.train.batches
+        self._update = Update(
+            self.strategy, self.precision, self.optimizers, self.world,
+            num_micro_batches=cut.accumulation * cut.world_size,
+            global_batch_size=cut.global_batch_size,
+            clip_grad_norm=self.options.clip_grad_norm,
+        )  # fmt: skip
 
     def fit(self) -> Outcome:
         """Train from the first step to the last, record and evaluate on the way.
@@ -143,12 +156,12 @@ class Loop:
             done = step + 1
             logs = done % self.options.log_every == 0 or done == self.num_steps
             rate = self._set_learning_rate(step)
-            update = self._update(want_norm=logs)
-            window.add(self._train_step(step, update, micro_batches))
+            self._update.want_norm = logs
+            window.add(self._train_step(step, micro_batches))
             if step == 0:
                 first_step_at = time.time()
             if logs:
-                self._record(done, rate, window, update.norm, clock)
+                self._record(done, rate, window, clock)
             if self._evaluates_after(done):
                 with clock.paused():
                     metrics = self._evaluate_and_show(done)
@@ -172,11 +185,11 @@ class Loop:
         finally:
             self.strategy.train(True)
 
-    def _train_step(self, step: int, update: Update, micro_batches: list[Any]) -> list[Sums]:
-        if isinstance(self.task, HasTrainStep):
+    def _train_step(self, step: int, micro_batches: list[Any]) -> list[Sums]:
+        if self._by_hand is not None:
             self._seed(step, 0)
-            return [self.task.train_step(update, micro_batches)]
-        seen = []
+            return [self._by_hand.train_step(self._update, micro_batches)]
+        update, seen = self._update, []
         for number, batch in enumerate(micro_batches):
             self._seed(step, number)
             with self.strategy.micro_batch(last=number == len(micro_batches) - 1):
@@ -185,16 +198,6 @@ class Loop:
             seen.append((loss_sum.detach(), count, sums))
         update.apply()
         return seen
-
-    def _update(self, want_norm: bool) -> Update:
-        cut = self.train.batches
-        return Update(
-            self.strategy, self.precision, self.optimizers, self.world,
-            num_micro_batches=cut.accumulation * cut.world_size,
-            global_batch_size=cut.global_batch_size,
-            clip_grad_norm=self.options.clip_grad_norm,
-            want_norm=want_norm,
-        )  # fmt: skip
 
     def _seed(self, step: int, number: int) -> None:
         """Make dropout and augmentation a function of seed, step and micro-batch, not of what happened before."""
@@ -210,13 +213,13 @@ class Loop:
             group["lr"] = peak * factor
         return float(self._peaks[0][1] * factor)
 
-    def _record(self, done: int, rate: float, window: _Window, norm: Tensor | None, clock: _Clock) -> None:
+    def _record(self, done: int, rate: float, window: _Window, clock: _Clock) -> None:
         num_samples = len(window) * self.train.batches.global_batch_size
         values = window.reduce(first_step=done - len(window) + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in values.items()}
         values["train/lr"] = rate
-        if norm is not None:
-            values["train/grad_norm"] = float(norm)
+        if self._update.norm is not None:
+            values["train/grad_norm"] = float(self._update.norm)
         values["train/samples_per_second"] = num_samples / clock.lap()
         self.tracker.scalars(done, done / self.train.steps_per_epoch, values)
 

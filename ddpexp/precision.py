@@ -30,9 +30,10 @@ class Precision:
         """Enclose a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device, self._dtype)
 
-    def backward(self, loss: Tensor) -> None:
-        """Compute gradients."""
-        (loss if self._scaler is None else self._scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        """Add the gradient of `weight * loss`. Shapes: both are scalars."""
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward(weight.to(scaled.dtype))  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring the gradients of an optimizer to their true size, once before its step."""

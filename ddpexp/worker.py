@@ -354,8 +354,7 @@ def _finish(
     shown = "  ".join(
         f"{name} {value:.2%}" if "accuracy" in name else f"{name} {value:.4g}" for name, value in outcome.metrics.items()
     )
-    seconds = f"{outcome.train_seconds:.1f} s of training"
-    log.info(f"done    {shown or 'no evaluation'}  {seconds}  weights {digest[:12]}  see {relative(run.path)}")
+    log.info(f"done    {shown or 'no evaluation'}  in {outcome.train_seconds:.1f} s  see {relative(run.path)}")
 
 
 def _hyperparameters(experiment: Experiment) -> dict[str, Any]:

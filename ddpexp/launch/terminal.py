@@ -34,6 +34,8 @@ class Terminal:
             self._bar, self._task = _new_bar(message["total"])
         assert self._task is not None
         self._bar.update(self._task, completed=message["done"], text=message["text"])
+        if message["done"] >= message["total"]:
+            self.close()  # what follows belongs below it
 
     def close(self) -> None:
         """Leave the bar as it stands and go on below it."""
