@@ -73,7 +73,7 @@ def _train(argv: list[str], server: Server | None) -> int:
 def _will_fork(argv: list[str]) -> bool:
     """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if argv[:1] == ["evaluate"]:
-        return "--help" not in argv
+        return len(argv) > 1 and not {"--help", "-h"} & set(argv)
     launchers = [word for word in argv if word.startswith(("launcher=", "launcher.start_method="))]
     asks = any(word.startswith("-") and not word.startswith(("--config-dir", "-cd", "--config-name", "-cn")) for word in argv)
     return not asks and all(word in ("launcher=spawn", "launcher.start_method=forkserver") for word in launchers)
@@ -83,7 +83,7 @@ def _first_cause(error: WorkerError) -> str:
     failure = error.failure
     place = f" at step {failure.step}" if failure.step is not None else ""
     phase = f" ({failure.phase}{place})" if failure.phase else place
-    lines = [] if not failure.traceback else [failure.traceback.rstrip()]
+    lines = [] if error.shown or not failure.traceback else [failure.traceback.rstrip()]
     summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {failure.kind}: {failure.message}"
     if error.others:
         ranks = ", ".join(map(str, error.others))

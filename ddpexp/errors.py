@@ -44,11 +44,12 @@ class Failure:
 class WorkerError(DdpexpError):
     """A worker failed: the first genuine cause, and the ranks that only went down with it."""
 
-    def __init__(self, failure: Failure, others: tuple[int, ...] = ()) -> None:
-        """Keep the first failure and the other ranks that ended because of it."""
+    def __init__(self, failure: Failure, others: tuple[int, ...] = (), shown: bool = False) -> None:
+        """Keep the first failure, the other ranks that ended because of it, and whether its last words are on the terminal."""
         super().__init__(failure.message)
         self.failure = failure
         self.others = others
+        self.shown = shown
         self.exit_code = failure.exit_code
 
 

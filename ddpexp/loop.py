@@ -82,7 +82,7 @@ class Update:
             self._count = count.detach().double() if self._count is None else self._count + count.detach()
         else:
             total = count * self.num_micro_batches
-        if total not in self._weights:  # kept as tensors: the gradient starts from one, which is cheaper than a product
+        if total not in self._weights:
             self._weights[total] = torch.tensor(self.world.world_size / total, device=self.world.device)
         self.precision.backward(loss_sum, self._weights[total])
 

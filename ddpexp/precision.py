@@ -32,8 +32,10 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss`. Shapes: both are scalars."""
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward(weight.to(scaled.dtype))  # type: ignore[no-untyped-call]
+        # A product, though backward takes a first gradient: torch imports sympy for that, a quarter of a second a worker.
+        product = loss * weight
+        scaled = product if self._scaler is None else self._scaler.scale(product)
+        scaled.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring the gradients of an optimizer to their true size, once before its step."""

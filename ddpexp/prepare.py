@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,12 +13,12 @@ from typing import Any
 from ddpexp.config import Data
 from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.errors import RefusedError
+from ddpexp.launch.process import die_with_parent
 
 _PROGRAM = (
     "import sys, json; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
-    "from ddpexp.prepare import call_and_print; call_and_print(*rest)"
+    "from ddpexp.prepare import call_and_answer; call_and_answer(*rest)"
 )
-_ANSWER = "ddpexp-prepared "
 
 
 def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
@@ -39,33 +40,37 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     return dict(found)
 
 
-def call_and_print(target: str, options: Mapping[str, Any], prefixes: list[str], code: str | None) -> None:
-    """Be the other process: call the function and print what it returns."""
+def call_and_answer(
+    parent: int, answers: int, target: str, options: Mapping[str, Any], prefixes: list[str], code: str | None
+) -> None:
+    """Be the other process: call the function and write what it returns to the descriptor `answers`."""
+    die_with_parent(parent)
     if code:
         sys.path.insert(0, code)
     trust = Trust(tuple(prefixes), Path(code) if code else None)
     try:
-        found = instantiate(Node(target, options), trust, "data.prepare")
+        answer = {"found": instantiate(Node(target, options), trust, "data.prepare")}
     except RefusedError as error:
-        print(f"{_ANSWER}{json.dumps({'refused': str(error)})}")
-    else:
-        print(f"{_ANSWER}{json.dumps({'found': found})}")
+        answer = {"refused": str(error)}
+    with open(answers, "w") as file:
+        json.dump(answer, file)
 
 
 def _call_elsewhere(data: Data, trust: Trust) -> Any:
     code = str(trust.code) if trust.code else None
-    words = json.dumps([sys.path, data.prepare, _plain(data.options), list(trust.prefixes), code])
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, words], stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.splitlines()
-    for line in lines:
-        if not line.startswith(_ANSWER):
-            print(line)
-    answers = [json.loads(line.removeprefix(_ANSWER)) for line in lines if line.startswith(_ANSWER)]
-    if done.returncode or not answers:
-        raise RefusedError(f"data.prepare={data.prepare} failed with exit code {done.returncode}; its traceback is above.")
-    if "refused" in answers[-1]:
-        raise RefusedError(answers[-1]["refused"])
-    return answers[-1]["found"]
+    reading, writing = os.pipe()
+    words = json.dumps([sys.path, os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code])
+    process = subprocess.Popen([sys.executable, "-c", _PROGRAM, words], pass_fds=[writing])
+    os.close(writing)
+    with open(reading) as file:
+        text = file.read()
+    status = process.wait()
+    if status or not text:
+        raise RefusedError(f"data.prepare={data.prepare} failed with exit code {status}: see its own words above.")
+    answer = json.loads(text)
+    if "refused" in answer:
+        raise RefusedError(answer["refused"])
+    return answer["found"]
 
 
 def _plain(value: Any) -> Any:

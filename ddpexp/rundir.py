@@ -75,9 +75,16 @@ class RunDir:
         return self.path / "error.json"
 
     def layout(self) -> Layout:
-        """Read the layout that the run was started with."""
-        world = self.read(self.manifest)["world"]
-        return Layout(**{name: world[name] for name in Layout.__dataclass_fields__})
+        """Read the layout that the run was started with.
+
+        Raises:
+            RefusedError: the manifest is missing or damaged.
+        """
+        manifest = self.read(self.manifest)
+        try:
+            return Layout(**{name: manifest["world"][name] for name in Layout.__dataclass_fields__})
+        except (KeyError, TypeError):
+            raise RefusedError(f"{self.path} is not a run directory: manifest.json names no world.") from None
 
     def read(self, path: Path) -> dict[str, Any]:
         """Read one of the JSON files.
@@ -125,16 +132,22 @@ def create(asked: str | None, recipe: str) -> RunDir:
         RefusedError: the asked directory holds something, or none can be made there.
     """
     path = Path(asked) if asked else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    taken = RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if asked:
-            if path.is_dir() and not any(path.iterdir()):
-                return RunDir(path)
-            path.mkdir()
-            return RunDir(path)
-        return RunDir(_first_free(path))
-    except FileExistsError:
-        raise RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.") from None
+        if not asked:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return RunDir(_first_free(path))
+        if path.is_file():
+            raise taken
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise taken
+        run = RunDir(path)
+        try:
+            run.ranks.mkdir()  # of several starts in one empty directory, the one that makes this folder has it
+        except FileExistsError:
+            raise taken from None
+        return run
     except OSError as error:
         raise RefusedError(f"run.dir={path} cannot be made: {error.strerror}. Choose another place with run.dir=... .") from None
 
@@ -143,11 +156,15 @@ def write(path: Path, text: str) -> None:
     """Replace a file as a whole: a reader sees the old text or the new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink()
+        raise
 
 
 def dumps(value: Mapping[str, Any]) -> str:

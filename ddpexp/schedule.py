@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ddpexp.errors import RefusedError
 
 
+@runtime_checkable
 class Schedule(Protocol):
     """What multiplies `optimizer.lr`."""
 

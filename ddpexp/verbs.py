@@ -9,7 +9,7 @@ from pathlib import Path
 from ddpexp import rundir
 from ddpexp.config import Experiment, layout, parse
 from ddpexp.config.compose import compose, override_file
-from ddpexp.errors import RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.spawn import Server
 from ddpexp.prepare import prepare
@@ -26,9 +26,12 @@ def evaluate(argv: list[str], server: Server | None) -> int:
     Raises:
         RefusedError: no such weights, or a configuration that does not fit.
     """
-    if not argv or argv[0] in ("--help", "-h"):
+    if not argv:
+        print(_USAGE, file=sys.stderr)
+        return EXIT_REFUSED
+    if {"--help", "-h"} & set(argv):
         print(_USAGE)
-        return 0 if argv else 2
+        return EXIT_DONE
     source, words = Path(argv[0]), argv[1:]
     if not source.exists():
         raise RefusedError(f"evaluate {source}: there is no such directory or file.")

@@ -195,12 +195,12 @@ def _join(experiment: Experiment, layout: Layout) -> World:
 
 
 def _log(world: World, control: Control, run: RunDir | None) -> logging.Logger:
-    """Rank zero logs to run.log and standard output; the others' warnings go to the watcher, with their rank."""
+    """Rank zero logs to run.log and standard output; of the others the watcher shows warnings that rank zero has not."""
     log = logging.getLogger("ddpexp")
     log.setLevel(logging.INFO)
     log.propagate = False
     logging.captureWarnings(True)
-    handlers: list[logging.Handler] = []
+    handlers: list[logging.Handler] = [_ToWatcher(control)]
     if world.is_rank_zero:
         shown = logging.StreamHandler(sys.stdout)
         shown.addFilter(lambda record: not getattr(record, "watched", False))  # the watcher shows progress itself
@@ -210,7 +210,9 @@ def _log(world: World, control: Control, run: RunDir | None) -> logging.Logger:
             kept.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
             handlers.append(kept)
     else:
-        handlers.append(_ToWatcher(control))
+        shown = logging.StreamHandler(sys.stderr)
+        shown.setLevel(logging.WARNING)
+        handlers.append(shown)
     for logger in (log, logging.getLogger("py.warnings")):
         logger.handlers = handlers
     return log
@@ -222,9 +224,7 @@ class _ToWatcher(logging.Handler):
         self._control = control
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        print(text, file=sys.stderr)
-        self._control.tell("warning", text=text.strip())
+        self._control.tell("warning", text=self.format(record).strip())
 
 
 def _data(experiment: Experiment, run: RunDir) -> Splits:

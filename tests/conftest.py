@@ -154,7 +154,7 @@ def digits_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def environ(digits_cache: Path) -> dict[str, str]:
     """The environment of a user who has none of our settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_", "OMP_"))}

@@ -26,7 +26,7 @@ loaded = "torch._dynamo.eval_frame" in sys.modules
 
 _WANT = {
     "torch.compile": "print(torch.compile(torch.nn.Linear(3, 3), backend='eager')(torch.randn(2, 3)).shape)",
-    "a submodule": "import torch._dynamo.eval_frame as e; assert e is sys.modules['torch._dynamo.eval_frame'] is torch._dynamo.eval_frame",
+    "a submodule": "import torch._dynamo.eval_frame as e; assert e is sys.modules[e.__name__] is torch._dynamo.eval_frame",
     "a name": "from torch._dynamo import config; assert config is sys.modules['torch._dynamo.config']",
     "an attribute": "assert torch._dynamo.utils.counters is not None",
 }

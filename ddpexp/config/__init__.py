@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -12,8 +14,8 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpexp.config.build import build, convert, did_you_mean
-from ddpexp.config.instantiate import Node, Trust, locate, refuse_untrusted
+from ddpexp.config.build import build, convert, did_you_mean, shown
+from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse_untrusted
 from ddpexp.data.plan import plan
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Launcher, Layout
@@ -24,6 +26,7 @@ from ddpexp.strategy import Options as Strategy
 __all__ = ["Data", "Experiment", "Logger", "Node", "Run", "Strategy", "Trainer", "Trust", "layout", "load", "parse"]
 
 Auto = Literal["auto"]
+DATA_KEYS = ("prepare", "validation_fraction", "num_workers")  # what every data section understands
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,10 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         if key not in sections:
             raise RefusedError(f"{key} is not a known section.{did_you_mean(str(key), sections)}")
     for name in sections:
-        if not isinstance(values.get(name), Mapping):
-            raise RefusedError(f"{name} is missing or not a section: {name}={values.get(name)}.")
+        if values.get(name) is None:
+            raise RefusedError(f"{name} is missing: a recipe gives it, for example recipe=mnist.")
+        if not isinstance(values[name], Mapping):
+            raise RefusedError(f"{name}={values[name]} is not a section with keys.")
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     refuse_untrusted(values, trust)
@@ -139,9 +144,9 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         model=_node(values["model"], "model"),
         data=_data(values["data"], trust),
         optimizer=_node(values["optimizer"], "optimizer"),
-        scheduler=_call(values["scheduler"], "scheduler"),
+        scheduler=_call(values["scheduler"], "scheduler", Schedule),
         strategy=build(Strategy, values["strategy"], "strategy"),
-        launcher=_call(values["launcher"], "launcher"),
+        launcher=_call(values["launcher"], "launcher", Launcher),
         logger=build(Logger, values["logger"], "logger"),
         trainer=build(Trainer, values["trainer"], "trainer"),
         run=run,
@@ -181,8 +186,15 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
-    if not isinstance(experiment.optimizer.kwargs.get("lr"), float | int):
+    rate = experiment.optimizer.kwargs.get("lr")
+    if rate is None:
         raise RefusedError("optimizer.lr is missing: schedules multiply it, so every optimizer needs one.")
+    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
+        raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
+    if Path(experiment.recipe.name).name != experiment.recipe.name:
+        raise RefusedError(f"recipe.name={experiment.recipe.name}: use a plain name, for it names the folder of the runs.")
+    if experiment.run.dir == "":
+        raise RefusedError("run.dir= is empty: give it a folder, or null for one under outputs.")
     if not 0 <= experiment.data.validation_fraction < 1:
         raise RefusedError(
             f"data.validation_fraction={experiment.data.validation_fraction}: use a share from 0 to below 1, such as 0.1."
@@ -208,11 +220,10 @@ def _node(values: Mapping[str, Any], where: str) -> Node:
 
 
 def _data(values: Mapping[str, Any], trust: Trust) -> Data:
-    known = ("prepare", "validation_fraction", "num_workers")
-    node = _node({key: value for key, value in values.items() if key not in known}, "data")
+    node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, "data")
     prepare = convert(values.get("prepare"), str | None, "data.prepare")
     if prepare is not None:
-        refuse_untrusted({"_target_": prepare}, trust, "data.prepare")
+        refuse_target(prepare, trust, "data.prepare")
         if prepare.startswith("ddpexp."):  # ours are quick to import; a user's may import torch
             _typed_arguments(locate(prepare, trust, "data.prepare"), node.kwargs, "data")
     return Data(
@@ -224,19 +235,28 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
     )
 
 
-def _call(values: Mapping[str, Any], where: str) -> Any:
+def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
     """Build a section whose class is free of torch, so that its arguments are checked before any worker starts."""
     node = _node(values, where)
-    function = locate(node.target, Trust(), where)
-    return function(**_typed_arguments(function, node.kwargs, where))
+    found = locate(node.target, Trust(), where)
+    if not (dataclasses.is_dataclass(found) and isinstance(found, type) and issubclass(found, contract)):
+        raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
+    return found(**_typed_arguments(found, node.kwargs, where))
 
 
 def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters
+    parameters = {
+        name: one
+        for name, one in inspect.signature(function).parameters.items()
+        if isinstance(function, type) or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
+    }
     hints = typing.get_type_hints(vars(function)["__init__"] if isinstance(function, type) else function)
     for key in kwargs:
         if key not in parameters:
             raise RefusedError(f"{where}.{key} is not a known key.{did_you_mean(key, list(parameters), where + '.')}")
+    missing = [name for name, one in parameters.items() if one.default is one.empty and name not in kwargs]
+    if missing:
+        raise RefusedError(f"{where}.{missing[0]} is missing: give it a value, for example as {where}.{missing[0]}=... .")
     return {key: convert(value, hints[key], f"{where}.{key}") for key, value in kwargs.items()}
 
 

@@ -24,8 +24,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from omegaconf.resolvers import oc
 
 from ddpexp import __version__
+from ddpexp.config import DATA_KEYS
 from ddpexp.config.build import did_you_mean, shown
-from ddpexp.config.data import DATA_KEYS
 from ddpexp.errors import RefusedError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -65,12 +65,15 @@ def compose(argv: list[str]) -> Composed | None:
         raise RefusedError("Sweeps (-m, --multirun) are not there yet: start one run at a time.")
     if words.config_path or words.config_name or words.experimental_rerun:
         raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
-    answers = words.help or words.hydra_help or words.cfg or words.info or words.shell_completion
-    _refuse_words(words.overrides, bool(answers))
+    for_hydra = words.hydra_help or words.cfg or words.info or words.shell_completion
+    _refuse_words(words.overrides, bool(for_hydra))
     with _full_errors():
         try:
-            if answers:
-                _let_hydra_answer(argv)
+            if words.help:
+                print(_help(words.overrides, words.config_dir))
+                return None
+            if for_hydra:
+                _let_hydra_answer([*(word for word in argv if word not in words.overrides), *words.overrides])
                 return None
             return _composed(words.overrides, words.config_dir)
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -83,7 +86,7 @@ def _words(argv: list[str]) -> Namespace:
     parser = get_args_parser()
     parser.exit_on_error = False  # its own way to refuse is a page of usage, of Hydra's flags
     try:
-        words, unknown = parser.parse_known_args(argv)
+        words, unknown = parser.parse_known_intermixed_args(argv)  # options may stand anywhere
     except ArgumentError as error:
         raise RefusedError(f"{error}. --help shows what can be typed.") from None
     if unknown:
@@ -98,17 +101,17 @@ def _refuse_words(overrides: list[str], question: bool) -> None:
         if not key:
             raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
         if re.match(r"hydra[./@]", key) and not question:
-            raise RefusedError(f"{word} has no effect: the run directory is run.dir=..., further configs come with --config-dir DIR.")
-        if value == "null" and key in _groups():
-            raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(_options(key))}.")
+            raise RefusedError(f"{word}: Hydra's own settings have no effect here. Use run.dir=... and --config-dir DIR.")
+        if value == "null" and key in _groups([conf_folder()]):
+            raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(_options(key, [conf_folder()]))}.")
 
 
-def _groups() -> list[str]:
-    return sorted(path.name for path in conf_folder().iterdir() if path.is_dir())
+def _groups(folders: list[Path]) -> list[str]:
+    return sorted({path.parent.name for folder in folders for path in folder.glob("*/*.yaml")})
 
 
-def _options(group: str) -> list[str]:
-    return sorted(path.stem for path in (conf_folder() / group).glob("*.yaml"))
+def _options(group: str, folders: list[Path]) -> list[str]:
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
 
 
 def _let_hydra_answer(argv: list[str]) -> None:
@@ -119,14 +122,37 @@ def _let_hydra_answer(argv: list[str]) -> None:
         sys.argv = arguments
 
 
-def _composed(overrides: list[str], directory: str | None) -> Composed:
-    # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
+def _help(overrides: list[str], directory: str | None) -> str:
+    # Hydra's own help copies its whole repository once for every option, which takes as long as all the rest.
+    folders = [conf_folder(), *([Path(directory)] if directory else [])]
+    cfg = _hydra_composes(overrides, _added(directory))
+    header, footer = cfg.hydra.help.header, cfg.hydra.help.footer
+    with open_dict(cfg):
+        del cfg["hydra"]
+    groups = "\n".join(f"{group}: {', '.join(_options(group, folders))}" for group in _groups(folders))
+    return (
+        f"{header}\n\n== Groups and their options (group=option) ==\n{groups}\n\n"
+        f"== Every key of this command (key=value) ==\n{OmegaConf.to_yaml(cfg)}\n{footer}"
+    )
+
+
+def _added(directory: str | None) -> Path | None:
     added = Path(directory).resolve() if directory else None
     if added is not None and not added.is_dir():
         raise RefusedError(f"--config-dir {directory} is not a directory.")
+    return added
+
+
+def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
+    # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
     search = [f"hydra.searchpath=[file://{added}]"] if added else []
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        cfg = hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+        return hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+
+
+def _composed(overrides: list[str], directory: str | None) -> Composed:
+    added = _added(directory)
+    cfg = _hydra_composes(overrides, added)
     choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
     with open_dict(cfg):
         del cfg["hydra"]
@@ -265,7 +291,7 @@ def _sentence(error: Exception) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if not group:
             return f"There is no config {option}."
-        options = [name for name in error.options or _options(group) if name]
+        options = [name for name in error.options or _options(group, [conf_folder()]) if name]
         known = did_you_mean(option, options, f"{group}=") if options else f" There is no group {group}."
         return f"{group}={option} is not a known option.{known}"
     if isinstance(error, OverrideParseException):
@@ -284,6 +310,8 @@ def _sentence(error: Exception) -> str:
         return f"{error.full_key}: {_first_line(error)}"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}."
+    if isinstance(error, UnicodeDecodeError):
+        return f"A config file is not UTF-8 text: {error}."
     return _first_line(error)
 
 

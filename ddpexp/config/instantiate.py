@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import re
+import sys
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ddpexp
+from ddpexp.config.build import did_you_mean
 from ddpexp.errors import RefusedError
 
-OURS = ("ddpexp.recipes.", "ddpexp.data.", "ddpexp.schedule.", "ddpexp.launch.")
+OURS = ("ddpexp.recipes.", "ddpexp.data.")
+_OF_ONE_SECTION = {"scheduler": "ddpexp.schedule.", "launcher": "ddpexp.launch."}  # elsewhere they have no business
 
 _OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 _MODULES = (
@@ -34,12 +40,12 @@ class Trust:
     prefixes: tuple[str, ...] = ()  # what the user typed as run.trust=[...]
     code: Path | None = None  # the folder that holds the typed --config-dir
 
-    def allows(self, target: str) -> bool:
-        """Decide by the name alone; imports nothing."""
+    def allows(self, target: str, where: str) -> bool:
+        """Decide by the name alone, for the section at the key `where`; imports nothing."""
         parts = target.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             return False
-        if target in TORCH or target.startswith(OURS):
+        if target in TORCH or target.startswith((*OURS, _OF_ONE_SECTION.get(where, OURS[0]))):
             return True
         if any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
@@ -72,15 +78,55 @@ def refuse_untrusted(values: Any, trust: Trust, where: str = "") -> None:
     """Check every `_target_` of a tree by its name, before anything is imported.
 
     Raises:
-        RefusedError: the first name outside the allowlist, with its key.
+        RefusedError: the first name outside the allowlist, or of ours that does not exist, with its key.
     """
     for key, target in targets(values, where):
-        if not isinstance(target, str) or not trust.allows(target):
-            raise RefusedError(
-                f"{key}={target} is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "
-                f"modules beside a typed --config-dir and prefixes typed as run.trust=[...]. "
-                f"If this code is yours, add run.trust=[{str(target).split('.')[0]}]."
-            )
+        refuse_target(target, trust, key)
+
+
+def refuse_target(target: Any, trust: Trust, key: str) -> None:
+    """Check the name `target` that stands at `key`, before anything is imported.
+
+    Raises:
+        RefusedError: it is outside the allowlist, or it is one of ours that does not exist.
+    """
+    if not isinstance(target, str) or not trust.allows(target, key.removesuffix("._target_")):
+        raise RefusedError(
+            f"{key}={target} is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "
+            f"modules beside a typed --config-dir and prefixes typed as run.trust=[...].{_advice(str(target), trust)}"
+        )
+    module, _, name = target.rpartition(".")
+    if target.startswith("ddpexp."):
+        names = _public_names(module)
+        if names is None:
+            raise RefusedError(f"{key}={target}: there is no module {module}.")
+        if name not in names:
+            raise RefusedError(f"{key}={target}: {module} defines no {name}.{did_you_mean(name, names, module + '.')}")
+
+
+def _advice(target: str, trust: Trust) -> str:
+    """Say what the user may have meant, or how to trust the module; silent where trusting it would be folly."""
+    head, _, name = target.rpartition(".")
+    root, _, rest = target.partition(".")
+    if not head or root == "torch":
+        classes = {known.rpartition(".")[2].lower(): known for known in TORCH}
+        near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.6)
+        return f" Did you mean {classes[near[0]]}?" if near else ""
+    beside = [path.stem for path in trust.code.iterdir() if path.suffix == ".py" or path.is_dir()] if trust.code else []
+    near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {near[0]}.{rest}?"
+    return "" if root in sys.stdlib_module_names else f" If this code is yours, add run.trust=[{root}]."
+
+
+def _public_names(module: str) -> list[str] | None:
+    """Read which classes and functions a module of ours defines, without importing it; None when there is no such module."""
+    parts = module.split(".")[1:]
+    for place in ddpexp.__path__:
+        for path in (Path(place, *parts[:-1], f"{parts[-1]}.py"), Path(place, *parts, "__init__.py")):
+            if path.is_file():
+                return re.findall(r"^(?:class|def) ([A-Za-z]\w*)", path.read_text(), re.MULTILINE)
+    return None
 
 
 def instantiate(node: Node, trust: Trust, where: str, *args: Any, **extra: Any) -> Any:
@@ -109,25 +155,41 @@ def instantiate(node: Node, trust: Trust, where: str, *args: Any, **extra: Any) 
 def locate(target: str, trust: Trust, where: str) -> Any:
     """Import the class or function that `target` names.
 
-    An object that merely shows up in an allowed module (`ddpexp.data.order.os.system`) is not allowed by that.
+    An object that merely shows up in an allowed module (`mine.os.system`) is not allowed by that.
 
     Raises:
         RefusedError: not allowed, or not there.
     """
-    refuse_untrusted({"_target_": target}, trust, where)
+    key = f"{where}._target_"
+    refuse_target(target, trust, key)
     module, names = _import_longest(target, where)
+    if target not in TORCH:
+        _refuse_namesake(module, trust, where)
     found: Any = module
     for name in names:
+        known = [known for known, value in vars(found).items() if callable(value)]
         try:
             found = getattr(found, name)
         except AttributeError:
-            raise RefusedError(f"{where}._target_={target}: {module.__name__} has no {name}.") from None
+            raise RefusedError(f"{key}={target}: {module.__name__} has no {name}.{did_you_mean(name, known)}") from None
         if isinstance(found, types.ModuleType):
-            raise RefusedError(f"{where}._target_={target} reaches the module {found.__name__} through another one.")
+            raise RefusedError(f"{key}={target} reaches the module {found.__name__} through another one.")
     home = f"{getattr(found, '__module__', '')}.x"
-    if not callable(found) or not (target in TORCH or trust.allows(home)):
-        raise RefusedError(f"{where}._target_={target} is not a class or function of an allowed module.")
+    if not callable(found) or not (target in TORCH or trust.allows(home, where)):
+        raise RefusedError(f"{key}={target} is not a class or function of an allowed module.")
     return found
+
+
+def _refuse_namesake(module: types.ModuleType, trust: Trust, where: str) -> None:
+    """Refuse a module of another place that has the name of one beside --config-dir, such as one of Python's own."""
+    if trust.code is None or replace(trust, code=None).allows(f"{module.__name__}.x", where):
+        return
+    file = Path(module.__file__ or "")
+    if not (file.is_relative_to(trust.code) or file.resolve().is_relative_to(trust.code)):
+        raise RefusedError(
+            f"{where}._target_: the module {module.__name__} is {module.__file__ or 'built in'}, not the one in {trust.code}: "
+            f"give yours another name."
+        )
 
 
 def _import_longest(target: str, where: str) -> tuple[types.ModuleType, Sequence[str]]:

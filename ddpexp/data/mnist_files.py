@@ -39,8 +39,8 @@ def prepare(
     source: Literal["auto", "files", "download", "embedded"],
     embedded_train: int = 60_000,
     embedded_test: int = 10_000,
-    warn: Callable[[str], None] | None = None,
     *,
+    warn: Callable[[str], None] | None = None,
     mirrors: Sequence[str] = MIRRORS,
     patience: Patience | None = None,
 ) -> dict[str, Any]:

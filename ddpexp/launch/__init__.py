@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from ddpexp.launch.spawn import Server
@@ -37,6 +37,7 @@ class Job:
     logs: Path  # the folder for each rank's output
 
 
+@runtime_checkable
 class Launcher(Protocol):
     """Chosen by `launcher=`: runs a job in `layout.world_size` processes."""
 

@@ -17,13 +17,16 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
     present = _nvml_device_count()
     if visible is None or present == 0:
         return present
-    # CUDA stops at the first entry it does not accept, so `0,1,-1,2` shows two devices.
-    shown = 0
+    # CUDA stops at the first entry that names no device, so `0,1,-1,2` shows two and Slurm's `NoDevFiles` none; an entry
+    # that comes twice hides all.
+    shown: list[str] = []
     for entry in (part.strip() for part in visible.split(",")):
-        if entry == "" or (entry.lstrip("-").isdigit() and not 0 <= int(entry) < present):
+        if entry in shown:
+            return 0
+        if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < present)):
             break
-        shown += 1
-    return shown
+        shown.append(entry)
+    return len(shown)
 
 
 def usable_cores() -> int:

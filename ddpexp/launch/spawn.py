@@ -53,7 +53,10 @@ class Server:
             "cwd": os.getcwd(),
             "path": sys.path,
         }
-        socket.send_fds(self.channel, [json.dumps(request).encode()], list(descriptors.values()))
+        try:
+            socket.send_fds(self.channel, [json.dumps(request).encode()], list(descriptors.values()))
+        except OSError:
+            pass  # the server is gone, which the next answer says
 
     def kill(self, signum: int) -> None:
         """Send a signal to every living worker."""

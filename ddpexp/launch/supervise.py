@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -9,7 +10,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +24,10 @@ _FAILURE_SECONDS = 1.0
 _GRACE_SECONDS = 5.0  # from a stop request to SIGKILL
 _REPEAT_SECONDS = 2.0  # a second signal sooner than this is the same one
 _TAIL_SECONDS = 0.1
+_HOLD_SECONDS = 0.3  # a warning of another rank waits this long for the same one of rank zero
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_LINES = 20
+_SERVER_LOST = "the process that starts the workers was killed, and they with it (is the machine out of memory?)"
 
 
 class Server(Protocol):
@@ -65,6 +68,7 @@ class _Watch:
     stopped_at: float = 0.0
     killed: bool = False
     said: set[str] = field(default_factory=set)  # warnings that were shown: every rank has the same ones
+    held: dict[str, tuple[int, float]] = field(default_factory=dict)  # those that were not: which rank's, since when
 
 
 def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> int:
@@ -92,9 +96,11 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> 
                     elif not _listen(key.data, watch, terminal):
                         selector.unregister(key.data.control.channel)
                 tail.show(terminal)
+                _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
                 _end_in_time(server, watch)
             for worker in workers:
                 _listen(worker, watch, terminal)
+            _show_warnings(watch, terminal, held_since=math.inf)
             tail.show(terminal, last=True)
             for worker in workers:
                 _keep(worker)
@@ -129,6 +135,7 @@ def _answer(server: Server, watch: _Watch) -> bool:
         for worker in watch.workers:
             if worker.code is None:
                 worker.code = -signal.SIGKILL
+                worker.failure = worker.failure or replace(_failure(worker, "ServerLost", _SERVER_LOST), traceback=None)
         return False
     if message["kind"] == "ready" and message["failed"]:
         name, error = next(iter(message["failed"].items()))
@@ -152,10 +159,11 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
             terminal.progress(message)
         elif kind == "phase":
             worker.phase, worker.step = message["phase"], message.get("step", worker.step)
-        elif kind == "warning" and message["text"] not in watch.said:
+        elif kind == "warning" and worker.rank == 0:  # it stands in rank zero's output, which is shown
             watch.said.add(message["text"])
-            if worker.rank != 0:  # rank zero's stand in its output, which is shown
-                terminal.line(f"[rank {worker.rank}] {message['text']}")
+            watch.held.pop(message["text"], None)
+        elif kind == "warning" and message["text"] not in watch.said:
+            watch.held.setdefault(message["text"], (worker.rank, time.monotonic()))
         elif kind == "error":
             worker.failure = Failure(rank=worker.rank, kind=message.pop("error"), step=worker.step, **message)
             if watch.failed_at is None:
@@ -163,6 +171,15 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
         elif kind == "done":
             worker.done = True
     return open_
+
+
+def _show_warnings(watch: _Watch, terminal: Terminal, held_since: float) -> None:
+    """Show the other ranks' warnings that rank zero has not given meanwhile, with the rank that gave each first."""
+    for text, (rank, since) in list(watch.held.items()):
+        if since <= held_since:
+            terminal.line(f"[rank {rank}] {text}")
+            watch.said.add(text)
+            del watch.held[text]
 
 
 def _stop(server: Server, watch: _Watch, numbers: bytes) -> None:
@@ -192,7 +209,7 @@ def _end_in_time(server: Server, watch: _Watch) -> None:
 def _verdict(watch: _Watch) -> int:
     if watch.stopped_by is not None:
         raise StoppedError(watch.stopped_by)
-    failures = [_failure(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
+    failures = [_cause(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
     if not failures:
         return EXIT_DONE
     # A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
@@ -200,7 +217,7 @@ def _verdict(watch: _Watch) -> int:
     others = tuple(failure.rank for failure in failures if failure is not first)
     if first.exit_code == EXIT_REFUSED and first.traceback is None:
         raise RefusedError(first.message)
-    raise WorkerError(first, others)
+    raise WorkerError(first, others, shown=first.rank == 0 and watch.workers[0].failure is None)
 
 
 def _weight(failure: Failure) -> int:
@@ -211,29 +228,31 @@ def _weight(failure: Failure) -> int:
     return 2 if consequence and failure.signal is None else 0 if failure.signal is not None else 1
 
 
-def _failure(worker: Worker) -> Failure:
+def _cause(worker: Worker) -> Failure:
+    """Return what the worker itself said, or what its end tells."""
     if worker.failure is not None:
         return worker.failure
     code = worker.code if worker.code is not None else EXIT_FAILED
-    host = os.uname().nodename
     if worker.ended:
-        kind, message, number = "Ended", "ended because another rank failed", None
-    elif code >= 0:
-        kind, message, number = "SystemExit", f"the process ended with exit code {code} before its work was done", None
-    else:
-        number = -code
-        kind = signal.Signals(number).name
-        message = f"killed by {kind}"
+        return _failure(worker, "Ended", "ended because another rank failed")
+    if code >= 0:
+        message = f"the process ended with exit code {code} before its work was done"
+        return _failure(worker, "SystemExit", message, exit_code=code if 3 <= code <= 125 else EXIT_FAILED)
+    kind = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    return _failure(worker, kind, f"killed by {kind}", signum=-code)
+
+
+def _failure(worker: Worker, kind: str, message: str, signum: int | None = None, exit_code: int = EXIT_FAILED) -> Failure:
     return Failure(
         rank=worker.rank,
-        host=host,
+        host=os.uname().nodename,
         kind=kind,
         message=message,
         step=worker.step,
         phase=worker.phase,
-        signal=number,
+        signal=signum,
         traceback=_last_lines(worker.log),
-        exit_code=code if 3 <= code <= 125 else EXIT_FAILED,
+        exit_code=exit_code,
     )
 
 

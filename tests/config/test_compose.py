@@ -1,0 +1,430 @@
+"""What Hydra composes, what it refuses, and what of it is written down."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpexp.config import Experiment, load, parse
+from ddpexp.config.compose import Composed, compose, conf_folder, override_file
+from ddpexp.config.instantiate import Node
+from ddpexp.errors import RefusedError
+
+
+def composed(*words: str) -> Composed:
+    found = compose(list(words))
+    assert found is not None
+    return found
+
+
+def experiment(*words: str) -> Experiment:
+    return parse(composed(*words).values)
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(RefusedError) as caught:
+        parse(composed(*words).values)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (conf_folder() / group).glob("*.yaml"))
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's config folder with a module beside it."""
+    write(tmp_path / "conf/recipe/mine.yaml", MINE)
+    write(tmp_path / "conf/model/net.yaml", "_target_: mine.Net\nhidden: 8\nrate: 0.5\nwords: [a, b]\ninner: {depth: 2}\n")
+    write(tmp_path / "mine.py", "raise RuntimeError('composing must not import this')\n")
+    return tmp_path / "conf"
+
+
+MINE = """\
+# @package _global_
+defaults:
+  - override /model: net
+task:
+  _target_: mine.Task
+  weight: 1.5
+trainer:
+  max_steps: 7
+  micro_batch_size: 32
+  clip_grad_norm: 1
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+# Nothing is composed wrongly
+
+
+@pytest.mark.parametrize("recipe", options("recipe"))
+def test_every_shipped_recipe_composes_with_every_option_of_every_group(recipe: str) -> None:
+    groups = ["optimizer", "scheduler", "model", "strategy", "logger", "launcher"]
+    for choice in itertools.product(*map(options, groups)):
+        words = [f"{group}={option}" for group, option in zip(groups, choice, strict=True)]
+        made = composed(f"recipe={recipe}", *words)
+        for group, option in zip(groups, choice, strict=True):
+            assert made.values[group] == yaml.safe_load((conf_folder() / group / f"{option}.yaml").read_text()), words
+        assert parse(made.values).recipe.name == recipe
+
+
+def test_every_shipped_data_option_composes() -> None:
+    for option in options("data"):
+        assert experiment(f"data={option}").data.target
+
+
+def test_another_optimizer_inherits_nothing_from_the_recipes_tuned_one() -> None:
+    tuned = experiment("recipe=mnist").optimizer
+    other = experiment("recipe=mnist", "optimizer=adamw").optimizer
+    assert tuned.target == "torch.optim.SGD"
+    assert other == Node("torch.optim.AdamW", {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01})
+
+
+def test_the_command_line_beats_the_recipe_and_the_recipe_the_defaults(mine: Path) -> None:
+    assert experiment().trainer.epochs == experiment("recipe=mnist").trainer.epochs  # the default recipe
+    by_recipe = experiment(f"--config-dir={mine}", "recipe=mine")
+    assert (by_recipe.trainer.max_steps, by_recipe.model.target) == (7, "mine.Net")
+    typed = experiment("trainer.max_steps=9", "model=linear", "recipe=mine", f"--config-dir={mine}", "trainer.seed=3")
+    assert (typed.trainer.max_steps, typed.model.target, typed.trainer.seed) == (9, "ddpexp.recipes.mnist.Linear", 3)
+
+
+def test_a_recipe_without_a_name_is_named_after_its_file(mine: Path) -> None:
+    assert experiment(f"--config-dir={mine}", "recipe=mine").recipe.name == "mine"
+    assert experiment(f"--config-dir={mine}", "recipe=mine", "+recipe.name=other").recipe.name == "other"
+
+
+def test_a_list_a_null_and_a_quoted_text_arrive_as_typed() -> None:
+    made = experiment("model.width=[4,8]", "trainer.epochs=null", "trainer.max_steps=3", "run.dir='a b=c'")
+    assert (made.model.kwargs["width"], made.trainer.epochs, made.run.dir) == ((4, 8), None, "a b=c")
+
+
+def test_the_parsed_experiment_cannot_be_changed() -> None:
+    made = experiment("recipe=mnist")
+    with pytest.raises(AttributeError):
+        made.trainer.seed = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        made.model.kwargs["hidden"] = 1  # type: ignore[index]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
+        ("optimizer.lrr=1", "optimizer.lrr is not a known key. Did you mean optimizer.lr?"),
+        ("model.hiden=3", "model.hiden is not a known key. Did you mean model.hidden?"),
+        ("data.rot=x", "data.rot is not a known key. Did you mean data.root?"),
+        ("scheduler.peak=0.1", "scheduler.peak is not a known key. Did you mean scheduler.peak_at?"),
+        ("trainr.gpus=2", "trainr.gpus is not a known key. Did you mean trainer.gpus?"),
+        ("modle=linear", "modle is not a known key. Did you mean model?"),
+        ("recipe=mnsit", "recipe=mnsit is not a known option. Did you mean recipe=mnist?"),
+        ("optimizer=adam", "optimizer=adam is not a known option. Did you mean optimizer=adamw?"),
+        ("scheduler=one_cycle", "scheduler=one_cycle is not a known option. Did you mean scheduler=onecycle?"),
+        ("model=[linear2]", "model=linear2 is not a known option. Did you mean model=linear?"),
+        ("launcher=torchrun", "launcher=torchrun is not a known option. Known here: spawn."),
+        ("recipe=", "recipe= is not a known option. Known here: mnist."),
+        ("model=null", "model=null: every run needs one. Known here: lenet, linear."),
+        ("+trainr.gpus=2", "trainr is not a known section. Did you mean trainer?"),
+        ("+zzz=2", "zzz is not a known section. Known here: recipe, task, model, data, optimizer, scheduler,"),
+        ("+trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
+        ("+strategy.static=true", "strategy.static is not a known key. Did you mean strategy.static_graph?"),
+        ("+data.rot=x", "data.rot is not a known key. Did you mean data.root?"),
+        ("~model", "model is missing: a recipe gives it, for example recipe=mnist."),
+        ("trainer.gpus", "trainer.gpus is not an override: write key=value, for example trainer.gpus=2."),
+        ("trainer.gpus=[", "trainer.gpus=[ is not an override: write key=value, for example trainer.gpus=2."),
+        ("=1", "=1 is not an override: write key=value, for example trainer.gpus=2."),
+        ("trainer.gpus=1,2", "trainer.gpus=1,2 gives several values: start one run at a time, or write a list as key=[a,b]."),
+        ("optimizer.lr=fast", "optimizer.lr=fast is not a number (its default is "),
+        ("optimizer.nesterov=1", "optimizer.nesterov=1 is not true or false (its default is true)."),
+        ("optimizer.lr=true", "optimizer.lr=true is not a number (its default is "),
+        ("model.hidden=1.5", "model.hidden=1.5 is not a whole number (its default is 128)."),
+        ("model.hidden=[1]", "model.hidden=[1] is not a number (its default is 128)."),
+        ("model.width=16", "model.width=16 is not a list (its default is [16, 32])."),
+        ("model.width=[16,wide]", "model.width[1]=wide is not a number (its default is 16)."),
+        ("task.label_smoothing=much", "task.label_smoothing=much is not a number (its default is 0.0)."),
+        ("data.embedded_train=many", "data.embedded_train=many is not a number (its default is 60000)."),
+        ("-m", "Sweeps (-m, --multirun) are not there yet: start one run at a time."),
+        ("--multirun", "Sweeps (-m, --multirun) are not there yet: start one run at a time."),
+        ("hydra.mode=MULTIRUN", "Sweeps (-m, --multirun) are not there yet: start one run at a time."),
+        ("++hydra.mode=MULTIRUN", "Sweeps (-m, --multirun) are not there yet: start one run at a time."),
+        ("hydra.run.dir=x", "hydra.run.dir=x: Hydra's own settings have no effect here. Use run.dir=... and --config-dir DIR."),
+        ("+hydra.searchpath=[x]", "+hydra.searchpath=[x]: Hydra's own settings have no effect here."),
+        ("hydra/launcher=joblib", "hydra/launcher=joblib: Hydra's own settings have no effect here."),
+        (
+            "--config-name=x",
+            "--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.",
+        ),
+        ("--config-dir=/not/there", "--config-dir /not/there is not a directory."),
+        ("--config-dir", "argument --config-dir/-cd: expected one argument."),
+        ("--gpus=2", "--gpus=2 is not an option: write key=value, for example trainer.gpus=2."),
+        ("run.code=/", "run.code=/ cannot be set: type --config-dir DIR to use the code beside DIR."),
+        ("run=null", "run=None is not a section: set its keys, such as run.dir=... ."),
+        ("optimizer.lr=${nope}", "optimizer.lr: Interpolation key 'nope' not found"),
+        ("optimizer.lr=${oc.env:DDPEXP_NOT_SET}", "optimizer.lr: \"Environment variable 'DDPEXP_NOT_SET' not found\""),
+        ("task._target_=os.system", "task._target_=os.system is not allowed: a configuration may name"),
+        ("+model.a={b:[{_target_:os.system}]}", "model.a.b[0]._target_=os.system is not allowed"),
+        ("launcher._target_=subprocess.run", "launcher._target_=subprocess.run is not allowed"),
+        ("scheduler._target_=builtins.eval", "scheduler._target_=builtins.eval is not allowed"),
+        ("data.prepare=os.system", "data.prepare=os.system is not allowed"),
+        ("data.prepare=torch.hub.load", "data.prepare=torch.hub.load is not allowed"),
+        ("data._target_=ddpexp.data.order.os.system", "data._target_=ddpexp.data.order.os.system: there is no module"),
+        ("launcher._target_=ddpexp.launch.server.call", "launcher._target_=ddpexp.launch.server.call is not a launcher."),
+        ("launcher._target_=ddpexp.launch.spawn.Server", "launcher._target_=ddpexp.launch.spawn.Server is not a launcher."),
+        ("launcher._target_=ddpexp.launch.Layout", "launcher._target_=ddpexp.launch.Layout is not a launcher."),
+        ("model._target_=ddpexp.launch.server.call", "model._target_=ddpexp.launch.server.call is not allowed"),
+        ("scheduler._target_=ddpexp.schedule.Schedule", "scheduler._target_=ddpexp.schedule.Schedule is not a scheduler."),
+        ("+hydra.x._target_=os.system", "+hydra.x._target_=os.system: Hydra's own settings have no effect here."),
+    ],
+)
+def test_a_wrong_word_is_answered_in_one_sentence_with_the_right_one(words: str, sentence: str) -> None:
+    assert refusal(*words.split()).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [1\nb: 2\n", "bad.yaml, line 2: expected ',' or ']', but got ':'."),
+        ("_target_: mine.Net\na: 1\na: 2\n", "bad.yaml, line 3: found duplicate key a."),
+        ('_target_: mine.Net\na: !!python/object/apply:os.system ["x"]\n', "bad.yaml, line 2: could not determine a constructor"),
+        ("- a\n- b\n", "model=['a', 'b'] is not a section with keys."),
+        ("", "model._target_ is missing: it names the class or function to call."),
+        ("_target_: mine.Net\na: ???\n", "model.a is missing: give it a value, for example as model.a=... ."),
+        ("_target_: mine.Net\na: ${model.a}\n", "model.a: Recursive interpolation detected"),
+    ],
+)
+def test_a_broken_config_file_is_refused_with_its_place(mine: Path, text: str, sentence: str) -> None:
+    write(mine / "model/bad.yaml", text)
+    assert sentence in refusal(f"--config-dir={mine}", "recipe=mine", "model=bad")
+
+
+def test_a_config_file_that_is_no_text_is_refused(mine: Path) -> None:
+    (mine / "model/bad.yaml").write_bytes(b"_target_: '\xff\xfe'\n")
+    assert refusal(f"--config-dir={mine}", "model=bad").startswith("A config file is not UTF-8 text")
+
+
+def test_the_users_options_are_typed_by_their_own_defaults(mine: Path) -> None:
+    words = (f"--config-dir={mine}", "recipe=mine")
+    assert refusal(*words, "model.hidden=big") == "model.hidden=big is not a number (its default is 8)."
+    assert refusal(*words, "model.inner.depth=deep") == "model.inner.depth=deep is not a number (its default is 2)."
+    assert refusal(*words, "task.weight=heavy") == "task.weight=heavy is not a number (its default is 1.5)."
+    fine = experiment(*words, "model.rate=1", "model.words=[c]", "model.hidden=null")
+    assert dict(fine.model.kwargs)["words"] == ("c",)
+
+
+def test_a_value_that_a_recipe_sets_can_be_any_of_its_keys_values(mine: Path) -> None:
+    words = (f"--config-dir={mine}", "recipe=mine")
+    made = experiment(*words, "trainer.micro_batch_size=auto", "trainer.clip_grad_norm=0.5")
+    assert (made.trainer.micro_batch_size, made.trainer.clip_grad_norm) == ("auto", 0.5)
+
+
+def test_an_unknown_users_option_is_answered_with_the_nearest_of_both_folders(mine: Path) -> None:
+    assert refusal(f"--config-dir={mine}", "recipe=mien") == "recipe=mien is not a known option. Did you mean recipe=mine?"
+    assert refusal(f"--config-dir={mine}", "model=lenett") == "model=lenett is not a known option. Did you mean model=lenet?"
+
+
+# Trust
+
+
+def test_a_file_cannot_trust_itself(mine: Path) -> None:
+    write(mine / "recipe/sly.yaml", MINE + "run:\n  trust: [os]\n")
+    words = (f"--config-dir={mine}", "recipe=sly")
+    assert refusal(*words) == "run.trust=['os'] stands in a file: it counts only when typed on the command line."
+    assert refusal(*words, "trainer.seed=1").startswith("run.trust=['os'] stands in a file")
+    assert experiment(*words, "run.trust=[mine]").run.trust == ("mine",)
+
+
+def test_a_file_cannot_name_the_folder_of_its_code(mine: Path) -> None:
+    write(mine / "recipe/sly.yaml", MINE + "run:\n  code: /\n")
+    assert refusal(f"--config-dir={mine}", "recipe=sly").startswith("run.code=/ cannot be set")
+
+
+def test_typing_the_config_folder_is_what_trusts_the_code_beside_it(mine: Path) -> None:
+    for words in ((f"--config-dir={mine}",), ("--config-dir", str(mine)), ("-cd", str(mine))):
+        made = experiment(*words, "recipe=mine")
+        assert made.trust.code == mine.parent
+    assert "model._target_=mine.Net is not allowed" in refusal("model._target_=mine.Net")
+
+
+def test_a_relative_config_folder_is_written_down_as_an_absolute_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(mine.parent)
+    assert experiment("--config-dir", "conf", "recipe=mine").run.code == str(mine.parent)
+
+
+def test_a_colliding_name_draws_a_warning_that_names_the_file(mine: Path) -> None:
+    write(mine / "model/lenet.yaml", "_target_: mine.Net\n")
+    made = composed(f"--config-dir={mine}", "recipe=mine", "model=lenet")
+    assert made.values["model"]["_target_"] == "ddpexp.recipes.mnist.LeNet"
+    assert made.warnings == (f"{mine}/model/lenet.yaml is not used: ddpexp has its own model/lenet. Give yours another name.",)
+    assert composed(f"--config-dir={mine}", "recipe=mine").warnings == made.warnings
+
+
+# What is written down
+
+
+def roundtrip(made: Composed, folder: Path) -> Experiment:
+    return load(write(folder / "config.yaml", made.text))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("optimizer=adamw", "optimizer.eps=1e-05", "optimizer.betas=[0.5,1e-3]"),
+        ("trainer.max_steps=5", "trainer.epochs=null", "trainer.clip_grad_norm=1e-8", "run.dir='1e3'"),
+        ("run.dir='null'", "run.init_from='true'"),
+        ("run.dir='12:30:00'", "run.init_from='2024-01-01'", "data.root='~/x y'"),
+        ("run.dir='0x1F'", "run.init_from='1_000'", "data.root='- # : {}'"),
+        ("data.root='größe\\tx'", "run.trust=[a.b,'on','3']"),
+        ("+model.nested={a:[1,{b:null,c:[]}],d:{}}", "+model.big=123456789012345678901234567890", "+model.tiny=-0.0"),
+        ("+task.inf=.inf", "+task.high=inf", "+task.text='.inf'", "+task.empty=''", "+task.lines='a\\nb'"),
+        ("+model.literal='\\${trainer.seed}'",),
+    ],
+)
+def test_what_is_written_reads_back_as_the_same_experiment(tmp_path: Path, words: tuple[str, ...]) -> None:
+    made = composed(*words)
+    assert roundtrip(made, tmp_path) == parse(made.values)
+
+
+def test_values_that_look_like_others_keep_their_type(tmp_path: Path) -> None:
+    back = roundtrip(composed("run.dir='1e3'", "optimizer.lr=1e-05", "data.root='no'", "+model.x='7'"), tmp_path)
+    assert (back.run.dir, back.optimizer.kwargs["lr"], back.data.options["root"], back.model.kwargs["x"]) == (
+        "1e3",
+        1e-05,
+        "no",
+        "7",
+    )
+
+
+def test_interpolations_are_resolved_in_what_is_written(tmp_path: Path) -> None:
+    made = composed("trainer.seed=11", "+model.seed=${trainer.seed}", "+model.all=${optimizer.lr}-x")
+    written = yaml.safe_load(made.text)["model"]
+    assert (written["seed"], written["all"]) == (11, f"{made.values['optimizer']['lr']}-x")
+
+
+SECRETS = """\
+_target_: mine.Net
+token: ${oc.env:DDPEXP_TEST_SECRET}
+padded: key-${oc.env:DDPEXP_TEST_SECRET}-end
+fallback: ${oc.env:DDPEXP_TEST_UNSET,${model.token}}
+number: ${oc.decode:${model.token}}
+alias: ${model.token}
+relative: ${.alias}
+inside:
+  up: ${..token}
+  many: [1, "${oc.env:DDPEXP_TEST_SECRET}", {deep: "${model.alias}"}]
+section: ${.inside}
+chosen: ${.${oc.env:DDPEXP_TEST_WHICH}}
+plain: ${trainer.seed}
+"""
+
+
+def test_secrets_stay_references_wherever_they_are_used_and_resolve_in_the_workers(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(mine / "model/secret.yaml", SECRETS)
+    monkeypatch.setenv("DDPEXP_TEST_SECRET", "48151623")
+    monkeypatch.setenv("DDPEXP_TEST_WHICH", "alias")
+    monkeypatch.delenv("DDPEXP_TEST_UNSET", raising=False)
+    made = composed(f"--config-dir={mine}", "recipe=mine", "model=secret", "trainer.seed=4")
+    assert "48151623" not in made.text
+    assert yaml.safe_load(made.text)["model"]["plain"] == 4
+    back = roundtrip(made, tmp_path)
+    assert back == parse(made.values)
+    token = "48151623"
+    assert plain(back.model.kwargs) == {
+        "token": token,
+        "padded": f"key-{token}-end",
+        "fallback": token,
+        "number": int(token),
+        "alias": token,
+        "relative": token,
+        "inside": {"up": token, "many": [1, token, {"deep": token}]},
+        "section": {"up": token, "many": [1, token, {"deep": token}]},
+        "chosen": token,
+        "plain": 4,
+    }
+    monkeypatch.setenv("DDPEXP_TEST_SECRET", "108")
+    assert load(tmp_path / "config.yaml").model.kwargs["token"] == "108"
+
+
+def test_composing_leaves_the_environment_and_hydra_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    from omegaconf import OmegaConf
+
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    monkeypatch.setenv("DDPEXP_TEST_SECRET", "x")
+    before = dict(os.environ)
+    composed("+model.x=${oc.env:DDPEXP_TEST_SECRET}")
+    refusal("trainer.gpu=1")
+    assert dict(os.environ) == before
+    assert OmegaConf.create({"a": "${oc.env:DDPEXP_TEST_SECRET}"}).a == "x"
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, tuple) else value
+
+
+# Over a run directory's file
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    return write(tmp_path / "config.yaml", composed("recipe=mnist", "model=linear").text)
+
+
+def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> None:
+    values, text = override_file(written, ["trainer.seed=5", "run.dir=null", "optimizer.lr=1e-3", "data.root=a=b"])
+    made = parse(values)
+    assert (made.trainer.seed, made.run.dir, made.optimizer.kwargs["lr"], made.data.options["root"]) == (5, None, 0.001, "a=b")
+    assert parse(yaml.safe_load(text)) == replace(made)
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("trainer.gpu=1", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
+        ("trainr.gpus=1", "trainr.gpus is not a known key. Did you mean trainer.gpus?"),
+        ("trainer.gpus", "trainer.gpus is not an override: write key=value, for example trainer.gpus=2."),
+        ("trainer.gpus=[", "trainer.gpus=[ is not an override: its value is no YAML."),
+        ("model=lenet", "model=lenet: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."),
+        ("--gpus", "--gpus is not an option: write key=value, for example trainer.gpus=2."),
+    ],
+)
+def test_a_wrong_word_over_a_run_directorys_file_is_refused(written: Path, word: str, sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        override_file(written, [word])
+    assert str(caught.value) == sentence
+
+
+def test_a_run_directorys_file_is_not_believed_in_matters_of_trust(written: Path, mine: Path) -> None:
+    text = written.read_text()
+    assert "trust: []" in text
+    written.write_text(text.replace("trust: []", "trust: [os]").replace("code: null", "code: /usr/lib"))
+    values, again = override_file(written, [])
+    assert (values["run"]["trust"], values["run"]["code"]) == ([], None)
+    assert yaml.safe_load(again)["run"] == values["run"]
+    values, _ = override_file(written, ["run.trust=[mine]", "--config-dir", str(mine)])
+    assert (values["run"]["trust"], values["run"]["code"]) == (["mine"], str(mine.parent))
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "a: [1\n", "run: 3\n", "run:\n", "x: !!python/object/apply:os.system ['x']\n", "\0"])
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(RefusedError, match=r"config\.yaml (cannot be read|is not the configuration of a run)"):
+        override_file(write(tmp_path / "config.yaml", text), [])

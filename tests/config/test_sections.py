@@ -1,0 +1,162 @@
+"""The sections of an experiment: their types, and what they may not say together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpexp.config import Experiment, layout, load, parse
+from ddpexp.config.compose import compose
+from ddpexp.errors import RefusedError
+
+
+@functools.cache
+def shipped() -> str:
+    found = compose(["recipe=mnist"])
+    assert found is not None
+    return found.text
+
+
+def tree(**changed: Any) -> dict[str, Any]:
+    """A composed tree with dotted keys changed: `trainer__gpus=2`."""
+    values: dict[str, Any] = yaml.safe_load(shipped())
+    for key, value in changed.items():
+        *path, last = key.split("__")
+        section = values
+        for name in path:
+            section = section[name]
+        section[last] = value
+    return values
+
+
+def refusal(**changed: Any) -> str:
+    with pytest.raises(RefusedError) as caught:
+        layout(parse(tree(**changed)))
+    return str(caught.value)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_the_shipped_values_parse_into_an_experiment() -> None:
+    made = parse(tree())
+    assert isinstance(made, Experiment)
+    assert made.recipe.name == "mnist"
+    assert (made.trainer.gpus, made.trainer.micro_batch_size) == ("auto", "auto")
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"trainer__gpus": "two"}, "trainer.gpus=two is not auto or a whole number."),
+        ({"trainer__gpus": 1.5}, "trainer.gpus=1.5 is not auto or a whole number."),
+        ({"trainer__gpus": True}, "trainer.gpus=true is not auto or a whole number."),
+        ({"trainer__gpus": None}, "trainer.gpus=null is not auto or a whole number."),
+        ({"trainer__gpus": 0}, "trainer.gpus=0 starts no worker: use 1 or more."),
+        ({"trainer__gpus": -1}, "trainer.gpus=-1 starts no worker: use 1 or more."),
+        ({"trainer__device": "gpu"}, "trainer.device=gpu is not one of auto, cpu, cuda. Did you mean trainer.device=cpu?"),
+        ({"trainer__device": "cuda"}, "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu"),
+        ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs, and the workers are on CPU."),
+        ({"trainer__threads": 0}, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
+        ({"trainer__precision": "bf61"}, "trainer.precision=bf61 is not one of fp32, bf16, fp16. Did you mean"),
+        ({"trainer__compile": "yes"}, "trainer.compile=yes is not true or false."),
+        ({"trainer__seed": -1}, "trainer.seed=-1: use a whole number from 0 to 2**63 - 1."),
+        ({"trainer__seed": 2**63}, f"trainer.seed={2**63}: use a whole number from 0 to 2**63 - 1."),
+        ({"trainer__seed": 1.0}, "trainer.seed=1.0 is not a whole number."),
+        ({"trainer__epochs": 0}, "trainer.epochs=0 is too small: use 1 or more."),
+        ({"trainer__max_steps": 0}, "trainer.max_steps=0 is too small: use 1 or more."),
+        ({"trainer__log_every": 0}, "trainer.log_every=0 is too small: use 1 or more."),
+        ({"trainer__epochs": None}, "trainer.epochs=null trainer.max_steps=null: the run would never end."),
+        ({"trainer__eval_every": -1}, "trainer.eval_every=-1: use epoch, a number of steps, or 0 for never."),
+        ({"trainer__eval_every": "epochs"}, "trainer.eval_every=epochs is not epoch or a whole number. Did you mean"),
+        ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0.0: use a number above 0, or null."),
+        ({"trainer__clip_grad_norm": float("nan")}, "trainer.clip_grad_norm=nan: use a number above 0, or null."),
+        ({"trainer__nonfinite": "ignore"}, "trainer.nonfinite=ignore is not one of stop, skip."),
+        ({"trainer__global_batch_size": 0}, "trainer.global_batch_size=0 trainer.micro_batch_size=auto: use 1 or more."),
+        ({"trainer__micro_batch_size": 0}, "trainer.global_batch_size=128 trainer.micro_batch_size=0: use 1 or more."),
+        ({"trainer__extra": 1}, "trainer.extra is not a known key."),
+        ({"trainer": 3}, "trainer=3 is not a section with keys."),
+        ({"trainer": None}, "trainer is missing: a recipe gives it, for example recipe=mnist."),
+        ({"trainr": {}}, "trainr is not a known section. Did you mean trainer?"),
+        ({"optimizer__lr": None}, "optimizer.lr is missing: schedules multiply it, so every optimizer needs one."),
+        ({"optimizer__lr": "fast"}, "optimizer.lr=fast: use a number from 0, such as 0.05."),
+        ({"optimizer__lr": True}, "optimizer.lr=true: use a number from 0, such as 0.05."),
+        ({"optimizer__lr": -0.1}, "optimizer.lr=-0.1: use a number from 0, such as 0.05."),
+        ({"optimizer__lr": float("nan")}, "optimizer.lr=nan: use a number from 0, such as 0.05."),
+        ({"optimizer": {"lr": 0.1}}, "optimizer._target_ is missing: it names the class or function to call."),
+        ({"scheduler__peak_at": 2}, "scheduler.peak_at=2.0 is not a share: use a number from 0 to 1."),
+        ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. Known here: peak_at, start, end."),
+        ({"scheduler__start": "a"}, "scheduler.start=a is not a number."),
+        ({"launcher__start_method": "fork"}, "launcher.start_method=fork is not one of forkserver, spawn."),
+        ({"launcher__start": "fork"}, "launcher.start is not a known key. Did you mean launcher.start_method?"),
+        ({"logger__kind": "wandb"}, "logger.kind=wandb is not one of tensorboard, none."),
+        ({"strategy__sync_batchnorm": True}, "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised"),
+        ({"strategy__comm_hook": "fp61"}, "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you mean"),
+        ({"strategy__bucket_cap_mb": 0}, "strategy.bucket_cap_mb=0: use a number above 0."),
+        ({"strategy__powersgd_rank": 0}, "strategy.powersgd_rank=0: use 1 or more."),
+        (
+            {"strategy__static_graph": True, "strategy__find_unused_parameters": True},
+            "strategy.static_graph=true finds unused parameters by itself in the first step",
+        ),
+        ({"data__validation_fraction": 1}, "data.validation_fraction=1.0: use a share from 0 to below 1, such as 0.1."),
+        ({"data__validation_fraction": -0.1}, "data.validation_fraction=-0.1: use a share"),
+        ({"data__num_workers": -1}, "data.num_workers=-1: use 0 or more."),
+        ({"data__num_workers": "many"}, "data.num_workers=many is not a whole number."),
+        ({"data__embedded_train": "many"}, "data.embedded_train=many is not a whole number."),
+        ({"data__prepare": 3}, "data.prepare=3 is not a text or null."),
+        ({"data__prepare": "ddpexp.data.mnist_files.prepar"}, "data.prepare=ddpexp.data.mnist_files.prepar: ddpexp.data"),
+        ({"data__patience": 3}, "data.patience is not a known key."),
+        ({"recipe__name": "../elsewhere"}, "recipe.name=../elsewhere: use a plain name, for it names the folder of the runs."),
+        ({"recipe__name": 5}, "recipe.name=5 is not a text."),
+        ({"run__dir": 5}, "run.dir=5 is not a text or null."),
+        ({"run__dir": ""}, "run.dir= is empty: give it a folder, or null for one under outputs."),
+        ({"run__trust": "os"}, "run.trust=os is not a list, each item a text."),
+        ({"task__inner": {"_target_": "os.system"}}, "task.inner._target_=os.system is not allowed"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_answered_in_a_sentence_with_its_key(changed: Mapping[str, Any], sentence: str) -> None:
+    assert refusal(**changed).startswith(sentence)
+
+
+def test_a_batch_that_does_not_split_is_answered_with_one_that_does() -> None:
+    assert refusal(trainer__global_batch_size=100, trainer__micro_batch_size=16, trainer__gpus=8) == (
+        "trainer.global_batch_size=100 does not split over 8 workers with trainer.micro_batch_size=16 (128 a pass). "
+        "Use a multiple of 128, for example trainer.global_batch_size=128."
+    )
+    assert refusal(trainer__gpus=3) == (
+        "trainer.global_batch_size=128 does not split over 3 workers. "
+        "Use a multiple of 3, for example trainer.global_batch_size=129."
+    )
+    assert refusal(trainer__global_batch_size=96, trainer__micro_batch_size=16, trainer__gpus=4).endswith(
+        "for example trainer.global_batch_size=128. Or use 1, 2, 3 or 6 workers."
+    )
+
+
+def test_the_layout_is_decided_once_for_all_workers() -> None:
+    found = layout(parse(tree(trainer__gpus=4, trainer__threads=3)))
+    assert (found.world_size, found.device, found.backend, found.threads) == (4, "cpu", "gloo", 3)
+
+
+def test_reading_a_configuration_needs_no_hydra_and_no_torch(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree()))
+    program = (
+        "import sys; from pathlib import Path; from ddpexp.config import load; load(Path(sys.argv[1]));"
+        "assert not {'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "config.yaml")], check=True, timeout=60)
+
+
+def test_a_written_configuration_loads_as_the_same_experiment(tmp_path: Path) -> None:
+    values = tree(trainer__clip_grad_norm=1e-05, model__width=[4, 8], run__dir="1e3")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert load(tmp_path / "config.yaml") == parse(values)

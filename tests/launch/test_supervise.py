@@ -1,0 +1,289 @@
+"""A rank that fails and a run that is stopped: one message, the right exit code, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import Ddpexp, Done, finish
+from tests.points import ITEMS, Recipe, session, wait_for
+
+CODE = """\
+from ddpexp.errors import RefusedError
+
+counts = {"train": 0, "eval": 0}
+
+
+class Act(Sides):
+    # Does `how` in rank `rank` at training step `step`, or in the evaluation after it.
+    def __init__(self, how, rank=1, step=3, when="train"):
+        self.how, self.rank, self.at, self.when = how, rank, step, when
+
+    def step(self, model, batch):
+        kind = "train" if model.training else "eval"
+        counts[kind] += 1
+        if RANK == self.rank and kind == self.when and (kind == "eval" or counts[kind] == self.at):
+            WAYS[self.how]()
+        return super().step(model, batch)
+
+
+def raises():
+    raise ValueError("no luck")
+
+
+def hangs():
+    # What a call into C that holds on, with every polite signal ignored, looks like from outside.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("hangs", "w").close()
+    time.sleep(600)
+
+
+def refuses():
+    raise RefusedError("data.train=96 is not to my taste: use another number.")
+
+
+WAYS = {
+    "raise": raises,
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "os._exit(7)": lambda: os._exit(7),
+    "os._exit(0)": lambda: os._exit(0),
+    "sys.exit(7)": lambda: sys.exit(7),
+    "sys.exit(0)": lambda: sys.exit(0),
+    "hang": hangs,
+    "refuse": refuses,
+}
+
+
+class Breaks(Net):
+    def __init__(self, **options):
+        if RANK == 1:
+            raise ValueError("no luck")
+        super().__init__(**options)
+
+
+def load_broken(**options):
+    if RANK == 1:
+        raise ValueError("no luck")
+    return load(**options)
+
+
+class Bad(Items):
+    def __getitem__(self, index):
+        if RANK == 1:
+            raise ValueError("no luck")
+        return super().__getitem__(index)
+
+
+def load_bad(train=96, test=33):
+    return Splits(Bad(train, 0), {"eval": Items(test, 1)})
+
+
+class Slow(Sides):
+    # Twenty milliseconds a step, with a mark for every rank that has begun to train or to evaluate.
+    def __init__(self, folder):
+        self.folder = folder
+
+    def step(self, model, batch):
+        open(f"{self.folder}/{'train' if model.training else 'eval'}{RANK}", "w").close()
+        time.sleep(0.02)
+        return super().step(model, batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("supervise"), environ), CODE)
+
+
+def act(recipe: Recipe, how: str, *words: str) -> tuple[Done, dict[str, Any]]:
+    begin = time.monotonic()
+    done = recipe("task._target_=points.Act", f"+task.how='{how}'", "trainer.gpus=2", *words)
+    assert time.monotonic() - begin < 8  # a second of it for the peers' own reports, the rest is the start
+    return done, failed(done)
+
+
+def failed(done: Done) -> dict[str, Any]:
+    """Check what every failed run leaves, and return its error."""
+    error: dict[str, Any] = json.loads((done.run / "error.json").read_text())
+    result = done.result()
+    assert (result["status"], result["step"]) == ("failed", error["step"])
+    assert error["host"] == platform.node()
+    assert done.err.count("failed (") == 1
+    assert f"ddpexp: rank {error['rank']} on {error['host']} failed ({error['phase']}" in done.err
+    return error
+
+
+@pytest.mark.parametrize(
+    ("words", "phase"),
+    [
+        ("model._target_=points.Breaks", "build"),
+        ("data._target_=points.load_broken", "build"),
+        ("data._target_=points.load_bad", "train"),
+        ("data._target_=points.load_bad data.num_workers=1", "train"),
+        ("task._target_=points.Act +task.how=raise", "train"),
+        ("task._target_=points.Act +task.how=raise +task.when=eval", "evaluate"),
+    ],
+    ids=["model", "data", "item", "loader", "step", "eval"],
+)
+def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words: str, phase: str) -> None:
+    begin = time.monotonic()
+    done = recipe(*words.split(), "trainer.gpus=2")
+    assert time.monotonic() - begin < 8
+    error = failed(done)
+    assert done.code == 1
+    assert (error["rank"], error["kind"], error["phase"], error["signal"]) == (1, "ValueError", phase, None)
+    assert "no luck" in error["message"]
+    assert 'points.py", line ' in error["traceback"]
+    shown = done.out + done.err
+    assert shown.count(error["traceback"].rstrip()) == 1
+    assert len(re.findall(r"^Traceback", shown, re.MULTILINE)) == len(re.findall(r"^Traceback", error["traceback"], re.MULTILINE))
+    assert done.err.endswith("(rank 0 ended with it)\n")
+    assert "no luck" in (done.run / "ranks/1.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "code", "kind", "signum", "message"),
+    [
+        (0, "SIGKILL", 1, "SIGKILL", 9, "killed by SIGKILL"),
+        (1, "SIGKILL", 1, "SIGKILL", 9, "killed by SIGKILL"),
+        (0, "SIGSEGV", 1, "SIGSEGV", 11, "killed by SIGSEGV"),
+        (1, "SIGSEGV", 1, "SIGSEGV", 11, "killed by SIGSEGV"),
+        (1, "os._exit(7)", 7, "SystemExit", None, "the process ended with exit code 7 before its work was done"),
+        (1, "os._exit(0)", 1, "SystemExit", None, "the process ended with exit code 0 before its work was done"),
+        (1, "sys.exit(7)", 7, "SystemExit", None, "the recipe ended the process: sys.exit(7)"),
+        (0, "sys.exit(0)", 1, "SystemExit", None, "the recipe ended the process: sys.exit(0)"),
+    ],
+)
+def test_a_death_of_one_rank_ends_the_run_with_its_cause(
+    recipe: Recipe, rank: int, how: str, code: int, kind: str, signum: int | None, message: str
+) -> None:
+    done, error = act(recipe, how, f"+task.rank={rank}")
+    assert done.code == code
+    assert (error["rank"], error["kind"], error["signal"], error["message"]) == (rank, kind, signum, message)
+    shown = done.out + done.err
+    assert shown.count("recipe  points") == 1  # rank zero's words are not repeated
+    assert shown.count("Segmentation fault") == (how == "SIGSEGV")  # faulthandler's
+    assert done.err.splitlines()[-1].endswith(f"(rank {1 - rank} ended with it)")
+
+
+def test_what_one_worker_refuses_is_one_sentence_and_2(recipe: Recipe) -> None:
+    done = recipe("task._target_=points.Act", "+task.how=refuse", "trainer.gpus=2")
+    assert done.code == 2
+    assert done.err == "ddpexp: data.train=96 is not to my taste: use another number.\n"
+
+
+def slow(recipe: Recipe, folder: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
+    """Start a run that lasts a minute unless it is ended."""
+    task = ("task._target_=points.Slow", f"+task.folder={folder}", "trainer.epochs=500", "trainer.gpus=2")
+    return recipe.start(*task, "trainer.log_every=1", "trainer.eval_every=10", "logger=tensorboard", *words)
+
+
+def begun(folder: Path, kind: str) -> bool:
+    return len(list(folder.glob(f"{kind}*"))) == 2
+
+
+def recorded(run: Path) -> bool:
+    return (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 3
+
+
+@pytest.mark.parametrize(
+    ("signum", "group", "moment"),
+    [
+        (signal.SIGINT, False, "train"),
+        (signal.SIGTERM, True, "train"),
+        (signal.SIGHUP, False, "train"),
+        (signal.SIGTERM, False, "eval"),
+        (signal.SIGINT, True, "loader"),
+    ],
+    ids=lambda value: value.name if isinstance(value, signal.Signals) else None,
+)
+def test_a_signal_ends_the_run_with_everything_recorded(
+    recipe: Recipe, tmp_path: Path, signum: signal.Signals, group: bool, moment: str
+) -> None:
+    process, run = slow(recipe, tmp_path, *(ITEMS if moment == "loader" else ()))
+    wait_for(lambda: recorded(run) and begun(tmp_path, "eval" if moment == "eval" else "train"))
+    if group:
+        os.killpg(process.pid, signum)
+    else:
+        process.send_signal(signum)
+    wait_for(lambda: not session(process.pid), seconds=6)
+    done = finish(process, run)
+    assert done.code == 128 + signum
+    stopped(done, signum)
+
+
+def stopped(done: Done, signum: signal.Signals) -> None:
+    """Check what every stopped run leaves."""
+    assert "Traceback" not in done.out + done.err
+    assert done.result()["status"] == "interrupted"
+    assert f"interrupted by {signum.name}" in done.out + done.err
+    assert not (done.run / "error.json").exists()
+    board = EventAccumulator(str(done.run / "tb"), size_guidance={"tensors": 0})
+    board.Reload()
+    written = [record for record in done.metrics() if "train/loss" in record]
+    assert [event.step for event in board.Tensors("train/loss")] == [record["step"] for record in written]
+    assert [record["step"] for record in written] == list(range(1, len(written) + 1))
+
+
+def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
+    process, run = slow(recipe, tmp_path)
+    wait_for(lambda: len(session(process.pid)) == 2)
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: not session(process.pid), seconds=6)
+    done = finish(process, run)
+    assert done.code in (128 + signal.SIGTERM, -signal.SIGTERM)  # the same in a shell
+    assert "Traceback" not in done.err
+
+
+def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
+    process, run = slow(recipe, tmp_path)
+    wait_for((run / "ranks").exists)  # the command has asked for workers, the server has still to import
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: not session(process.pid), seconds=6)
+    done = finish(process, run)
+    assert done.code == 128 + signal.SIGINT
+    assert done.result()["status"] == "interrupted"
+    assert "Traceback" not in done.err
+
+
+def test_ctrl_c_in_a_terminal_ends_the_run_cleanly(recipe: Recipe, tmp_path: Path) -> None:
+    words, run = recipe.words("task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=500", "trainer.gpus=2")
+    environ: Any = recipe.ddpexp.environ
+    child = pexpect.spawn(
+        sys.executable, ["-m", "ddpexp", *words, "trainer.log_every=1", "logger=tensorboard"], env=environ, encoding="utf-8"
+    )
+    wait_for(lambda: recorded(run))
+    child.sendintr()
+    child.expect(pexpect.EOF, timeout=6)
+    child.close()
+    done = Done(child.exitstatus, child.before or "", "", run)
+    assert done.code == 128 + signal.SIGINT
+    stopped(done, signal.SIGINT)
+
+
+def test_a_second_signal_after_two_seconds_kills_a_rank_that_ignores_the_first(recipe: Recipe) -> None:
+    process, run = recipe.start("task._target_=points.Act", "+task.how=hang", "trainer.gpus=2")
+    wait_for((recipe.ddpexp.folder / "hangs").exists)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)  # the same one, forwarded twice as some shells and schedulers do
+    time.sleep(1.6)
+    assert session(process.pid)
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: not session(process.pid), seconds=1)
+    done = finish(process, run)
+    assert (done.code, done.result()["status"]) == (128 + signal.SIGINT, "interrupted")

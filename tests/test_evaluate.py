@@ -1,0 +1,183 @@
+"""`ddpexp evaluate`: the numbers of a run's weights again, and nobody else's code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SMALL, Ddpexp, Done
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
+    """One run of two workers for all tests here, which leave it as it is."""
+    folder = tmp_path_factory.mktemp("trained")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_"))}
+    done = Ddpexp(folder, {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")})(*SMALL, "trainer.gpus=2")
+    assert done.code == 0, done.err
+    before = listing(done.run)
+    yield done
+    assert listing(done.run) == before
+
+
+@pytest.fixture
+def copied(trained: Done, tmp_path: Path) -> Path:
+    return shutil.copytree(trained.run, tmp_path / "copy")
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def evaluate(ddpexp: Ddpexp, *words: object) -> Done:
+    return ddpexp("evaluate", *map(str, words), timeout=60)
+
+
+def metrics(done: Done) -> dict[str, float]:
+    assert done.code == 0, done.err
+    line = next(line for line in done.out.splitlines() if line.startswith("eval/"))
+    words = line.split()
+    return {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def refused(done: Done, sentence: str) -> None:
+    assert done.code == 2, (done.out, done.err)
+    assert re.search(sentence, done.err), done.err
+    assert "Traceback" not in done.err
+
+
+WORDS = [word for word in SMALL if not word.startswith("trainer.")]
+
+
+def test_a_run_directory_gives_the_numbers_of_its_result(ddpexp: Ddpexp, trained: Done) -> None:
+    done = evaluate(ddpexp, trained.run)
+    assert metrics(done) == pytest.approx(trained.result()["metrics"], rel=1e-5)
+    assert trained.result()["weights_sha256"] in done.out
+    assert list(ddpexp.folder.iterdir()) == []  # it writes nothing
+
+
+def test_a_checkpoint_and_its_file_give_the_same_numbers_at_any_number_of_workers(ddpexp: Ddpexp, trained: Done) -> None:
+    checkpoint = trained.run / "checkpoints/step-00000010"
+    for words in ((checkpoint, "trainer.gpus=1"), (checkpoint / "model.safetensors", "trainer.gpus=4")):
+        assert metrics(evaluate(ddpexp, *words)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
+
+
+def test_bare_weights_are_evaluated_with_the_words_of_a_recipe(ddpexp: Ddpexp, trained: Done, tmp_path: Path) -> None:
+    weights = shutil.copy(trained.run / "checkpoints/step-00000010/model.safetensors", tmp_path / "weights.safetensors")
+    assert metrics(evaluate(ddpexp, weights, *WORDS)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
+    refused(evaluate(ddpexp, weights), r"it lies in no run directory, so name its recipe, for example recipe=mnist\.\n$")
+    refused(evaluate(ddpexp, weights, *WORDS, "model=lenet"), r"holds the weights of another model: ")
+    refused(evaluate(ddpexp, weights, "recipe=mnsit"), r"Did you mean recipe=mnist\?\n$")
+
+
+def test_single_keys_of_the_run_can_be_changed_and_wrong_ones_are_refused(ddpexp: Ddpexp, trained: Done) -> None:
+    fewer = metrics(evaluate(ddpexp, trained.run, "data.embedded_test=50"))
+    assert fewer != pytest.approx(trained.result()["metrics"], rel=1e-5)
+    refused(evaluate(ddpexp, trained.run, "trainer.gpu=1"), r"Did you mean trainer\.gpus\?\n$")
+    refused(evaluate(ddpexp, trained.run, "model=lenet"), r"single keys can be changed")
+
+
+def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Path, copied: Path) -> None:
+    refused(evaluate(ddpexp, "nowhere"), r"^ddpexp: evaluate nowhere: there is no such directory or file\.\n$")
+    (tmp_path / "empty").mkdir()
+    refused(evaluate(ddpexp, tmp_path / "empty", *WORDS), r"model\.safetensors cannot be read")
+    (tmp_path / "text.safetensors").write_text("these are no weights")
+    refused(evaluate(ddpexp, tmp_path / "text.safetensors", *WORDS), r"text\.safetensors cannot be read as safetensors")
+    shutil.rmtree(copied / "checkpoints")
+    refused(evaluate(ddpexp, copied), r"holds no complete checkpoint\.\n$")
+
+
+def test_damaged_weights_are_refused(ddpexp: Ddpexp, copied: Path) -> None:
+    path = copied / "checkpoints/step-00000010/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused(evaluate(ddpexp, copied), r"its hash is not the one in manifest\.json beside it")
+
+
+@pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler", "launcher"])
+def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path, key: str) -> None:
+    text = (copied / "config.yaml").read_text()
+    poisoned = re.sub(rf"^{key}:\n  _target_: .*$", f"{key}:\n  _target_: os.system", text, flags=re.MULTILINE)
+    assert poisoned != text
+    (copied / "config.yaml").write_text(poisoned)
+    refused(evaluate(ddpexp, copied), rf"^ddpexp: {key}\._target_=os\.system is not allowed: [^\n]*\n$")
+
+
+def test_a_run_directorys_own_word_of_trust_is_not_believed(ddpexp: Ddpexp, copied: Path, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "stranger.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\nfrom ddpexp.recipes.mnist import *\n")
+    text = (copied / "config.yaml").read_text()
+    for old, new in [
+        ("ddpexp.recipes.mnist.Linear", "stranger.Linear"),
+        ("trust: []", "trust: [stranger]"),
+        ("code: null", f"code: {code}"),
+    ]:
+        assert old in text
+        text = text.replace(old, new)
+    (copied / "config.yaml").write_text(text)
+    refused(evaluate(ddpexp, copied), r"model\._target_=stranger\.Linear is not allowed")
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", r"is not the configuration of a run"),
+        ("run: {", r"cannot be read"),
+        ("run: !!python/object/apply:os.system ['touch imported']", r"cannot be read"),
+        ("run: {trust: [], code: null}", r"is missing"),
+    ],
+)
+def test_a_damaged_configuration_is_refused(ddpexp: Ddpexp, copied: Path, tmp_path: Path, text: str, sentence: str) -> None:
+    (copied / "config.yaml").write_text(text)
+    refused(evaluate(ddpexp, copied), sentence)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> None:
+    done = evaluate(ddpexp)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("usage: ddpexp evaluate RUN_DIR_OR_WEIGHTS")
+    asked = evaluate(ddpexp, "--help")
+    assert (asked.code, asked.out, asked.err) == (0, done.err, "")
+
+
+def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done) -> None:
+    weights = trained.run / "checkpoints/step-00000010/model.safetensors"
+    done = ddpexp(*SMALL, f"run.init_from={weights}", "trainer.max_steps=1", "optimizer.lr=0")
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == trained.result()["weights_sha256"]
+
+
+def test_an_end_by_ctrl_c_leaves_no_temporary_folder(ddpexp: Ddpexp, trained: Done, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    process, _ = ddpexp.start("evaluate", str(trained.run), environ={"TMPDIR": str(tmp_path / "tmp")})
+    deadline = time.monotonic() + 30
+    while not list((tmp_path / "tmp").glob("ddpexp-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    try:
+        process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == 130
+    assert list((tmp_path / "tmp").glob("ddpexp-*")) == []
+
+
+def test_the_manifest_beside_the_weights_holds_their_hash(trained: Done) -> None:
+    folder = trained.run / "checkpoints/step-00000010"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["files"]["model.safetensors"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()

@@ -1,0 +1,122 @@
+"""What users install: a wheel in an environment of its own, a checkout that is not installed, and both at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ddpexp import __version__
+from tests.conftest import ROOT, SMALL
+from tests.test_user_recipes import CODE, CONFIGS, write
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def run(*words: str | Path, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command with as little of our environment as can be."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_", "PYTHON", "VIRTUAL_ENV"))}
+    return subprocess.run(
+        list(map(str, words)), cwd=cwd, env={**kept, **(environ or {})}, capture_output=True, text=True, timeout=500, check=False
+    )
+
+
+def with_cache(folder: Path) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": str(folder / "cache")}
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of this project as a clone has them."""
+    folder = tmp_path_factory.mktemp("clone") / "checkout"
+    folder.mkdir()
+    for name in ("ddpexp", "conf", "recipes"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    built = tmp_path_factory.mktemp("wheel")
+    done = run(sys.executable, "-m", "build", "--wheel", "--outdir", built, checkout, cwd=built)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [path] = built.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment made from nothing, with the wheel and what it asks for."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    venv.create(folder, with_pip=True)
+    found = folder / "bin/python"
+    done = run(found, "-m", "pip", "install", "-q", wheel, "-c", ROOT / "constraints.txt", cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return found
+
+
+def test_the_wheel_holds_every_file_that_a_run_needs_and_no_tests(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        assert f"ddpexp/conf/{path.relative_to(ROOT / 'conf')}" in names
+    for folder, place in (("ddpexp", "ddpexp"), ("recipes", "ddpexp/recipes")):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert f"{place}/{path.relative_to(ROOT / folder)}" in names
+    assert "ddpexp/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"ddpexp", f"ddpexp-{__version__}.dist-info"}
+
+
+def test_an_installed_wheel_runs_from_any_folder(python: Path, tmp_path: Path) -> None:
+    asked = run(python.with_name("ddpexp"), "--help", cwd=tmp_path)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert "recipe: mnist" in asked.stdout
+    done = run(python, "-m", "ddpexp", *SMALL, "trainer.gpus=2", "run.dir=run", cwd=tmp_path, environ=with_cache(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/result.json").read_text())["world_size"] == 2
+    versions = json.loads((tmp_path / "run/manifest.json").read_text())["versions"]
+    assert versions["ddpexp"] == __version__
+    assert run(python, "-m", "pip", "check", cwd=tmp_path).returncode == 0
+
+
+def test_an_installed_wheel_runs_a_users_recipe(python: Path, tmp_path: Path) -> None:
+    for name, text in CONFIGS.items():
+        write(tmp_path / "conf" / name, text)
+    write(tmp_path / "mine.py", CODE)
+    done = run(python.with_name("ddpexp"), "--config-dir", "conf", "recipe=mine", "run.dir=run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/result.json").read_text())["recipe"] == "mine"
+
+
+def test_an_installed_wheel_runs_from_inside_a_checkout(python: Path, checkout: Path, tmp_path: Path) -> None:
+    words = (*SMALL, "trainer.gpus=2")
+    commands: list[list[str | Path]] = [[python.with_name("ddpexp")], [python, "-m", "ddpexp"]]
+    for number, command in enumerate(commands):
+        folder = tmp_path / f"run{number}"
+        done = run(*command, *words, f"run.dir={folder}", cwd=checkout, environ=with_cache(tmp_path))
+        assert done.returncode == 0, done.stderr
+        assert (folder / "result.json").is_file()
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "elsewhere"])
+def test_a_checkout_that_is_not_installed_works(checkout: Path, tmp_path: Path, inside: bool) -> None:
+    environ = {} if inside else {"PYTHONPATH": str(checkout)}
+    cwd = checkout if inside else tmp_path
+    where = run(sys.executable, "-c", "import ddpexp; print(ddpexp.__file__)", cwd=cwd, environ=environ)
+    assert where.stdout.strip() == str(checkout / "ddpexp/__init__.py")
+    asked = run(sys.executable, "-m", "ddpexp", "--cfg", "job", cwd=cwd, environ=environ)
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert "_target_: ddpexp.recipes.mnist.LeNet" in asked.stdout
+    environ |= with_cache(tmp_path)
+    done = run(sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={tmp_path}/run", cwd=cwd, environ=environ)
+    assert done.returncode == 0, done.stderr

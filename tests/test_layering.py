@@ -1,0 +1,137 @@
+"""Who may import whom: DESIGN's rows, held by reading the imports."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+# A room imports only from rows above its own, and from itself. Rooms of one row do not know each other.
+ROWS = [
+    ["ddpexp"],  # the package itself: its version and its path
+    ["errors", "deferred_dynamo"],
+    ["launch", "task", "schedule"],
+    ["rundir", "world"],
+    ["data", "strategy", "checkpoint", "track"],
+    ["config"],
+    ["precision"],
+    ["loop"],
+    ["worker", "prepare"],
+    ["verbs"],
+    ["__main__"],
+]
+ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
+HYDRA = {"config", "sweep", "__main__"}
+# What the command loads before it hands over to the workers.
+COMMAND = ("__main__", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "launch.spawn")
+HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
+
+FILES = sorted((ROOT / "ddpexp").rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT / "ddpexp").with_suffix("").parts
+    return "ddpexp" if parts == ("__init__",) else parts[0]
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the full names that a file imports, late imports too, but not those for the type checker alone."""
+
+    def walk(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            return
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            yield from walk(child)
+
+    yield from walk(ast.parse(path.read_text()))
+
+
+def known_rooms(path: Path) -> set[str]:
+    names = [name.split(".") for name in imports(path) if name == "ddpexp" or name.startswith("ddpexp.")]
+    return {parts[1] if len(parts) > 1 and parts[1] in ROW else "ddpexp" for parts in names}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_room_imports_only_from_rows_above(path: Path) -> None:
+    own = room(path)
+    assert own in ROW, f"{own} is a new room: give it a row in DESIGN and here"
+    for other in known_rooms(path) - {own}:
+        assert ROW[other] < ROW[own], f"{path} imports {other}, which is not above {own}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_hydra_and_omegaconf_live_in_the_configuration_alone(path: Path) -> None:
+    if room(path) not in HYDRA:
+        assert not {name.split(".")[0] for name in imports(path)} & {"hydra", "omegaconf"}
+
+
+def test_recipes_know_nothing_of_us_but_the_task_protocol() -> None:
+    for path in (ROOT / "recipes").rglob("*.py"):
+        assert known_rooms(path) <= {"task", "data"}, path
+
+
+def test_the_launching_room_could_be_cut_out() -> None:
+    for path in (ROOT / "ddpexp/launch").rglob("*.py"):
+        assert known_rooms(path) <= {"launch", "errors", "ddpexp"}, path
+
+
+def loaded_by(*modules: str) -> set[str]:
+    program = f"import sys; import {', '.join(modules)}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    return set(done.stdout.split())
+
+
+def tops(names: set[str]) -> set[str]:
+    return {name.split(".")[0] for name in names}
+
+
+def test_the_command_imports_no_torch_and_no_numpy() -> None:
+    loaded = loaded_by(*(f"ddpexp.{name}" for name in COMMAND))
+    assert "hydra" in tops(loaded)  # the check can see what is loaded
+    assert not tops(loaded) & HEAVY
+
+
+def test_what_the_command_imports_does_not_even_know_torch() -> None:
+    loaded = {name for name in loaded_by(*(f"ddpexp.{name}" for name in COMMAND)) if name.startswith("ddpexp")}
+    files = [path for path in FILES if module(path) in loaded]
+    assert len(files) > 15
+    for path in files:
+        assert not tops(set(imports(path))) & {"torch", "torchvision", "safetensors", "tensorboard"}, path
+
+
+def test_the_commands_first_imports_are_of_the_standard_library() -> None:
+    outside = tops(loaded_by("ddpexp.__main__")) - sys.stdlib_module_names
+    of_the_installation = ("_", "sitecustomize", "usercustomize", "distutils")
+    assert {name for name in outside if not name.startswith(of_the_installation)} == {"ddpexp"}
+
+
+def test_workers_do_not_pay_for_hydra_or_the_terminal() -> None:
+    assert not tops(loaded_by("ddpexp.worker", "ddpexp.recipes.mnist")) & {"hydra", "omegaconf", "rich", "tensorboard"}
+
+
+def test_importing_has_no_effects() -> None:
+    names = [module(path) for path in FILES]
+    program = (
+        "import os, signal, sys, threading; sys.argv = ['x', '--help']\n"
+        "def state(): return (sorted(os.listdir('.')), dict(os.environ), os.getcwd(), threading.active_count(),"
+        " [signal.getsignal(n) for n in (2, 15)])\n"
+        f"before = state(); import {', '.join(name for name in names if 'track.board' not in name)}; after = state()\n"
+        "assert before == after, (before, after)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

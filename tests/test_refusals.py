@@ -1,0 +1,129 @@
+"""A wrong word is answered at once by the real command: one sentence, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SMALL, Ddpexp
+
+# config/test_compose.py and config/test_sections.py hold every sentence; here are a few of each kind, with all around them.
+REFUSED = [
+    ("trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
+    ("optimizer=adam", "optimizer=adam is not a known option. Did you mean optimizer=adamw?"),
+    ("model.hidden=wide", "model.hidden=wide is not a number (its default is 128)."),
+    ("trainer.device=cuda", "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers."),
+    (
+        "trainer.gpus=8 trainer.global_batch_size=100 trainer.micro_batch_size=16",
+        "trainer.global_batch_size=100 does not split over 8 workers with trainer.micro_batch_size=16 (128 a pass). "
+        "Use a multiple of 128, for example trainer.global_batch_size=128.",
+    ),
+    ("-m trainer.seed=1,2", "Sweeps (-m, --multirun) are not there yet: start one run at a time."),
+    ("--gpus 2", "--gpus is not an option: write key=value, for example trainer.gpus=2."),
+    ("data.source=embeded", "data.source=embeded is not one of auto, files, download, embedded."),
+]
+
+
+def written(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[words.split()[0] for words, _ in REFUSED])
+def test_a_wrong_word_ends_the_command_with_2_one_sentence_and_nothing_written(
+    ddpexp: Ddpexp, tmp_path: Path, words: str, sentence: str
+) -> None:
+    done = ddpexp(*words.split(), environ={"CUDA_VISIBLE_DEVICES": ""}, timeout=30)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"ddpexp: {sentence}")
+    assert done.err.count("\n") == 1
+    assert written(tmp_path) == []
+
+
+def test_a_strangers_name_is_refused_without_being_imported(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "stranger.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\ndef system(*_): pass\n")
+    environ = {"PYTHONPATH": f"{ROOT}:{code}"}
+    done = ddpexp(*SMALL, "+task.inner=[{a:{_target_:stranger.system}}]", environ=environ)
+    assert done.code == 2
+    assert re.fullmatch(r"ddpexp: task\.inner\[0\]\.a\._target_=stranger\.system is not allowed: [^\n]+\n", done.err)
+    assert written(tmp_path) == ["code", "code/stranger.py"]
+
+
+def test_what_an_allowed_module_borrowed_is_refused_before_anything_is_written(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    done = ddpexp(*SMALL, "data._target_=ddpexp.data.order.os.system", f"+data.command=touch {tmp_path}/ran")
+    assert done.code == 2
+    assert done.err.startswith("ddpexp: data._target_=ddpexp.data.order.os.system: there is no module ddpexp.data.order.os.")
+    assert written(tmp_path) == []
+
+
+def test_a_run_directory_that_holds_something_is_refused_and_kept(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("x")
+    done = ddpexp(*SMALL, "run.dir=full")
+    assert done.code == 2
+    assert done.err == "ddpexp: run.dir=full exists and is not empty: choose another one, or remove it.\n"
+    assert written(tmp_path) == ["full", "full/mine.txt"]
+
+
+def test_what_only_the_workers_can_see_is_refused_by_them_with_2(ddpexp: Ddpexp) -> None:
+    done = ddpexp(*SMALL, "trainer.global_batch_size=1000", "trainer.gpus=2")
+    assert done.code == 2
+    assert "trainer.global_batch_size=1000 is more than the 640 training samples. Use at most 640." in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_key_that_the_model_does_not_take_is_refused_with_2(ddpexp: Ddpexp) -> None:
+    done = ddpexp(*SMALL, "+model.depth=3", "trainer.gpus=2")
+    assert done.code == 2
+    assert "model: ddpexp.recipes.mnist.Linear cannot be called with these keys" in done.err
+    assert "Traceback" not in done.err
+
+
+def torch_trap(folder: Path) -> dict[str, str]:
+    """A library called torch that comes first and leaves a file where somebody imports it."""
+    trap = folder / "trap"
+    (trap / "torch").mkdir(parents=True)
+    (trap / "torch/__init__.py").write_text(f"open({str(folder / 'imported')!r}, 'w').close()\nraise ImportError\n")
+    return {"PYTHONPATH": f"{trap}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+@pytest.mark.parametrize("question", ["--help", "--cfg job", "--info", "--version", "evaluate --help"])
+def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path, question: str) -> None:
+    environ = torch_trap(tmp_path)
+    before = written(tmp_path)
+    done = ddpexp(*question.split(), environ=environ, timeout=30)
+    assert (done.code, done.err) == (0, "")
+    assert written(tmp_path) == before
+    if question == "--help":
+        for line in ("model: lenet, linear", "optimizer: adamw, mnist_sgd, sgd", "scheduler: constant, cosine, onecycle"):
+            assert line in done.out
+        assert "recipe: mnist" in done.out
+        assert "  global_batch_size: 128" in done.out
+        assert "python -m ddpexp evaluate" in done.out
+    if question == "--cfg job":
+        assert "global_batch_size: 128" in done.out
+
+
+def test_the_trap_for_torch_works(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    done = ddpexp(*SMALL, environ=torch_trap(tmp_path))
+    assert done.code == 2
+    assert "The fork server could not import torch" in done.err
+    assert (tmp_path / "imported").exists()
+
+
+def test_a_console_script_does_the_same_as_the_module(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    import subprocess
+
+    script = shutil.which("ddpexp", path=os.path.dirname(sys.executable))
+    if script is None:
+        pytest.skip("ddpexp is not installed beside this Python")
+    done = subprocess.run([script, "trainer.gpu=2"], cwd=tmp_path, env=ddpexp.environ, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert done.stderr == "ddpexp: trainer.gpu is not a known key. Did you mean trainer.gpus?\n"
+    assert written(tmp_path) == []
