@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
+from pathlib import Path
+from types import FrameType
 
-from ddpexp.errors import DdpexpError, StoppedError, WorkerError
+from ddpexp.errors import DdpexpError, Failure, RefusedError, StoppedError, WorkerError
 from ddpexp.launch.spawn import Server
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
     argv = sys.argv[1:]
-    if sys.platform == "win32":
-        return _say("ddpexp runs on Linux and macOS; on Windows, use the Windows Subsystem for Linux.", 2)
+    if not sys.platform.startswith("linux"):
+        return _say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.", 2)
+    _stop_on_signals()
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
     server = Server() if _will_fork(argv) else None
     try:
@@ -25,12 +29,8 @@ def main() -> int:
         return _train(argv, server)
     except WorkerError as error:
         return _say(_first_cause(error), error.exit_code)
-    except StoppedError as error:
-        return error.exit_code
     except DdpexpError as error:
         return _say(f"ddpexp: {error}", error.exit_code)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     finally:
         if server is not None:
             server.close()
@@ -52,6 +52,9 @@ def _train(argv: list[str], server: Server | None) -> int:
     from ddpexp.launch import Job
     from ddpexp.prepare import prepare
 
+    source = experiment.run.init_from
+    if source is not None and not Path(source).exists():
+        raise RefusedError(f"run.init_from={source}: there is no such file.")
     data = prepare(experiment.data, experiment.trust)
     run = rundir.create(experiment.run.dir, experiment.recipe.name)
     rundir.write(run.config, composed.text)
@@ -63,11 +66,23 @@ def _train(argv: list[str], server: Server | None) -> int:
     except WorkerError as error:
         run.fail(error.failure)
         raise
+    except RefusedError as error:
+        run.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
+        raise
     except StoppedError as error:
         run.interrupt()
-        name = signal.Signals(error.signum).name
-        _say(f"ddpexp: interrupted by {name}; what was recorded is in {rundir.relative(run.path)}", 0)
-        raise
+        raise StoppedError(error.signum, f"what was recorded is in {rundir.relative(run.path)}") from None
+
+
+def _stop_on_signals() -> None:
+    """Turn stop signals into an error from the first moment on; while workers run, their watch hears the signals instead."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise StoppedError(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, stop)
 
 
 def _will_fork(argv: list[str]) -> bool:
@@ -99,8 +114,11 @@ def _say(text: str, code: int) -> int:
 def run() -> None:
     """Leave with the exit code of `main`, without the interpreter's slow farewell."""
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            pass  # the reader has gone
     os._exit(code)
 
 

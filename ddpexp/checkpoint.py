@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ddpexp.errors import RefusedError
+from ddpexp.rundir import dumps, write
 
 Models = Mapping[str, nn.Module]
 
@@ -51,9 +52,7 @@ def save(folder: Path, models: Models, facts: Mapping[str, Any]) -> Path:
             save_model(module, str(path))
             _sync(path)
             files[path.name] = _file_sha256(path)
-        manifest = temporary / "manifest.json"
-        manifest.write_text(json.dumps({**facts, "files": files}, indent=2) + "\n")
-        _sync(manifest)
+        write(temporary / "manifest.json", dumps({**facts, "files": files}))
         _sync(temporary)
         os.replace(temporary, folder)
         _sync(folder.parent)
@@ -63,27 +62,27 @@ def save(folder: Path, models: Models, facts: Mapping[str, Any]) -> Path:
     return folder
 
 
-def load_weights(models: Models, source: Path, key: str) -> None:
+def load_weights(models: Models, source: Path, asked: str) -> None:
     """Load weights from a safetensors file, or a checkpoint folder with one file a model.
 
     Raises:
-        RefusedError: no such file, damaged, or of another model; `key` is what named it.
+        RefusedError: no such file, damaged, or of another model; `asked` is how the user named it.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 
     files = {name: source / f"{name}.safetensors" for name in models} if source.is_dir() else dict.fromkeys(models, source)
     if len(models) > 1 and not source.is_dir():
-        raise RefusedError(f"{key}={source} is one file, but there are several models: name the checkpoint's folder.")
+        raise RefusedError(f"{asked} is one file, but there are several models: name the checkpoint's folder.")
     for name, path in files.items():
         try:
             _check_hash(path)
             load_model(models[name], str(path))
-        except (OSError, SafetensorError) as error:
-            raise RefusedError(f"{key}={source}: {path.name} cannot be read as safetensors ({error}).") from None
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RefusedError(f"{asked}: {path.name} cannot be read as safetensors ({error}).") from None
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:300]
-            raise RefusedError(f"{key}={source} holds the weights of another model: {reason}") from None
+            raise RefusedError(f"{asked} holds the weights of another model: {reason}") from None
 
 
 def _check_hash(path: Path) -> None:

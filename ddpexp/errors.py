@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,8 +57,8 @@ class WorkerError(DdpexpError):
 class StoppedError(DdpexpError):
     """A signal to the command ended the run."""
 
-    def __init__(self, signum: int) -> None:
-        """Keep the signal's number: the exit code is 128 more."""
-        super().__init__(f"interrupted by signal {signum}")
+    def __init__(self, signum: int, rest: str = "nothing was started") -> None:
+        """Keep the signal's number: the exit code is 128 more; `rest` says what is left."""
+        super().__init__(f"interrupted by {signal.Signals(signum).name}; {rest}")
         self.signum = signum
         self.exit_code = 128 + signum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.launch.control import Control
 from ddpexp.precision import Precision
 from ddpexp.schedule import Schedule
+from ddpexp.seeds import MODEL, seed_of, seed_torch
 from ddpexp.strategy.ddp import DDP
 from ddpexp.task import HasOnEval, HasTrainStep, Sums, Task
 from ddpexp.track import Tracker
@@ -79,7 +80,8 @@ class Update:
         """
         if isinstance(count, Tensor):  # known for the global batch only once all of it was seen: see apply
             total = self.global_batch_size
-            self._count = count.detach().double() if self._count is None else self._count + count.detach()
+            counted = count.detach().to(torch.float64, copy=True)
+            self._count = counted if self._count is None else self._count + counted
         else:
             total = count * self.num_micro_batches
         if total not in self._weights:
@@ -87,8 +89,9 @@ class Update:
         self.precision.backward(loss_sum, self._weights[total])
 
     def apply(self, *names: str) -> None:
-        """Step the named optimizers, or all, with the gradients there are, and clear those.
+        """Step the named optimizers, or all, with the gradients there are, and clear every gradient.
 
+        Those of other parameters too: what one network's loss leaves in another must not reach that one's next step.
         Ranks: all; communicates only where the task's counts are tensors.
         """
         optimizers = [self.optimizers[name] for name in names or self.optimizers]
@@ -98,13 +101,13 @@ class Update:
         for optimizer in optimizers:
             self.precision.unscale(optimizer)
         if self.clip_grad_norm is not None:
-            self.norm = self.strategy.clip(self.clip_grad_norm)
+            self.norm = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
         elif self.want_norm:
-            self.norm = self.strategy.gradient_norm()
+            self.norm = self.strategy.gradient_norm(_parameters(optimizers))
         for optimizer in optimizers:
             self.precision.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
         self.precision.update()
+        self.strategy.clear_gradient()
 
 
 @dataclass
@@ -158,6 +161,7 @@ class Loop:
             rate = self._set_learning_rate(step)
             self._update.want_norm = logs
             window.add(self._train_step(step, micro_batches))
+            self.control.step = done
             if step == 0:
                 first_step_at = time.time()
             if logs:
@@ -167,23 +171,6 @@ class Loop:
                     metrics = self._evaluate_and_show(done)
         epoch = self.num_steps / self.train.steps_per_epoch
         return Outcome(self.num_steps, epoch, metrics, clock.total(), first_step_at)
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the metrics of every evaluation set, each sample counted once.
-
-        Ranks: all; communicates once for each set.
-        """
-        self.strategy.share_buffers()
-        self.strategy.train(False)
-        try:
-            with torch.inference_mode(), self.precision.autocast():
-                return {
-                    f"{name}/{key}": value
-                    for name, batches in self.evals.items()
-                    for key, value in self._evaluate_set(batches).items()
-                }
-        finally:
-            self.strategy.train(True)
 
     def _train_step(self, step: int, micro_batches: list[Any]) -> list[Sums]:
         if self._by_hand is not None:
@@ -195,17 +182,14 @@ class Loop:
             with self.strategy.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum, count, sums = update.forward(self.task, batch)
                 update.backward(loss_sum, count)
-            seen.append((loss_sum.detach(), count, sums))
+            seen.append((loss_sum, count, sums))
         update.apply()
         return seen
 
     def _seed(self, step: int, number: int) -> None:
-        """Make dropout and augmentation a function of seed, step and micro-batch, not of what happened before."""
+        """Make dropout a function of seed, step and micro-batch, not of what happened before."""
         index = self.train.rank * self.train.batches.accumulation + number
-        seed = _mix(_mix(_mix(self.options.seed) + step) + index)
-        torch.default_generator.manual_seed(seed)
-        if self.world.device.type == "cuda":
-            torch.cuda.default_generators[self.world.local_rank].manual_seed(seed)
+        seed_torch(seed_of(self.options.seed, MODEL, step, index), self.world.device)
 
     def _set_learning_rate(self, step: int) -> float:
         factor = self.schedule.factor(step, self.num_steps)
@@ -219,7 +203,9 @@ class Loop:
         values = {f"train/{name}": value for name, value in values.items()}
         values["train/lr"] = rate
         if self._update.norm is not None:
-            values["train/grad_norm"] = float(self._update.norm)
+            values["train/grad_norm"] = norm = float(self._update.norm)
+            if self.options.nonfinite == "stop" and not (math.isfinite(norm) or self.precision.skips):
+                raise _not_finite("train/grad_norm", norm, done)
         values["train/samples_per_second"] = num_samples / clock.lap()
         self.tracker.scalars(done, done / self.train.steps_per_epoch, values)
 
@@ -231,25 +217,37 @@ class Loop:
         return done % period == 0 or done == self.num_steps
 
     def _evaluate_and_show(self, done: int) -> dict[str, float]:
-        self.control.tell("phase", phase="evaluate", step=done)
-        metrics = self.evaluate()
-        self.tracker.scalars(done, done / self.train.steps_per_epoch, metrics)
-        if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
-            self.strategy.train(False)
-            with torch.inference_mode():
-                self.task.on_eval(self.strategy.evaluating, next(iter(self.evals.values())).first(), self.tracker, done)
-            self.strategy.train(True)
-        self.control.tell("phase", phase="train", step=done)
+        self.control.say("phase", phase="evaluate", step=done)
+        with self.strategy.evaluation() as model:
+            metrics = evaluate(self.task, model, self.evals, self.precision, self.world)
+            self.tracker.scalars(done, done / self.train.steps_per_epoch, metrics)
+            bad = [(name, value) for name, value in metrics.items() if name.endswith("/loss") and not math.isfinite(value)]
+            if bad and self.options.nonfinite == "stop":
+                raise _not_finite(*bad[0], done)
+            if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
+                with torch.no_grad():
+                    self.task.on_eval(model, next(iter(self.evals.values())).first(), self.tracker, done)
+        self.control.say("phase", phase="train", step=done)
         return metrics
 
-    def _evaluate_set(self, batches: EvalBatches) -> dict[str, float]:
-        window = _Window(self.world)
-        for batch in batches:
-            window.add([self.task.step(self.strategy.evaluating, batch)])
-        if not len(window):  # fewer batches than ranks: learn the names, count nothing
-            loss, count, sums = self.task.step(self.strategy.evaluating, batches.first())
-            window.add([(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in sums.items()})])
-        return window.totals()
+
+def evaluate(task: Task, model: Any, evals: Mapping[str, EvalBatches], precision: Precision, world: World) -> dict[str, float]:
+    """Return the metrics of every evaluation set, each sample counted once; `model` is in evaluation mode.
+
+    Ranks: all; communicates once for each set.
+    """
+    with torch.no_grad(), precision.autocast():
+        return {f"{name}/{key}": value for name, batches in evals.items() for key, value in _evaluate(task, model, batches, world)}
+
+
+def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World) -> Iterable[tuple[str, float]]:
+    window = _Window(world)
+    for batch in batches:
+        window.add([task.step(model, batch)])
+    if not len(window):  # fewer batches than ranks: learn the names, count nothing
+        loss, count, sums = task.step(model, batches.first())
+        window.add([(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in sums.items()})])
+    return window.totals().items()
 
 
 class _Window:
@@ -263,50 +261,45 @@ class _Window:
         return len(self._steps)
 
     def add(self, sums: Sequence[Sums]) -> None:
-        self._steps.append(sums)
+        """Keep a step's sums, one for each micro-batch, without the graphs that made them."""
+        self._steps.append([_detached(one) for one in sums])
 
     def totals(self) -> dict[str, float]:
         """Return the means over everything added. Ranks: all; communicates."""
-        _, means = self._reduce([0] * len(self._steps), 1)
-        return means
+        [loss], [count], means = self._reduce([0] * len(self._steps), 1)
+        return {"loss": _share(loss, count), **means}
 
     def reduce(self, first_step: int, stop: bool) -> dict[str, float]:
         """Return the means since the last call, and forget. Ranks: all; communicates.
 
+        A loss that is not finite stays out of the mean and is counted instead.
+
         Raises:
             NonFiniteError: with `stop`, a loss that is not finite; names the first such step.
         """
-        losses, means = self._reduce(list(range(len(self._steps))), len(self._steps))
-        bad = [step for step, loss in enumerate(losses, start=first_step) if not math.isfinite(loss)]
+        losses, counts, means = self._reduce(range(len(self._steps)), len(self._steps))
+        bad = [row for row, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad and stop:
-            raise NonFiniteError(
-                f"train/loss is {losses[bad[0] - first_step]} at step {bad[0]}: the training has diverged or a sample is bad. "
-                f"Lower optimizer.lr, set trainer.clip_grad_norm, or leave such steps out with trainer.nonfinite=skip."
-            )
-        if bad:
-            good = [loss for loss in losses if math.isfinite(loss)]
-            means["loss"] = means["loss"] if not good else sum(good) / len(good) * len(self._steps) / means.pop("_count")
-            means["skipped_steps"] = float(len(bad))
-        means.pop("_count", None)
+            raise _not_finite("train/loss", losses[bad[0]], first_step + bad[0])
         self._steps.clear()
-        return means
+        good = [row for row in range(len(losses)) if row not in bad]
+        loss = _share(sum(losses[row] for row in good), sum(counts[row] for row in good))
+        return {"loss": loss, **means, **({"skipped_steps": float(len(bad))} if bad else {})}
 
-    def _reduce(self, rows: list[int], num_rows: int) -> tuple[list[float], dict[str, float]]:
-        """Pack the losses by row and all counts and metrics into one vector, add it up over ranks, divide."""
-        flat = [(row, sums) for row, step in zip(rows, self._steps, strict=True) for sums in step]
-        names = sorted(flat[0][1][2])
-        columns = [[sums[2][name][part] for _, sums in flat] for name in names for part in (0, 1)]
+    def _reduce(self, rows: Sequence[int], num_rows: int) -> tuple[list[float], list[float], dict[str, float]]:
+        """Pack losses and counts by row and all metrics into one vector, add it up over ranks, divide the metrics."""
         device = self._world.device
-        losses = torch.zeros(num_rows, dtype=torch.float64, device=device)
-        where = torch.tensor([row for row, _ in flat], device=device)
-        losses.index_add_(0, where, _stack([sums[0] for _, sums in flat], device))
-        rest = [_stack(column, device).sum() for column in ([sums[1] for _, sums in flat], *columns)]
-        packed = self._world.sum(torch.cat([losses, torch.stack(rest)])).tolist()
-        loss_rows, (count, *pairs) = packed[:num_rows], packed[num_rows:]
-        means = {"loss": sum(loss_rows) / count}
-        for index, name in enumerate(names):
-            means[name] = pairs[2 * index] / pairs[2 * index + 1]
-        return loss_rows, means
+        flat = [sums for step in self._steps for sums in step]
+        names = sorted(flat[0][2])
+        where = torch.tensor([row for row, step in zip(rows, self._steps, strict=True) for _ in step], device=device)
+        by_row = torch.zeros(2, num_rows, dtype=torch.float64, device=device)
+        by_row[0].index_add_(0, where, _stack([loss for loss, _, _ in flat], device))
+        by_row[1].index_add_(0, where, _stack([count for _, count, _ in flat], device))
+        columns = [[rest[name][part] for _, _, rest in flat] for name in names for part in (0, 1)]
+        totals = [_stack(column, device).sum() for column in columns]
+        packed = self._world.sum(torch.cat([by_row.flatten(), *(total.reshape(1) for total in totals)])).tolist()
+        losses, counts, pairs = packed[:num_rows], packed[num_rows : 2 * num_rows], packed[2 * num_rows :]
+        return losses, counts, {name: _share(pairs[2 * index], pairs[2 * index + 1]) for index, name in enumerate(names)}
 
 
 class _Clock:
@@ -334,15 +327,28 @@ class _Clock:
         self._lap += away
 
 
+def _detached(sums: Sums) -> Sums:
+    loss, count, rest = sums
+    return loss.detach(), count, {name: (total.detach(), n) for name, (total, n) in rest.items()}
+
+
+def _share(total: float, count: float) -> float:
+    """Divide; a metric that nothing was counted for is not a number."""
+    return total / count if count else math.nan
+
+
 def _stack(values: Sequence[int | Tensor], device: torch.device) -> Tensor:
-    if isinstance(values[0], Tensor):
-        return torch.stack([value.detach() if isinstance(value, Tensor) else torch.tensor(value) for value in values]).double()
+    if any(isinstance(value, Tensor) for value in values):
+        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
     return torch.tensor(values, dtype=torch.float64, device=device)
 
 
-def _mix(value: int) -> int:
-    """Spread a number over 64 bits. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014."""
-    value = (value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return value ^ (value >> 31)
+def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _not_finite(name: str, value: float, step: int) -> NonFiniteError:
+    return NonFiniteError(
+        f"{name} is {value} at step {step}: the training has diverged or a sample is bad. "
+        f"Lower optimizer.lr, set trainer.clip_grad_norm, or leave such steps out with trainer.nonfinite=skip."
+    )

@@ -26,6 +26,11 @@ class Precision:
         if name == "fp16" or skip_nonfinite:
             self._scaler = torch.amp.GradScaler(self._device, init_scale=1.0 if self._constant else 2.0**16)
 
+    @property
+    def skips(self) -> bool:
+        """Tell whether updates by a gradient that is not finite are left out."""
+        return self._scaler is not None
+
     def autocast(self) -> AbstractContextManager[object]:
         """Enclose a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device, self._dtype)

@@ -16,7 +16,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.process import die_with_parent
 
 _PROGRAM = (
-    "import sys, json; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "import sys; sys.path[:] = filter(None, sys.path); import json; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
     "from ddpexp.prepare import call_and_answer; call_and_answer(*rest)"
 )
 

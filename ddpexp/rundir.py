@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import secrets
@@ -110,7 +111,28 @@ class RunDir:
         self._end("interrupted", None)
 
     def _end(self, status: str, step: int | None) -> None:
-        write(self.result, dumps({"status": status, "step": step}))
+        """Write how far the records go; a result that rank zero has written already is the truth."""
+        if self.result.is_file() and self.read(self.result).get("status") == "done":
+            return
+        try:
+            lines = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+        except (OSError, ValueError):
+            lines = []
+        try:
+            world_size = self.layout().world_size
+        except (RefusedError, KeyError):
+            world_size = None  # nothing may keep a failure from being written down
+        evals = [line for line in lines if "train/loss" not in line]
+        metrics = {name: value for name, value in evals[-1].items() if "/" in name} if evals else {}
+        result = {
+            "status": status,
+            "step": step if step is not None else lines[-1]["step"] if lines else 0,
+            "epoch": lines[-1]["epoch"] if lines else 0,
+            "world_size": world_size,
+            "metrics": metrics,
+            "weights_sha256": None,
+        }
+        write(self.result, dumps(result))
 
 
 def newest_checkpoint(checkpoints: Path) -> Path:
@@ -168,8 +190,8 @@ def write(path: Path, text: str) -> None:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Format JSON for people."""
-    return json.dumps(value, indent=2) + "\n"
+    """Format JSON for people; numbers that are not finite become null, for JSON has none."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
 def describe(layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str]) -> dict[str, Any]:
@@ -184,6 +206,14 @@ def describe(layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str]
         "world": {**asdict(layout), "world_size": layout.world_size},
         "data": dict(data) if data else None,
     }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _first_free(path: Path) -> Path:
@@ -209,7 +239,9 @@ def _versions(*names: str) -> dict[str, str | None]:
 
 def _git() -> dict[str, Any] | None:
     """Return the commit of the current folder's repository and whether it is changed; None outside of one."""
-    words = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    # fsmonitor names a program in the repository's own settings, which need not be ours.
+    options = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
+    words = ["git", *options, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
-import tempfile
+from dataclasses import asdict
 from pathlib import Path
 
 from ddpexp import rundir
 from ddpexp.config import Experiment, layout, parse
 from ddpexp.config.compose import compose, override_file
+from ddpexp.data.plan import plan
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.spawn import Server
@@ -32,7 +34,10 @@ def evaluate(argv: list[str], server: Server | None) -> int:
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return EXIT_DONE
-    source, words = Path(argv[0]), argv[1:]
+    # Options may stand before the source, as in `evaluate --config-dir DIR SOURCE`.
+    options = ("--config-dir", "-cd")
+    place = next((i for i, word in enumerate(argv) if word[0] != "-" and (i == 0 or argv[i - 1] not in options)), 0)
+    source, words = Path(argv[place]), argv[:place] + argv[place + 1 :]
     if not source.exists():
         raise RefusedError(f"evaluate {source}: there is no such directory or file.")
     home = next((folder for folder in (source, *source.resolve().parents) if _is_run(folder)), None)
@@ -43,12 +48,16 @@ def evaluate(argv: list[str], server: Server | None) -> int:
     weights = rundir.newest_checkpoint(source / "checkpoints") if _is_run(source) else source
     found = layout(experiment)
     data = prepare(experiment.data, experiment.trust)
-    with tempfile.TemporaryDirectory(prefix="ddpexp-") as folder:
-        run = rundir.RunDir(Path(folder))
-        rundir.write(run.config, text)
-        rundir.write(run.manifest, rundir.dumps(rundir.describe(found, data, sys.argv)))
-        job = Job("ddpexp.worker:evaluate", [folder, str(weights.resolve())], found, run.ranks)
-        return experiment.launcher.launch(job, server)
+    batch = plan(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, found.world_size)
+    described = {
+        "config": text,
+        "layout": asdict(found),
+        "data": data,
+        "weights": str(weights.resolve()),
+        "batch_size": batch.micro_batch_size,
+    }
+    job = Job("ddpexp.worker:evaluate", [json.dumps(described)], found, logs=None)
+    return experiment.launcher.launch(job, server)
 
 
 def _is_run(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import json
 import logging
 import os
 import platform
@@ -11,14 +12,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from ddpexp import checkpoint, deferred_dynamo
+from ddpexp import checkpoint, deferred_dynamo, loop
 from ddpexp.config import Experiment, Node, load
 from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batches import EvalBatches, TrainBatches
@@ -47,9 +47,9 @@ def main(path: str) -> int:
     return _run(lambda control, phase: train(RunDir(Path(path)), control, phase))
 
 
-def evaluate(path: str, weights: str) -> int:
-    """Evaluate weights with the run directory's configuration. Never returns in a worker."""
-    return _run(lambda control, phase: evaluate_weights(RunDir(Path(path)), Path(weights), control, phase))
+def evaluate(described: str) -> int:
+    """Evaluate weights; `described` is JSON made by `ddpexp.verbs.evaluate`. Never returns in a worker."""
+    return _run(lambda control, phase: evaluate_weights(json.loads(described), control, phase))
 
 
 def train(run: RunDir, control: Control, phase: Callable[[str], None]) -> None:
@@ -57,12 +57,12 @@ def train(run: RunDir, control: Control, phase: Callable[[str], None]) -> None:
 
     Ranks: all.
     """
-    experiment, layout = load(run.config), run.layout()
+    experiment, layout, data = load(run.config.read_text()), run.layout(), run.read(run.manifest)["data"]
     phase("join")
     world = _join(experiment, layout)
     log = _log(world, control, run)
     phase("build")
-    splits, data = _data(experiment, run), run.read(run.manifest)["data"]
+    splits = _data(experiment, data)
     cut = plan(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
     seed = experiment.trainer.seed
     batches = TrainBatches(splits.train, cut, world.rank, seed, world.device, experiment.data.num_workers)
@@ -71,12 +71,12 @@ def train(run: RunDir, control: Control, phase: Callable[[str], None]) -> None:
     tracker = _tracker(experiment, run, world, control, log, num_steps)
     log.info(_headline(experiment, layout, cut, strategy.bare, data, batches, num_steps, run))
     tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
-    loop = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps)
+    fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps)
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
     phase("train")
     try:
-        outcome = loop.fit()
+        outcome = fit.fit()
         phase("save")
         if world.is_rank_zero:
             _finish(experiment, run, world, strategy.bare, cut, data, outcome, tracker, log)
@@ -85,36 +85,37 @@ def train(run: RunDir, control: Control, phase: Callable[[str], None]) -> None:
     world.barrier()
 
 
-def evaluate_weights(run: RunDir, weights: Path, control: Control, phase: Callable[[str], None]) -> None:
-    """Print the metrics of weights on the run's evaluation sets.
+def evaluate_weights(described: Mapping[str, Any], control: Control, phase: Callable[[str], None]) -> None:
+    """Print the metrics of weights on the evaluation sets.
 
     Ranks: all.
     """
-    experiment, layout = load(run.config), run.layout()
+    experiment, layout = load(described["config"]), Layout(**described["layout"])
     phase("join")
     world = _join(experiment, layout)
     log = _log(world, control, None)
     phase("build")
-    splits = _data(experiment, run)
-    cut = plan(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
-    batches = TrainBatches(splits.train, cut, world.rank, experiment.trainer.seed, world.device)
-    strategy = _strategy(experiment, world, lambda models: checkpoint.load_weights(models, weights, "evaluate"))
-    loop = _loop(experiment, world, strategy, splits, batches, Null(), control, 1)
+    evals = _evals(experiment, _data(experiment, described["data"]), world, described["batch_size"])
+    model = instantiate(experiment.model, experiment.trust, "model")
+    models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
+    for module in models.values():
+        module.to(world.device).eval()
+    checkpoint.load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}")
     phase("evaluate")
-    metrics = loop.evaluate()
+    task = instantiate(experiment.task, experiment.trust, "task")
+    precision = Precision(experiment.trainer.precision, world.device, False)
+    metrics = loop.evaluate(task, model, evals, precision, world)
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
-    log.info(f"weights {weights}  sha256 {checkpoint.weights_sha256(strategy.bare)}")
+    log.info(f"weights {described['weights']}  sha256 {checkpoint.weights_sha256(models)}")
     world.barrier()
 
 
 def _run(work: Callable[[Control, Callable[[str], None]], None]) -> int:
     """Do the work, tell the watcher how it ended, and leave without running any destructor."""
     control = Control.from_environ()
-    place = _Place()
 
     def phase(name: str) -> None:
-        place.phase = name
-        control.tell("phase", phase=name)
+        control.say("phase", phase=name)
 
     _prepare_process()
     code = EXIT_FAILED
@@ -126,21 +127,16 @@ def _run(work: Callable[[Control, Callable[[str], None]], None]) -> int:
         code = 128 + signal.SIGTERM
     except SystemExit as end:
         code = _exit_code(end)
-        _report(control, place, "SystemExit", f"the recipe ended the process: sys.exit({end.code!r})", code, None)
+        _report(control, "SystemExit", f"the recipe ended the process: sys.exit({end.code!r})", code, None)
     except RefusedError as error:
         code = error.exit_code
-        _report(control, place, type(error).__name__, str(error), code, None)
+        _report(control, type(error).__name__, str(error), code, None)
     except DdpexpError as error:
         code = error.exit_code
-        _report(control, place, type(error).__name__, str(error), code, "")
+        _report(control, type(error).__name__, str(error), code, "")
     except BaseException as error:
-        _report(control, place, type(error).__name__, str(error), code, traceback.format_exc())
+        _report(control, type(error).__name__, str(error), code, traceback.format_exc())
     return _leave(code)
-
-
-@dataclass
-class _Place:
-    phase: str = "start"
 
 
 def _leave(code: int) -> int:
@@ -168,10 +164,10 @@ def _prepare_process() -> None:
     signal.signal(signal.SIGTERM, stop)
 
 
-def _report(control: Control, place: _Place, kind: str, message: str, code: int, trace: str | None) -> None:
+def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:
     """Tell the watcher, who shows it once; without one, print it here."""
     limited = trace[-60_000:] if trace else trace
-    control.tell("error", host=platform.node(), error=kind, message=message, phase=place.phase, traceback=limited, exit_code=code)
+    control.tell("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
     if not control.watched:
         print(trace or f"{kind}: {message}", file=sys.stderr)
 
@@ -224,16 +220,16 @@ class _ToWatcher(logging.Handler):
         self._control = control
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._control.tell("warning", text=self.format(record).strip())
+        self._control.say("warning", text=self.format(record).strip())
 
 
-def _data(experiment: Experiment, run: RunDir) -> Splits:
+def _data(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:
     data = experiment.data
     if data.prepare is None:
         node = Node(data.target, data.options)
         splits = instantiate(node, experiment.trust, "data")
     else:
-        splits = instantiate(Node(data.target), experiment.trust, "data", run.read(run.manifest)["data"])
+        splits = instantiate(Node(data.target), experiment.trust, "data", prepared)
     if not isinstance(splits, Splits):
         raise RefusedError(f"data._target_={data.target} must return ddpexp.data.sets.Splits, not {type(splits).__name__}.")
     for name, part in {"train": splits.train, **splits.evals}.items():
@@ -243,6 +239,10 @@ def _data(experiment: Experiment, run: RunDir) -> Splits:
         return splits
     if len(splits.train) < 2:
         raise RefusedError(f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided.")
+    if "validation" in splits.evals:
+        raise RefusedError(
+            f"data.validation_fraction={data.validation_fraction}: {data.target} has a `validation` set of its own. Use 0."
+        )
     kept, held = hold_out(splits.train, data.validation_fraction)
     return Splits(kept, {**splits.evals, "validation": held})
 
@@ -251,7 +251,7 @@ def _init_from(experiment: Experiment) -> Callable[[Models], None]:
     source = experiment.run.init_from
     if source is None:
         return lambda models: None
-    return lambda models: checkpoint.load_weights(models, Path(source), "run.init_from")
+    return lambda models: checkpoint.load_weights(models, Path(source), f"run.init_from={source}")
 
 
 def _strategy(experiment: Experiment, world: World, prepare: Callable[[Models], None]) -> DDP:
@@ -313,6 +313,14 @@ def _loop(
         options=trainer,
         num_steps=num_steps,
     )
+
+
+def _evals(experiment: Experiment, splits: Splits, world: World, batch_size: int) -> dict[str, EvalBatches]:
+    workers = experiment.data.num_workers
+    return {
+        name: EvalBatches(part, batch_size, world.rank, world.world_size, world.device, workers)
+        for name, part in splits.evals.items()
+    }
 
 
 def _tracker(experiment: Experiment, run: RunDir, world: World, control: Control, log: logging.Logger, num_steps: int) -> Tracker:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -50,7 +50,13 @@ class World:
         if size > 1:
             if environ["MASTER_ADDR"] in _LOOPBACK:
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-            dist.init_process_group(layout.backend, store=_store(rank, environ), rank=rank, world_size=size)
+            dist.init_process_group(
+                layout.backend,
+                store=_store(rank, environ),
+                rank=rank,
+                world_size=size,
+                device_id=device if layout.backend == "nccl" else None,
+            )
         return cls(rank, local_rank, rank // local_size, size, local_size, device)
 
     @property

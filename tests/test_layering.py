@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 # A room imports only from rows above its own, and from itself. Rooms of one row do not know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
-    ["errors", "deferred_dynamo"],
+    ["errors", "deferred_dynamo", "seeds"],
     ["launch", "task", "schedule"],
     ["rundir", "world"],
     ["data", "strategy", "checkpoint", "track"],

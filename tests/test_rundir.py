@@ -208,9 +208,13 @@ def test_a_failed_run_says_why_and_where(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.fail(Failure(rank=1, host="h", kind="ValueError", message="m", step=5, phase="train"))
     assert json.loads(run.error.read_text())["rank"] == 1
-    assert json.loads(run.result.read_text()) == {"status": "failed", "step": 5}
+    result = json.loads(run.result.read_text())
+    assert (result["status"], result["step"], result["metrics"], result["weights_sha256"]) == ("failed", 5, {}, None)
     run.interrupt()
     assert json.loads(run.result.read_text())["status"] == "interrupted"
+    rundir.write(run.result, rundir.dumps({"status": "done"}))
+    run.interrupt()
+    assert json.loads(run.result.read_text())["status"] == "done"
 
 
 def test_paths_are_shown_as_short_as_they_can_be_typed(here: Path) -> None:

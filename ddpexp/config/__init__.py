@@ -109,9 +109,8 @@ class Experiment:
         return Trust(self.run.trust, Path(self.run.code) if self.run.code else None)
 
 
-def load(path: Path) -> Experiment:
-    """Read the experiment back from a run directory's config.yaml, in any process."""
-    text = path.read_text()
+def load(text: str) -> Experiment:
+    """Read the experiment back from the text of a run directory's config.yaml, in any process."""
     values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     if "${" in text:  # secrets stay references in the file; the library is only loaded where there are some
         from omegaconf import OmegaConf
@@ -163,7 +162,14 @@ def layout(experiment: Experiment) -> Layout:
     """
     trainer = experiment.trainer
     found = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
-    plan(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
+    batch = plan(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
+    if experiment.strategy.static_graph and batch.accumulation > 1:
+        raise RefusedError(
+            f"strategy.static_graph=true does not go with accumulated gradients ({batch.accumulation} passes a step): torch "
+            f"reduces other passes than it planned. Use strategy.static_graph=false or a larger trainer.micro_batch_size."
+        )
+    if experiment.strategy.comm_hook == "bf16" and found.backend == "gloo":
+        raise RefusedError("strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none.")
     if experiment.strategy.sync_batchnorm and found.device == "cpu":
         raise RefusedError(
             "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
@@ -205,6 +211,12 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError(f"strategy.bucket_cap_mb={experiment.strategy.bucket_cap_mb}: use a number above 0.")
     if experiment.strategy.powersgd_rank < 1:
         raise RefusedError(f"strategy.powersgd_rank={experiment.strategy.powersgd_rank}: use 1 or more.")
+    scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
+    if experiment.strategy.comm_hook == "powersgd" and scaled:
+        raise RefusedError(
+            f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not finite. "
+            f"Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and {trainer.nonfinite}."
+        )
     if experiment.strategy.static_graph and experiment.strategy.find_unused_parameters:
         raise RefusedError(
             "strategy.static_graph=true finds unused parameters by itself in the first step: "

@@ -17,8 +17,14 @@ import ddpexp
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import RefusedError
 
-OURS = ("ddpexp.recipes.", "ddpexp.data.")
-_OF_ONE_SECTION = {"scheduler": "ddpexp.schedule.", "launcher": "ddpexp.launch."}  # elsewhere they have no business
+# What a configuration may call of ours, by the section that may: functions that read and write files are not for everyone.
+_RECIPES = "ddpexp.recipes."
+_OF_ONE_SECTION = {
+    "scheduler": ("ddpexp.schedule.",),
+    "launcher": ("ddpexp.launch.",),
+    "data": ("ddpexp.data.mnist.load",),
+    "data.prepare": ("ddpexp.data.mnist_files.prepare",),
+}
 
 _OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 _MODULES = (
@@ -45,7 +51,9 @@ class Trust:
         parts = target.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             return False
-        if target in TORCH or target.startswith((*OURS, _OF_ONE_SECTION.get(where, OURS[0]))):
+        if target in TORCH or target.startswith(_RECIPES):
+            return True
+        if any(target == known or (known.endswith(".") and target.startswith(known)) for known in _OF_ONE_SECTION.get(where, ())):
             return True
         if any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
@@ -93,7 +101,7 @@ def refuse_target(target: Any, trust: Trust, key: str) -> None:
     if not isinstance(target, str) or not trust.allows(target, key.removesuffix("._target_")):
         raise RefusedError(
             f"{key}={target} is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "
-            f"modules beside a typed --config-dir and prefixes typed as run.trust=[...].{_advice(str(target), trust)}"
+            f"modules beside a typed --config-dir and prefixes typed as run.trust=[...].{_advice(str(target), trust, key)}"
         )
     module, _, name = target.rpartition(".")
     if target.startswith("ddpexp."):
@@ -104,10 +112,14 @@ def refuse_target(target: Any, trust: Trust, key: str) -> None:
             raise RefusedError(f"{key}={target}: {module} defines no {name}.{did_you_mean(name, names, module + '.')}")
 
 
-def _advice(target: str, trust: Trust) -> str:
+def _advice(target: str, trust: Trust, key: str) -> str:
     """Say what the user may have meant, or how to trust the module; silent where trusting it would be folly."""
     head, _, name = target.rpartition(".")
     root, _, rest = target.partition(".")
+    if root == "ddpexp":
+        where = key.removesuffix("._target_")
+        near = difflib.get_close_matches(target, _OF_ONE_SECTION.get(where, ()), n=1, cutoff=0.6)
+        return f" Did you mean {near[0]}?" if near else ""
     if not head or root == "torch":
         classes = {known.rpartition(".")[2].lower(): known for known in TORCH}
         near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.6)
@@ -164,7 +176,7 @@ def locate(target: str, trust: Trust, where: str) -> Any:
     refuse_target(target, trust, key)
     module, names = _import_longest(target, where)
     if target not in TORCH:
-        _refuse_namesake(module, trust, where)
+        _refuse_namesake(module, target, trust, where)
     found: Any = module
     for name in names:
         known = [known for known, value in vars(found).items() if callable(value)]
@@ -174,15 +186,15 @@ def locate(target: str, trust: Trust, where: str) -> Any:
             raise RefusedError(f"{key}={target}: {module.__name__} has no {name}.{did_you_mean(name, known)}") from None
         if isinstance(found, types.ModuleType):
             raise RefusedError(f"{key}={target} reaches the module {found.__name__} through another one.")
-    home = f"{getattr(found, '__module__', '')}.x"
+    home = f"{getattr(found, '__module__', '')}.{getattr(found, '__name__', 'x')}"
     if not callable(found) or not (target in TORCH or trust.allows(home, where)):
         raise RefusedError(f"{key}={target} is not a class or function of an allowed module.")
     return found
 
 
-def _refuse_namesake(module: types.ModuleType, trust: Trust, where: str) -> None:
+def _refuse_namesake(module: types.ModuleType, target: str, trust: Trust, where: str) -> None:
     """Refuse a module of another place that has the name of one beside --config-dir, such as one of Python's own."""
-    if trust.code is None or replace(trust, code=None).allows(f"{module.__name__}.x", where):
+    if trust.code is None or replace(trust, code=None).allows(target, where):
         return
     file = Path(module.__file__ or "")
     if not (file.is_relative_to(trust.code) or file.resolve().is_relative_to(trust.code)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,9 @@ from ddpexp.data.plan import Batches
 from ddpexp.data.sets import IndexData
 from ddpexp.errors import RefusedError
 from ddpexp.launch.process import die_with_parent
+from ddpexp.seeds import DATA, EVAL, seed_everything, seed_of, seed_torch
+
+_Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
 
 _BLOCK = 8192  # indices computed at once: large enough to amortise numpy's calls, small enough to stay in the cache
 
@@ -52,17 +55,18 @@ class TrainBatches:
         return len(self.data) // self.batches.global_batch_size
 
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
-        """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1)."""
-        accumulation = self.batches.accumulation
+        """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1).
+
+        Random numbers that the data set draws are a function of seed, step and micro-batch.
+        """
         if isinstance(self.data, IndexData):
-            for indices in self.indices(from_step, to_step):
-                rows = torch.from_numpy(indices)
-                yield [self.data.batch(part, self.device) for part in torch.split(rows, self.batches.micro_batch_size)]
+            for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
+                parts = torch.split(torch.from_numpy(indices), self.batches.micro_batch_size)
+                yield [self._gather(step, number, part) for number, part in enumerate(parts)]
             return
-        loader = _loader(self.data, self._micro_indices(from_step, to_step), self.num_workers, self.seed)
-        micro_batches = iter(loader)
+        micro_batches = iter(_loader(self.data, self._keys(from_step, to_step), self.num_workers, self.device))
         for _ in range(from_step, to_step):
-            yield [to_device(next(micro_batches), self.device) for _ in range(accumulation)]
+            yield [to_device(next(micro_batches), self.device) for _ in range(self.batches.accumulation)]
 
     def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
@@ -77,11 +81,18 @@ class TrainBatches:
             yield from order(positions)
             step += count
 
-    def _micro_indices(self, from_step: int, to_step: int) -> Iterator[list[int]]:
+    def _gather(self, step: int, number: int, indices: Tensor) -> Any:
+        seed_torch(self._seed(step, number), self.device)
+        return self.data.gather(indices, self.device)
+
+    def _seed(self, step: int, number: int) -> int:
+        return seed_of(self.seed, DATA, step, self.rank * self.batches.accumulation + number)
+
+    def _keys(self, from_step: int, to_step: int) -> Iterator[_Key]:
         micro = self.batches.micro_batch_size
-        for indices in self.indices(from_step, to_step):
-            for start in range(0, len(indices), micro):
-                yield indices[start : start + micro].tolist()
+        for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
+            for number in range(self.batches.accumulation):
+                yield self._seed(step, number), indices[number * micro : (number + 1) * micro].tolist()
 
 
 @dataclass(frozen=True)
@@ -99,10 +110,11 @@ class EvalBatches:
         """Yield this rank's batches; another rank may have one more."""
         if isinstance(self.data, IndexData):
             for start, stop in self._ranges():
-                yield self.data.batch(torch.arange(start, stop), self.device)
+                seed_torch(seed_of(0, EVAL, 0, start), self.device)
+                yield self.data.gather(torch.arange(start, stop), self.device)
         else:
-            indices = (list(range(start, stop)) for start, stop in self._ranges())
-            for batch in _loader(self.data, indices, self.num_workers, 0):
+            keys = ((seed_of(0, EVAL, 0, start), list(range(start, stop))) for start, stop in self._ranges())
+            for batch in _loader(self.data, keys, self.num_workers, self.device):
                 yield to_device(batch, self.device)
 
     def first(self) -> Any:
@@ -116,36 +128,53 @@ class EvalBatches:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nest of tuples, lists and dictionaries."""
+    """Move every tensor of a nest of tuples, lists and mappings."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
 
 
-def _loader(data: Any, indices: Iterator[list[int]], num_workers: int, seed: int) -> DataLoader[Any]:
+def _loader(data: Any, keys: Iterator[_Key], num_workers: int, device: torch.device) -> DataLoader[Any]:
     """Adapt a map-style torch data set: one loader for the whole way, so its workers live across epochs."""
     return DataLoader(
-        data,
-        batch_sampler=_Once(indices),
+        _Seeded(data),  # type: ignore[arg-type]
+        batch_sampler=_Once(keys),  # type: ignore[arg-type]
         num_workers=num_workers,
-        pin_memory=torch.cuda.is_available() if num_workers else False,
+        pin_memory=device.type == "cuda",
         worker_init_fn=partial(_start_worker, os.getpid()) if num_workers else None,
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(0),  # its own draw must not move the global generator
     )
+
+
+@dataclass(frozen=True)
+class _Seeded:
+    """A data set that seeds every generator before it fetches a batch, in whatever process."""
+
+    data: Any
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, key: _Key) -> Any:
+        seed, indices = key
+        seed_everything(seed)
+        fetch = getattr(self.data, "__getitems__", None)  # torch's own optional protocol
+        return fetch(indices) if fetch else [self.data[index] for index in indices]
 
 
 @dataclass(frozen=True)
 class _Once:
     """A batch sampler that is an iterator: it knows its place and has no state to save."""
 
-    indices: Iterator[list[int]]
+    keys: Iterator[_Key]
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.indices
+    def __iter__(self) -> Iterator[_Key]:
+        return self.keys
 
 
 def _start_worker(parent: int, _worker: int) -> None:

@@ -21,7 +21,7 @@ class IndexData(Protocol):
         """Return the number of samples."""
         ...
 
-    def batch(self, indices: Tensor, device: torch.device) -> Any:
+    def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Return the samples as tensors on `device`. Shapes: `indices` is (batch,), int64, on the CPU."""
         ...
 
@@ -49,7 +49,7 @@ class Arrays:
         """Return the number of rows."""
         return len(self.tensors[0])
 
-    def batch(self, indices: Tensor, device: torch.device) -> Any:
+    def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Gather rows as stored, move them, then transform on the device. Shapes: (batch, ...) each."""
         return self.transform(*(tensor.index_select(0, indices).to(device, non_blocking=True) for tensor in self.tensors))
 
@@ -67,9 +67,9 @@ class Subset:
         """Return the number of samples in this part."""
         return self.length
 
-    def batch(self, indices: Tensor, device: torch.device) -> Any:
+    def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Gather from the whole. Shapes: as the whole's."""
-        return self.data.batch(torch.from_numpy(self.shuffle(indices.numpy() + self.offset)), device)
+        return self.data.gather(torch.from_numpy(self.shuffle(indices.numpy() + self.offset)), device)
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ class Job:
     entry: str  # module:function
     arguments: Sequence[str]
     layout: Layout
-    logs: Path  # the folder for each rank's output
+    logs: Path | None  # the folder for each rank's output; None keeps it only as long as the job runs
 
 
 @runtime_checkable

@@ -11,8 +11,6 @@ from typing import Any
 CONTROL_FD = "DDPEXP_CONTROL_FD"
 STORE_FD = "DDPEXP_STORE_FD"
 
-_SEND_SECONDS = 5.0
-
 
 class Control:
     """A worker's end. Without a watcher (a launcher that is not ours) every message is dropped."""
@@ -20,6 +18,8 @@ class Control:
     def __init__(self, channel: socket.socket | None) -> None:
         """Take over the socket, or None."""
         self._channel = channel
+        self._rest = b""  # of a line that did not fit whole
+        self.step: int | None = None  # steps done, kept by the loop so that an error can say where it happened
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Control:
@@ -32,31 +32,38 @@ class Control:
         """Tell whether somebody reads: then progress goes there instead of to standard output."""
         return self._channel is not None
 
-    def progress(self, **fields: Any) -> None:
-        """Report progress if there is room; never waits, for training does not wait for a terminal."""
-        self._send({"kind": "progress", **fields}, wait=False)
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send a message if there is room; never waits, for training does not wait for a terminal."""
+        if self._channel is None or not self._flush():
+            return
+        self._rest = _line(kind, fields)
+        self._flush()
 
     def tell(self, kind: str, **fields: Any) -> None:
-        """Send a message that must arrive; waits for room up to five seconds."""
-        self._send({"kind": kind, **fields}, wait=True)
-
-    def _send(self, message: dict[str, Any], wait: bool) -> None:
+        """Send a message that must arrive, however long the watcher is stopped; its death ends this process anyway."""
         if self._channel is None:
             return
-        data = json.dumps(message).encode() + b"\n"
         try:
-            if wait:
-                self._channel.settimeout(_SEND_SECONDS)
-                self._channel.sendall(data)
-            else:
-                self._channel.settimeout(0)
-                # A part of a line would corrupt the next one, so what does not fit whole is completed with patience.
-                sent = self._channel.send(data)
-                if sent < len(data):
-                    self._channel.settimeout(_SEND_SECONDS)
-                    self._channel.sendall(data[sent:])
+            self._channel.setblocking(True)
+            self._channel.sendall(self._rest + _line(kind, fields))
+            self._rest = b""
         except OSError:
-            return  # the watcher is gone: this process is about to end anyway
+            return  # the watcher is gone
+
+    def _flush(self) -> bool:
+        """Send what is left of the last line; tell whether all of it went."""
+        assert self._channel is not None
+        try:
+            self._channel.setblocking(False)
+            while self._rest:
+                self._rest = self._rest[self._channel.send(self._rest) :]
+        except OSError:
+            return False
+        return True
+
+
+def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **fields}).encode() + b"\n"
 
 
 class Lines:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,7 +16,7 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
     Asks the driver's management library, never CUDA: initialising CUDA here would break every forked worker.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    present = _nvml_device_count()
+    present = _nvml_device_count() if _torch_has_cuda() else 0
     if visible is None or present == 0:
         return present
     # CUDA stops at the first entry that names no device, so `0,1,-1,2` shows two and Slurm's `NoDevFiles` none; an entry
@@ -39,6 +41,18 @@ def usable_cores() -> int:
 def threads_per_worker(workers: int) -> int:
     """Divide the usable cores among the workers of this node: at least one thread each."""
     return max(1, usable_cores() // workers)
+
+
+def _torch_has_cuda() -> bool:
+    """Read from torch's version file, without importing it, whether this build can use GPUs."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return True  # an unusual build: let it decide
+    return re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) is None
 
 
 def _nvml_device_count() -> int:

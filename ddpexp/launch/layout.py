@@ -9,6 +9,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.hardware import count_gpus, threads_per_worker
 
 Auto = Literal["auto"]
+_MOST_WORKERS = 256  # with more the requests to the fork server fill its socket before it answers
 
 
 def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int) -> Layout:
@@ -19,6 +20,8 @@ def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int) ->
     """
     if gpus != "auto" and gpus < 1:
         raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more.")
+    if gpus != "auto" and gpus > _MOST_WORKERS:
+        raise RefusedError(f"trainer.gpus={gpus} is more than the {_MOST_WORKERS} workers that one machine can start. Use fewer.")
     present = 0 if device == "cpu" else count_gpus()
     if device == "cuda" and present == 0:
         raise RefusedError("trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers.")

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -114,6 +115,8 @@ def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
         gc.enable()
         sys.argv = [request["entry"], *request["arguments"]]
         code = call(request["entry"], request["arguments"])
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -126,33 +129,30 @@ def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
     try:
         _settle(request, fds, private)
         program = (
-            "import sys, json; parent, path, entry, arguments = json.loads(sys.argv[1]); sys.path[:] = path; "
+            "import sys; sys.path[:] = filter(None, sys.path); import json; "
+            "parent, path, entry, arguments = json.loads(sys.argv[1]); sys.path[:] = path; "
             "from ddpexp.launch.process import die_with_parent; die_with_parent(parent); "
             "from ddpexp.launch.server import call; sys.exit(call(entry, arguments))"
         )
-        words = json.dumps([server, request["path"], request["entry"], request["arguments"]])
+        words = json.dumps([server, sys.path, request["entry"], request["arguments"]])
         os.execv(sys.executable, [sys.executable, "-c", program, words])
     finally:
         os._exit(127)
 
 
 def _settle(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> None:
-    """Give a new worker its folder, environment, output and descriptors, and take the server's own away."""
+    """Give a new worker its folder, environment, output (the first descriptor) and channels; take the server's own away."""
     for channel in private:
         channel.close()
-    os.chdir(request["cwd"])
     os.environ.update(request["environ"])
-    sys.path[:] = request["path"]
-    for name, number in zip(request["descriptors"], fds, strict=True):
+    for name, number in zip(request["descriptors"], fds[1:], strict=True):
         kept = os.dup(number)
         os.set_inheritable(kept, True)
         os.environ[name] = str(kept)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+    for source, target in ((nothing, 0), (fds[0], 1), (fds[0], 2)):
         os.dup2(source, target)
     os.close(nothing)
-    os.close(log)
 
 
 def call(entry: str, arguments: Sequence[str]) -> int:

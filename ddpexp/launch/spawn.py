@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.launch import Job
 from ddpexp.launch.control import CONTROL_FD, STORE_FD, Lines
+from ddpexp.launch.log import Log
 from ddpexp.launch.supervise import Worker, supervise
 from ddpexp.launch.terminal import Terminal
 
@@ -20,8 +21,10 @@ from ddpexp.launch.terminal import Terminal
 # list against what workers import; nothing here may ask CUDA for devices, for that breaks every forked GPU worker.
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.worker")
 
+# The folder of the command is not trusted to hold a json.py, so it leaves the path before anything is imported.
 _PROGRAM = (
-    "import sys, json; fd, parent, method, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "import sys; sys.path[:] = filter(None, sys.path); import json; "
+    "fd, parent, method, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
     "from ddpexp.launch.server import main; main(fd, parent, method, preload)"
 )
 
@@ -40,8 +43,11 @@ class Server:
         self.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", _PROGRAM, words], os.environ)
         theirs.close()
 
-    def start(self, rank: int, job: Job, environ: Mapping[str, str], descriptors: Mapping[str, int]) -> None:
-        """Ask for a worker; the answers `started` and `exit` arrive on the channel."""
+    def start(self, rank: int, job: Job, environ: Mapping[str, str], log: int, descriptors: Mapping[str, int]) -> None:
+        """Ask for a worker that writes to `log`; `descriptors` reach it under these names.
+
+        The answers `started` and `exit` arrive on the channel.
+        """
         request = {
             "op": "start",
             "rank": rank,
@@ -49,12 +55,9 @@ class Server:
             "arguments": list(job.arguments),
             "environ": dict(environ),
             "descriptors": list(descriptors),
-            "log": str(job.logs / f"{rank}.log"),
-            "cwd": os.getcwd(),
-            "path": sys.path,
         }
         try:
-            socket.send_fds(self.channel, [json.dumps(request).encode()], list(descriptors.values()))
+            socket.send_fds(self.channel, [json.dumps(request).encode()], [log, *descriptors.values()])
         except OSError:
             pass  # the server is gone, which the next answer says
 
@@ -75,12 +78,11 @@ class Server:
 
     def close(self) -> None:
         """End the server, and with it every worker that is left; returns when it is gone."""
+        if self.channel.fileno() == -1:
+            return  # closed before, and the process id may be another's by now
         self.channel.close()
-        try:
-            os.kill(self.pid, 9)
-            os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,6 @@ class Spawn:
             server.close()
 
     def _run(self, job: Job, server: Server) -> int:
-        job.logs.mkdir(parents=True, exist_ok=True)
         world = job.layout.world_size
         # Bound here and handed to rank zero, so that the port is ours from the start and on loopback alone: a store that
         # torch opens itself listens on every interface, and a port that is found, closed and opened again can be lost.
@@ -118,10 +119,15 @@ class Spawn:
                 ours, theirs = socket.socketpair()
                 environ = environment(rank, world, store.getsockname()[1])
                 descriptors = {CONTROL_FD: theirs.fileno()} | ({STORE_FD: store.fileno()} if rank == 0 else {})
-                server.start(rank, job, environ, descriptors)
+                log = Log(job.logs, rank)
+                server.start(rank, job, environ, log.fileno(), descriptors)
                 theirs.close()
-                workers.append(Worker(rank, Lines(ours), Path(job.logs) / f"{rank}.log"))
-        return supervise(server, workers, Terminal())
+                workers.append(Worker(rank, Lines(ours), log))
+        try:
+            return supervise(server, workers, Terminal())
+        finally:
+            for worker in workers:
+                worker.log.close()
 
 
 def environment(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
 from ddpexp.launch.control import Lines
+from ddpexp.launch.log import Log
 from ddpexp.launch.terminal import Terminal
 
 # After the first failure the others may still report theirs: a rank that was killed says nothing, and its peers' broken
@@ -50,14 +50,15 @@ class Worker:
 
     rank: int
     control: Lines
-    log: Path
+    log: Log
     pid: int | None = None
     code: int | None = None  # exit code, or minus the signal's number
     done: bool = False
     ended: bool = False  # by us, because of another rank
     step: int | None = None
-    phase: str | None = None
+    phase: str = "start"
     failure: Failure | None = None
+    failed_at: float = 0.0  # when the watcher heard of it
 
 
 @dataclass
@@ -79,7 +80,6 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> 
         StoppedError: a signal to this process ended the run.
     """
     watch = _Watch(workers)
-    tail = _Tail(workers[0].log)
     with selectors.DefaultSelector() as selector, _signals() as signals:
         selector.register(server.channel, selectors.EVENT_READ, "server")
         selector.register(signals, selectors.EVENT_READ, "signals")
@@ -95,13 +95,13 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> 
                         _stop(server, watch, signals.recv(64))
                     elif not _listen(key.data, watch, terminal):
                         selector.unregister(key.data.control.channel)
-                tail.show(terminal)
+                _show_output(workers[0], terminal)
                 _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
                 _end_in_time(server, watch)
             for worker in workers:
                 _listen(worker, watch, terminal)
             _show_warnings(watch, terminal, held_since=math.inf)
-            tail.show(terminal, last=True)
+            _show_output(workers[0], terminal, last=True)
             for worker in workers:
                 _keep(worker)
         finally:
@@ -116,14 +116,15 @@ def _signals() -> Iterator[socket.socket]:
     """Turn stop signals into bytes on a socket for the time of the watch."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in _STOP_SIGNALS}
-    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)  # first, or a signal between is lost
+    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
     try:
         yield ours
     finally:
-        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup)
         ours.close()
         theirs.close()
 
@@ -145,8 +146,9 @@ def _answer(server: Server, watch: _Watch) -> bool:
     elif message["kind"] == "exit":
         worker = next(worker for worker in watch.workers if worker.pid == message["pid"])
         worker.code = message["code"]
-        if not (worker.done and worker.code == EXIT_DONE) and watch.failed_at is None:
-            watch.failed_at = time.monotonic()
+        if not (worker.done and worker.code == EXIT_DONE):
+            worker.failed_at = worker.failed_at or time.monotonic()
+            watch.failed_at = watch.failed_at or worker.failed_at
     return True
 
 
@@ -165,12 +167,18 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
         elif kind == "warning" and message["text"] not in watch.said:
             watch.held.setdefault(message["text"], (worker.rank, time.monotonic()))
         elif kind == "error":
-            worker.failure = Failure(rank=worker.rank, kind=message.pop("error"), step=worker.step, **message)
-            if watch.failed_at is None:
-                watch.failed_at = time.monotonic()
+            kind, step = message.pop("error"), message.pop("step")
+            worker.failure = Failure(rank=worker.rank, kind=kind, step=step, phase=worker.phase, **message)
+            worker.failed_at = time.monotonic()
+            watch.failed_at = watch.failed_at or worker.failed_at
         elif kind == "done":
             worker.done = True
     return open_
+
+
+def _show_output(worker: Worker, terminal: Terminal, last: bool = False) -> None:
+    for line in worker.log.new_lines(last):
+        terminal.line(line)
 
 
 def _show_warnings(watch: _Watch, terminal: Terminal, held_since: float) -> None:
@@ -207,14 +215,16 @@ def _end_in_time(server: Server, watch: _Watch) -> None:
 
 
 def _verdict(watch: _Watch) -> int:
+    failed = [worker for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
+    if not failed:
+        return EXIT_DONE  # a signal that came when all was done changes nothing
     if watch.stopped_by is not None:
         raise StoppedError(watch.stopped_by)
-    failures = [_cause(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
-    if not failures:
-        return EXIT_DONE
     # A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
-    first = min(failures, key=_weight)
-    others = tuple(failure.rank for failure in failures if failure is not first)
+    failed.sort(key=lambda worker: (_weight(_cause(worker)), worker.failed_at))
+    failures = [_cause(worker) for worker in failed]
+    first = failures[0]
+    others = tuple(sorted(failure.rank for failure in failures[1:]))
     if first.exit_code == EXIT_REFUSED and first.traceback is None:
         raise RefusedError(first.message)
     raise WorkerError(first, others, shown=first.rank == 0 and watch.workers[0].failure is None)
@@ -223,9 +233,11 @@ def _verdict(watch: _Watch) -> int:
 def _weight(failure: Failure) -> int:
     if failure.kind == "Ended":
         return 3  # by us, after another's failure
+    if failure.signal is not None:
+        return 0
     text = failure.message.lower()
-    consequence = any(word in text for word in ("connection closed", "connection reset", "broken pipe", "connect", "timed out"))
-    return 2 if consequence and failure.signal is None else 0 if failure.signal is not None else 1
+    of_torch = failure.kind in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+    return 2 if of_torch and any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "store")) else 1
 
 
 def _cause(worker: Worker) -> Failure:
@@ -235,6 +247,9 @@ def _cause(worker: Worker) -> Failure:
     code = worker.code if worker.code is not None else EXIT_FAILED
     if worker.ended:
         return _failure(worker, "Ended", "ended because another rank failed")
+    if code > 128:
+        kind = signal.Signals(code - 128).name
+        return _failure(worker, kind, f"ended by {kind}, which did not come through the command", signum=code - 128)
     if code >= 0:
         message = f"the process ended with exit code {code} before its work was done"
         return _failure(worker, "SystemExit", message, exit_code=code if 3 <= code <= 125 else EXIT_FAILED)
@@ -251,45 +266,12 @@ def _failure(worker: Worker, kind: str, message: str, signum: int | None = None,
         step=worker.step,
         phase=worker.phase,
         signal=signum,
-        traceback=_last_lines(worker.log),
+        traceback=worker.log.last_lines(_LAST_LINES),
         exit_code=exit_code,
     )
-
-
-def _last_lines(log: Path) -> str:
-    try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-    except OSError:
-        return ""
 
 
 def _keep(worker: Worker) -> None:
     """Keep a rank's own error with its output; the terminal shows the first cause alone, once."""
     if worker.failure is not None:
-        with worker.log.open("a") as log:
-            log.write(f"{worker.failure.traceback or ''}{worker.failure.kind}: {worker.failure.message}\n")
-
-
-class _Tail:
-    """Follow a file and show its new lines: workers write to files, so a stopped terminal never stops them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: Any = None
-        self._rest = ""
-
-    def show(self, terminal: Terminal, last: bool = False) -> None:
-        if self._file is None:
-            try:
-                self._file = self._path.open(errors="replace", newline="")
-            except FileNotFoundError:
-                return
-        text = self._file.read()
-        if text:
-            *lines, self._rest = (self._rest + text).split("\n")
-            for line in lines:
-                terminal.line(line.removesuffix("\r"))
-        if last:
-            if self._rest:
-                terminal.line(self._rest)
-            self._file.close()
+        worker.log.add(f"{worker.failure.traceback or ''}{worker.failure.kind}: {worker.failure.message}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,20 @@ class Terminal:
 
     def __init__(self) -> None:
         """Look at whether standard output is a terminal."""
-        self._live = sys.stdout.isatty()
+        self._live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"  # such a terminal cannot redraw a line
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def line(self, text: str) -> None:
         """Print one line, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, flush=True)
+        try:
+            if self._bar is not None:
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, flush=True)
+        except OSError:  # the reader has gone (`| head`, a closed terminal): the run goes on, its log has every line
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            self._live, self._bar = False, None
 
     def progress(self, message: dict[str, Any]) -> None:
         """Show progress: `done` of `total`, `text` beside the bar, `line` instead where there is no terminal."""

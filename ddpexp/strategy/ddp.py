@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class DDP:
         self.single = isinstance(built, nn.Module)
         self.bare: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
         self._world = world
+        self._shares_buffers = options.broadcast_buffers  # before every forward anyway
         for name, module in self.bare.items():
             module.to(world.device)
             if channels_last:
@@ -47,13 +48,14 @@ class DDP:
             if options.sync_batchnorm:
                 self.bare[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         prepare(self.bare)
+        self._parameters = list(self.parameters())
+        self._called = dict(self.bare)
         if compile:
-            for module in self.bare.values():
-                module.compile()
-        if world.world_size == 1:
-            self.wrapped: Models = dict(self.bare)
-        else:
-            self.wrapped = {name: _wrap(module, options, world) for name, module in self.bare.items()}
+            # Not `module.compile()`: torch 2.13 then leaves a class alone whose forward is torch's own, such as nn.Sequential.
+            self._called = {name: cast(nn.Module, torch.compile(module)) for name, module in self.bare.items()}
+        self.wrapped = dict(self._called)
+        if world.world_size > 1:
+            self.wrapped = {name: _wrap(module, options, world) for name, module in self._called.items()}
 
     @property
     def training(self) -> Any:
@@ -62,7 +64,7 @@ class DDP:
 
     @property
     def evaluating(self) -> Any:
-        """Return what an evaluation calls: bare modules, whose forward does not communicate."""
+        """Return the bare module, or the mapping of them, whose forward does not communicate."""
         return self.bare["model"] if self.single else self.bare
 
     def train(self, mode: bool) -> None:
@@ -81,32 +83,50 @@ class DDP:
         for module in self.bare.values():
             yield from module.parameters()
 
-    def gradient_norm(self) -> Tensor:
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the reduced gradient, on the device. Ranks: the same value on all, without communication."""
-        return nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
-    def clip(self, limit: float) -> Tensor:
+    def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
         """Scale the gradient down to `limit` and return its norm before that."""
-        norm = self.gradient_norm()
-        nn.utils.clip_grads_with_norm_(list(self.parameters()), limit, norm)
+        norm = self.gradient_norm(parameters)
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
+
+    def clear_gradient(self) -> None:
+        """Forget every gradient."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient in place."""
-        torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], factor)
+        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
 
-    def share_buffers(self) -> None:
-        """Give every rank rank zero's buffers, which DDP does only at the next forward. Ranks: all; communicates."""
-        for module in self.bare.values():
-            for buffer in module.buffers():
-                self._world.broadcast(buffer)
+    @contextmanager
+    def evaluation(self) -> Iterator[Any]:
+        """Give the bare model in evaluation mode, with rank zero's buffers on every rank; training goes on as if nothing was.
+
+        Ranks: all; communicates where there are buffers.
+        """
+        buffers = [buffer for module in self.bare.values() for buffer in module.buffers()]
+        own = [buffer.clone() for buffer in buffers]
+        for buffer in buffers:
+            self._world.broadcast(buffer)
+        self.train(False)
+        try:
+            yield self.evaluating
+        finally:
+            self.train(True)
+            if not self._shares_buffers:
+                for buffer, kept in zip(buffers, own, strict=True):
+                    buffer.copy_(kept)
 
     @contextmanager
     def _without_reduction(self) -> Iterator[None]:
         with ExitStack() as stack:
             for module in self.wrapped.values():
-                assert isinstance(module, DistributedDataParallel)
-                stack.enter_context(module.no_sync())
+                if isinstance(module, DistributedDataParallel):  # a frozen one is not
+                    stack.enter_context(module.no_sync())
             yield
 
 

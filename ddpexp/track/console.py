@@ -25,7 +25,7 @@ class Console(Null):
             line = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}"
             brief = "  ".join(_shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values)
             self._log.info(line, extra={"watched": self._control.watched})
-            self._control.progress(done=step, total=self._num_steps, text=brief, line=line)
+            self._control.say("progress", done=step, total=self._num_steps, text=brief, line=line)
         else:
             shown = "  ".join(_shown(name, value) for name, value in values.items())
             self._log.info(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}")

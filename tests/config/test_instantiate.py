@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from ddpexp.config.instantiate import TORCH, Node, Trust, instantiate, locate, refuse_untrusted
 from ddpexp.errors import RefusedError
+from tests.conftest import ROOT
 
 STRANGERS = [
     "os.system",
@@ -224,3 +226,14 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path, mo
         locate("halfway.Net", trust, "model")
     for name in ("shelf", "hollow"):
         sys.modules.pop(name, None)
+
+
+def test_only_the_functions_meant_for_it_are_open_to_a_configuration() -> None:
+    allowed = {
+        f"{path.relative_to(ROOT).with_suffix('').as_posix().replace('/', '.')}.{name}"
+        for path in (ROOT / "ddpexp").rglob("*.py")
+        for name in re.findall(r"^(?:class|def) (\w+)", path.read_text(), re.MULTILINE)
+    }
+    sections = ("model", "task", "optimizer", "data", "data.prepare", "data.part", "model.part")
+    found = {(section, target) for section in sections for target in allowed if Trust().allows(target, section)}
+    assert found == {("data", "ddpexp.data.mnist.load"), ("data.prepare", "ddpexp.data.mnist_files.prepare")}

@@ -139,7 +139,7 @@ def serve() -> Iterator[Server]:
 def prepare(root: Path | str | None, source: Any, *servers: Server, warn: Callable[[str], None] | None = None) -> Any:
     mirrors = [server.address for server in servers]
     return mnist_files.prepare(
-        None if root is None else str(root), source, 30, 20, warn or pytest.fail, mirrors=mirrors, patience=QUICK
+        None if root is None else str(root), source, 30, 20, warn=warn or pytest.fail, mirrors=mirrors, patience=QUICK
     )
 
 

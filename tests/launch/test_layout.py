@@ -19,6 +19,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int = 8) -> No
     """Pretend to be a machine: a fake, for the real ones have only what they have."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(hardware, "_nvml_device_count", lambda: gpus)
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
     monkeypatch.setattr(hardware, "usable_cores", lambda: cores)
 
 

@@ -119,7 +119,7 @@ def failed(done: Done) -> dict[str, Any]:
     """Check what every failed run leaves, and return its error."""
     error: dict[str, Any] = json.loads((done.run / "error.json").read_text())
     result = done.result()
-    assert (result["status"], result["step"]) == ("failed", error["step"])
+    assert (result["status"], result["world_size"]) == ("failed", 2)
     assert error["host"] == platform.node()
     assert done.err.count("failed (") == 1
     assert f"ddpexp: rank {error['rank']} on {error['host']} failed ({error['phase']}" in done.err
@@ -127,18 +127,18 @@ def failed(done: Done) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("words", "phase"),
+    ("words", "phase", "step"),
     [
-        ("model._target_=points.Breaks", "build"),
-        ("data._target_=points.load_broken", "build"),
-        ("data._target_=points.load_bad", "train"),
-        ("data._target_=points.load_bad data.num_workers=1", "train"),
-        ("task._target_=points.Act +task.how=raise", "train"),
-        ("task._target_=points.Act +task.how=raise +task.when=eval", "evaluate"),
+        ("model._target_=points.Breaks", "build", None),
+        ("data._target_=points.load_broken", "build", None),
+        ("data._target_=points.load_bad", "train", None),
+        ("data._target_=points.load_bad data.num_workers=1", "train", None),
+        ("task._target_=points.Act +task.how=raise", "train", 2),
+        ("task._target_=points.Act +task.how=raise +task.when=eval", "evaluate", 4),
     ],
     ids=["model", "data", "item", "loader", "step", "eval"],
 )
-def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words: str, phase: str) -> None:
+def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words: str, phase: str, step: int | None) -> None:
     begin = time.monotonic()
     done = recipe(*words.split(), "trainer.gpus=2")
     assert time.monotonic() - begin < 8
@@ -146,6 +146,7 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words:
     assert done.code == 1
     assert (error["rank"], error["kind"], error["phase"], error["signal"]) == (1, "ValueError", phase, None)
     assert "no luck" in error["message"]
+    assert error["step"] == step  # done before
     assert 'points.py", line ' in error["traceback"]
     shown = done.out + done.err
     assert shown.count(error["traceback"].rstrip()) == 1

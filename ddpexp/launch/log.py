@@ -1,0 +1,54 @@
+"""The output of one worker: a file that the worker writes and the watcher reads."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import tempfile
+from pathlib import Path
+
+_BLOCK = 1 << 16
+
+
+class Log:
+    """A file, not a pipe: a stopped terminal never stops a worker, and what a dying one wrote is there."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        """Make `<folder>/<rank>.log`, or without a folder a file that has no name and is gone with its last reader."""
+        if folder is None:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = (folder / f"{rank}.log").open("a+b", buffering=0)
+        self._read = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._rest = ""
+
+    def fileno(self) -> int:
+        """Return the descriptor to write to; both ends append."""
+        return self._file.fileno()
+
+    def new_lines(self, last: bool = False) -> list[str]:
+        """Return the lines written since the last call; with `last` also one that has no end."""
+        text = self._rest
+        while block := os.pread(self.fileno(), _BLOCK, self._read):
+            self._read += len(block)
+            text += self._decoder.decode(block)
+        *lines, self._rest = text.split("\n")
+        if last and self._rest:
+            lines.append(self._rest)
+        return [line.removesuffix("\r") for line in lines]
+
+    def last_lines(self, count: int) -> str:
+        """Return the end of what was written."""
+        size = os.fstat(self.fileno()).st_size
+        begin = max(0, size - _BLOCK)
+        return "\n".join(os.pread(self.fileno(), _BLOCK, begin).decode(errors="replace").splitlines()[-count:])
+
+    def add(self, text: str) -> None:
+        """Append what the watcher knows of the worker's end."""
+        self._file.write(text.encode())
+
+    def close(self) -> None:
+        """Close the watcher's end."""
+        self._file.close()

@@ -1,0 +1,69 @@
+"""How the global batch is cut, and what is said when it does not split."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpexp.data.plan import Batches, plan
+from ddpexp.errors import RefusedError
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_the_global_batch_is_micro_times_accumulation_times_world(size: int) -> None:
+    assert plan(128, "auto", size) == Batches(128, 128 // size, 1, size)
+    assert plan(128, 16, size) == Batches(128, 16, 8 // size, size)
+
+
+@pytest.mark.parametrize(
+    ("total", "micro", "size", "sentence"),
+    [
+        (
+            100, "auto", 8,
+            "trainer.global_batch_size=100 does not split over 8 workers. "
+            "Use a multiple of 8, for example trainer.global_batch_size=104.",
+        ),
+        (
+            3, "auto", 4,
+            "trainer.global_batch_size=3 does not split over 4 workers. "
+            "Use a multiple of 4, for example trainer.global_batch_size=4.",
+        ),
+        (
+            96, 16, 4,
+            "trainer.global_batch_size=96 does not split over 4 workers with trainer.micro_batch_size=16 (64 a pass). "
+            "Use a multiple of 64, for example trainer.global_batch_size=128. Or use 1, 2, 3 or 6 workers.",
+        ),
+        (
+            100, 16, 2,
+            "trainer.global_batch_size=100 does not split over 2 workers with trainer.micro_batch_size=16 (32 a pass). "
+            "Use a multiple of 32, for example trainer.global_batch_size=128.",
+        ),
+        (
+            8, 8, 2,
+            "trainer.global_batch_size=8 does not split over 2 workers with trainer.micro_batch_size=8 (16 a pass). "
+            "Use a multiple of 16, for example trainer.global_batch_size=16. Or use 1 workers.",
+        ),
+        (0, "auto", 1, "trainer.global_batch_size=0 trainer.micro_batch_size=auto: use 1 or more."),
+        (8, 0, 1, "trainer.global_batch_size=8 trainer.micro_batch_size=0: use 1 or more."),
+    ],
+)  # fmt: skip
+def test_a_batch_that_does_not_split_is_refused_with_what_does(total: int, micro: int, size: int, sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        plan(total, micro, size)
+    assert str(caught.value) == sentence
+
+
+def test_every_size_that_a_refusal_names_splits() -> None:
+    for total in (60, 96, 100):
+        for micro in (1, 4, 5):
+            for size in range(1, 13):
+                try:
+                    cut = plan(total, micro, size)
+                except RefusedError as error:
+                    words = str(error)
+                    better = int(words.split("for example trainer.global_batch_size=")[1].split(".")[0])
+                    assert plan(better, micro, size).accumulation >= 1
+                    if " Or use " in words:
+                        for other in words.split(" Or use ")[1].removesuffix(" workers.").replace(" or ", ", ").split(", "):
+                            assert plan(total, micro, int(other)).global_batch_size == total
+                else:
+                    assert cut.micro_batch_size * cut.accumulation * size == total

@@ -1,0 +1,136 @@
+"""The fork server and what it starts: what is loaded, where it listens, and that nothing outlives the command."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Job, Layout
+from ddpexp.launch.spawn import PRELOAD, Server, Spawn
+from tests.conftest import Ddpexp, finish
+from tests.points import ITEMS, Recipe, session, wait_for
+
+CODE = """\
+class Marks(Sides):
+    # Trains slowly and for long, with a mark in `folder` for every rank that has begun.
+    def __init__(self, folder):
+        self.folder = folder
+
+    def step(self, model, batch):
+        open(f"{self.folder}/{RANK}", "w").close()
+        time.sleep(0.02)
+        return super().step(model, batch)
+"""
+
+
+@pytest.fixture
+def recipe(ddpexp: Ddpexp, tmp_path: Path) -> Recipe:
+    (tmp_path / "marks").mkdir()
+    return Recipe(ddpexp, CODE)
+
+
+def start(recipe: Recipe, *words: str, **environ: str) -> tuple[subprocess.Popen[str], Path]:
+    """Start a run of 2 workers that trains for a minute unless it is ended."""
+    task = ("task._target_=points.Marks", f"+task.folder={recipe.ddpexp.folder}/marks")
+    return recipe.start(*task, "trainer.gpus=2", "trainer.epochs=500", *words, environ=environ)
+
+
+def trains(recipe: Recipe) -> bool:
+    return len(list((recipe.ddpexp.folder / "marks").iterdir())) == 2
+
+
+# In the order of a run's life: how many processes there are at least, and whether the ranks have begun.
+MOMENTS = {"importing": (2, False), "joining": (4, False), "training": (4, True), "loading": (8, True)}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_nothing_outlives_a_killed_command(recipe: Recipe, moment: str) -> None:
+    count, begun = MOMENTS[moment]
+    process, run = start(recipe, *(ITEMS if moment == "loading" else ()))
+    wait_for(lambda: len(session(process.pid)) >= count and (trains(recipe) or not begun))
+    process.kill()
+    wait_for(lambda: not session(process.pid), seconds=2)
+    assert finish(process, run).code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("moment", ["importing", "training"])
+def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, moment: str) -> None:
+    count, begun = MOMENTS[moment]
+    process, run = start(recipe)
+    wait_for(lambda: len(session(process.pid)) >= count and (trains(recipe) or not begun))
+    [server] = [pid for pid, parent in session(process.pid).items() if parent == process.pid]
+    os.kill(server, signal.SIGKILL)
+    wait_for(lambda: not session(process.pid), seconds=5)
+    done = finish(process, run)
+    assert done.code == 1
+    assert "the process that starts the workers was killed" in done.err
+    assert "Traceback" not in done.err
+    assert done.result()["status"] == "failed"
+
+
+def test_a_run_listens_on_loopback_alone_and_the_command_never_loads_torch(recipe: Recipe, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process, run = start(recipe, *ITEMS, TMPDIR=str(temporary))
+    wait_for(lambda: trains(recipe))
+    processes = session(process.pid)
+    assert len(processes) == 8  # the command, the server, 2 ranks, 2 loader workers each
+    assert not re.search(r"libtorch|libc10|numpy", Path(f"/proc/{process.pid}/maps").read_text())
+    addresses = {address for pid in processes for address in inet_addresses(pid)}
+    assert {address.split(":")[0] for address in addresses} == {"127.0.0.1"}
+    process.terminate()
+    assert finish(process, run).code == 128 + signal.SIGTERM
+    assert list(temporary.rglob("*")) == []
+
+
+def inet_addresses(pid: int) -> set[str]:
+    """Return the local addresses of a process's TCP and UDP sockets, as `127.0.0.1:port` or hexadecimal for IPv6."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
+            inodes.add(found[1])
+    addresses = set()
+    for name in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[9] in inodes:
+                host, port = words[1].split(":")
+                readable = ".".join(str(byte) for byte in reversed(bytes.fromhex(host))) if len(host) == 8 else loopback6(host)
+                addresses.add(f"{readable}:{int(port, 16)}")
+    return addresses
+
+
+def loopback6(host: str) -> str:
+    """Return 127.0.0.1 for ::1 and ::ffff:127.0.0.1 as the kernel writes them."""
+    return "127.0.0.1" if host in ("0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F") else host
+
+
+def test_a_preload_that_fails_is_refused_with_its_name(tmp_path: Path) -> None:
+    layout = Layout(nodes=1, workers_per_node=1, device="cpu", backend="gloo", threads=1)
+    server = Server(preload=["json", "nowhere.to_be_found"])
+    with pytest.raises(RefusedError, match=r"could not import nowhere\.to_be_found: ModuleNotFoundError"):
+        Spawn().launch(Job("time:sleep", ["60"], layout, tmp_path), server)
+
+
+def test_the_preload_list_asks_cuda_for_nothing(environ: dict[str, str]) -> None:
+    # No GPU is here to break: the questions themselves are made to fail, after torch's own import.
+    program = """
+import importlib, sys, torch
+def asked(*_, **__):
+    raise AssertionError("CUDA was asked")
+for module, name in ((torch.cuda, "_lazy_init"), (torch.cuda, "is_available"), (torch.cuda, "device_count"),
+                     (torch._C, "_cuda_getDeviceCount"), (torch._C, "_cuda_init")):
+    setattr(module, name, asked)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run([sys.executable, "-c", program, *PRELOAD], env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

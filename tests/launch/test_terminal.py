@@ -1,0 +1,90 @@
+"""What a person sees of a run: a bar on a terminal, plain lines elsewhere, the result last."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pexpect
+import pytest
+
+from tests.conftest import SMALL, Ddpexp
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+HEADLINE = ["recipe", "data", "model", "world", "batch", "steps", "folder"]
+
+
+def shown(ddpexp: Ddpexp, *words: str, **environ: str) -> str:
+    """Run on a terminal of 100 columns and return all that it received."""
+    variables: Any = {**ddpexp.environ, "TERM": "xterm-256color", **environ}
+    child = pexpect.spawn(
+        sys.executable, ["-m", "ddpexp", *SMALL, *words, f"run.dir={ddpexp.folder}/run"],
+        env=variables, cwd=str(ddpexp.folder), encoding="utf-8", dimensions=(40, 100), timeout=60,
+    )  # fmt: skip
+    child.expect(pexpect.EOF)
+    child.close()
+    text: str = child.before
+    assert child.exitstatus == 0, text
+    return text
+
+
+def screen(text: str) -> list[str]:
+    """Return the lines that stay on the screen: what is drawn after a return to the line's start replaces what was there."""
+    plain = CONTROL.sub("", text)
+    return [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in plain.split("\n")]
+
+
+@pytest.mark.parametrize("environ", [{}, {"NO_COLOR": "1"}], ids=["colours", "no-colour"])
+def test_a_terminal_shows_a_bar_and_the_result_as_the_last_line(ddpexp: Ddpexp, environ: dict[str, str]) -> None:
+    text = shown(ddpexp, "trainer.gpus=2", **environ)
+    assert "\x1b[" in text  # the bar moves
+    if environ:
+        assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", text)  # bold perhaps, colours never
+    lines = [line for line in screen(text) if line]
+    assert [line.split()[0] for line in lines[:7]] == HEADLINE
+    assert re.fullmatch(r"done    eval/loss \S+  eval/accuracy \S+%  in \S+ s  see run", lines[-1])
+    bars = [line for line in lines if "10/10" in line and "━" in line]
+    assert bars
+    assert re.search(r"10/10 loss \S+  accuracy \S+%", bars[-1])
+    # Whole lines: an evaluation is not drawn into the bar.
+    evaluations = [line for line in lines if "eval/loss" in line and not line.startswith("done")]
+    assert len(evaluations) == 2
+    for line in evaluations:
+        assert re.fullmatch(r"step +\d+/10  epoch +\d\.00  eval/loss \S+  eval/accuracy \S+%", line), line
+
+
+def test_a_dumb_terminal_gets_plain_lines(ddpexp: Ddpexp) -> None:
+    text = shown(ddpexp, TERM="dumb")
+    assert "\x1b" not in text
+    assert [line.split()[0] for line in screen(text) if line] == [*HEADLINE, "step", "step", "step", "step", "done"]
+
+
+def test_without_a_terminal_there_are_plain_lines_in_order(ddpexp: Ddpexp) -> None:
+    done = ddpexp(*SMALL, "trainer.gpus=2")
+    assert (done.code, done.err) == (0, "")
+    assert "\x1b" not in done.out
+    assert "\r" not in done.out
+    lines = done.out.splitlines()
+    assert [line.split()[0] for line in lines] == [*HEADLINE, "step", "step", "step", "step", "done"]
+    assert ["samples/s" in line for line in lines[7:11]] == [True, False, True, False]
+    assert lines[3] == "world   2 CPU workers (gloo), 1 thread each"
+    assert lines[4] == "batch   128 = 64 x 1 accumulated x 2 workers"
+    assert lines[5] == "steps   10 (2 epochs of 5)"
+    log = (done.run / "run.log").read_text()
+    assert all(line in log for line in lines)
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:
+    run = ddpexp.folder / "run"
+    words = [sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={run}"]
+    reading, writing = os.pipe()
+    process = subprocess.Popen(words, cwd=ddpexp.folder, env=ddpexp.environ, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    os.read(reading, 1)
+    os.close(reading)  # as `| head -1` does
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert (run / "result.json").is_file()

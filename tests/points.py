@@ -1,0 +1,161 @@
+"""A user's recipe of a second, points on two sides of a plane, for tests that need a model, data or a task of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.conftest import Ddpexp, Done, finish
+
+CODE = """\
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from ddpexp.data.sets import Arrays, Splits
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def points(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, 4, generator=generator)
+    return Arrays((torch.arange(count), rows, (rows.sum(1) > 0).long()))
+
+
+def load(train=96, test=33):
+    return Splits(points(train, 0), {"eval": points(test, 1)})
+
+
+class Items(Dataset):
+    # The same points, one at a time.
+    def __init__(self, count, seed):
+        self.rows = points(count, seed)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return tuple(tensor[index] for tensor in self.rows.tensors)
+
+
+def load_items(train=96, test=33):
+    return Splits(Items(train, 0), {"eval": Items(test, 1)})
+
+
+class Net(nn.Sequential):
+    def __init__(self, hidden=8, dropout=0.0):
+        super().__init__(nn.Linear(4, hidden), nn.Tanh(), nn.Dropout(dropout), nn.Linear(hidden, 2))
+
+
+class Sides:
+    def step(self, model, batch):
+        _, rows, labels = batch
+        scores = model(rows)
+        loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
+        return loss, len(labels), {"accuracy": ((scores.argmax(1) == labels).sum(), len(labels))}
+"""
+
+CONFIGS = {
+    "recipe/points.yaml": """\
+# @package _global_
+defaults:
+  - override /model: net
+  - override /data: points
+  - override /optimizer: sgd
+  - override /logger: none
+recipe:
+  name: points
+task:
+  _target_: points.Sides
+trainer:
+  epochs: 2
+  global_batch_size: 24
+  log_every: 4
+""",
+    "model/net.yaml": "_target_: points.Net\nhidden: 8\ndropout: 0.0\n",
+    "data/points.yaml": "_target_: points.load\ntrain: 96\ntest: 33\nnum_workers: 0\nvalidation_fraction: 0.0\n",
+}
+
+
+ITEMS = ("data._target_=points.load_items", "data.num_workers=2")
+"""The same data through torch's DataLoader."""
+
+
+class Recipe:
+    """The recipe `points` in a folder of its own, with what a test adds to its code, and the command that trains it."""
+
+    def __init__(self, ddpexp: Ddpexp, code: str = "") -> None:
+        self.ddpexp = ddpexp
+        self.folder = ddpexp.folder / "project"
+        self._count = 0
+        for name, text in {**{f"conf/{name}": text for name, text in CONFIGS.items()}, "points.py": f"{CODE}\n\n{code}"}.items():
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    def __call__(self, *words: str, timeout: float = 60, environ: dict[str, str] | None = None) -> Done:
+        process, run = self.start(*words, environ=environ)
+        return finish(process, run, timeout)
+
+    def start(self, *words: str, environ: dict[str, str] | None = None) -> tuple[subprocess.Popen[str], Path]:
+        typed, run = self.words(*words)
+        process, _ = self.ddpexp.start(*typed, environ=environ)
+        return process, run
+
+    def module(self) -> Any:
+        """Import the recipe's code into this process."""
+        spec = importlib.util.spec_from_file_location("points", self.folder / "points.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def words(self, *words: str) -> tuple[list[str], Path]:
+        """Return what is typed after `ddpexp`, and the run directory of its own that it names."""
+        self._count += 1
+        run = self.ddpexp.folder / f"points{self._count}"
+        return ["--config-dir", str(self.folder / "conf"), "recipe=points", f"run.dir={run}", *words], run
+
+
+def weights(done: Done) -> dict[str, Tensor]:
+    """Return the final weights of a run."""
+    [folder] = (done.run / "checkpoints").iterdir()
+    return {path.stem + "." + name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def session(pid: int) -> dict[int, int]:
+    """Return the living processes that a command started with this id belongs to, each with its parent's id."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent, _, leader = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+        except OSError:
+            continue
+        if int(leader) == pid and state != "Z":
+            found[int(entry.name)] = int(parent)
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20) -> float:
+    """Wait until the condition holds and return how long that took; fail after `seconds`."""
+    begin = time.monotonic()
+    while not condition():
+        if time.monotonic() - begin > seconds:
+            pytest.fail(f"not within {seconds} s")
+        time.sleep(0.01)
+    return time.monotonic() - begin

@@ -1,0 +1,189 @@
+"""DistributedDataParallel with every option: real workers, and weights that tell what the option did."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from ddpexp.strategy.ddp import DDP
+from tests.conftest import Ddpexp, Done
+from tests.points import Recipe, weights
+from tests.test_loop import ALONE, STRATEGY, near
+
+CODE = """\
+class Unused(Net):
+    # A layer that no forward pass reaches.
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.extra = nn.Linear(4, 4)
+
+    def forward(self, rows):
+        for name in "0123":
+            rows = self.get_submodule(name)(rows)
+        return rows
+
+
+class Norm(nn.Sequential):
+    def __init__(self, **options):
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+class Frozen(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.requires_grad_(False)
+
+
+def half_frozen(**options):
+    return {"left": Frozen(), "right": Net()}
+
+
+class Left(Sides):
+    def step(self, model, batch):
+        return super().step(lambda rows: model["left"](rows) + model["right"](rows), batch)
+
+
+class Pictures(nn.Module):
+    # Needs images: the four numbers of a point as two by two pixels.
+    def __init__(self, **options):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(1, 4, 2), nn.Flatten(), nn.Linear(4, 2))
+
+    def forward(self, rows):
+        return self.layers(rows.reshape(-1, 1, 2, 2))
+
+
+class Looks(Sides):
+    # Says what the strategy made of the model and of the process.
+    def step(self, model, batch):
+        name = type(model).__name__
+        weight = next(p for p in model.parameters() if p.dim() > 1)
+        last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+        print(f"{name} {'train' if model.training else 'eval'} channels_last={last} "
+              f"deterministic={torch.are_deterministic_algorithms_enabled()} threads={torch.get_num_threads()}")
+        return super().step(model, batch)
+
+
+class Compiled(Sides):
+    def step(self, model, batch):
+        import torch._dynamo
+
+        result = super().step(model, batch)
+        if model.training:
+            print(f"compiled {torch._dynamo.utils.counters['frames']['ok']} frames, {sorted(name for name, _ in model.named_parameters())[0]}")
+        return result
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("ddp"), environ), CODE)
+
+
+@pytest.fixture(scope="module")
+def plain(recipe: Recipe) -> Done:
+    done = recipe("trainer.gpus=2")
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        ("strategy.comm_hook=fp16", 1e-3),
+        ("strategy.comm_hook=powersgd", 0.2),
+        ("strategy.find_unused_parameters=true strategy.bucket_cap_mb=0.0001 strategy.gradient_as_bucket_view=false", 1e-6),
+        ("strategy.static_graph=true", 1e-6),
+    ],
+    ids=["fp16", "powersgd", "buckets", "static"],
+)
+def test_an_option_trains_to_nearly_the_same_weights(recipe: Recipe, plain: Done, words: str, tolerance: float) -> None:
+    done = recipe("trainer.gpus=2", *words.split())
+    assert done.code == 0, done.err
+    assert near(weights(done), weights(plain), tolerance)
+    same = done.result()["weights_sha256"] == plain.result()["weights_sha256"]
+    assert not same or "comm_hook" not in words  # a hook that compresses leaves its mark
+
+
+def test_a_hook_that_gloo_does_not_have_is_refused(recipe: Recipe) -> None:
+    done = recipe("trainer.gpus=2", "strategy.comm_hook=bf16")
+    assert done.code == 2
+    assert done.err.startswith("ddpexp: strategy.comm_hook=bf16 needs trainer.backend=nccl: ")
+
+
+def test_an_unused_layer_needs_find_unused_parameters_and_torch_says_so(recipe: Recipe) -> None:
+    words = ("model._target_=points.Unused", "trainer.gpus=2")
+    done = recipe(*words)
+    assert done.code == 1
+    assert "find_unused_parameters=True" in done.err
+    assert done.err.count("Traceback") == 1
+    done = recipe(*words, "strategy.find_unused_parameters=true")
+    assert done.code == 0, done.err
+
+
+def test_modules_without_anything_to_train_are_left_unwrapped(recipe: Recipe) -> None:
+    done = recipe("task._target_=points.Left", "model._target_=points.half_frozen", "trainer.gpus=2")
+    assert done.code == 0, done.err
+    assert {name.split(".")[0] for name in weights(done)} == {"left", "right"}
+
+
+def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recipe: Recipe) -> None:
+    runs = {
+        value: recipe("model._target_=points.Norm", "trainer.gpus=2", f"strategy.broadcast_buffers={value}")
+        for value in ("true", "false")
+    }
+    assert [done.code for done in runs.values()] == [0, 0]
+    # Each rank normalises by its own batch, so the parameters agree; the evaluation uses rank zero's statistics on all ranks.
+    assert near(weights(runs["true"]), weights(runs["false"]), 1e-6)
+    assert runs["true"].result()["metrics"] == pytest.approx(runs["false"].result()["metrics"], rel=1e-6)
+    alone = runs["false"].run.parent / "alone"
+    shutil.copytree(runs["false"].run, alone)
+    seen = recipe.ddpexp("evaluate", str(alone), "--config-dir", str(recipe.folder / "conf"), "trainer.gpus=1")
+    assert seen.code == 0, seen.err
+    for name, value in runs["false"].result()["metrics"].items():
+        assert f"{name} {value:.6g}" in seen.out
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(recipe: Recipe, size: int) -> None:
+    done = recipe(
+        "task._target_=points.Looks", "model._target_=points.Pictures", "trainer.channels_last=true", "trainer.deterministic=true",
+        "trainer.threads=2", f"trainer.gpus={size}", "trainer.max_steps=4",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    seen = {line for line in done.out.splitlines() if "channels_last=" in line}
+    rest = "channels_last=True deterministic=True threads=2"
+    wrapped = "Pictures" if size == 1 else "DistributedDataParallel"
+    assert seen == {f"{wrapped} train {rest}", f"Pictures eval {rest}"}
+
+
+def test_alone_the_model_is_not_wrapped() -> None:
+    strategy = DDP(STRATEGY, ALONE, lambda: nn.Linear(2, 2))
+    assert strategy.training is strategy.evaluating
+    assert isinstance(strategy.training, nn.Linear)
+
+
+def test_several_modules_keep_their_names() -> None:
+    strategy = DDP(STRATEGY, ALONE, lambda: {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)})
+    assert list(strategy.training) == ["left", "right"]
+    assert len(list(strategy.parameters())) == 4
+
+
+def test_the_weights_are_prepared_before_the_model_is_wrapped() -> None:
+    def zero(models: dict[str, nn.Module]) -> None:
+        nn.init.zeros_(models["model"].get_parameter("weight"))
+
+    strategy = DDP(STRATEGY, ALONE, lambda: nn.Linear(2, 2), prepare=zero)
+    assert torch.equal(strategy.evaluating.weight, torch.zeros(2, 2))
+
+
+def test_compile_compiles_a_model_that_is_made_of_torchs_own_modules(recipe: Recipe, plain: Done) -> None:
+    done = recipe("task._target_=points.Compiled", "trainer.gpus=2", "trainer.compile=true", timeout=150)
+    assert done.code == 0, done.err
+    counts = [int(line.split()[1]) for line in done.out.splitlines() if line.startswith("compiled ")]
+    assert len(counts) == 8
+    assert min(counts) > 0
+    assert near(weights(done), weights(plain), 1e-5)  # under the same names, too
