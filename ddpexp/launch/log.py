@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -28,10 +29,14 @@ class Log:
         """Return the descriptor to write to; both ends append."""
         return self._file.fileno()
 
-    def new_lines(self, last: bool = False) -> list[str]:
-        """Return the lines written since the last call; with `last` also one that has no end."""
+    def size(self) -> int:
+        """Return the number of bytes written so far."""
+        return os.fstat(self.fileno()).st_size
+
+    def new_lines(self, last: bool = False, until: float = math.inf) -> list[str]:
+        """Return the lines written since the last call, in the first `until` bytes; with `last` also one that has no end."""
         text = self._rest
-        while block := os.pread(self.fileno(), _BLOCK, self._read):
+        while block := os.pread(self.fileno(), int(min(_BLOCK, max(0, until - self._read))), self._read):
             self._read += len(block)
             text += self._decoder.decode(block)
         *lines, self._rest = text.split("\n")
@@ -41,8 +46,7 @@ class Log:
 
     def last_lines(self, count: int) -> str:
         """Return the end of what was written."""
-        size = os.fstat(self.fileno()).st_size
-        begin = max(0, size - _BLOCK)
+        begin = max(0, self.size() - _BLOCK)
         return "\n".join(os.pread(self.fileno(), _BLOCK, begin).decode(errors="replace").splitlines()[-count:])
 
     def add(self, text: str) -> None:

@@ -95,7 +95,9 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> 
                         _stop(server, watch, signals.recv(64))
                     elif not _listen(key.data, watch, terminal):
                         selector.unregister(key.data.control.channel)
-                _show_output(workers[0], terminal)
+                written = workers[0].log.size()  # what was said before that is in the channel now, and is shown first
+                _listen(workers[0], watch, terminal)
+                _show_output(workers[0], terminal, until=written)
                 _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
                 _end_in_time(server, watch)
             for worker in workers:
@@ -158,6 +160,7 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
         kind = message.pop("kind")
         if kind == "progress":
             worker.step = message["done"]
+            _show_output(worker, terminal, until=message["after"])
             terminal.progress(message)
         elif kind == "phase":
             worker.phase, worker.step = message["phase"], message.get("step", worker.step)
@@ -176,8 +179,8 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
     return open_
 
 
-def _show_output(worker: Worker, terminal: Terminal, last: bool = False) -> None:
-    for line in worker.log.new_lines(last):
+def _show_output(worker: Worker, terminal: Terminal, last: bool = False, until: float = math.inf) -> None:
+    for line in worker.log.new_lines(last, until):
         terminal.line(line)
 
 

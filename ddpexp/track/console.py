@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 
 from ddpexp.launch.control import Control
@@ -25,7 +26,8 @@ class Console(Null):
             line = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}"
             brief = "  ".join(_shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values)
             self._log.info(line, extra={"watched": self._control.watched})
-            self._control.say("progress", done=step, total=self._num_steps, text=brief, line=line)
+            after = os.fstat(1).st_size  # what this process has written so far belongs above it
+            self._control.say("progress", done=step, total=self._num_steps, text=brief, line=line, after=after)
         else:
             shown = "  ".join(_shown(name, value) for name, value in values.items())
             self._log.info(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}")

@@ -12,7 +12,7 @@ from ddpexp import rundir
 from ddpexp.launch import Job
 from ddpexp.launch.spawn import Spawn
 from tests.conftest import Ddpexp, Done, finish
-from tests.points import Recipe, wait_for
+from tests.points import Recipe, session, wait_for
 
 CODE = """\
 import warnings
@@ -160,3 +160,17 @@ def test_training_imports_nothing_heavy_after_the_fork(recipe: Recipe, tmp_path:
     assert late[1] == set()
     assert "torch.utils.tensorboard" in late[0]
     assert {name for name in late[0] if name.split(".")[0] not in TENSORBOARD and not name.startswith(OUR_TENSORBOARD)} == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_hundred_runs_in_a_row_end_well_and_leave_nothing(recipe: Recipe, size: int) -> None:
+    digests = set()
+    for _ in range(100):
+        process, run = recipe.start(f"trainer.gpus={size}", "trainer.threads=1")
+        done = finish(process, run, timeout=30)
+        assert (done.code, done.err) == (0, "")
+        assert session(process.pid) == {}
+        digests.add(done.result()["weights_sha256"])
+    assert len(digests) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import pexpect
 import pytest
 
-from tests.conftest import SMALL, Ddpexp
+from tests.conftest import SMALL, Ddpexp, finish
+from tests.points import wait_for
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HEADLINE = ["recipe", "data", "model", "world", "batch", "steps", "folder"]
@@ -75,6 +77,19 @@ def test_without_a_terminal_there_are_plain_lines_in_order(ddpexp: Ddpexp) -> No
     assert lines[5] == "steps   10 (2 epochs of 5)"
     log = (done.run / "run.log").read_text()
     assert all(line in log for line in lines)
+
+
+def test_a_command_that_was_stopped_for_a_while_shows_everything_in_order(ddpexp: Ddpexp) -> None:
+    process, run = ddpexp.start(*SMALL, "trainer.gpus=2", "trainer.log_every=2")
+    wait_for((run / "ranks/0.log").exists)
+    process.send_signal(signal.SIGSTOP)
+    wait_for((run / "result.json").exists)  # the workers do not wait for the terminal
+    process.send_signal(signal.SIGCONT)
+    done = finish(process, run)
+    assert (done.code, done.err) == (0, "")
+    kinds = ["train" if "samples/s" in line else "eval" for line in done.out.splitlines() if line.startswith("step ")]
+    assert kinds == ["train", "train", "eval", "train", "train", "train", "eval"]
+    assert done.out.splitlines()[-1].startswith("done ")
 
 
 def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:

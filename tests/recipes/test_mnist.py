@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ddpexp.recipes.mnist import Classify, LeNet, Linear, _grid
 
+from recipes.mnist import Classify, LeNet, Linear, _grid
 from tests.conftest import Ddpexp
 
 

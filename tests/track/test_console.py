@@ -40,6 +40,7 @@ def test_a_watcher_gets_progress_and_shows_it_itself(log: logging.Logger, caplog
     Console(Control(theirs), log, 100).scalars(50, 0.5, TRAIN)
     [message], open_ = lines.read()
     assert open_
+    assert isinstance(message.pop("after"), int)
     assert message == {
         "kind": "progress", "done": 50, "total": 100, "text": "loss 0.1235  accuracy 98.77%", "line": caplog.messages[0],
     }  # fmt: skip

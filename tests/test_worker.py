@@ -1,0 +1,143 @@
+"""What a worker makes of a run directory: a result that anyone can check, and refusals in one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+
+from ddpexp.worker import _exit_code
+from tests.conftest import Ddpexp, Done
+from tests.points import ITEMS, Recipe, weights
+
+CODE = """\
+def load_list(**options):
+    return [1, 2, 3]
+
+
+def load_nothing(**options):
+    return Splits(points(96, 0), {"eval": points(0, 1)})
+
+
+class Random(Sides):
+    # Uses every generator that a recipe may use.
+    def step(self, model, batch):
+        loss, count, metrics = super().step(model, batch)
+        return loss * (1 + torch.rand(())), count, metrics
+
+
+class Noisy(Items):
+    def __getitem__(self, index):
+        import random
+
+        import numpy as np
+
+        number, row, label = super().__getitem__(index)
+        return number, row + torch.rand(4) / 9 + float(np.random.rand()) / 9 + random.random() / 9, label
+
+
+def load_noisy(train=96, test=33):
+    return Splits(Noisy(train, 0), {"eval": Items(test, 1)})
+
+
+class Mutual(Sides):
+    # A metric beside the accuracy, and none of it needed.
+    def step(self, model, batch):
+        loss, count, _ = super().step(model, batch)
+        return loss, count, {}
+"""
+
+
+NOISY = ("data._target_=points.load_noisy", "data.num_workers=2")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("worker"), environ), CODE)
+
+
+@pytest.fixture(scope="module")
+def done(recipe: Recipe) -> Done:
+    done = recipe("trainer.gpus=2")
+    assert done.code == 0, done.err
+    return done
+
+
+def test_the_result_has_every_field_and_its_hash_is_that_of_the_saved_weights(done: Done) -> None:
+    result = done.result()
+    assert set(result) >= {
+        "status", "step", "epoch", "samples", "world_size", "metrics", "weights_sha256", "seconds", "samples_per_second",
+    }  # fmt: skip
+    assert (result["status"], result["step"], result["epoch"], result["samples"]) == ("done", 8, 2.0, 192)
+    last = done.metrics()[-1]
+    assert result["metrics"] == {name: last[name] for name in ("eval/loss", "eval/accuracy")}
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights(done).items()):
+        digest.update(f"{name.removeprefix('model.')} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.numpy().tobytes())
+    assert result["weights_sha256"] == digest.hexdigest()
+    [folder] = (done.run / "checkpoints").iterdir()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert (folder.name, manifest["step"], manifest["weights_sha256"]) == ("step-00000008", 8, result["weights_sha256"])
+
+
+def test_a_run_repeated_gives_the_same_weights_to_the_bit(recipe: Recipe) -> None:
+    words = ("trainer.gpus=2", "trainer.micro_batch_size=6", "task._target_=points.Random", "model.dropout=0.5", *NOISY)
+    once, again = recipe(*words), recipe(*words)
+    assert once.code == 0, once.err
+    assert again.result()["weights_sha256"] == once.result()["weights_sha256"]
+    assert again.result()["metrics"] == once.result()["metrics"]
+
+
+def test_random_numbers_of_a_data_set_are_the_same_with_and_without_loader_workers(recipe: Recipe) -> None:
+    runs = [recipe("trainer.gpus=2", *NOISY[:1], f"data.num_workers={count}") for count in (0, 1)]
+    assert runs[0].result()["weights_sha256"] == runs[1].result()["weights_sha256"]
+
+
+def test_the_kind_of_data_set_does_not_matter(recipe: Recipe, done: Done) -> None:
+    assert recipe("trainer.gpus=2", *ITEMS).result()["weights_sha256"] == done.result()["weights_sha256"]
+
+
+def test_a_warm_start_begins_with_the_given_weights(recipe: Recipe, done: Done) -> None:
+    [folder] = (done.run / "checkpoints").iterdir()
+    for source in (folder / "model.safetensors", folder):
+        warm = recipe("trainer.gpus=2", f"run.init_from={source}", "optimizer.lr=0", "trainer.max_steps=1")
+        assert warm.code == 0, warm.err
+        assert warm.result()["weights_sha256"] == done.result()["weights_sha256"]
+    other = recipe("trainer.gpus=2", f"run.init_from={folder}", "model.hidden=9")
+    assert other.code == 2
+    assert other.err.startswith(f"ddpexp: run.init_from={folder} holds the weights of another model: ")
+    assert other.err.count("\n") == 1
+
+
+def test_a_task_without_metrics_has_its_loss_alone(recipe: Recipe) -> None:
+    done = recipe("task._target_=points.Mutual")
+    assert done.code == 0, done.err
+    assert set(done.result()["metrics"]) == {"eval/loss"}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("data._target_=points.load_list", "data._target_=points.load_list must return ddpexp.data.sets.Splits, not list."),
+        ("data._target_=points.load_nothing", "data._target_=points.load_nothing gave no samples for `eval`."),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused(recipe: Recipe, words: str, sentence: str) -> None:
+    done = recipe(*words.split(), "trainer.gpus=2")
+    assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [(None, 1), (0, 1), (1, 1), (2, 1), (3, 3), (125, 125), (126, 1), (-9, 1), ("that was all", 1)],
+)
+def test_a_recipe_that_leaves_in_the_middle_has_failed_with_its_own_code_where_it_is_free(asked: object, code: int) -> None:
+    assert _exit_code(SystemExit(asked)) == code
+
+
+def test_the_saved_weights_are_trained(done: Done) -> None:
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(done).values())
+    assert done.result()["metrics"]["eval/accuracy"] > 0.6
