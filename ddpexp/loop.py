@@ -134,10 +134,10 @@ class Loop:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
         self._peaks = [(group, group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
-        cut = self.train.batches
+        cut = self.train.plan
         self._update = Update(
             self.strategy, self.precision, self.optimizers, self.world,
-            num_micro_batches=cut.accumulation * cut.world_size,
+            num_micro_batches=cut.gradient_accumulation_steps * cut.world_size,
             global_batch_size=cut.global_batch_size,
             clip_grad_norm=self.options.clip_grad_norm,
         )  # fmt: skip
@@ -188,7 +188,7 @@ class Loop:
 
     def _seed(self, step: int, number: int) -> None:
         """Make dropout a function of seed, step and micro-batch, not of what happened before."""
-        index = self.train.rank * self.train.batches.accumulation + number
+        index = self.train.rank * self.train.plan.gradient_accumulation_steps + number
         seed_torch(seed_of(self.options.seed, MODEL, step, index), self.world.device)
 
     def _set_learning_rate(self, step: int) -> float:
@@ -198,7 +198,7 @@ class Loop:
         return float(self._peaks[0][1] * factor)
 
     def _record(self, done: int, rate: float, window: _Window, clock: _Clock) -> None:
-        num_samples = len(window) * self.train.batches.global_batch_size
+        num_samples = len(window) * self.train.plan.global_batch_size
         values = window.reduce(first_step=done - len(window) + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in values.items()}
         values["train/lr"] = rate

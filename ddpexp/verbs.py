@@ -10,7 +10,7 @@ from pathlib import Path
 from ddpexp import rundir
 from ddpexp.config import Experiment, layout, parse
 from ddpexp.config.compose import compose, override_file
-from ddpexp.data.plan import plan
+from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.spawn import Server
@@ -48,7 +48,7 @@ def evaluate(argv: list[str], server: Server | None) -> int:
     weights = rundir.newest_checkpoint(source / "checkpoints") if _is_run(source) else source
     found = layout(experiment)
     data = prepare(experiment.data, experiment.trust)
-    batch = plan(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, found.world_size)
+    batch = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, found.world_size)
     described = {
         "config": text,
         "layout": asdict(found),

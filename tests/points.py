@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ddpexp.data.sets import Arrays, Splits
+from ddpexp.data.datasets import Arrays, Splits
 
 RANK = int(os.environ.get("RANK", "0"))
 

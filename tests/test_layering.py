@@ -22,7 +22,8 @@ ROWS = [
     ["config"],
     ["precision"],
     ["loop"],
-    ["worker", "prepare"],
+    ["rank", "report", "prepare"],
+    ["worker"],
     ["verbs"],
     ["__main__"],
 ]

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpexp.config import Trainer
+from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation
-from ddpexp.data.plan import plan
 from ddpexp.launch.control import Control
 from ddpexp.loop import Loop, NonFiniteError
 from ddpexp.precision import Precision
 from ddpexp.schedule import Cosine
 from ddpexp.strategy import Options
 from ddpexp.strategy.ddp import DDP
-from ddpexp.track.lines import Lines
+from ddpexp.track.jsonl import JsonLines
 from ddpexp.world import World
 from tests.conftest import Ddpexp, Done
 from tests.points import Recipe, weights
@@ -179,7 +179,7 @@ def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
         task: Any, num_steps: int = 8, factory: Any = None, evals: Mapping[str, Any] | None = None, around: Any = None, **keys: Any
     ) -> Once:
         options = replace(TRAINER, **keys)
-        cut = plan(options.global_batch_size, options.micro_batch_size, 1)
+        cut = plan_batches(options.global_batch_size, options.micro_batch_size, 1)
 
         def build() -> Any:
             torch.manual_seed(0)
@@ -197,7 +197,7 @@ def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
             else {"optimizer": make(strategy.parameters())}
         )
         path = tmp_path / f"metrics{len(list(tmp_path.iterdir()))}.jsonl"
-        tracker = Lines(path)
+        tracker = JsonLines(path)
         sets = {"eval": points.points(33, 1)} if evals is None else evals
         loop = Loop(
             task=task, strategy=strategy, optimizers=named, schedule=Cosine(),

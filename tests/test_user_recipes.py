@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from ddpexp.data.sets import Splits
+from ddpexp.data.datasets import Splits
 
 
 class Points(Dataset):

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from ddpexp.worker import _exit_code
+from ddpexp.rank import _exit_code
 from tests.conftest import Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
 
@@ -121,7 +121,7 @@ def test_a_task_without_metrics_has_its_loss_alone(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("data._target_=points.load_list", "data._target_=points.load_list must return ddpexp.data.sets.Splits, not list."),
+        ("data._target_=points.load_list", "data._target_=points.load_list must return ddpexp.data.datasets.Splits, not list."),
         ("data._target_=points.load_nothing", "data._target_=points.load_nothing gave no samples for `eval`."),
     ],
 )

@@ -16,7 +16,7 @@ import yaml
 
 from ddpexp.config.build import build, convert, did_you_mean, shown
 from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse_untrusted
-from ddpexp.data.plan import plan
+from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Launcher, Layout
 from ddpexp.launch.layout import resolve
@@ -162,11 +162,11 @@ def layout(experiment: Experiment) -> Layout:
     """
     trainer = experiment.trainer
     found = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
-    batch = plan(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
-    if experiment.strategy.static_graph and batch.accumulation > 1:
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
+    if experiment.strategy.static_graph and batch.gradient_accumulation_steps > 1:
         raise RefusedError(
-            f"strategy.static_graph=true does not go with accumulated gradients ({batch.accumulation} passes a step): torch "
-            f"reduces other passes than it planned. Use strategy.static_graph=false or a larger trainer.micro_batch_size."
+            f"strategy.static_graph=true does not go with {batch.gradient_accumulation_steps} accumulated passes a step: torch "
+            f"would reduce other passes than it planned. Use strategy.static_graph=false or a larger trainer.micro_batch_size."
         )
     if experiment.strategy.comm_hook == "bf16" and found.backend == "gloo":
         raise RefusedError("strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none.")

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ddpexp.data.batch_plan import BatchPlan
+from ddpexp.data.datasets import IndexData
 from ddpexp.data.order import Permutation
-from ddpexp.data.plan import Batches
-from ddpexp.data.sets import IndexData
 from ddpexp.errors import RefusedError
 from ddpexp.launch.process import die_with_parent
 from ddpexp.seeds import DATA, EVAL, seed_everything, seed_of, seed_torch
@@ -35,7 +35,7 @@ class TrainBatches:
     """
 
     data: Any
-    batches: Batches
+    plan: BatchPlan
     rank: int
     seed: int
     device: torch.device
@@ -45,14 +45,14 @@ class TrainBatches:
         """Refuse a batch larger than the data."""
         if self.steps_per_epoch == 0:
             raise RefusedError(
-                f"trainer.global_batch_size={self.batches.global_batch_size} is more than the {len(self.data)} training samples. "
+                f"trainer.global_batch_size={self.plan.global_batch_size} is more than the {len(self.data)} training samples. "
                 f"Use at most {len(self.data)}."
             )
 
     @property
     def steps_per_epoch(self) -> int:
         """Return the number of whole global batches in an epoch."""
-        return len(self.data) // self.batches.global_batch_size
+        return len(self.data) // self.plan.global_batch_size
 
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1).
@@ -61,16 +61,16 @@ class TrainBatches:
         """
         if isinstance(self.data, IndexData):
             for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
-                parts = torch.split(torch.from_numpy(indices), self.batches.micro_batch_size)
+                parts = torch.split(torch.from_numpy(indices), self.plan.micro_batch_size)
                 yield [self._gather(step, number, part) for number, part in enumerate(parts)]
             return
         micro_batches = iter(_loader(self.data, self._keys(from_step, to_step), self.num_workers, self.device))
         for _ in range(from_step, to_step):
-            yield [to_device(next(micro_batches), self.device) for _ in range(self.batches.accumulation)]
+            yield [to_device(next(micro_batches), self.device) for _ in range(self.plan.gradient_accumulation_steps)]
 
     def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
-        total, share = self.batches.global_batch_size, self.batches.accumulation * self.batches.micro_batch_size
+        total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
         step = from_step
         while step < to_step:
@@ -86,12 +86,12 @@ class TrainBatches:
         return self.data.gather(indices, self.device)
 
     def _seed(self, step: int, number: int) -> int:
-        return seed_of(self.seed, DATA, step, self.rank * self.batches.accumulation + number)
+        return seed_of(self.seed, DATA, step, self.rank * self.plan.gradient_accumulation_steps + number)
 
     def _keys(self, from_step: int, to_step: int) -> Iterator[_Key]:
-        micro = self.batches.micro_batch_size
+        micro = self.plan.micro_batch_size
         for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
-            for number in range(self.batches.accumulation):
+            for number in range(self.plan.gradient_accumulation_steps):
                 yield self._seed(step, number), indices[number * micro : (number + 1) * micro].tolist()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpexp.data.sets import Arrays, Splits
+from ddpexp.data.datasets import Arrays, Splits
 
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images, as shares of 255
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
+from ddpexp.data.datasets import Arrays
 from ddpexp.data.order import Permutation
-from ddpexp.data.plan import plan
-from ddpexp.data.sets import Arrays
 from ddpexp.errors import RefusedError
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def indexed(count: int) -> Arrays:
 
 
 def train(data: Any, size: int = 1, rank: int = 0, micro: Any = "auto", total: int = 24, num_workers: int = 0) -> TrainBatches:
-    return TrainBatches(data, plan(total, micro, size), rank, 0, CPU, num_workers)
+    return TrainBatches(data, plan_batches(total, micro, size), rank, 0, CPU, num_workers)
 
 
 def ids(steps: Any) -> list[list[list[int]]]:

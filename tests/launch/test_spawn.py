@@ -138,7 +138,7 @@ def main(path):
 # rank zero of a run with TensorBoard wants.
 QUICK = {"points", "torch._dynamo", "torch.profiler._cupti_monitor"}
 TENSORBOARD = {"tensorboard", "google", "fsspec", "absl", "xml", "encodings", "configparser"}
-OUR_TENSORBOARD = ("torch.utils.tensorboard", "ddpexp.track.board")
+OUR_TENSORBOARD = ("torch.utils.tensorboard", "ddpexp.track.tensorboard")
 
 
 def test_training_imports_nothing_heavy_after_the_fork(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddpexp.track import Null
 
 
-class Lines(Null):
+class JsonLines(Null):
     """Append scalars as lines of JSON; everything else is not for this file."""
 
     def __init__(self, path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ddpexp.data.plan import Batches, plan
+from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.errors import RefusedError
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_the_global_batch_is_micro_times_accumulation_times_world(size: int) -> None:
-    assert plan(128, "auto", size) == Batches(128, 128 // size, 1, size)
-    assert plan(128, 16, size) == Batches(128, 16, 8 // size, size)
+    assert plan_batches(128, "auto", size) == BatchPlan(128, 128 // size, 1, size)
+    assert plan_batches(128, 16, size) == BatchPlan(128, 16, 8 // size, size)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_global_batch_is_micro_times_accumulation_times_world(size: int) -> 
 )  # fmt: skip
 def test_a_batch_that_does_not_split_is_refused_with_what_does(total: int, micro: int, size: int, sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        plan(total, micro, size)
+        plan_batches(total, micro, size)
     assert str(caught.value) == sentence
 
 
@@ -57,13 +57,13 @@ def test_every_size_that_a_refusal_names_splits() -> None:
         for micro in (1, 4, 5):
             for size in range(1, 13):
                 try:
-                    cut = plan(total, micro, size)
+                    cut = plan_batches(total, micro, size)
                 except RefusedError as error:
                     words = str(error)
                     better = int(words.split("for example trainer.global_batch_size=")[1].split(".")[0])
-                    assert plan(better, micro, size).accumulation >= 1
+                    assert plan_batches(better, micro, size).gradient_accumulation_steps >= 1
                     if " Or use " in words:
                         for other in words.split(" Or use ")[1].removesuffix(" workers.").replace(" or ", ", ").split(", "):
-                            assert plan(total, micro, int(other)).global_batch_size == total
+                            assert plan_batches(total, micro, int(other)).global_batch_size == total
                 else:
-                    assert cut.micro_batch_size * cut.accumulation * size == total
+                    assert cut.micro_batch_size * cut.gradient_accumulation_steps * size == total

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from ddpexp.data.sets import Arrays, IndexData, Subset, hold_out
+from ddpexp.data.datasets import Arrays, IndexData, Subset, hold_out
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from ddpexp.launch.control import Control
 from ddpexp.track import Null
 
 
-class Console(Null):
+class Progress(Null):
     """Say how far the run is and how it goes."""
 
     def __init__(self, control: Control, log: logging.Logger, num_steps: int) -> None:

@@ -9,16 +9,16 @@ from ddpexp.errors import RefusedError
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchPlan:
     """How the global batch is cut: global = micro x accumulation x world."""
 
     global_batch_size: int
     micro_batch_size: int
-    accumulation: int
+    gradient_accumulation_steps: int
     world_size: int
 
 
-def plan(global_batch_size: int, micro_batch_size: int | Literal["auto"], world_size: int) -> Batches:
+def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"], world_size: int) -> BatchPlan:
     """Cut the global batch into micro-batches over `world_size` workers.
 
     Raises:
@@ -35,7 +35,7 @@ def plan(global_batch_size: int, micro_batch_size: int | Literal["auto"], world_
                 f"{asked} does not split over {world_size} workers. "
                 f"Use a multiple of {world_size}, for example trainer.global_batch_size={fits}."
             )
-        return Batches(total, total // world_size, 1, world_size)
+        return BatchPlan(total, total // world_size, 1, world_size)
     one_pass = micro * world_size
     if total % one_pass:
         sizes = [size for size in range(1, min(total // micro, 64) + 1) if total % (micro * size) == 0]
@@ -44,7 +44,7 @@ def plan(global_batch_size: int, micro_batch_size: int | Literal["auto"], world_
             f"{asked} does not split over {world_size} workers with trainer.micro_batch_size={micro} ({one_pass} a pass). "
             f"Use a multiple of {one_pass}, for example trainer.global_batch_size={_round_up(total, one_pass)}.{also}"
         )
-    return Batches(total, micro, total // one_pass, world_size)
+    return BatchPlan(total, micro, total // one_pass, world_size)
 
 
 def _round_up(value: int, multiple: int) -> int:

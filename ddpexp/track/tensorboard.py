@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 
-class Board:
+class TensorBoard:
     """Write TensorBoard's files; the x axis is the optimizer step."""
 
     def __init__(self, folder: Path) -> None:

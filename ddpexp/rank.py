@@ -1,0 +1,123 @@
+"""The process of one rank: its signals, its log, and how it leaves."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, RefusedError
+from ddpexp.launch.control import Control
+from ddpexp.world import World
+
+
+class _Stopped(BaseException):
+    """The watcher asked this worker to leave."""
+
+
+def run_rank(work: Callable[[Control, Callable[[str], None]], None]) -> int:
+    """Do the work with `(control, phase)`, tell the watcher how it ended, and leave: this does not return."""
+    control = Control.from_environ()
+
+    def phase(name: str) -> None:
+        control.say("phase", phase=name)
+
+    _prepare_process()
+    code = EXIT_FAILED
+    try:
+        work(control, phase)
+        code = EXIT_DONE
+        control.tell("done")
+    except _Stopped:
+        code = 128 + signal.SIGTERM
+    except SystemExit as end:
+        code = _exit_code(end)
+        _report(control, "SystemExit", f"the recipe ended the process: sys.exit({end.code!r})", code, None)
+    except RefusedError as error:
+        code = error.exit_code
+        _report(control, type(error).__name__, str(error), code, None)
+    except DdpexpError as error:
+        code = error.exit_code
+        _report(control, type(error).__name__, str(error), code, "")
+    except BaseException as error:
+        _report(control, type(error).__name__, str(error), code, traceback.format_exc())
+    return _leave(code)
+
+
+def _leave(code: int) -> int:
+    """End this process at once, with everything flushed.
+
+    torch 2.13 with gloo can abort or hang in its destructors after the work is done: the reducer's one joins a thread that
+    waits for the interpreter lock. Nothing of value happens in them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
+def _prepare_process() -> None:
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C: whoever started the workers coordinates the end
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:
+    """Tell the watcher, who shows it once; without one, print it here."""
+    limited = trace[-60_000:] if trace else trace
+    control.tell("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
+    if not control.watched:
+        print(trace or f"{kind}: {message}", file=sys.stderr)
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return EXIT_FAILED  # a recipe that leaves in the middle has not done its work
+    return end.code if isinstance(end.code, int) and 3 <= end.code <= 125 else EXIT_FAILED
+
+
+def open_log(world: World, control: Control, path: Path | None) -> logging.Logger:
+    """Rank zero logs to `path` and standard output; of the others the watcher shows warnings that rank zero has not."""
+    log = logging.getLogger("ddpexp")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    logging.captureWarnings(True)
+    handlers: list[logging.Handler] = [_ToWatcher(control)]
+    if world.is_rank_zero:
+        shown = logging.StreamHandler(sys.stdout)
+        shown.addFilter(lambda record: not getattr(record, "watched", False))  # the watcher shows progress itself
+        handlers.append(shown)
+        if path is not None:
+            kept = logging.FileHandler(path)
+            kept.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            handlers.append(kept)
+    else:
+        shown = logging.StreamHandler(sys.stderr)
+        shown.setLevel(logging.WARNING)
+        handlers.append(shown)
+    for logger in (log, logging.getLogger("py.warnings")):
+        logger.handlers = handlers
+    return log
+
+
+class _ToWatcher(logging.Handler):
+    def __init__(self, control: Control) -> None:
+        super().__init__(logging.WARNING)
+        self._control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._control.say("warning", text=self.format(record).strip())

@@ -1,0 +1,101 @@
+"""What a run says of itself: the headline at its start, the weights and the result at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpexp import checkpoint
+from ddpexp.config import Experiment
+from ddpexp.data.batches import TrainBatches
+from ddpexp.launch import Layout
+from ddpexp.loop import Outcome
+from ddpexp.rundir import RunDir, dumps, relative, write
+from ddpexp.strategy.ddp import Models
+from ddpexp.track import Tracker
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to say of a run: how it was asked for and what was built from that."""
+
+    experiment: Experiment
+    run: RunDir
+    layout: Layout
+    prepared: Mapping[str, Any] | None  # what the data section's `prepare` said of the data
+    models: Models
+    train: TrainBatches
+    num_steps: int
+
+    def headline(self) -> str:
+        """Say what will run, in a few lines."""
+        experiment, layout, plan = self.experiment, self.layout, self.train.plan
+        size = sum(p.numel() for module in self.models.values() for p in module.parameters())
+        note = self.prepared.get("note") if self.prepared else None
+        workers = _counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
+        epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
+        cut = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps} accumulated x {plan.world_size} workers"
+        lines = {
+            "recipe": experiment.recipe.name,
+            "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
+            "model": f"{_short(experiment.model.target)}, {size:,} parameters, {experiment.trainer.precision}",
+            "world": f"{workers} ({layout.backend}), {_counted(layout.threads, 'thread')} each",
+            "batch": f"{plan.global_batch_size} = {cut}",
+            "steps": f"{self.num_steps:,} ({epochs:.3g} epochs of {per_epoch:,})",
+            "folder": relative(self.run.path),
+        }
+        return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+    def finish(self, outcome: Outcome, tracker: Tracker) -> str:
+        """Write the final weights and the result; return the last line. Ranks: rank zero."""
+        digest = checkpoint.weights_sha256(self.models)
+        facts = {"step": outcome.step, "epoch": outcome.epoch, "weights_sha256": digest, "metrics": dict(outcome.metrics)}
+        tracker.flush()
+        checkpoint.save(self.run.checkpoints / f"step-{outcome.step:08d}", self.models, facts)
+        tracker.hyperparameters(_hyperparameters(self.experiment), outcome.metrics)
+        samples = outcome.step * self.train.plan.global_batch_size
+        result = {
+            "status": "done",
+            "recipe": self.experiment.recipe.name,
+            "data": self.prepared["name"] if self.prepared else self.experiment.data.target,
+            "step": outcome.step,
+            "epoch": outcome.epoch,
+            "samples": samples,
+            "world_size": self.layout.world_size,
+            "metrics": dict(outcome.metrics),
+            "weights_sha256": digest,
+            "first_step_at": outcome.first_step_at,
+            "seconds": round(outcome.train_seconds, 3),
+            "samples_per_second": round(samples / outcome.train_seconds, 1),
+        }
+        write(self.run.result, dumps(result))
+        shown = "  ".join(f"{name} {_metric(name, value)}" for name, value in outcome.metrics.items())
+        return f"done    {shown or 'no evaluation'}  in {outcome.train_seconds:.1f} s  see {relative(self.run.path)}"
+
+
+def _hyperparameters(experiment: Experiment) -> dict[str, Any]:
+    trainer = experiment.trainer
+    return {
+        "recipe": experiment.recipe.name,
+        "model": _short(experiment.model.target),
+        "optimizer": _short(experiment.optimizer.target),
+        **{f"optimizer.{key}": value for key, value in experiment.optimizer.kwargs.items()},
+        "scheduler": type(experiment.scheduler).__name__,
+        "global_batch_size": trainer.global_batch_size,
+        "epochs": trainer.epochs or 0,
+        "precision": trainer.precision,
+        "seed": trainer.seed,
+    }
+
+
+def _short(target: str) -> str:
+    return target.rpartition(".")[2]
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
