@@ -129,6 +129,7 @@ class Loop:
     _peaks: list[tuple[dict[str, Any], float]] = field(init=False)
     _update: Update = field(init=False)
     _by_hand: HasTrainStep | None = field(init=False)
+    _count: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
@@ -181,10 +182,22 @@ class Loop:
             self._seed(step, number)
             with self.strategy.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum, count, sums = update.forward(self.task, batch)
+                self._check_count(count)
                 update.backward(loss_sum, count)
             seen.append((loss_sum, count, sums))
         update.apply()
         return seen
+
+    def _check_count(self, count: int | Tensor) -> None:
+        """Hold a task to its contract: a count that is a number is taken for that of every micro-batch on every rank."""
+        if isinstance(count, Tensor) or count == self._count:
+            return
+        if self._count is not None:
+            raise DdpexpError(
+                f"the task's step returned the count {count} after {self._count}: a number must be the same for every "
+                f"micro-batch. Return a tensor where it depends on the data."
+            )
+        self._count = count
 
     def _seed(self, step: int, number: int) -> None:
         """Make dropout a function of seed, step and micro-batch, not of what happened before."""
