@@ -32,7 +32,7 @@ def main() -> None:
     known = {"start": start, "steps": steps, "mnist": mnist, "soak": soak}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-        data = Path(folder) / "mnist"  # a cache of our own, made before anything is timed
+        data = Path(folder) / "data"  # a cache of our own, made before anything is timed
         data.mkdir()
         for path in Path(words.data).resolve().glob("*.gz"):
             shutil.copy(path, data)

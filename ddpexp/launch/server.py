@@ -144,6 +144,9 @@ def _settle(request: dict[str, Any], fds: Sequence[int], private: Sequence[socke
     """Give a new worker its folder, environment, output (the first descriptor) and channels; take the server's own away."""
     for channel in private:
         channel.close()
+    # A session of its own: the terminal's signals pass it by, and Linux's scheduler gives each session its fair share of
+    # the cores (autogroup), which made small steps 2 to 8 % faster.
+    os.setsid()
     os.environ.update(request["environ"])
     for name, number in zip(request["descriptors"], fds[1:], strict=True):
         kept = os.dup(number)
