@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.conftest import Ddpexp, Done, finish
+from tests.conftest import TAG, Ddpexp, Done, finish
 
 CODE = """\
 import os
@@ -139,14 +139,18 @@ def weights(done: Done) -> dict[str, Tensor]:
 
 
 def session(pid: int) -> dict[int, int]:
-    """Return the living processes that a command started with this id belongs to, each with its parent's id."""
+    """Return the living processes of a command with this id, each with its parent's id; no other may run beside it.
+
+    Workers have sessions of their own, so what tells them is the tests' mark in their environment.
+    """
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             state, parent, _, leader = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            marked = TAG.encode() in (entry / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if int(leader) == pid and state != "Z":
+        if (marked or int(leader) == pid) and state != "Z":
             found[int(entry.name)] = int(parent)
     return found
 

@@ -108,7 +108,7 @@ def test_damaged_weights_are_refused(ddpexp: Ddpexp, copied: Path) -> None:
 @pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler", "launcher"])
 def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path, key: str) -> None:
     text = (copied / "config.yaml").read_text()
-    poisoned = re.sub(rf"^{key}:\n  _target_: .*$", f"{key}:\n  _target_: os.system", text, flags=re.MULTILINE)
+    poisoned = re.sub(rf"^({key}:\n(?:  .*\n)*?)  _target_: .*$", r"\1  _target_: os.system", text, flags=re.MULTILINE)
     assert poisoned != text
     (copied / "config.yaml").write_text(poisoned)
     refused(evaluate(ddpexp, copied), rf"^ddpexp: {key}\._target_=os\.system is not allowed: [^\n]*\n$")

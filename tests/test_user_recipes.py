@@ -121,7 +121,7 @@ def test_the_default_run_directory_is_named_after_the_users_recipe_and_asks_for_
     assert (again.code, "eval/accuracy" in again.out) == (0, True)
     untrusted = ddpexp("evaluate", str(run))
     assert untrusted.code == 2
-    assert "mine.Net is not allowed" in untrusted.err
+    assert "mine.load is not allowed" in untrusted.err
 
 
 def test_without_the_typed_folder_the_code_is_a_strangers(ddpexp: Ddpexp, project: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_typed_prefix_trusts_an_installed_package(ddpexp: Ddpexp, project: Pat
     assert done.code == 0, done.err
     done = train(ddpexp, project / "conf", "shapes", environ=environ)
     assert done.code == 2
-    assert done.err.startswith("ddpexp: model._target_=shapes.nets.Net is not allowed")
+    assert done.err.startswith("ddpexp: data._target_=shapes.nets.load is not allowed")
     assert done.err.endswith(" If this code is yours, add run.trust=[shapes].\n")
     assert not done.run.exists()
 
