@@ -19,8 +19,8 @@ class Precision:
         """Choose the format; `skip_nonfinite` leaves out updates in fp32 and bf16 too, fp16's scaler always does."""
         self._device = device.type
         self._dtype = _DTYPES.get(name)
-        # The scaler's test for infinite gradients stays on the device and acts on the reduced gradient, so all ranks skip
-        # the same step. At a constant scale of 1 it is that test alone.
+        # The scaler looks at the reduced gradient, so all ranks skip the same step; it waits for the device to learn whether,
+        # unless the optimizer is fused. At a constant scale of 1 it is that test alone.
         self._constant = name != "fp16"
         self._scaler: torch.amp.GradScaler | None = None
         if name == "fp16" or skip_nonfinite:

@@ -211,7 +211,7 @@ def _tracker(experiment: Experiment, run: RunDir, world: World, control: Control
         return Null()
     trackers: list[Tracker] = [JsonLines(run.metrics), Progress(control, log, num_steps)]
     if experiment.logger.kind == "tensorboard":
-        from ddpexp.track.tensorboard import TensorBoard  # half a second of imports that only rank zero of a logging run needs
+        from ddpexp.track.tensorboard import TensorBoard  # imports that only rank zero of a logging run needs
 
         trackers.append(TensorBoard(run.tensorboard))
     return Many(trackers)
