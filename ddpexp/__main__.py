@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+import re
 import signal
 import sys
-from pathlib import Path
+import time
 from types import FrameType
 
 from ddpexp.errors import DdpexpError, Failure, RefusedError, StoppedError, WorkerError
-from ddpexp.launch.spawn import Server
+from ddpexp.launch import Job, Launcher
+from ddpexp.launch.fork_server import Server
+
+_FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    argv = sys.argv[1:]
+    argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):
         return _say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.", 2)
     _stop_on_signals()
@@ -25,53 +30,80 @@ def main() -> int:
         if argv[:1] == ["evaluate"]:
             from ddpexp.verbs import evaluate
 
-            return evaluate(argv[1:], server)
+            found = evaluate(argv[1:])
+            return 0 if found is None else _launch(*found, server)
+        if argv[:1] == ["member"]:
+            from ddpexp.verbs import member
+
+            launcher, job = member(argv[1:])
+            return _launch(launcher, job, server, as_member=True)
         return _train(argv, server)
     except WorkerError as error:
+        _tell_torchrun(error)
         return _say(_first_cause(error), error.exit_code)
     except DdpexpError as error:
-        return _say(f"ddpexp: {error}", error.exit_code)
+        _tell_torchrun(error)
+        return error.exit_code if error.quiet else _say(f"ddpexp: {error}", error.exit_code)
     finally:
         if server is not None:
             server.close()
 
 
 def _train(argv: list[str], server: Server | None) -> int:
-    from ddpexp.config import layout, parse
+    from ddpexp.config import parse
     from ddpexp.config.compose import compose
 
     composed = compose(argv)
     if composed is None:
         return 0
     experiment = parse(composed.values)
-    found = layout(experiment)
     for warning in composed.warnings:
-        _say(f"ddpexp: warning: {warning}", 0)
+        if os.environ.get("RANK", "0") == "0":
+            _say(f"ddpexp: warning: {warning}", 0)
 
-    from ddpexp import rundir
-    from ddpexp.launch import Job
-    from ddpexp.prepare import prepare
+    from ddpexp.jobs import Training
 
-    source = experiment.run.init_from
-    if source is not None and not Path(source).exists():
-        raise RefusedError(f"run.init_from={source}: there is no such file.")
-    data = prepare(experiment.data, experiment.trust)
-    run = rundir.create(experiment.run.dir, experiment.recipe.name)
-    rundir.write(run.config, composed.text)
-    rundir.write(run.overrides, "".join(f"- {word}\n" for word in composed.overrides) or "[]\n")
-    rundir.write(run.manifest, rundir.dumps(rundir.describe(found, data, sys.argv)))
-    job = Job("ddpexp.worker:main", [str(run.path.resolve())], found, run.ranks)
+    return _launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+
+
+def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool = False) -> int:
+    """Run the job and have its end written down, by one of the commands that run it."""
     try:
-        return experiment.launcher.launch(job, server)
+        run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
+        code: int = run(job, server)
+        return code
     except WorkerError as error:
-        run.fail(error.failure)
+        if error.leader is None:
+            job.fail(error.failure)
         raise
     except RefusedError as error:
-        run.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
+        if not error.quiet:
+            job.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
         raise
     except StoppedError as error:
-        run.interrupt()
-        raise StoppedError(error.signum, f"what was recorded is in {rundir.relative(run.path)}") from None
+        raise StoppedError(error.signum, job.interrupt()) from None
+
+
+def _take_local_rank(argv: list[str]) -> list[str]:
+    """Take out the word that `python -m torch.distributed.launch` puts before the others."""
+    if argv and (found := re.fullmatch(r"--local[-_]rank=(\d+)", argv[0])):
+        os.environ.setdefault("LOCAL_RANK", found[1])
+        return argv[1:]
+    return argv
+
+
+def _tell_torchrun(error: DdpexpError) -> None:
+    """Leave the error where torchrun looks for it, so that its summary shows it. Source: torch's ErrorHandler."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    trace = error.failure.traceback if isinstance(error, WorkerError) else None
+    extra = {"py_callstack": trace or "", "timestamp": str(int(time.time()))}
+    try:
+        with open(path, "w") as file:
+            json.dump({"message": {"message": _first_line(error), "extraInfo": extra}}, file)
+    except OSError:
+        pass  # its folder is gone with it
 
 
 def _stop_on_signals() -> None:
@@ -87,23 +119,37 @@ def _stop_on_signals() -> None:
 
 def _will_fork(argv: list[str]) -> bool:
     """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
+    if argv[:1] == ["member"]:
+        return True
+    chosen = [word.partition("=")[2] for word in argv if word.startswith("launcher=")]
+    fresh = any(word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv)
+    here = all(name in _FORK_HERE or (name == "slurm" and "SLURM_STEP_ID" in os.environ) for name in chosen)
     if argv[:1] == ["evaluate"]:
-        return len(argv) > 1 and not {"--help", "-h"} & set(argv)
-    launchers = [word for word in argv if word.startswith(("launcher=", "launcher.start_method="))]
+        return here and len(argv) > 1 and not {"--help", "-h"} & set(argv)
     asks = any(word.startswith("-") and not word.startswith(("--config-dir", "-cd", "--config-name", "-cn")) for word in argv)
-    return not asks and all(word in ("launcher=spawn", "launcher.start_method=forkserver") for word in launchers)
+    return here and not asks and not fresh
 
 
 def _first_cause(error: WorkerError) -> str:
     failure = error.failure
     place = f" at step {failure.step}" if failure.step is not None else ""
     phase = f" ({failure.phase}{place})" if failure.phase else place
-    lines = [] if error.shown or not failure.traceback else [failure.traceback.rstrip()]
     summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {failure.kind}: {failure.message}"
+    if error.leader is not None:
+        return f"{summary} (the whole report is with rank zero, on {error.leader})"
+    lines = [] if error.shown or not failure.traceback else [failure.traceback.rstrip()]
     if error.others:
         ranks = ", ".join(map(str, error.others))
         summary += f" (rank{'s' if len(error.others) > 1 else ''} {ranks} ended with it)"
     return "\n".join([*lines, summary])
+
+
+def _first_line(error: DdpexpError) -> str:
+    """Return the error in one line, with its rank where it has one."""
+    if isinstance(error, WorkerError):
+        failure = error.failure
+        return f"rank {failure.rank} on {failure.host}: {failure.kind}: {failure.message}"
+    return str(error)
 
 
 def _say(text: str, code: int) -> int:

@@ -15,6 +15,7 @@ class DdpexpError(Exception):
     """An error whose text is one sentence for the user: what happened, why it matters, what to do."""
 
     exit_code = EXIT_FAILED
+    quiet = False  # another command of the same job says it
 
 
 class RefusedError(DdpexpError):
@@ -45,12 +46,16 @@ class Failure:
 class WorkerError(DdpexpError):
     """A worker failed: the first genuine cause, and the ranks that only went down with it."""
 
-    def __init__(self, failure: Failure, others: tuple[int, ...] = (), shown: bool = False) -> None:
-        """Keep the first failure, the other ranks that ended because of it, and whether its last words are on the terminal."""
+    def __init__(self, failure: Failure, others: tuple[int, ...] = (), shown: bool = False, leader: str | None = None) -> None:
+        """Keep the first failure, the other ranks that ended because of it, and whether its last words are on the terminal.
+
+        `leader` is the host of the command that reports it, where that is another one than this.
+        """
         super().__init__(failure.message)
         self.failure = failure
         self.others = others
         self.shown = shown
+        self.leader = leader
         self.exit_code = failure.exit_code
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Layout
+from ddpexp.launch import Crew, Layout
+
+_LATEST = 50  # run directories that are looked at for one to start over in
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,24 @@ def newest_checkpoint(checkpoints: Path) -> Path:
     return found[0]
 
 
-def create(asked: str | None, recipe: str) -> RunDir:
+def parent(asked: str | None, recipe: str) -> Path:
+    """Return the folder in which the run directory will be made."""
+    return Path(asked).absolute().parent if asked else Path("outputs").absolute() / recipe
+
+
+def create(asked: str | None, recipe: str, owners: Sequence[str] = ()) -> RunDir:
     """Make the run directory, which did not exist or was empty before; two starts in one second get two.
+
+    `owners` are what started the commands of this run and starts them again after a failure: then the directory that they
+    have made before is cleared and used again.
 
     Raises:
         RefusedError: the asked directory holds something, or none can be made there.
     """
+    again = _owned(asked, recipe, owners) if owners else None
+    if again is not None:
+        _clear(again)
+        return again
     path = Path(asked) if asked else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
     taken = RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
     try:
@@ -172,6 +186,38 @@ def create(asked: str | None, recipe: str) -> RunDir:
         return run
     except OSError as error:
         raise RefusedError(f"run.dir={path} cannot be made: {error.strerror}. Choose another place with run.dir=... .") from None
+
+
+def _owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:
+    """Return the unfinished run that one of `owners` has begun."""
+    candidates = [Path(asked)] if asked else sorted((Path("outputs") / recipe).glob("*"), reverse=True)[:_LATEST]
+    for run in map(RunDir, candidates):
+        try:
+            manifest = run.read(run.manifest)
+            done = run.result.is_file() and run.read(run.result).get("status") == "done"
+        except RefusedError:
+            continue
+        if not done and set(owners) & set(manifest.get("owners") or ()):
+            return run
+    return None
+
+
+def _clear(run: RunDir) -> None:
+    """Make an unfinished run ready to start over; its logs stay, and why it failed is kept beside."""
+    if run.error.is_file():
+        _first_free_name(run.error)
+    for path in (run.result, run.metrics):
+        path.unlink(missing_ok=True)
+    for path in run.tensorboard.glob("events.*"):
+        path.unlink()
+
+
+def _first_free_name(path: Path) -> None:
+    """Move a file aside, under the first free number."""
+    number = 1
+    while path.with_name(f"{path.stem}-{number}{path.suffix}").exists():
+        number += 1
+    path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
 def write(path: Path, text: str) -> None:
@@ -194,18 +240,24 @@ def dumps(value: Mapping[str, Any]) -> str:
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
-def describe(layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str]) -> dict[str, Any]:
+def describe(layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str], crew: Crew) -> dict[str, Any]:
     """Collect what manifest.json says about where and on what a run happens."""
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(argv),
         "git": _git(),
         "versions": {"python": platform.python_version(), **_versions("ddpexp", "torch", "hydra-core", "tensorboard")},
-        "hosts": [platform.node()],
+        "hosts": list(dict.fromkeys(crew.hosts)),
+        "owners": sorted(set(crew.owners)),
         "platform": platform.platform(),
-        "world": {**asdict(layout), "world_size": layout.world_size},
+        "world": asdict(layout),
         "data": dict(data) if data else None,
     }
+
+
+def host() -> str:
+    """Return this host's name."""
+    return platform.node()
 
 
 def _finite(value: Any) -> Any:

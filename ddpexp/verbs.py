@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
+import yaml
+
 from ddpexp import rundir
-from ddpexp.config import Experiment, layout, parse
+from ddpexp.config import Experiment, load, parse
 from ddpexp.config.compose import compose, override_file
-from ddpexp.data.batch_plan import plan_batches
-from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
-from ddpexp.launch import Job
-from ddpexp.launch.spawn import Server
-from ddpexp.prepare import prepare
+from ddpexp.errors import RefusedError
+from ddpexp.jobs import Evaluation, Training
+from ddpexp.launch import Launcher, Starter
+from ddpexp.rundir import RunDir
 
 _USAGE = """usage: ddpexp evaluate RUN_DIR_OR_WEIGHTS [key=value ...]
 
@@ -22,18 +21,46 @@ Evaluate the newest weights of a run directory, or a safetensors file, on the ru
 Weights that lie in no run directory need a recipe: ddpexp evaluate weights.safetensors recipe=mnist"""
 
 
-def evaluate(argv: list[str], server: Server | None) -> int:
-    """Print the metrics of the weights that `argv` names; writes nothing beside them.
+def member(argv: list[str]) -> tuple[Launcher, Training]:
+    """Return the job that the launcher of another command has sent this one to: a run directory, or a JSON file of a job.
+
+    Raises:
+        RefusedError: neither is there, or its launcher does not work that way.
+    """
+    if len(argv) != 1:
+        raise RefusedError("ddpexp member is for launchers: it takes the run directory, or the file, that they have made.")
+    place = Path(argv[0])
+    if place.is_dir():
+        run = RunDir(place)
+        try:
+            text, overrides = run.config.read_text(), yaml.safe_load(run.overrides.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise RefusedError(f"{place} is not a run directory: {error}.") from None
+        experiment = load(text)
+        job = Training(experiment, text, overrides, ["ddpexp", *overrides], run)
+    else:
+        try:
+            described = json.loads(place.read_text())
+        except (OSError, ValueError) as error:
+            raise RefusedError(f"{place} describes no job: {error}.") from None
+        experiment = load(described["config"])
+        job = Training(experiment, described["config"], described["overrides"], described["command"])
+    if not isinstance(experiment.launcher, Starter):
+        raise RefusedError(f"{place}: its launcher starts no further commands.")
+    return experiment.launcher, job
+
+
+def evaluate(argv: list[str]) -> tuple[Launcher, Evaluation] | None:
+    """Return how to evaluate the weights that `argv` names, or None when it only asked for help, which is printed.
 
     Raises:
         RefusedError: no such weights, or a configuration that does not fit.
     """
     if not argv:
-        print(_USAGE, file=sys.stderr)
-        return EXIT_REFUSED
+        raise RefusedError(f"evaluate what?\n{_USAGE}")
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
-        return EXIT_DONE
+        return None
     # Options may stand before the source, as in `evaluate --config-dir DIR SOURCE`.
     options = ("--config-dir", "-cd")
     place = next((i for i, word in enumerate(argv) if word[0] != "-" and (i == 0 or argv[i - 1] not in options)), 0)
@@ -46,18 +73,7 @@ def evaluate(argv: list[str], server: Server | None) -> int:
     else:
         text, experiment = _of_words(source, words)
     weights = rundir.newest_checkpoint(source / "checkpoints") if _is_run(source) else source
-    found = layout(experiment)
-    data = prepare(experiment.data, experiment.trust)
-    batch = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, found.world_size)
-    described = {
-        "config": text,
-        "layout": asdict(found),
-        "data": data,
-        "weights": str(weights.resolve()),
-        "batch_size": batch.micro_batch_size,
-    }
-    job = Job("ddpexp.worker:evaluate", [json.dumps(described)], found, logs=None)
-    return experiment.launcher.launch(job, server)
+    return experiment.launcher, Evaluation(experiment, text, weights)
 
 
 def _is_run(folder: Path) -> bool:

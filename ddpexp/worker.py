@@ -35,9 +35,9 @@ from ddpexp.track.progress import Progress
 from ddpexp.world import World
 
 
-def main(path: str) -> int:
-    """Train what the run directory describes. Never returns in a worker."""
-    return run_rank(lambda control, phase: train(RunDir(Path(path)), control, phase))
+def main(path: str, prepared: str) -> int:
+    """Train what the run directory describes, on the data that `prepared` (JSON) describes. Never returns in a worker."""
+    return run_rank(lambda control, phase: train(RunDir(Path(path)), json.loads(prepared), control, phase))
 
 
 def evaluate(described: str) -> int:
@@ -45,12 +45,12 @@ def evaluate(described: str) -> int:
     return run_rank(lambda control, phase: evaluate_weights(json.loads(described), control, phase))
 
 
-def train(run: RunDir, control: Control, phase: Callable[[str], None]) -> None:
+def train(run: RunDir, data: Mapping[str, Any] | None, control: Control, phase: Callable[[str], None]) -> None:
     """Do one experiment from start to result.
 
     Ranks: all.
     """
-    experiment, layout, data = load(run.config.read_text()), run.layout(), run.read(run.manifest)["data"]
+    experiment, layout = load(run.config.read_text()), run.layout()
     phase("join")
     world = _join(experiment, layout)
     log = open_log(world, control, run.log)

@@ -15,8 +15,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.control import STORE_FD
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+from ddpexp.launch.network import is_loopback
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,20 @@ class World:
         rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
         size, local_size = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
         if layout.device == "cuda":
-            if local_rank >= torch.cuda.device_count():
+            number = int(environ.get("DDPEXP_GPU", local_rank))
+            if number >= torch.cuda.device_count():
                 raise RefusedError(
-                    f"rank {rank} wants GPU {local_rank}, but it sees {torch.cuda.device_count()}. Is trainer.gpus too large?"
+                    f"rank {rank} wants GPU {number}, but it sees {torch.cuda.device_count()}. Is trainer.gpus too large?"
                 )
-            torch.cuda.set_device(local_rank)
-            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(number)
+            device = torch.device("cuda", number)
         else:
             device = torch.device("cpu")
+        available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+        if not available[layout.backend]():
+            raise RefusedError(f"trainer.backend={layout.backend}: this torch was built without {layout.backend}. Use auto.")
         if size > 1:
-            if environ["MASTER_ADDR"] in _LOOPBACK:
+            if is_loopback(environ["MASTER_ADDR"]):
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
             dist.init_process_group(
                 layout.backend,
@@ -57,7 +60,7 @@ class World:
                 world_size=size,
                 device_id=device if layout.backend == "nccl" else None,
             )
-        return cls(rank, local_rank, rank // local_size, size, local_size, device)
+        return cls(rank, local_rank, int(environ.get("GROUP_RANK", rank // local_size)), size, local_size, device)
 
     @property
     def is_rank_zero(self) -> bool:

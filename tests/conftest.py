@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ddpexp.launch import Asked, Job
 
 ROOT = Path(__file__).resolve().parent.parent
 MNIST_FILES = (
@@ -44,6 +46,16 @@ class Done:
 
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
+
+
+ANY = Asked()
+
+
+class Call(Job):
+    """The launchers as a library: call `entry` in every process."""
+
+    def __init__(self, entry: str, arguments: Sequence[str], logs: Path | None = None, asked: Asked = ANY, **identity: Any) -> None:
+        self.entry, self.arguments, self.logs, self.asked, self.identity = entry, arguments, logs, asked, identity
 
 
 class Ddpexp:

@@ -23,14 +23,14 @@ ROWS = [
     ["precision"],
     ["loop"],
     ["rank", "report", "prepare"],
-    ["worker"],
+    ["worker", "jobs"],
     ["verbs"],
     ["__main__"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 HYDRA = {"config", "sweep", "__main__"}
 # What the command loads before it hands over to the workers.
-COMMAND = ("__main__", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "launch.spawn")
+COMMAND = ("__main__", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "launch.spawn", "jobs")
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
 
 FILES = sorted((ROOT / "ddpexp").rglob("*.py"))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpexp.config import Trainer
+from ddpexp.config import Timeout, Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation
@@ -147,9 +147,9 @@ def points(recipe: Recipe) -> Any:
 
 
 TRAINER = Trainer(
-    gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,
+    nodes=1, gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,
     micro_batch_size="auto", precision="fp32", compile=False, channels_last=False, clip_grad_norm=None, nonfinite="stop",
-    log_every=4, eval_every="epoch", deterministic=False,
+    log_every=4, eval_every="epoch", deterministic=False, timeout=Timeout(300),
 )  # fmt: skip
 STRATEGY = Options(
     kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,

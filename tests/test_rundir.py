@@ -14,10 +14,10 @@ import pytest
 
 from ddpexp import rundir
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Layout
+from ddpexp.launch import Crew, Layout
 from ddpexp.rundir import RunDir, create, newest_checkpoint, write
 
-LAYOUT = Layout(nodes=1, workers_per_node=4, device="cpu", backend="gloo", threads=2)
+LAYOUT = Layout(nodes=1, world_size=4, device="cpu", backend="gloo", threads=2)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_write_that_fails_leaves_the_old_text_and_no_litter(tmp_path: Path, mo
 
 def test_the_manifest_says_where_and_on_what_a_run_happens(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    write(run.manifest, rundir.dumps(rundir.describe(LAYOUT, {"name": "points"}, ["ddpexp", "recipe=mnist"])))
+    write(run.manifest, rundir.dumps(rundir.describe(LAYOUT, {"name": "points"}, ["ddpexp", "recipe=mnist"], Crew(["a", "a"], []))))
     found = json.loads(run.manifest.read_text())
     assert found["command"] == ["ddpexp", "recipe=mnist"]
     assert (found["world"]["world_size"], found["data"]["name"]) == (4, "points")
@@ -167,15 +167,15 @@ def test_the_manifest_says_where_and_on_what_a_run_happens(tmp_path: Path) -> No
 
 
 def test_the_manifest_holds_the_commit_and_whether_it_is_changed(here: Path) -> None:
-    assert rundir.describe(LAYOUT, None, [])["git"] is None
+    assert rundir.describe(LAYOUT, None, [], Crew())["git"] is None
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
     Path("file").write_text("x")
     for words in (["init", "-q"], ["add", "file"], [*identity, "commit", "-q", "-m", "x"]):
         subprocess.run(["git", *words], check=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert rundir.describe(LAYOUT, None, [])["git"] == {"commit": commit, "dirty": False}
+    assert rundir.describe(LAYOUT, None, [], Crew())["git"] == {"commit": commit, "dirty": False}
     Path("file").write_text("y")
-    assert rundir.describe(LAYOUT, None, [])["git"] == {"commit": commit, "dirty": True}
+    assert rundir.describe(LAYOUT, None, [], Crew())["git"] == {"commit": commit, "dirty": True}
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "\0"])

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from ddpexp.errors import WorkerError
-from ddpexp.launch import Job, Layout
-from ddpexp.launch.spawn import Spawn, environment
+from ddpexp.launch import Asked, Layout
+from ddpexp.launch.spawn import Spawn
 from ddpexp.world import World
+from tests.conftest import Call
 
 ENTRY = """\
 import os
@@ -43,13 +44,16 @@ def main(folder, size):
 """
 
 
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_real_processes_meet_and_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "seen").mkdir()
     (tmp_path / "code/meets.py").write_text(ENTRY)
     monkeypatch.syspath_prepend(tmp_path / "code")
-    job = Job("meets:main", [str(tmp_path / "seen"), str(size)], Layout(1, size, "cpu", "gloo", 1), tmp_path / "logs")
+    job = Call("meets:main", [str(tmp_path / "seen"), str(size)], tmp_path / "logs", Asked(gpus=size))
     try:
         assert Spawn().launch(job) == 0
     except WorkerError as error:
@@ -57,7 +61,7 @@ def test_real_processes_meet_and_reduce(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_alone_every_method_gives_back_what_it_got() -> None:
-    world = World.join(Layout(1, 1, "cpu", "gloo", 1), environment(0, 1, 1))  # no store is asked, so no port is there
+    world = World.join(Layout(1, 1, "cpu", "gloo", 1), ALONE)  # no store is asked, so no port is there
     assert (world.rank, world.world_size, world.device) == (0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
     value = torch.tensor(3.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -19,11 +20,23 @@ from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Launcher, Layout
-from ddpexp.launch.layout import resolve
 from ddpexp.schedule import Schedule
 from ddpexp.strategy import Options as Strategy
 
-__all__ = ["Data", "Experiment", "Logger", "Node", "Run", "Strategy", "Trainer", "Trust", "layout", "load", "parse"]
+__all__ = [
+    "Data",
+    "Experiment",
+    "Logger",
+    "Node",
+    "Run",
+    "Strategy",
+    "Timeout",
+    "Trainer",
+    "Trust",
+    "check_layout",
+    "load",
+    "parse",
+]
 
 Auto = Literal["auto"]
 DATA_KEYS = ("prepare", "validation_fraction", "num_workers")  # what every data section understands
@@ -37,12 +50,20 @@ class Recipe:
 
 
 @dataclass(frozen=True)
+class Timeout:
+    """How long a phase may take."""
+
+    init_seconds: float
+
+
+@dataclass(frozen=True)
 class Trainer:
     """How it is trained; every field is explained in conf/trainer/default.yaml."""
 
+    nodes: Auto | int | str
     gpus: Auto | int
     device: Literal["auto", "cpu", "cuda"]
-    backend: Literal["auto", "gloo", "nccl"]
+    backend: Literal["auto", "gloo", "nccl", "mpi"]
     threads: Auto | int
     seed: int
     epochs: int | None
@@ -57,6 +78,7 @@ class Trainer:
     log_every: int
     eval_every: Literal["epoch"] | int
     deterministic: bool
+    timeout: Timeout
 
 
 @dataclass(frozen=True)
@@ -154,14 +176,13 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     return experiment
 
 
-def layout(experiment: Experiment) -> Layout:
-    """Decide workers, device and threads on this machine, and check what depends on them.
+def check_layout(experiment: Experiment, found: Layout) -> None:
+    """Check what depends on the number of workers and their device.
 
     Raises:
-        RefusedError: GPUs that are not there, a batch that does not split, an option that the device does not have.
+        RefusedError: a batch that does not split, an option that the device does not have.
     """
     trainer = experiment.trainer
-    found = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
     batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
     if experiment.strategy.static_graph and batch.gradient_accumulation_steps > 1:
         raise RefusedError(
@@ -175,7 +196,6 @@ def layout(experiment: Experiment) -> Layout:
             "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
             "Use strategy.sync_batchnorm=false."
         )
-    return found
 
 
 def _check(experiment: Experiment) -> None:
@@ -184,6 +204,12 @@ def _check(experiment: Experiment) -> None:
         value = getattr(trainer, name)
         if value is not None and value < 1:
             raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
+    if isinstance(trainer.nodes, str) and trainer.nodes != "auto" and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", trainer.nodes):
+        raise RefusedError(f"trainer.nodes={trainer.nodes}: use auto, a number of machines, or a range such as 1:4.")
+    if not 0 < trainer.timeout.init_seconds < math.inf:
+        raise RefusedError(f"trainer.timeout.init_seconds={trainer.timeout.init_seconds}: use a number above 0.")
+    if trainer.backend == "mpi" and not getattr(experiment.launcher, "provides_mpi", False):
+        raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.epochs is None and trainer.max_steps is None:
         raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
     if trainer.eval_every != "epoch" and trainer.eval_every < 0:
@@ -251,6 +277,8 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
     """Build a section whose class is free of torch, so that its arguments are checked before any worker starts."""
     node = _node(values, where)
     found = locate(node.target, Trust(), where)
+    if contract is Launcher and not isinstance(found, type):
+        raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
     if not (dataclasses.is_dataclass(found) and isinstance(found, type) and issubclass(found, contract)):
         raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
     return found(**_typed_arguments(found, node.kwargs, where))

@@ -26,6 +26,7 @@ from omegaconf.resolvers import oc
 from ddpexp import __version__
 from ddpexp.config import DATA_KEYS
 from ddpexp.config.build import did_you_mean, shown
+from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -124,7 +125,7 @@ def _let_hydra_answer(argv: list[str]) -> None:
 
 def _help(overrides: list[str], directory: str | None) -> str:
     # Hydra's own help copies its whole repository once for every option, which takes as long as all the rest.
-    folders = [conf_folder(), *([Path(directory)] if directory else [])]
+    folders = [conf_folder(), *([Path(directory)] if directory else []), *plugin_folders()]
     cfg = _hydra_composes(overrides, _added(directory))
     header, footer = cfg.hydra.help.header, cfg.hydra.help.footer
     with open_dict(cfg):
@@ -145,7 +146,8 @@ def _added(directory: str | None) -> Path | None:
 
 def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
-    search = [f"hydra.searchpath=[file://{added}]"] if added else []
+    folders = [*([added] if added else []), *plugin_folders()]
+    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         return hydra.compose("config", [*search, *overrides], return_hydra_config=True)
 
@@ -291,7 +293,7 @@ def _sentence(error: Exception) -> str:
         group, _, option = error.missing_cfg_file.rpartition("/")
         if not group:
             return f"There is no config {option}."
-        options = [name for name in error.options or _options(group, [conf_folder()]) if name]
+        options = [name for name in error.options or _options(group, [conf_folder(), *plugin_folders()]) if name]
         known = did_you_mean(option, options, f"{group}=") if options else f" There is no group {group}."
         return f"{group}={option} is not a known option.{known}"
     if isinstance(error, OverrideParseException):

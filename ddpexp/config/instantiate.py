@@ -15,6 +15,7 @@ from typing import Any
 
 import ddpexp
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.plugins import installed_launchers
 from ddpexp.errors import RefusedError
 
 # What a configuration may call of ours, by the section that may: functions that read and write files are not for everyone.
@@ -57,6 +58,8 @@ class Trust:
             return True
         if any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
+        if where == "launcher" and target in installed_launchers().values():
+            return True  # of a package that the user has installed for this
         return self.code is not None and _lies_in(self.code, parts[0])
 
 

@@ -1,50 +1,100 @@
-"""Start the workers of one experiment and watch over them; knows nothing of training."""
+"""Start the workers of one job and watch over them; knows nothing of training."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from ddpexp.launch.spawn import Server
+    from ddpexp.errors import Failure
+    from ddpexp.launch.fork_server import Server
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How many workers of which kind the user asked for: the `trainer.` keys of the same names."""
+
+    nodes: Literal["auto"] | int | str = "auto"  # a text is a range, such as 1:4
+    gpus: Literal["auto"] | int = "auto"
+    device: str = "auto"
+    backend: str = "auto"
+    threads: Literal["auto"] | int = "auto"
+    init_seconds: float = 300.0  # until all commands of the job have met
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many workers of which kind: resolved once per run directory."""
+    """How many workers of which kind there are: resolved once per run directory, the same for all of them."""
 
     nodes: int
-    workers_per_node: int
+    world_size: int
     device: str  # cpu or cuda
-    backend: str  # gloo or nccl
+    backend: str  # gloo, nccl or mpi
     threads: int  # CPU threads a worker
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of workers of the whole run."""
-        return self.nodes * self.workers_per_node
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the workers are to do: call `entry` with `arguments` in every process."""
+class Crew:
+    """Who runs a job together: one entry for each command."""
 
-    entry: str  # module:function
-    arguments: Sequence[str]
-    layout: Layout
-    logs: Path | None  # the folder for each rank's output; None keeps it only as long as the job runs
+    hosts: Sequence[str] = ()
+    owners: Sequence[str] = ()  # what started the commands and may start them again, where that is known
+
+
+class Job:
+    """What the workers are to do: call `entry` with `arguments` in every process.
+
+    A job may run from several commands (one a node, or one a rank): the first begins it, the others enter what it has begun.
+    """
+
+    entry: str = ""  # module:function
+    arguments: Sequence[str] = ()  # complete when begun or entered
+    logs: Path | None = None  # the folder for each rank's output; None keeps it only as long as the job runs
+    asked: Asked = Asked()
+    identity: Mapping[str, Any] = {}  # what must be the same for all commands of the job
+    folder: Path = Path()  # one that every host sees, where the commands of several hosts find one another
+
+    def check(self, layout: Layout) -> None:
+        """Refuse a layout that the job cannot run on. Called by every command before anything is opened or written."""
+
+    def begin(self, layout: Layout, crew: Crew) -> None:
+        """Do what is done once. Called by one command, when all have met and before any worker starts."""
+
+    def shared(self) -> dict[str, Any]:
+        """Return, as plain values, what the other commands need to enter."""
+        return {}
+
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
+        """Take over what another command has begun. Called by all but that one."""
+
+    def fail(self, failure: Failure) -> None:
+        """Write down why the job failed. Called by one command."""
+
+    def interrupt(self) -> str:
+        """Write down that a signal ended the job, and say what is left. Called by one command."""
+        return "nothing was started"
 
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Chosen by `launcher=`: runs a job in `layout.world_size` processes."""
+    """Chosen by `launcher=`: runs a job in as many processes as it asks for."""
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run the workers, watch them and return the exit code; `server` is a fork server started early, if there is one.
 
         Raises:
-            WorkerError: a worker failed; the first genuine cause, the others are only named.
+            RefusedError: the job cannot run here. WorkerError: a worker failed; the first genuine cause, the others are
+            only named. StoppedError: a signal to this process ended the run.
         """
+        ...
+
+
+@runtime_checkable
+class Starter(Protocol):
+    """A launcher that starts further commands (`ddpexp member ...`), each of which joins the job with this call."""
+
+    def member(self, job: Job, server: Server | None = None) -> int:
+        """Do this command's part of the job, like `Launcher.launch`."""
         ...

@@ -69,11 +69,11 @@ def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
 class Lines:
     """The watcher's end: messages out of the bytes that arrive."""
 
-    def __init__(self, channel: socket.socket) -> None:
-        """Take over the socket."""
+    def __init__(self, channel: socket.socket, rest: bytes = b"") -> None:
+        """Take over the socket; `rest` was read from it before."""
         channel.setblocking(False)
         self.channel = channel
-        self._rest = b""
+        self._rest = rest
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the complete messages that have arrived, and whether the channel is still open."""

@@ -38,6 +38,26 @@ def usable_cores() -> int:
     return max(1, min(cores, quota) if quota else cores)
 
 
+def usable_core_numbers() -> list[int]:
+    """Return the numbers of the CPU cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def cores_quota() -> int | None:
+    """Return the whole cores that the control group allows, or None without a limit."""
+    return _cgroup_quota()
+
+
+def gpu_names(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a name for each GPU that a worker of this process would see, the same from every process of the host."""
+    present = _nvml_names()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    entries = [entry.strip() for entry in visible.split(",")][: count_gpus(environ)]
+    return [present[int(entry)] if entry.isdigit() and int(entry) < len(present) else entry for entry in entries]
+
+
 def threads_per_worker(workers: int) -> int:
     """Divide the usable cores among the workers of this node: at least one thread each."""
     return max(1, usable_cores() // workers)
@@ -67,6 +87,26 @@ def _nvml_device_count() -> int:
         return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
     finally:
         nvml.nvmlShutdown()
+
+
+def _nvml_names() -> list[str]:
+    """Return the unique names of the GPUs that the driver shows. Source: NVML's reference, nvmlDeviceGetUUID."""
+    count = _nvml_device_count()
+    if count == 0:
+        return []
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    names = []
+    try:
+        for index in range(count):
+            handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
+            found = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+            named = found and nvml.nvmlDeviceGetUUID(handle, text, len(text)) == 0
+            names.append(text.value.decode() if named else f"GPU {index}")
+    finally:
+        nvml.nvmlShutdown()
+    return names
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:

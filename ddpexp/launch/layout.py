@@ -12,8 +12,11 @@ Auto = Literal["auto"]
 _MOST_WORKERS = 256  # with more the requests to the fork server fill its socket before it answers
 
 
-def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int) -> Layout:
+def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int, told: int | None = None) -> Layout:
     """Decide the layout on this node from the `trainer.` keys of the same names.
+
+    `told` is the number of workers on this node where somebody else has started them; their GPUs are looked at when all
+    commands have met, for each may see its own alone.
 
     Raises:
         RefusedError: more GPUs asked for than there are, or a backend that does not serve the device.
@@ -26,8 +29,8 @@ def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int) ->
     if device == "cuda" and present == 0:
         raise RefusedError("trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers.")
     kind = "cuda" if present else "cpu"
-    workers = max(1, present) if gpus == "auto" else gpus
-    if kind == "cuda" and workers > present:
+    workers = told or (max(1, present) if gpus == "auto" else gpus)
+    if kind == "cuda" and workers > present and told is None:
         raise RefusedError(
             f"trainer.gpus={workers}, but this machine shows {present} GPU{'s' if present > 1 else ''}. "
             f"Use trainer.gpus={present}, or trainer.device=cpu for {workers} CPU workers."
@@ -38,7 +41,7 @@ def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int) ->
         raise RefusedError(f"trainer.threads={threads} leaves a worker without a thread: use 1 or more.")
     return Layout(
         nodes=1,
-        workers_per_node=workers,
+        world_size=workers,
         device=kind,
         backend=("nccl" if kind == "cuda" else "gloo") if backend == "auto" else backend,
         threads=threads_per_worker(workers) if threads == "auto" else threads,

@@ -8,14 +8,16 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
 from ddpexp.launch.control import Lines
+from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.log import Log
+from ddpexp.launch.meeting import Meeting, Peer
 from ddpexp.launch.terminal import Terminal
 
 # After the first failure the others may still report theirs: a rank that was killed says nothing, and its peers' broken
@@ -27,6 +29,7 @@ _TAIL_SECONDS = 0.1
 _HOLD_SECONDS = 0.3  # a warning of another rank waits this long for the same one of rank zero
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LAST_LINES = 20
+_FAREWELL_SECONDS = 10.0  # for the other commands' last words, when this one's workers have ended
 _SERVER_LOST = "the process that starts the workers was killed, and they with it (is the machine out of memory?)"
 
 
@@ -62,8 +65,32 @@ class Worker:
 
 
 @dataclass
+class _Other:
+    """Another command of the job, as heard over the meeting."""
+
+    peer: Peer
+    lines: Lines
+    ended: bool = False
+
+
+@dataclass
+class _Heard:
+    """A failure that another command has reported."""
+
+    failure: Failure
+    weight: int
+    at: float
+
+
+@dataclass
 class _Watch:
     workers: Sequence[Worker]
+    others: Sequence[_Other] = ()  # of the leading command all, of another one the leading one
+    leads: bool = True
+    heard: list[_Heard] = field(default_factory=list)
+    passed_on: set[int] = field(default_factory=set)  # ranks whose failure the leading command has been told
+    leader_lost: bool = False
+    parted: bool = False  # the leading command has been told how this one ended, and may go
     failed_at: float | None = None
     stopped_by: int | None = None
     stopped_at: float = 0.0
@@ -72,45 +99,140 @@ class _Watch:
     held: dict[str, tuple[int, float]] = field(default_factory=dict)  # those that were not: which rank's, since when
 
 
-def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal) -> int:
+def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal, meeting: Meeting | None = None) -> int:
     """Watch until every worker has ended; return the exit code of the run.
+
+    Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one tells why.
 
     Raises:
         WorkerError: the first genuine failure. RefusedError: the workers refused to start.
         StoppedError: a signal to this process ended the run.
     """
     watch = _Watch(workers)
+    if meeting is not None:
+        watch.leads = meeting.leads
+        watch.others = [_Other(peer, peer.lines()) for peer in meeting.peers]
+    shown = next((worker for worker in workers if worker.rank == 0), None)
     with selectors.DefaultSelector() as selector, _signals() as signals:
         selector.register(server.channel, selectors.EVENT_READ, "server")
         selector.register(signals, selectors.EVENT_READ, "signals")
         for worker in workers:
             selector.register(worker.control.channel, selectors.EVENT_READ, worker)
+        for other in watch.others:
+            selector.register(other.lines.channel, selectors.EVENT_READ, other)
+
+        def look() -> None:
+            for key, _ in selector.select(_TAIL_SECONDS):
+                if key.data == "server":
+                    if not _answer(server, watch):
+                        selector.unregister(server.channel)
+                elif key.data == "signals":
+                    _stop(server, watch, signals.recv(64))
+                elif isinstance(key.data, _Other):
+                    if not _hear(key.data, server, watch):
+                        selector.unregister(key.data.lines.channel)
+                elif not _listen(key.data, watch, terminal):
+                    selector.unregister(key.data.control.channel)
+
         try:
             while any(worker.code is None for worker in workers):
-                for key, _ in selector.select(_TAIL_SECONDS):
-                    if key.data == "server":
-                        if not _answer(server, watch):
-                            selector.unregister(server.channel)
-                    elif key.data == "signals":
-                        _stop(server, watch, signals.recv(64))
-                    elif not _listen(key.data, watch, terminal):
-                        selector.unregister(key.data.control.channel)
-                written = workers[0].log.size()  # what was said before that is in the channel now, and is shown first
-                _listen(workers[0], watch, terminal)
-                _show_output(workers[0], terminal, until=written)
-                _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
+                look()
+                if shown is not None:
+                    written = shown.log.size()  # what was said before that is in the channel now, and is shown first
+                    _listen(shown, watch, terminal)
+                    _show_output(shown, terminal, until=written)
+                    _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
+                _pass_on(watch)
                 _end_in_time(server, watch)
             for worker in workers:
                 _listen(worker, watch, terminal)
-            _show_warnings(watch, terminal, held_since=math.inf)
-            _show_output(workers[0], terminal, last=True)
+            _pass_on(watch)
+            if shown is not None:
+                _show_warnings(watch, terminal, held_since=math.inf)
+                _show_output(shown, terminal, last=True)
             for worker in workers:
                 _keep(worker)
+            _part(watch, look)
         finally:
             terminal.close()
             for worker in workers:
                 worker.control.channel.close()
     return _verdict(watch)
+
+
+def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
+    """Take in what another command says; False when its connection is closed."""
+    messages, open_ = other.lines.read()
+    for message in messages:
+        kind = message["kind"]
+        if kind == "failed":
+            watch.heard.append(_Heard(Failure(**message["failure"]), message["weight"], time.monotonic()))
+            watch.failed_at = watch.failed_at or time.monotonic()
+        elif kind == "warning":
+            _hold(watch, message["rank"], message["text"])
+        elif kind == "done":
+            other.ended = True
+        elif kind == "stopped":
+            other.ended = True
+            _stop(server, watch, bytes([message["signal"]]))
+        elif kind == "stop":
+            _stop(server, watch, bytes([message["signal"]]))
+        elif kind == "end":
+            _kill(server, watch)
+    if not open_ and not other.ended:
+        other.ended = True
+        now = time.monotonic()
+        if watch.leads:
+            text = f"the command of rank {other.peer.index} on {other.peer.host} is gone: it was killed, or its host is cut off"
+            failure = Failure(rank=other.peer.index, host=other.peer.host, kind="CommandLost", message=text)
+            watch.heard.append(_Heard(failure, 1, now))
+            watch.failed_at = watch.failed_at or now
+        else:
+            watch.leader_lost = not watch.parted
+            _kill(server, watch)
+    return open_
+
+
+def _pass_on(watch: _Watch) -> None:
+    """Tell the leading command of every failure here as soon as it is known."""
+    if watch.leads:
+        return
+    [leader] = watch.others
+    for worker in watch.workers:
+        known = worker.failure is not None or (worker.code is not None and not (worker.done and worker.code == EXIT_DONE))
+        if known and not worker.ended and worker.rank not in watch.passed_on and watch.stopped_by is None:
+            watch.passed_on.add(worker.rank)
+            cause = _cause(worker)
+            leader.peer.send({"kind": "failed", "failure": cause.as_dict(), "weight": _weight(cause)})
+
+
+def _part(watch: _Watch, look: Callable[[], None]) -> None:
+    """Take leave of the other commands: the leading one hears how all ended, the others are heard before they go."""
+    if not watch.others:
+        return
+    bad = watch.failed_at is not None or watch.stopped_by is not None
+    if watch.leads:
+        while _may_hear_the_cause(watch) and not all(other.ended for other in watch.others):
+            look()
+        if bad:
+            _end_others(watch)
+        seconds = _FAREWELL_SECONDS
+    else:
+        watch.parted = True
+        stopped = watch.stopped_by
+        watch.others[0].peer.send({"kind": "done"} if stopped is None else {"kind": "stopped", "signal": stopped})
+        seconds = 2.0 if bad else 0.0  # what started this command may end all others at once when it leaves
+    deadline = time.monotonic() + seconds
+    while not all(other.ended for other in watch.others) and time.monotonic() < deadline:
+        look()
+
+
+def _may_hear_the_cause(watch: _Watch) -> bool:
+    """Tell whether only consequences are known yet, and not for long."""
+    if watch.failed_at is None or time.monotonic() - watch.failed_at > _FAILURE_SECONDS:
+        return False
+    causes = [_cause(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
+    return all(_weight(cause) > 1 for cause in causes) and all(heard.weight > 1 for heard in watch.heard)
 
 
 @contextmanager
@@ -140,11 +262,9 @@ def _answer(server: Server, watch: _Watch) -> bool:
                 worker.code = -signal.SIGKILL
                 worker.failure = worker.failure or replace(_failure(worker, "ServerLost", _SERVER_LOST), traceback=None)
         return False
-    if message["kind"] == "ready" and message["failed"]:
-        name, error = next(iter(message["failed"].items()))
-        raise RefusedError(f"The fork server could not import {name}: {error}. Is the installation complete?")
+    refuse_broken(message)
     if message["kind"] == "started":
-        watch.workers[message["rank"]].pid = message["pid"]
+        next(worker for worker in watch.workers if worker.rank == message["rank"]).pid = message["pid"]
     elif message["kind"] == "exit":
         worker = next(worker for worker in watch.workers if worker.pid == message["pid"])
         worker.code = message["code"]
@@ -167,8 +287,8 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
         elif kind == "warning" and worker.rank == 0:  # it stands in rank zero's output, which is shown
             watch.said.add(message["text"])
             watch.held.pop(message["text"], None)
-        elif kind == "warning" and message["text"] not in watch.said:
-            watch.held.setdefault(message["text"], (worker.rank, time.monotonic()))
+        elif kind == "warning":
+            _hold(watch, worker.rank, message["text"])
         elif kind == "error":
             kind, step = message.pop("error"), message.pop("step")
             worker.failure = Failure(rank=worker.rank, kind=kind, step=step, phase=worker.phase, **message)
@@ -177,6 +297,16 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
         elif kind == "done":
             worker.done = True
     return open_
+
+
+def _hold(watch: _Watch, rank: int, text: str) -> None:
+    """Keep another rank's warning until rank zero has had the time to give the same; the leading command shows them."""
+    if watch.leads:
+        if text not in watch.said:
+            watch.held.setdefault(text, (rank, time.monotonic()))
+    elif text not in watch.said:
+        watch.said.add(text)
+        watch.others[0].peer.send({"kind": "warning", "rank": rank, "text": text})
 
 
 def _show_output(worker: Worker, terminal: Terminal, last: bool = False, until: float = math.inf) -> None:
@@ -201,6 +331,9 @@ def _stop(server: Server, watch: _Watch, numbers: bytes) -> None:
         if watch.stopped_by is None:
             watch.stopped_by, watch.stopped_at = number, now
             server.kill(signal.SIGTERM)
+            if watch.leads:
+                for other in watch.others:
+                    other.peer.send({"kind": "stop", "signal": number})
         elif now - watch.stopped_at > _REPEAT_SECONDS:
             server.kill(signal.SIGKILL)
             watch.killed = True
@@ -210,27 +343,48 @@ def _end_in_time(server: Server, watch: _Watch) -> None:
     now = time.monotonic()
     failed = watch.failed_at is not None and now - watch.failed_at > _FAILURE_SECONDS
     stopped = watch.stopped_by is not None and now - watch.stopped_at > _GRACE_SECONDS
-    if (failed or stopped) and not watch.killed:
-        for worker in watch.workers:
-            worker.ended = worker.code is None
-        server.kill(signal.SIGKILL)
-        watch.killed = True
+    if failed or stopped:
+        _kill(server, watch)
+
+
+def _kill(server: Server, watch: _Watch) -> None:
+    """End the workers that are left, because of another's failure."""
+    if watch.killed:
+        return
+    for worker in watch.workers:
+        worker.ended = worker.code is None
+    server.kill(signal.SIGKILL)
+    watch.killed = True
+    _end_others(watch)
+
+
+def _end_others(watch: _Watch) -> None:
+    if watch.leads:
+        for other in watch.others:
+            other.peer.send({"kind": "end"})
 
 
 def _verdict(watch: _Watch) -> int:
     failed = [worker for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
-    if not failed:
+    if not failed and not watch.heard:
         return EXIT_DONE  # a signal that came when all was done changes nothing
-    if watch.stopped_by is not None:
+    if watch.stopped_by is not None and not (watch.failed_at and watch.failed_at < watch.stopped_at):
         raise StoppedError(watch.stopped_by)
     # A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
-    failed.sort(key=lambda worker: (_weight(_cause(worker)), worker.failed_at))
-    failures = [_cause(worker) for worker in failed]
+    ranked = [(_weight(cause := _cause(worker)), worker.failed_at, worker.rank, cause) for worker in failed]
+    ranked += [(heard.weight, heard.at, heard.failure.rank, heard.failure) for heard in watch.heard]
+    ranked.sort(key=lambda one: one[:3])
+    if watch.leader_lost:
+        host = watch.others[0].peer.host
+        text = f"the command of rank zero on {host} is gone: it was killed, or its host is cut off"
+        ranked.insert(0, (0, 0.0, 0, Failure(rank=0, host=host, kind="CommandLost", message=text)))
+    failures = [cause for *_, cause in ranked]
     first = failures[0]
-    others = tuple(sorted(failure.rank for failure in failures[1:]))
+    others = tuple(sorted({failure.rank for failure in failures[1:]} - {first.rank}))
     if first.exit_code == EXIT_REFUSED and first.traceback is None:
         raise RefusedError(first.message)
-    raise WorkerError(first, others, shown=first.rank == 0 and watch.workers[0].failure is None)
+    shown = first.rank == 0 and any(worker.rank == 0 and worker.failure is None for worker in watch.workers)
+    raise WorkerError(first, others, shown=shown, leader=None if watch.leads or watch.leader_lost else watch.others[0].peer.host)
 
 
 def _weight(failure: Failure) -> int:

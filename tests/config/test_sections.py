@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpexp.config import Experiment, layout, load, parse
+from ddpexp.config import Experiment, check_layout, load, parse
 from ddpexp.config.compose import compose
 from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.launch.layout import resolve
 
 
 @functools.cache
@@ -34,9 +36,16 @@ def tree(**changed: Any) -> dict[str, Any]:
     return values
 
 
+def refuse_or_resolve(experiment: Experiment) -> Layout:
+    trainer = experiment.trainer
+    found = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
+    check_layout(experiment, found)
+    return found
+
+
 def refusal(**changed: Any) -> str:
     with pytest.raises(RefusedError) as caught:
-        layout(parse(tree(**changed)))
+        refuse_or_resolve(parse(tree(**changed)))
     return str(caught.value)
 
 
@@ -140,7 +149,7 @@ def test_a_batch_that_does_not_split_is_answered_with_one_that_does() -> None:
 
 
 def test_the_layout_is_decided_once_for_all_workers() -> None:
-    found = layout(parse(tree(trainer__gpus=4, trainer__threads=3)))
+    found = refuse_or_resolve(parse(tree(trainer__gpus=4, trainer__threads=3)))
     assert (found.world_size, found.device, found.backend, found.threads) == (4, "cpu", "gloo", 3)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Layout
-from ddpexp.launch.spawn import PRELOAD, Server, Spawn
-from tests.conftest import Ddpexp, finish
+from ddpexp.launch.fork_server import PRELOAD, Server
+from ddpexp.launch.spawn import Spawn
+from tests.conftest import Call, Ddpexp, finish
 from tests.points import ITEMS, Recipe, session, wait_for
 
 CODE = """\
@@ -113,10 +113,9 @@ def loopback6(host: str) -> str:
 
 
 def test_a_preload_that_fails_is_refused_with_its_name(tmp_path: Path) -> None:
-    layout = Layout(nodes=1, workers_per_node=1, device="cpu", backend="gloo", threads=1)
     server = Server(preload=["json", "nowhere.to_be_found"])
     with pytest.raises(RefusedError, match=r"could not import nowhere\.to_be_found: ModuleNotFoundError"):
-        Spawn().launch(Job("time:sleep", ["60"], layout, tmp_path), server)
+        Spawn().launch(Call("time:sleep", ["60"], tmp_path), server)
 
 
 def test_the_preload_list_asks_cuda_for_nothing(environ: dict[str, str]) -> None:

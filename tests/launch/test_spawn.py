@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ddpexp import rundir
-from ddpexp.launch import Job
+from ddpexp.launch import Asked
 from ddpexp.launch.spawn import Spawn
-from tests.conftest import Ddpexp, Done, finish
+from tests.conftest import Call, Ddpexp, Done, finish
 from tests.points import Recipe, session, wait_for
 
 CODE = """\
@@ -129,10 +129,10 @@ import sys
 MODULES = set(sys.modules)
 
 
-def main(path):
+def main(path, prepared):
     import ddpexp.worker
 
-    return ddpexp.worker.main(path)
+    return ddpexp.worker.main(path, prepared)
 """
 # What a worker may still import: the recipe, a few quick modules (the stand-in for torch's compiler is one), and what only
 # rank zero of a run with TensorBoard wants.
@@ -152,7 +152,7 @@ def test_training_imports_nothing_heavy_after_the_fork(recipe: Recipe, tmp_path:
         shutil.copy(path, again.path)
     (tmp_path / "begins.py").write_text(BEGINS)
     monkeypatch.syspath_prepend(tmp_path)
-    assert Spawn().launch(Job("begins:main", [str(again.path)], again.layout(), again.ranks)) == 0
+    assert Spawn().launch(Call("begins:main", [str(again.path), "null"], again.ranks, Asked(gpus=2))) == 0
     late = {}
     for rank in (0, 1):
         names = set((tmp_path / str(rank)).read_text().split()) - QUICK

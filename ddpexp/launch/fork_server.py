@@ -1,0 +1,111 @@
+"""The command's handle on the process that starts workers: forked with torch loaded, 10 ms each, or as new interpreters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch.log import Log
+
+# What a worker needs before its first step. A missing name would cost seconds in every worker, so the tests hold the
+# list against what workers import; nothing here may ask CUDA for devices, for that breaks every forked GPU worker.
+PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.worker")
+
+# The folder of the command is not trusted to hold a json.py, so it leaves the path before anything is imported.
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); import json; "
+    "fd, parent, method, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "from ddpexp.launch.server import main; main(fd, parent, method, preload)"
+)
+
+
+class Server:
+    """The command's handle on the process that starts workers."""
+
+    def __init__(self, start_method: str = "forkserver", preload: Sequence[str] = PRELOAD) -> None:
+        """Start the process; returns at once, while it imports."""
+        self.start_method = start_method
+        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.set_inheritable(theirs.fileno(), True)
+        wanted = list(preload) if start_method == "forkserver" else []
+        words = json.dumps([theirs.fileno(), os.getpid(), start_method, sys.path, wanted])
+        # posix_spawn, for it neither copies this process nor runs any of its code in the child.
+        self.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", _PROGRAM, words], os.environ)
+        theirs.close()
+
+    def start(
+        self, rank: int, entry: str, arguments: Sequence[str], environ: Mapping[str, str], log: int, descriptors: Mapping[str, int]
+    ) -> None:
+        """Ask for a process that calls `entry` and writes to `log`; `descriptors` reach it under these names.
+
+        The answers `started` and `exit` arrive on the channel.
+        """
+        request = {
+            "op": "start",
+            "rank": rank,
+            "entry": entry,
+            "arguments": list(arguments),
+            "environ": dict(environ),
+            "descriptors": list(descriptors),
+        }
+        try:
+            socket.send_fds(self.channel, [json.dumps(request).encode()], [log, *descriptors.values()])
+        except OSError:
+            pass  # the server is gone, which the next answer says
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to every living worker."""
+        try:
+            self.channel.send(json.dumps({"op": "kill", "signal": signum}).encode())
+        except OSError:
+            pass  # the server is gone, and its workers with it
+
+    def receive(self) -> dict[str, Any] | None:
+        """Return the next answer, or None when the server is gone."""
+        try:
+            data = self.channel.recv(1 << 20)
+        except ConnectionResetError:
+            data = b""
+        return json.loads(data) if data else None
+
+    def call(self, entry: str, arguments: Sequence[str]) -> tuple[int, str]:
+        """Call `entry` in a process of its own, before any worker is started; return its exit code and what it printed.
+
+        Raises:
+            RefusedError: the server could not import what it should, or is gone.
+        """
+        log = Log(None, 0)
+        try:
+            self.start(-1, entry, arguments, {}, log.fileno(), {})
+            while answer := self.receive():
+                refuse_broken(answer)
+                if answer["kind"] == "exit":
+                    return answer["code"], "\n".join(log.new_lines(last=True))
+        finally:
+            log.close()
+        raise RefusedError("The fork server is gone: it was killed before any worker started.")
+
+    def close(self) -> None:
+        """End the server, and with it every worker that is left; returns when it is gone."""
+        if self.channel.fileno() == -1:
+            return  # closed before, and the process id may be another's by now
+        self.channel.close()
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def refuse_broken(answer: Mapping[str, Any]) -> None:
+    """Look at the server's first answer.
+
+    Raises:
+        RefusedError: a module could not be imported.
+    """
+    if answer["kind"] == "ready" and answer["failed"]:
+        name, error = next(iter(answer["failed"].items()))
+        raise RefusedError(f"The fork server could not import {name}: {error}. Is the installation complete?")

@@ -1,0 +1,36 @@
+"""launcher=mpi: this command is one rank, started by mpirun."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddpexp.launch import Job, team
+from ddpexp.launch.fork_server import Server
+from ddpexp.launch.meeting import Published
+from ddpexp.launch.place import of_mpi
+from ddpexp.launch.process import die_with_parent
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """Join the ranks that mpirun has started: Open MPI, MPICH and its relatives. MPI itself is not needed, only its mpirun."""
+
+    provides_mpi: ClassVar[bool] = True
+
+    def launch(self, job: Job, server: Server | None = None) -> int:
+        """Run this rank's worker and return its exit code.
+
+        Raises:
+            RefusedError: no mpirun started this command, or a typed key contradicts it. WorkerError: a worker failed.
+            StoppedError: a signal to this process ended the run.
+        """
+        place, key = of_mpi(job.asked)
+        die_with_parent(os.getppid())
+        server = server or Server()
+        way = Published.under(job.folder, f"mpi {key}", place.nodes == 1) if place.size > 1 else None
+        try:
+            return team.run(job, place, way, server)
+        finally:
+            server.close()

@@ -1,0 +1,286 @@
+"""What every command of a job does: meet the others, agree, begin or enter the job, start its workers, watch them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch import Crew, Job, Layout
+from ddpexp.launch.control import CONTROL_FD, STORE_FD, Lines
+from ddpexp.launch.fork_server import Server
+from ddpexp.launch.hardware import cores_quota, gpu_names, usable_core_numbers
+from ddpexp.launch.layout import resolve
+from ddpexp.launch.log import Log
+from ddpexp.launch.meeting import Meeting, Way, join, lead
+from ddpexp.launch.network import LOOPBACK, boot_id, interface_of, is_loopback
+from ddpexp.launch.place import Place
+from ddpexp.launch.supervise import Worker, supervise
+from ddpexp.launch.terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The ranks of one command."""
+
+    first_rank: int
+    workers: int
+    local_rank: int  # of the first
+    local_world_size: int
+    node_rank: int
+    one_gpu_each: bool  # each worker sees the one GPU that is its own
+    first_on_host: bool
+
+
+def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
+    """Do this command's part of the job and return the exit code; `way` leads to the other commands, if there are any.
+
+    Raises:
+        RefusedError, WorkerError, StoppedError: like `Launcher.launch`.
+    """
+    asked = job.asked
+    told = (place.local_world_size or 1) if place.told else None
+    mine = resolve(asked.gpus, asked.device, asked.backend, asked.threads, told)
+    world_size = place.size if place.told else mine.world_size * place.size
+    layout = replace(mine, nodes=place.nodes or 1, world_size=world_size)
+    job.check(layout)
+    if place.size == 1 or way is None:
+        job.begin(layout, Crew([platform.node()], [place.owner] if place.owner else []))
+        return _watch(job, layout, Seat(0, world_size, 0, world_size, 0, False, True), None, server)
+    who = "rank" if place.told else "node"
+    hello = {
+        "index": place.index,
+        "size": place.size,
+        "host": platform.node(),
+        "boot": boot_id(),
+        "identity": job.identity,
+        "layout": asdict(layout),
+        "workers": 1 if place.told else mine.world_size,
+        "told": place.told,
+        "local_rank": place.local_rank,
+        "local_world_size": place.local_world_size,
+        "cores": usable_core_numbers(),
+        "quota": cores_quota(),
+        "gpus": gpu_names() if layout.device == "cuda" else [],
+        "owner": place.owner,
+    }
+    if place.index == 0:
+        return _lead(job, way, hello, asked.init_seconds, who, server)
+    return _follow(job, way, hello, asked.init_seconds, who, server)
+
+
+def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
+    meeting, others = lead(way, hello["size"], seconds, who)
+    try:
+        try:
+            hellos = [hello, *others]
+            layout, seats = settle(hellos, job.asked.threads, who)
+            job.check(layout)
+            job.begin(layout, Crew([one["host"] for one in hellos], [one["owner"] for one in hellos if one["owner"]]))
+            go = {"kind": "go", "layout": asdict(layout), "shared": job.shared()}
+            # The first command of a host makes the data ready there; the others find it so.
+            for first in (True, False):
+                called = [peer for peer in meeting.peers if seats[peer.index].first_on_host == first]
+                for peer in called:
+                    peer.send({**go, "seat": asdict(seats[peer.index])})
+                _hear_ready(called, who)
+        except DdpexpError as error:
+            meeting.tell({"kind": "refused", "message": str(error)})
+            raise
+        with socket.create_server((meeting.address, 0), backlog=4096) as store:
+            meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
+            return _watch(job, layout, seats[0], meeting, server, store)
+    finally:
+        meeting.close()
+
+
+def _hear_ready(peers: Sequence[Any], who: str) -> None:
+    for peer in peers:
+        try:
+            answer = peer.receive(time.monotonic() + 24 * 3600)  # data may have to be made ready there
+        except EOFError:
+            raise RefusedError(f"{who} {peer.index} on {peer.host} ended before the job began: see what it says there.") from None
+        if answer["kind"] == "refused":
+            raise RefusedError(answer["message"])
+
+
+def _follow(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
+    meeting = join(way, hello, seconds, who)
+    [leader] = meeting.peers
+    try:
+        go = _next(leader, "go")
+        seat, layout = Seat(**go["seat"]), Layout(**go["layout"])
+        try:
+            job.enter(go["shared"], layout)
+        except RefusedError as error:
+            leader.send({"kind": "refused", "message": str(error)})
+            raise
+        leader.send({"kind": "ready"})
+        start = _next(leader, "start")
+        return _watch(job, layout, seat, meeting, server, tuple(start["store"]))
+    except RefusedError as error:
+        # The one that leads has said so; on another host somebody may be looking at this terminal.
+        error.quiet = leader.host == platform.node()
+        raise
+    finally:
+        meeting.close()
+
+
+def _next(leader: Any, kind: str) -> dict[str, Any]:
+    try:
+        message: dict[str, Any] = leader.receive(time.monotonic() + 24 * 3600)
+    except (EOFError, TimeoutError):
+        raise RefusedError(
+            f"the command of rank zero on {leader.host} ended before the job began: see what it says there."
+        ) from None
+    if message["kind"] == "refused":
+        raise RefusedError(message["message"])
+    if message["kind"] != kind:
+        raise RefusedError(f"the command of rank zero on {leader.host} is of another version of ddpexp: install the same one.")
+    return message
+
+
+def settle(hellos: Sequence[Mapping[str, Any]], threads: str | int, who: str) -> tuple[Layout, list[Seat]]:
+    """Give every command its ranks, from what all have said of themselves, by index.
+
+    Raises:
+        RefusedError: configurations that differ, devices that differ, or too few GPUs for the workers of a host.
+    """
+    for hello in hellos[1:]:
+        difference = first_difference(hellos[0]["identity"], hello["identity"])
+        if difference:
+            key, one, other = difference
+            raise RefusedError(
+                f"{key} is {one} on {who} 0 ({hellos[0]['host']}) and {other} on {who} {hello['index']} ({hello['host']}): "
+                f"start all of them with the same words."
+            )
+        for name in ("device", "backend"):
+            if hello["layout"][name] != hellos[0]["layout"][name]:
+                raise RefusedError(
+                    f"{who} 0 ({hellos[0]['host']}) would run on {name} {hellos[0]['layout'][name]} and {who} {hello['index']} "
+                    f"({hello['host']}) on {hello['layout'][name]}: type trainer.{name}=... to make them equal."
+                )
+    hosts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for hello in hellos:
+        hosts.setdefault((hello["host"], hello["boot"]), []).append(hello)
+    world_size = sum(hello["workers"] for hello in hellos)
+    seats: dict[int, Seat] = {}
+    for node_rank, members in enumerate(hosts.values()):
+        local_size = sum(member["workers"] for member in members)
+        one_each = _one_gpu_each(members, local_size)
+        for position, member in enumerate(members):
+            ranks_before = sum(other["workers"] for other in hellos[: member["index"]])
+            local_rank = member["local_rank"] if _told_all(members) else sum(other["workers"] for other in members[:position])
+            seats[member["index"]] = Seat(
+                ranks_before, member["workers"], local_rank, local_size, node_rank, one_each, position == 0
+            )  # fmt: skip
+    layout = Layout(**hellos[0]["layout"])
+    found = min(_threads(members) for members in hosts.values()) if threads == "auto" else int(threads)
+    return replace(layout, nodes=len(hosts), world_size=world_size, threads=found), [seats[index] for index in range(len(hellos))]
+
+
+def _told_all(members: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell whether what started the workers of a host has numbered them, each with a number of its own."""
+    told = [-1 if member["local_rank"] is None else member["local_rank"] for member in members]
+    return all(member["told"] for member in members) and sorted(told) == list(range(len(told)))
+
+
+def _threads(members: Sequence[Mapping[str, Any]]) -> int:
+    """Divide a host's cores, whether its workers see all of them or each its own."""
+    workers: int = sum(member["workers"] for member in members)
+    shares = [len({core for member in members for core in member["cores"]}) // workers]
+    shares += [member["quota"] // workers for member in members if member["quota"]]
+    return max(1, min(shares))
+
+
+def _one_gpu_each(members: Sequence[Mapping[str, Any]], workers: int) -> bool:
+    """Decide whether each told worker sees its own GPU alone (Slurm's per-task binding) or all see all.
+
+    Raises:
+        RefusedError: there are fewer GPUs than workers.
+    """
+    if not members[0]["gpus"] or not members[0]["told"]:
+        return False
+    shown = [list(member["gpus"]) for member in members]
+    if all(len(gpus) >= workers for gpus in shown):
+        return False
+    if all(len(gpus) == 1 for gpus in shown) and len({gpus[0] for gpus in shown}) == len(members):
+        return True
+    raise RefusedError(
+        f"{members[0]['host']} runs {workers} workers, and they see {len({gpu for gpus in shown for gpu in gpus})} GPUs: start one "
+        f"worker for each GPU, or use trainer.device=cpu."
+    )
+
+
+def first_difference(one: Any, other: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """Return the first key at which two trees differ, with both values, or None."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for name in [*one, *(name for name in other if name not in one)]:
+            found = first_difference(one.get(name), other.get(name), f"{key}.{name}" if key else str(name))
+            if found:
+                return found
+        return None
+    return None if one == other else (key, one, other)
+
+
+def _watch(
+    job: Job,
+    layout: Layout,
+    seat: Seat,
+    meeting: Meeting | None,
+    server: Server,
+    store: socket.socket | tuple[str, int] | None = None,
+) -> int:
+    """Start this command's workers and watch them to the end."""
+    # Bound here and handed to rank zero, so that the port is ours from the start and on the chosen interface alone: a store
+    # that torch opens itself listens on every interface, and a port that is found, closed and opened again can be lost.
+    own = socket.create_server((LOOPBACK, 0), backlog=1024) if store is None else None
+    listener = own or (store if isinstance(store, socket.socket) else None)
+    place: tuple[str, int] = listener.getsockname()[:2] if listener else store  # type: ignore[assignment]
+    try:
+        workers = []
+        for number in range(seat.workers):
+            rank = seat.first_rank + number
+            ours, theirs = socket.socketpair()
+            environ = environment(layout, seat, number, place, meeting.address if meeting else LOOPBACK)
+            descriptors = {CONTROL_FD: theirs.fileno()}
+            if rank == 0 and listener is not None:
+                descriptors[STORE_FD] = listener.fileno()
+            log = Log(job.logs, rank)
+            server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors)
+            theirs.close()
+            workers.append(Worker(rank, Lines(ours), log))
+    finally:
+        if listener is not None:
+            listener.close()
+    try:
+        return supervise(server, workers, Terminal(), meeting)
+    finally:
+        for worker in workers:
+            worker.log.close()
+
+
+def environment(layout: Layout, seat: Seat, number: int, store: tuple[str, int], address: str) -> dict[str, str]:
+    """Return the variables that tell worker `number` of this command its place; `address` is this host's own."""
+    host, port = store
+    variables = {
+        "RANK": str(seat.first_rank + number),
+        "LOCAL_RANK": str(seat.local_rank + number),
+        "WORLD_SIZE": str(layout.world_size),
+        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
+        "GROUP_RANK": str(seat.node_rank),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+    if seat.one_gpu_each:
+        variables["DDPEXP_GPU"] = "0"
+    if not is_loopback(host):
+        interface = interface_of(address)
+        if interface:
+            variables |= {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+    return variables

@@ -1,0 +1,58 @@
+"""launcher=torchrun-env: this command is one rank, started by torchrun or by hand with the same variables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Job, team
+from ddpexp.launch.fork_server import Server
+from ddpexp.launch.meeting import Fixed, Told, Way
+from ddpexp.launch.place import Place, of_torchrun
+from ddpexp.launch.process import die_with_parent
+
+
+@dataclass(frozen=True)
+class TorchrunEnv:
+    """Join the ranks that torchrun, torch.distributed.launch or a hand with `export RANK=...` has started."""
+
+    def launch(self, job: Job, server: Server | None = None) -> int:
+        """Run this rank's worker and return its exit code.
+
+        Raises:
+            RefusedError: a variable is missing or contradicts another one. WorkerError: a worker failed. StoppedError: a
+            signal to this process ended the run.
+        """
+        place = of_torchrun(job.asked)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with_parent(os.getppid())  # torchrun killed at once leaves its ranks alone: this one goes with it
+        server = server or Server()
+        try:
+            return team.run(job, place, way(place, server, job.asked.init_seconds), server)
+        finally:
+            server.close()
+
+
+def way(place: Place, server: Server, seconds: float, environ: Mapping[str, str] = os.environ) -> Way | None:
+    """Return how the ranks find one another: torchrun's agent keeps a store; without one rank zero takes the port itself."""
+    if place.size == 1:
+        return None
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return Fixed(host, int(port), ("MASTER_ADDR", "MASTER_PORT"))
+    key = f"ddpexp/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+    def call(*words: str) -> str | None:
+        code, text = server.call("ddpexp.launch.agent_store:main", [json.dumps([host, int(port), key, seconds, *words])])
+        if code:
+            raise RefusedError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
+        return text or None
+
+    return Told(publish=lambda text: void(call(text)), ask=call, local=place.local_world_size == place.size)
+
+
+def void(_: object) -> None:
+    """Drop a value."""
