@@ -47,18 +47,35 @@ class Training(Job):
         if source is not None and not Path(source).exists():
             raise RefusedError(f"run.init_from={source}: there is no such file.")
 
-    def create(self, owners: Sequence[str] = ()) -> RunDir:
+    def prepare(self) -> None:
+        """Make the data ready where this command runs."""
+        prepare(self.experiment.data, self.experiment.trust)
+
+    def create(self, owners: Sequence[str] = ()) -> Path:
         """Make the run directory and write down what was asked; after a failure `owners` start again in the same one."""
         self.run, self._began = rundir.create(self.experiment.run.dir, self.experiment.recipe.name, owners), True
         rundir.write(self.run.config, self._text)
         rundir.write(self.run.overrides, "".join(f"- {word}\n" for word in self._overrides) or "[]\n")
-        return self.run
+        return self.run.path
+
+    def described(self) -> dict[str, Any]:
+        """Return what `ddpexp member FILE` needs: the experiment and what was typed."""
+        return {"config": self._text, "overrides": list(self._overrides), "command": list(self._argv)}
+
+    def note(self, status: str, **facts: Any) -> None:
+        """Write a result that says how far the job is."""
+        assert self.run is not None
+        rundir.write(self.run.result, rundir.dumps({"status": status, **facts}))
 
     def begin(self, layout: Layout, crew: Crew) -> None:
         """Prepare the data, make the run directory, write down what will run."""
         data = prepare(self.experiment.data, self.experiment.trust)
-        run = self.run or self.create(crew.owners)
-        self._began = True
+        if self.run is None:
+            self.create(crew.owners)
+        else:
+            rundir.start_over(self.run)
+        run, self._began = self.run, True
+        assert run is not None
         rundir.write(run.manifest, rundir.dumps(rundir.describe(layout, data, self._argv, crew)))
         self._enter(run, data)
 

@@ -165,7 +165,7 @@ def create(asked: str | None, recipe: str, owners: Sequence[str] = ()) -> RunDir
     """
     again = _owned(asked, recipe, owners) if owners else None
     if again is not None:
-        _clear(again)
+        start_over(again)
         return again
     path = Path(asked) if asked else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
     taken = RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
@@ -202,8 +202,14 @@ def _owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | No
     return None
 
 
-def _clear(run: RunDir) -> None:
-    """Make an unfinished run ready to start over; its logs stay, and why it failed is kept beside."""
+def start_over(run: RunDir) -> None:
+    """Make an unfinished run ready to start over; its logs stay, and why it failed is kept beside.
+
+    Raises:
+        RefusedError: it is finished.
+    """
+    if run.result.is_file() and run.read(run.result).get("status") == "done":
+        raise RefusedError(f"{run.path} is finished: its result.json says done. Start a new run instead.")
     if run.error.is_file():
         _first_free_name(run.error)
     for path in (run.result, run.metrics):

@@ -7,9 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from ddpexp.errors import RefusedError
+
 if TYPE_CHECKING:
     from ddpexp.errors import Failure
     from ddpexp.launch.fork_server import Server
+
+
+_NOT_ELSEWHERE = (
+    "this launcher starts commands of its own, which only a training can have: use launcher=spawn, or start the ranks yourself "
+    "(srun or torchrun) with launcher=slurm or launcher=torchrun-env."
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,26 @@ class Job:
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
         """Take over what another command has begun. Called by all but that one."""
+
+    # What launchers need that start further commands, elsewhere or later.
+
+    def prepare(self) -> None:
+        """Make the data ready where this command runs."""
+
+    def create(self) -> Path:
+        """Make the folder from which another command can join with `ddpexp member FOLDER`.
+
+        Raises:
+            RefusedError: this kind of job cannot be taken up by another command.
+        """
+        raise RefusedError(_NOT_ELSEWHERE)
+
+    def described(self) -> dict[str, Any]:
+        """Return, as plain values, what `ddpexp member FILE` needs to join. Raises RefusedError like `create`."""
+        raise RefusedError(_NOT_ELSEWHERE)
+
+    def note(self, status: str, **facts: Any) -> None:
+        """Write down how far the job is, as its result so far."""
 
     def fail(self, failure: Failure) -> None:
         """Write down why the job failed. Called by one command."""

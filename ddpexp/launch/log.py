@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
+from typing import IO
 
 _BLOCK = 1 << 16
 
@@ -17,10 +18,21 @@ class Log:
     def __init__(self, folder: Path | None, rank: int) -> None:
         """Make `<folder>/<rank>.log`, or without a folder a file that has no name and is gone with its last reader."""
         if folder is None:
-            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"{rank}.log").open("a+b", buffering=0)
+        self._begin()
+
+    @classmethod
+    def reading(cls, path: Path) -> Log:
+        """Follow a file that somebody else writes."""
+        log = cls.__new__(cls)
+        log._file = path.open("rb", buffering=0)
+        log._begin()
+        return log
+
+    def _begin(self) -> None:
         self._read = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest = ""
