@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,10 @@ class Place:
 
 
 _TORCHRUN = "torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env"
+# What to do about a missing variable, by what should have set it.
+_BY_TORCHRUN = "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them"
+_BY_SRUN = "srun gives it to every task; start the command with srun, in an environment that keeps Slurm's variables"
+_BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables"
 
 
 def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
@@ -39,36 +44,36 @@ def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
             f"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: type `{_TORCHRUN}`, "
             f"or use launcher=spawn, which needs no torchrun."
         )
-    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not environ.get(name):
-            raise RefusedError(f"{name} is not set: every rank needs it to find rank zero. torchrun sets it; by hand, export it.")
-    port = _number(environ, "MASTER_PORT")
+    rank, size = _number(environ, "RANK", _BY_TORCHRUN), _number(environ, "WORLD_SIZE", _BY_TORCHRUN)
+    if not environ.get("MASTER_ADDR"):
+        raise RefusedError(f"MASTER_ADDR is not set: {_BY_TORCHRUN}.")
+    port = _number(environ, "MASTER_PORT", _BY_TORCHRUN)
     if not 0 < port < 65536:
         raise RefusedError(f"MASTER_PORT={port} is no port: use one from 1 to 65535.")
     _refuse_rank("RANK", rank, "WORLD_SIZE", size)
-    local_rank, local_size = _optional(environ, "LOCAL_RANK"), _optional(environ, "LOCAL_WORLD_SIZE")
-    if local_rank is not None and local_size is not None:
-        _refuse_rank("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
-    if local_size is not None and local_size > size:
-        raise RefusedError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}: the exported variables contradict.")
-    nodes = _optional(environ, "GROUP_WORLD_SIZE") or (1 if local_size == size else None)
+    local_rank, local_size = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", size, "WORLD_SIZE")
+    nodes = _nodes(environ, "GROUP_WORLD_SIZE") or (1 if local_size == size else None)
     elastic = "TORCHELASTIC_RUN_ID" in environ
     starter = "torchrun" if elastic else "the environment"
     _refuse_contradiction(asked, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
     owner = process_identity(os.getppid()) if elastic else None
-    return Place(rank, size, True, local_rank if local_size is not None else None, local_size, nodes, starter, owner)
+    return Place(rank, size, True, local_rank, local_size, nodes, starter, owner)
 
 
 def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
     """Read the place of a task that srun started. Raises RefusedError like `of_torchrun`."""
-    rank = _number(environ, "SLURM_PROCID")
-    size = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
-    nodes = _optional(environ, "SLURM_STEP_NUM_NODES")
-    local_rank = _number(environ, "SLURM_LOCALID")
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    rank, size = _number(environ, "SLURM_PROCID", _BY_SRUN), _number(environ, size_name, _BY_SRUN)
+    _refuse_rank("SLURM_PROCID", rank, size_name, size)
+    nodes = _nodes(environ, "SLURM_STEP_NUM_NODES")
     tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    node = _number(environ, "SLURM_NODEID")
-    local_size = tasks[node] if node < len(tasks) else None
+    node = _number(environ, "SLURM_NODEID", _BY_SRUN)
+    if tasks:
+        _refuse_rank("SLURM_NODEID", node, "the number of nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
+    local_size = tasks[node] if tasks else None
+    local_rank = _number(environ, "SLURM_LOCALID", _BY_SRUN)
+    if local_size is not None:
+        _refuse_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
     _refuse_contradiction(asked, "srun", nodes, local_size, "tasks per node")
     return Place(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun")
 
@@ -77,7 +82,7 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place
     """Read the place of a process of mpirun (Open MPI, MPICH and what is made from it), and a name for that mpirun.
 
     Raises:
-        RefusedError: no mpirun started this, or a typed key contradicts it.
+        RefusedError: no mpirun started this, or a variable is missing, no number, or contradicts another or a typed key.
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -90,13 +95,12 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place
             "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: type "
             "`mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."
         )
-    rank, size = _number(environ, names[0]), _number(environ, names[1])
-    local_rank, local_size = _optional(environ, names[2]), _optional(environ, names[3])
+    rank, size = _number(environ, names[0], _BY_MPIRUN), _number(environ, names[1], _BY_MPIRUN)
+    _refuse_rank(names[0], rank, names[1], size)
+    local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
     nodes = 1 if local_size == size else None
     _refuse_contradiction(asked, "mpirun", nodes, local_size, names[3])
-    known = local_size is not None
-    place = Place(rank, size, True, local_rank if known else None, local_size, nodes, "mpirun", process_identity(os.getppid()))
-    return place, key
+    return Place(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(os.getppid())), key
 
 
 def process_identity(pid: int) -> str | None:
@@ -111,7 +115,8 @@ def process_identity(pid: int) -> str | None:
 def _refuse_contradiction(asked: Asked, starter: str, nodes: int | None, local_size: int | None, name: str) -> None:
     if asked.gpus != "auto" and local_size is not None and asked.gpus != local_size:
         raise RefusedError(
-            f"trainer.gpus={asked.gpus}, but {starter} has {local_size} workers on this node ({name}={local_size}): "
+            f"trainer.gpus={asked.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on this node "
+            f"({name}={local_size}): "
             f"leave trainer.gpus=auto, for {starter} decides."
         )
     if isinstance(asked.nodes, str) and asked.nodes != "auto":
@@ -124,29 +129,46 @@ def _refuse_rank(name: str, rank: int, size_name: str, size: int) -> None:
     if size < 1:
         raise RefusedError(f"{size_name}={size} leaves no worker: it is the number of workers, 1 or more.")
     if not 0 <= rank < size:
-        raise RefusedError(f"{name}={rank}, but {size_name}={size}: ranks go from 0 to {size - 1}.")
+        raise RefusedError(f"{name}={rank}, but {size_name}={size}: it goes from 0 to {size - 1}.")
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Mapping[str, str], name: str, advice: str) -> int:
     text = environ.get(name)
-    if text is None:
-        raise RefusedError(f"{name} is not set: every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (or their like).")
+    if not text:
+        raise RefusedError(f"{name} is not set: {advice}.")
     try:
         return int(text)
     except ValueError:
         raise RefusedError(f"{name}={text} is not a whole number.") from None
 
 
-def _optional(environ: Mapping[str, str], name: str) -> int | None:
-    return _number(environ, name) if environ.get(name) else None
+def _local(environ: Mapping[str, str], rank_name: str, size_name: str, all_: int, all_name: str) -> tuple[int | None, int | None]:
+    """Read a rank's number on its host and how many there are, where both are known."""
+    rank = _number(environ, rank_name, "") if environ.get(rank_name) else None
+    size = _number(environ, size_name, "") if environ.get(size_name) else None
+    if size is None:
+        return None, None
+    _refuse_rank(rank_name, rank or 0, size_name, size)
+    if size > all_:
+        raise RefusedError(f"{size_name}={size} is more than {all_name}={all_}: the variables contradict.")
+    return rank, size
+
+
+def _nodes(environ: Mapping[str, str], name: str) -> int | None:
+    nodes = _number(environ, name, "") if environ.get(name) else None
+    if nodes is not None and nodes < 1:
+        raise RefusedError(f"{name}={nodes} leaves no machine: it is the number of machines, 1 or more.")
+    return nodes
 
 
 def _tasks_per_node(text: str) -> list[int]:
     """Read Slurm's short form: `2(x3),1` means 2, 2, 2, 1."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
-        count, _, times = part.partition("(x")
-        counts += [int(count)] * (int(times.rstrip(")")) if times else 1)
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise RefusedError(f"SLURM_STEP_TASKS_PER_NODE={text} is not a list of numbers such as 2(x3),1.")
+        counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
 
