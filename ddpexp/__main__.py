@@ -39,9 +39,11 @@ def main() -> int:
             return _launch(launcher, job, server, as_member=True)
         return _train(argv, server)
     except WorkerError as error:
+        _hear_no_more_signals()
         _tell_torchrun(error)
-        return _say(_first_cause(error), error.exit_code)
+        return error.exit_code if error.quiet else _say(_first_cause(error), error.exit_code)
     except DdpexpError as error:
+        _hear_no_more_signals()
         _tell_torchrun(error)
         return error.exit_code if error.quiet else _say(f"ddpexp: {error}", error.exit_code)
     finally:
@@ -81,7 +83,9 @@ def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool
             job.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
         raise
     except StoppedError as error:
-        raise StoppedError(error.signum, job.interrupt()) from None
+        stopped = StoppedError(error.signum, job.interrupt())
+        stopped.quiet = not job.leads  # the leading command says it
+        raise stopped from None
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:
@@ -98,10 +102,11 @@ def _tell_torchrun(error: DdpexpError) -> None:
     if not path:
         return
     trace = error.failure.traceback if isinstance(error, WorkerError) else None
-    extra = {"py_callstack": trace or "", "timestamp": str(int(time.time()))}
+    summary = _first_line(error)
+    extra = {"py_callstack": f"{trace}{summary}" if trace else summary, "timestamp": str(int(time.time()))}
     try:
         with open(path, "w") as file:
-            json.dump({"message": {"message": _first_line(error), "extraInfo": extra}}, file)
+            json.dump({"message": {"message": summary, "extraInfo": extra}}, file)
     except OSError:
         pass  # its folder is gone with it
 
@@ -115,6 +120,12 @@ def _stop_on_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
+
+
+def _hear_no_more_signals() -> None:
+    """What started this command may send it a signal while it says how it ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _will_fork(argv: list[str]) -> bool:

@@ -46,7 +46,9 @@ class Failure:
 class WorkerError(DdpexpError):
     """A worker failed: the first genuine cause, and the ranks that only went down with it."""
 
-    def __init__(self, failure: Failure, others: tuple[int, ...] = (), shown: bool = False, leader: str | None = None) -> None:
+    def __init__(
+        self, failure: Failure, others: tuple[int, ...] = (), shown: bool = False, leader: str | None = None, quiet: bool = False
+    ) -> None:
         """Keep the first failure, the other ranks that ended because of it, and whether its last words are on the terminal.
 
         `leader` is the host of the command that reports it, where that is another one than this.
@@ -56,6 +58,7 @@ class WorkerError(DdpexpError):
         self.others = others
         self.shown = shown
         self.leader = leader
+        self.quiet = quiet
         self.exit_code = failure.exit_code
 
 

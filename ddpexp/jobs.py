@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -54,6 +55,8 @@ class Training(Job):
     def create(self, owners: Sequence[str] = ()) -> Path:
         """Make the run directory and write down what was asked; after a failure `owners` start again in the same one."""
         self.run, self._began = rundir.create(self.experiment.run.dir, self.experiment.recipe.name, owners), True
+        if self.run.manifest.is_file():
+            print(f"ddpexp: starting again in {rundir.relative(self.run.path)}", file=sys.stderr, flush=True)
         rundir.write(self.run.config, self._text)
         rundir.write(self.run.overrides, "".join(f"- {word}\n" for word in self._overrides) or "[]\n")
         return self.run.path

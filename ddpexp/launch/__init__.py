@@ -62,6 +62,7 @@ class Job:
     logs: Path | None = None  # the folder for each rank's output; None keeps it only as long as the job runs
     asked: Asked = Asked()
     identity: Mapping[str, Any] = {}  # what must be the same for all commands of the job
+    leads: bool = True  # this command begins the job; False once it has entered what another one began
     folder: Path = Path()  # one that every host sees, where the commands of several hosts find one another
 
     def check(self, layout: Layout) -> None:

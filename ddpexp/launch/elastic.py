@@ -46,15 +46,17 @@ class Elastic:
         rendezvous = self._rendezvous(high)
         if server is not None:
             server.close()  # each worker's command has its own
+        job.leads = False  # one of the commands that the agent starts does
         with tempfile.TemporaryDirectory(prefix="ddpexp-") as private:
             described = Path(private) / "job.json"
             described.write_text(json.dumps(job.described()))
             words = [
-                sys.executable, "-m", "torch.distributed.run", f"--nnodes={low}:{high}",
+                sys.executable, "-m", "ddpexp.launch.elastic_agent", str(os.getpid()), f"--nnodes={low}:{high}",
                 f"--nproc-per-node={here.world_size}", f"--max-restarts={self.max_restarts}", *rendezvous,
                 "-m", "ddpexp", "member", str(described),
             ]  # fmt: skip
-            environ = {"OMP_NUM_THREADS": "1", **os.environ, _CODES: private}  # each worker sets its own number of threads
+            # Each worker sets its own number of threads; what torch writes beside goes with the folder.
+            environ = {"OMP_NUM_THREADS": "1", **os.environ, _CODES: private, "TMPDIR": private}
             code = child.run(words, environ, ended=lambda: EXIT_REFUSED in _codes(private))
             return code if code == EXIT_DONE else next(iter(_codes(private)), EXIT_FAILED)
 

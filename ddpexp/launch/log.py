@@ -21,7 +21,7 @@ class Log:
             self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"{rank}.log").open("a+b", buffering=0)
+            self._file = (folder / f"{rank}.log").open("a+b", buffering=0)  # an attempt before this one may have written
         self._begin()
 
     @classmethod
@@ -30,10 +30,11 @@ class Log:
         log = cls.__new__(cls)
         log._file = path.open("rb", buffering=0)
         log._begin()
+        log._read = 0
         return log
 
     def _begin(self) -> None:
-        self._read = 0
+        self._read = self.size()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._rest = ""
 

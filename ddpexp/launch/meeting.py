@@ -7,22 +7,27 @@ import hashlib
 import json
 import os
 import secrets
+import selectors
 import socket
+import stat
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.control import Lines
-from ddpexp.launch.network import LOOPBACK, is_loopback, own_address
+from ddpexp.launch.network import LOOPBACK, is_loopback, is_wildcard, own_address
 
 _RETRY_SECONDS = 0.05
 _HELLO_SECONDS = 5.0
-_LONGEST_LINE = 1 << 24  # bytes; a stranger's endless line ends here
+_SEND_SECONDS = 10.0
+_LONGEST_LINE = 1 << 24  # bytes
+_LONGEST_HELLO = 1 << 20  # bytes; a stranger's endless line ends here
+_KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, times: a host cut off is gone after 10 s
 
 
 class Way(Protocol):
@@ -56,10 +61,12 @@ class Fixed:
             RefusedError: the address is not this host's, or the port is taken.
         """
         name, port = self.names
+        if is_wildcard(self.host):
+            raise RefusedError(f"{name}={self.host} is no address that the others could reach: name this host.")
         try:
             return socket.create_server((LOOPBACK if is_loopback(self.host) else self.host, self.port), backlog=1024), ""
-        except socket.gaierror as error:
-            raise RefusedError(f"{name}={self.host} is not a known host: {error.strerror}.") from None
+        except (socket.gaierror, UnicodeError) as error:
+            raise RefusedError(f"{name}={self.host} is not a known host: {_reason(error)}.") from None
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise RefusedError(
@@ -107,25 +114,26 @@ class Published:
                 json.dump([host, port, word], file)
             os.replace(temporary, self.path)
         except OSError as error:
+            listener.close()
             raise RefusedError(f"{self.path} cannot be written, where the ranks look for rank zero: {error.strerror}.") from None
         return listener, word
 
     def seek(self) -> tuple[str, int, str] | None:
         """Read the file, if it is there and this user's."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
         except OSError:
             with suppress(OSError):
                 os.listdir(self.path.parent)  # a network file system looks again
             return None
-        with os.fdopen(descriptor) as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                return None
-            try:
-                host, port, word = json.load(file)
-                return str(host), int(port), str(word)
-            except ValueError:
-                return None
+        try:
+            found = os.fstat(descriptor)
+            ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+            return _place(os.read(descriptor, 1024)) if ours else None
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Remove the file."""
@@ -150,10 +158,7 @@ class Told:
     def seek(self) -> tuple[str, int, str] | None:
         """Ask the store."""
         text = self.ask()
-        if text is None:
-            return None
-        host, port, word = json.loads(text)
-        return str(host), int(port), str(word)
+        return None if text is None else _place(text)
 
     def close(self) -> None:
         """Do nothing: the store ends with what keeps it."""
@@ -170,31 +175,50 @@ class Peer:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; a peer that is gone is noticed when it is read from."""
+        before = self.channel.gettimeout()  # none while the watch reads
         with suppress(OSError):
-            self.channel.settimeout(10)
+            self.channel.settimeout(_SEND_SECONDS)
             self.channel.sendall(json.dumps(message).encode() + b"\n")
+        self.channel.settimeout(before)
 
     def receive(self, deadline: float) -> dict[str, Any]:
         """Wait for the next message.
 
         Raises:
-            EOFError: the peer is gone. TimeoutError: nothing came until `deadline`, a time of the monotonic clock.
+            EOFError: the peer is gone, or says what is no message. TimeoutError: nothing came until `deadline`, a time of the
+            monotonic clock.
         """
-        while b"\n" not in self._rest:
+        while (message := self._message()) is None:
             self.channel.settimeout(max(0.001, deadline - time.monotonic()))
-            try:
-                data = self.channel.recv(1 << 16)
-            except TimeoutError:
-                raise
-            except OSError:
-                data = b""
-            if not data or len(self._rest) > _LONGEST_LINE:
-                raise EOFError
-            self._rest += data
-        line, _, self._rest = self._rest.partition(b"\n")
+            self._read(_LONGEST_LINE)
+        return message
+
+    def heard(self) -> dict[str, Any] | None:
+        """Return the first message if all of it has arrived, without waiting. Raises EOFError like `receive`."""
+        self.channel.setblocking(False)
+        with suppress(BlockingIOError):
+            self._read(_LONGEST_HELLO)
+        return self._message()
+
+    def _read(self, longest: int) -> None:
+        try:
+            data = self.channel.recv(1 << 16)
+        except (TimeoutError, BlockingIOError):
+            raise
+        except OSError:
+            data = b""
+        if not data or len(self._rest) > longest:
+            raise EOFError
+        self._rest += data
+
+    def _message(self) -> dict[str, Any] | None:
+        line, end, rest = self._rest.partition(b"\n")
+        if not end:
+            return None
+        self._rest = rest
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EOFError from None
         if not isinstance(message, dict):
             raise EOFError
@@ -212,6 +236,7 @@ class Meeting:
     index: int
     peers: list[Peer] = field(default_factory=list)
     address: str = LOOPBACK  # of this host, as the others reach it
+    speaks: bool = True  # this command's terminal is the one for its host: not where the leading one's is
 
     @property
     def leads(self) -> bool:
@@ -237,35 +262,21 @@ def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[d
     """
     listener, word = way.listen()
     deadline = time.monotonic() + seconds
-    meeting = Meeting(0, address=str(listener.getsockname()[0]))
+    address = str(listener.getsockname()[0])
     found: dict[int, tuple[Peer, dict[str, Any]]] = {}
     try:
-        with listener:
+        with listener, closing(_Door(listener, word)) as door:
             while len(found) < size - 1:
-                listener.settimeout(max(0.001, deadline - time.monotonic()))
-                try:
-                    channel, _ = listener.accept()
-                except TimeoutError:
-                    raise RefusedError(_missing(sorted(set(range(1, size)) - set(found)), size, seconds, who)) from None
-                peer = Peer(-1, channel)
-                try:  # a stranger that says nothing must not keep the others out
-                    hello = peer.receive(min(deadline, time.monotonic() + _HELLO_SECONDS))
-                except (EOFError, TimeoutError):
-                    channel.close()
-                    continue
-                if hello.get("word") != word or not isinstance(hello.get("index"), int):
-                    channel.close()
-                    continue
-                if not 0 < hello["index"] < size or hello.get("size") != size or hello["index"] in found:
-                    error = RefusedError(_contradiction(hello, size, found, who))
-                    peer.send({"kind": "refused", "message": str(error)})
-                    raise error
-                peer.index, peer.host = hello["index"], str(hello["host"])
-                peer.send({"kind": "welcome", "host": socket.gethostname()})
-                found[peer.index] = (peer, hello)
+                if time.monotonic() >= deadline:
+                    absent = sorted(set(range(1, size)) - set(found))
+                    raise RefusedError(_missing(absent, size, seconds, who) + _only_here(way, address))
+                for peer, hello in door.wait(deadline):
+                    if hello is None:  # it may come again
+                        found.pop(peer.index, None)
+                    else:
+                        _welcome(peer, hello, size, found, who)
         ordered = [found[index] for index in sorted(found)]
-        meeting.peers = [peer for peer, _ in ordered]
-        return meeting, [hello for _, hello in ordered]
+        return Meeting(0, [peer for peer, _ in ordered], address), [hello for _, hello in ordered]
     except RefusedError as error:
         for peer, _ in found.values():
             peer.send({"kind": "refused", "message": str(error)})
@@ -275,6 +286,92 @@ def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[d
         way.close()
 
 
+def _welcome(peer: Peer, hello: dict[str, Any], size: int, found: dict[int, tuple[Peer, dict[str, Any]]], who: str) -> None:
+    index = hello["index"]
+    if not 0 < index < size or hello.get("size") != size or index in found:
+        error = RefusedError(_contradiction(hello, size, found, who))
+        peer.send({"kind": "refused", "message": str(error)})
+        peer.channel.close()
+        raise error
+    peer.index, peer.host = index, hello["host"]
+    peer.send({"kind": "welcome", "host": socket.gethostname()})
+    found[index] = (peer, hello)
+
+
+@dataclass
+class _Guest:
+    peer: Peer
+    until: float  # when it must have said who it is
+    known: bool = False  # it has
+
+
+class _Door:
+    """Who comes to the listener. All are heard at once: a stranger that says nothing keeps nobody out."""
+
+    def __init__(self, listener: socket.socket, word: str) -> None:
+        self._listener, self._word = listener, word
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def wait(self, deadline: float) -> Iterator[tuple[Peer, dict[str, Any] | None]]:
+        """Yield those who say hello with the word, and with None those who had done so and are gone."""
+        until = min([deadline, *(guest.until for guest in self._guests() if not guest.known)])
+        keys = [key for key, _ in self._selector.select(max(0.0, until - time.monotonic()))]
+        guests: list[_Guest] = [key.data for key in keys if key.data is not None]
+        for guest in sorted(guests, key=lambda guest: not guest.known):  # who leaves may be coming again
+            yield from self._hear(guest)
+        if len(guests) < len(keys):
+            self._admit()
+        for guest in self._guests():
+            if not guest.known and guest.until < time.monotonic():
+                self._turn_away(guest)
+
+    def close(self) -> None:
+        """Turn away all who have not said who they are."""
+        for guest in self._guests():
+            if not guest.known:
+                self._turn_away(guest)
+        self._selector.close()
+
+    def _guests(self) -> list[_Guest]:
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
+
+    def _admit(self) -> None:
+        try:
+            channel, _ = self._listener.accept()
+        except OSError:
+            return  # it has gone again
+        _keep_alive(channel)
+        self._selector.register(channel, selectors.EVENT_READ, _Guest(Peer(-1, channel), time.monotonic() + _HELLO_SECONDS))
+
+    def _hear(self, guest: _Guest) -> Iterator[tuple[Peer, dict[str, Any] | None]]:
+        try:
+            hello = guest.peer.heard()
+        except EOFError:
+            self._turn_away(guest)
+            if guest.known:
+                yield guest.peer, None
+            return
+        if hello is None or guest.known:
+            return
+        if hello.get("word") == self._word and _is_hello(hello):
+            guest.known = True
+            yield guest.peer, hello
+        else:
+            self._turn_away(guest)
+
+    def _turn_away(self, guest: _Guest) -> None:
+        self._selector.unregister(guest.peer.channel)
+        guest.peer.channel.close()
+
+
+def _is_hello(message: Mapping[str, Any]) -> bool:
+    """Tell whether a message can be one of ours; the word alone does not say so, for on a port that was told it is empty."""
+    index, size = message.get("index"), message.get("size")
+    return type(index) is int and type(size) is int and isinstance(message.get("host"), str)
+
+
 def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meeting:
     """Find the one that leads and introduce this command with `hello`, which names its `index`.
 
@@ -282,39 +379,77 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
         RefusedError: it was not found within `seconds`.
     """
     deadline = time.monotonic() + seconds
-    place = None
+    place, seen = None, f"nothing was heard of it{_where(way)}"
     while time.monotonic() < deadline:
         place = way.seek()
         if place is not None:
             host, port, word = place
             try:
-                channel = socket.create_connection((host, port), timeout=min(5, max(0.1, deadline - time.monotonic())))
-            except OSError:
-                channel = None
-            if channel is not None and channel.getsockname() != channel.getpeername():  # a port of our own answers itself
-                channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                peer = Peer(0, channel)
-                peer.send({**hello, "word": word})
-                try:  # one that is not ours, or belongs to an attempt before this one, closes or says nothing
-                    answer = peer.receive(min(deadline, time.monotonic() + 3 * _HELLO_SECONDS))
-                except (EOFError, TimeoutError):
-                    answer = {}
-                if answer.get("kind") == "refused":
-                    channel.close()
-                    raise RefusedError(str(answer["message"]))
-                if answer.get("kind") == "welcome":
-                    peer.host = str(answer["host"])
-                    return Meeting(int(hello["index"]), [peer], str(channel.getsockname()[0]))
-                channel.close()
+                with ExitStack() as stack:
+                    channel = stack.enter_context(socket.create_connection((host, port), timeout=_bounded(deadline)))
+                    peer = _introduced(Peer(0, channel), {**hello, "word": word}, deadline)
+                    stack.pop_all()
+                return Meeting(int(hello["index"]), [peer], str(channel.getsockname()[0]))
+            except EOFError:
+                seen = f"what answers at {host}:{port} is not it"
+            except (OSError, UnicodeError) as error:
+                seen = f"nobody answered at {host}:{port} ({_reason(error)})"
         time.sleep(_RETRY_SECONDS)
-    seen = f"nobody answered at {place[0]}:{place[1]}" if place else f"nothing was heard of it{_where(way)}"
     raise RefusedError(
         f"{who} {hello['index']} did not find {who} 0 within {seconds:g} s: {seen}. Was it started, and is its host reached?"
     )
 
 
+def _introduced(leader: Peer, hello: Mapping[str, Any], deadline: float) -> Peer:
+    """Say hello and hear the welcome. Raises EOFError: this is not the one that leads. TimeoutError: it says nothing."""
+    if leader.channel.getsockname() == leader.channel.getpeername():
+        raise EOFError  # a port of our own, chosen by chance, which answers itself
+    _keep_alive(leader.channel)
+    leader.send(hello)
+    answer = leader.receive(time.monotonic() + _bounded(deadline))
+    if answer.get("kind") == "refused" and isinstance(answer.get("message"), str):
+        raise RefusedError(answer["message"])
+    if answer.get("kind") != "welcome" or not isinstance(answer.get("host"), str):
+        raise EOFError
+    leader.host = answer["host"]
+    return leader
+
+
+def _bounded(deadline: float) -> float:
+    return min(_HELLO_SECONDS, max(0.1, deadline - time.monotonic()))
+
+
+def _keep_alive(channel: socket.socket) -> None:
+    channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _place(text: str | bytes) -> tuple[str, int, str] | None:
+    """Read what a leader has written down; None when it is something else."""
+    try:
+        host, port, word = json.loads(text)
+        return str(host), int(port), str(word)
+    except (ValueError, TypeError):
+        return None
+
+
 def _where(way: Way) -> str:
-    return f" in {way.path.parent}, which all hosts must see" if isinstance(way, Published) else ""
+    if not isinstance(way, Published):
+        return ""
+    return f" in {way.path.parent}{'' if way.local else ', which all hosts must see'}"
+
+
+def _only_here(way: Way, address: str) -> str:
+    """Explain what the name of a host that stands for loopback there, as on Debian, does to the others."""
+    if not isinstance(way, Fixed) or is_loopback(way.host) or not is_loopback(address):
+        return ""
+    return f" Here {way.names[0]}={way.host} stands for {address}, which only this host reaches: use its address."
 
 
 def _missing(absent: Sequence[int], size: int, seconds: float, who: str) -> str:

@@ -87,6 +87,7 @@ class _Watch:
     workers: Sequence[Worker]
     others: Sequence[_Other] = ()  # of the leading command all, of another one the leading one
     leads: bool = True
+    speaks: bool = True  # somebody looks at this terminal who does not see the leading command's
     heard: list[_Heard] = field(default_factory=list)
     passed_on: set[int] = field(default_factory=set)  # ranks whose failure the leading command has been told
     leader_lost: bool = False
@@ -110,7 +111,7 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal, mee
     """
     watch = _Watch(workers)
     if meeting is not None:
-        watch.leads = meeting.leads
+        watch.leads, watch.speaks = meeting.leads, meeting.speaks
         watch.others = [_Other(peer, peer.lines()) for peer in meeting.peers]
     shown = next((worker for worker in workers if worker.rank == 0), None)
     with selectors.DefaultSelector() as selector, _signals() as signals:
@@ -178,6 +179,8 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
         elif kind == "stop":
             _stop(server, watch, bytes([message["signal"]]))
         elif kind == "end":
+            if message["cause"] is not None:
+                watch.heard.append(_Heard(Failure(**message["cause"]), -1, time.monotonic()))
             _kill(server, watch)
     if not open_ and not other.ended:
         other.ended = True
@@ -359,9 +362,12 @@ def _kill(server: Server, watch: _Watch) -> None:
 
 
 def _end_others(watch: _Watch) -> None:
+    """Have the other commands end their workers, and tell them why: the first cause is everybody's."""
     if watch.leads:
+        known = _ranked(watch)
+        cause = known[0].as_dict() if known and watch.stopped_by is None else None
         for other in watch.others:
-            other.peer.send({"kind": "end"})
+            other.peer.send({"kind": "end", "cause": cause})
 
 
 def _verdict(watch: _Watch) -> int:
@@ -370,21 +376,30 @@ def _verdict(watch: _Watch) -> int:
         return EXIT_DONE  # a signal that came when all was done changes nothing
     if watch.stopped_by is not None and not (watch.failed_at and watch.failed_at < watch.stopped_at):
         raise StoppedError(watch.stopped_by)
-    # A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
-    ranked = [(_weight(cause := _cause(worker)), worker.failed_at, worker.rank, cause) for worker in failed]
-    ranked += [(heard.weight, heard.at, heard.failure.rank, heard.failure) for heard in watch.heard]
-    ranked.sort(key=lambda one: one[:3])
+    failures = _ranked(watch)
     if watch.leader_lost:
         host = watch.others[0].peer.host
         text = f"the command of rank zero on {host} is gone: it was killed, or its host is cut off"
-        ranked.insert(0, (0, 0.0, 0, Failure(rank=0, host=host, kind="CommandLost", message=text)))
-    failures = [cause for *_, cause in ranked]
+        failures.insert(0, Failure(rank=0, host=host, kind="CommandLost", message=text))
     first = failures[0]
     others = tuple(sorted({failure.rank for failure in failures[1:]} - {first.rank}))
     if first.exit_code == EXIT_REFUSED and first.traceback is None:
         raise RefusedError(first.message)
     shown = first.rank == 0 and any(worker.rank == 0 and worker.failure is None for worker in watch.workers)
-    raise WorkerError(first, others, shown=shown, leader=None if watch.leads or watch.leader_lost else watch.others[0].peer.host)
+    told = not watch.leads and not watch.leader_lost
+    raise WorkerError(first, others, shown, leader=watch.others[0].peer.host if told else None, quiet=told and not watch.speaks)
+
+
+def _ranked(watch: _Watch) -> list[Failure]:
+    """Return what is known of failures here and elsewhere, the most genuine first.
+
+    A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
+    """
+    ended = [worker for worker in watch.workers if worker.failure is not None or worker.code is not None]
+    bad = [worker for worker in ended if not (worker.done and worker.code == EXIT_DONE)]
+    ranked = [(_weight(cause := _cause(worker)), worker.failed_at, worker.rank, cause) for worker in bad]
+    ranked += [(heard.weight, heard.at, heard.failure.rank, heard.failure) for heard in watch.heard]
+    return [cause for *_, cause in sorted(ranked, key=lambda one: one[:3])]
 
 
 def _weight(failure: Failure) -> int:

@@ -115,6 +115,8 @@ def _follow(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str,
     try:
         go = _next(leader, "go")
         seat, layout = Seat(**go["seat"]), Layout(**go["layout"])
+        meeting.speaks = seat.first_on_host and leader.host != platform.node()
+        job.leads = False
         try:
             job.enter(go["shared"], layout)
         except RefusedError as error:
@@ -125,7 +127,7 @@ def _follow(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str,
         return _watch(job, layout, seat, meeting, server, tuple(start["store"]))
     except RefusedError as error:
         # The one that leads has said so; on another host somebody may be looking at this terminal.
-        error.quiet = leader.host == platform.node()
+        error.quiet = leader.host == platform.node() or not meeting.speaks
         raise
     finally:
         meeting.close()
