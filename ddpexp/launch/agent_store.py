@@ -15,5 +15,5 @@ def main(described: str) -> int:
     if text:
         store.set(key, text[0])
     else:
-        print(store.get(key).decode())
+        print(f"found: {store.get(key).decode()}", flush=True)
     return 0

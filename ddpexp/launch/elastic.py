@@ -28,6 +28,7 @@ class Elastic:
     rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"
     rdzv_endpoint: str | None = None
     rdzv_id: str = "ddpexp"
+    rdzv_conf: str | None = None
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run the agent with this machine's workers and return the exit code of the job.
@@ -94,7 +95,8 @@ class Elastic:
                     "launcher.rdzv_endpoint is missing: name the place where the machines meet, HOST:PORT, the same on all of them."
                 )
             return ["--standalone"]
-        return [f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}", f"--rdzv-id={self.rdzv_id}"]
+        words = [f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}", f"--rdzv-id={self.rdzv_id}"]
+        return [*words, *([f"--rdzv-conf={self.rdzv_conf}"] if self.rdzv_conf else [])]
 
 
 def _codes(folder: str) -> list[int]:

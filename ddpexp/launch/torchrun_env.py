@@ -14,6 +14,8 @@ from ddpexp.launch.meeting import Fixed, Told, Way
 from ddpexp.launch.place import Place, of_torchrun
 from ddpexp.launch.process import die_with_parent
 
+_MARK = "found: "  # before the store's answer, which torch's warnings may surround
+
 
 @dataclass(frozen=True)
 class TorchrunEnv:
@@ -49,7 +51,7 @@ def way(place: Place, server: Server, seconds: float, environ: Mapping[str, str]
         code, text = server.call("ddpexp.launch.agent_store:main", [json.dumps([host, int(port), key, seconds, *words])])
         if code:
             raise RefusedError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
-        return text or None
+        return next((line.removeprefix(_MARK) for line in text.splitlines() if line.startswith(_MARK)), None)
 
     return Told(publish=lambda text: void(call(text)), ask=call, local=place.local_world_size == place.size)
 
