@@ -10,6 +10,7 @@ import secrets
 import selectors
 import socket
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,8 @@ _HELLO_SECONDS = 5.0
 _SEND_SECONDS = 10.0
 _LONGEST_LINE = 1 << 24  # bytes
 _LONGEST_HELLO = 1 << 20  # bytes; a stranger's endless line ends here
-_KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}  # seconds, seconds, times: a host cut off is gone after 10 s
+# Idle seconds, seconds between probes, their number: a host that is cut off is known to be gone after 10 s.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 4, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 
 
 class Way(Protocol):
@@ -64,16 +66,18 @@ class Fixed:
         if is_wildcard(self.host):
             raise RefusedError(f"{name}={self.host} is no address that the others could reach: name this host.")
         try:
-            return socket.create_server((LOOPBACK if is_loopback(self.host) else self.host, self.port), backlog=1024), ""
+            host = LOOPBACK if is_loopback(self.host) else str(socket.getaddrinfo(self.host, None, socket.AF_INET)[0][4][0])
         except (socket.gaierror, UnicodeError) as error:
             raise RefusedError(f"{name}={self.host} is not a known host: {_reason(error)}.") from None
+        try:
+            return socket.create_server((host, self.port), backlog=1024), ""
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise RefusedError(
                     f"{name}={self.host} is not an address of {socket.gethostname()}, where rank zero runs: name this host."
                 ) from None
             raise RefusedError(
-                f"{port}={self.port} cannot be opened on {self.host}: {error.strerror}. Choose another port, the same for all."
+                f"{port}={self.port} cannot be opened on {self.host}: {_reason(error)}. Choose another port, the same for all."
             ) from None
 
     def seek(self) -> tuple[str, int, str]:
@@ -115,7 +119,7 @@ class Published:
             os.replace(temporary, self.path)
         except OSError as error:
             listener.close()
-            raise RefusedError(f"{self.path} cannot be written, where the ranks look for rank zero: {error.strerror}.") from None
+            raise RefusedError(f"{self.path} cannot be written, where the ranks look for rank zero: {_reason(error)}.") from None
         return listener, word
 
     def seek(self) -> tuple[str, int, str] | None:
@@ -197,7 +201,8 @@ class Peer:
         """Return the first message if all of it has arrived, without waiting. Raises EOFError like `receive`."""
         self.channel.setblocking(False)
         with suppress(BlockingIOError):
-            self._read(_LONGEST_HELLO)
+            while True:  # to the end: one that gave up waiting has said hello and closed
+                self._read(_LONGEST_HELLO)
         return self._message()
 
     def _read(self, longest: int) -> None:
@@ -403,7 +408,10 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
 def _introduced(leader: Peer, hello: Mapping[str, Any], deadline: float) -> Peer:
     """Say hello and hear the welcome. Raises EOFError: this is not the one that leads. TimeoutError: it says nothing."""
     if leader.channel.getsockname() == leader.channel.getpeername():
-        raise EOFError  # a port of our own, chosen by chance, which answers itself
+        # A port of our own, chosen by chance, which answers itself. Closed with a reset, or the leader could not bind it for
+        # the minute that the kernel keeps it.
+        leader.channel.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raise EOFError
     _keep_alive(leader.channel)
     leader.send(hello)
     answer = leader.receive(time.monotonic() + _bounded(deadline))
@@ -421,12 +429,14 @@ def _bounded(deadline: float) -> float:
 
 def _keep_alive(channel: socket.socket) -> None:
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if hasattr(socket, name):
-            channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for option, value in _KEEPALIVE.items():
+        channel.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _reason(error: Exception) -> str:
+    """Return the operating system's words, without those that Python adds."""
+    if isinstance(error, OSError) and not isinstance(error, socket.gaierror) and error.errno:
+        return os.strerror(error.errno)
     return str(getattr(error, "strerror", None) or error)
 
 

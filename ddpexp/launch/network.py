@@ -47,6 +47,14 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_wildcard(host: str) -> bool:
+    """Tell whether an address stands for all interfaces of a host, and for none that others could reach."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def address_of(interface: str) -> str | None:
     """Return the IPv4 address of a network interface, or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
