@@ -34,6 +34,7 @@ class Training(Job):
     ) -> None:
         """Take the experiment, its YAML, what was typed, and the run directory where a command before this one has made it."""
         self.experiment, self.asked = experiment, asked(experiment)
+        self.name = experiment.recipe.name
         self.identity = _identity(text)
         self.run = run
         self.folder = run.path if run else rundir.parent(experiment.run.dir, experiment.recipe.name)
@@ -105,12 +106,13 @@ class Training(Job):
 
     def fail(self, failure: Failure) -> None:
         """Write error.json and the result."""
-        if self.run is not None:
-            self.run.fail(failure)
+        if self.run is None or (self.run.status() == "done" and not self._began):  # a finished run that was refused stays so
+            return
+        self.run.fail(failure)
 
     def interrupt(self) -> str:
         """Write the result."""
-        if self.run is None or not self._began:
+        if self.run is None or not (self._began or self.run.status() == "submitted"):
             return "nothing was started"
         self.run.interrupt()
         return f"what was recorded is in {rundir.relative(self.run.path)}"

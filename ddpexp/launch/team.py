@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.launch import Crew, Job, Layout
 from ddpexp.launch.control import CONTROL_FD, STORE_FD, Lines
 from ddpexp.launch.fork_server import Server
@@ -33,7 +33,7 @@ class Seat:
     local_rank: int  # of the first
     local_world_size: int
     node_rank: int
-    one_gpu_each: bool  # each worker sees the one GPU that is its own
+    own_gpus: bool  # the command sees GPUs that no other of the host sees: its workers count from the first of them
     first_on_host: bool
 
 
@@ -95,6 +95,9 @@ def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, s
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
             return _watch(job, layout, seats[0], meeting, server, store)
+    except WorkerError as error:
+        job.fail(error.failure)  # before the others hear that this command has done its part, and may be ended with them
+        raise
     finally:
         meeting.close()
 
@@ -174,12 +177,12 @@ def settle(hellos: Sequence[Mapping[str, Any]], threads: str | int, who: str) ->
     seats: dict[int, Seat] = {}
     for node_rank, members in enumerate(hosts.values()):
         local_size = sum(member["workers"] for member in members)
-        one_each = _one_gpu_each(members, local_size)
+        own_gpus = _own_gpus(members, local_size)
         for position, member in enumerate(members):
             ranks_before = sum(other["workers"] for other in hellos[: member["index"]])
             local_rank = member["local_rank"] if _told_all(members) else sum(other["workers"] for other in members[:position])
             seats[member["index"]] = Seat(
-                ranks_before, member["workers"], local_rank, local_size, node_rank, one_each, position == 0
+                ranks_before, member["workers"], local_rank, local_size, node_rank, own_gpus, position == 0
             )  # fmt: skip
     layout = Layout(**hellos[0]["layout"])
     found = min(_threads(members) for members in hosts.values()) if threads == "auto" else int(threads)
@@ -196,26 +199,29 @@ def _threads(members: Sequence[Mapping[str, Any]]) -> int:
     """Divide a host's cores, whether its workers see all of them or each its own."""
     workers: int = sum(member["workers"] for member in members)
     shares = [len({core for member in members for core in member["cores"]}) // workers]
+    shares += [len(member["cores"]) // member["workers"] for member in members]
     shares += [member["quota"] // workers for member in members if member["quota"]]
     return max(1, min(shares))
 
 
-def _one_gpu_each(members: Sequence[Mapping[str, Any]], workers: int) -> bool:
-    """Decide whether each told worker sees its own GPU alone (Slurm's per-task binding) or all see all.
+def _own_gpus(members: Sequence[Mapping[str, Any]], workers: int) -> bool:
+    """Decide whether the commands of a host see GPUs of their own (Slurm's per-task binding) or all see the same ones.
 
     Raises:
         RefusedError: there are fewer GPUs than workers.
     """
-    if not members[0]["gpus"] or not members[0]["told"]:
-        return False
     shown = [list(member["gpus"]) for member in members]
+    if not any(shown):
+        return False
+    everything = {gpu for gpus in shown for gpu in gpus}
+    enough = all(len(gpus) >= member["workers"] for gpus, member in zip(shown, members, strict=True))
+    if enough and len(everything) == sum(map(len, shown)):
+        return True
     if all(len(gpus) >= workers for gpus in shown):
         return False
-    if all(len(gpus) == 1 for gpus in shown) and len({gpus[0] for gpus in shown}) == len(members):
-        return True
     raise RefusedError(
-        f"{members[0]['host']} runs {workers} workers, and they see {len({gpu for gpus in shown for gpu in gpus})} GPUs: start one "
-        f"worker for each GPU, or use trainer.device=cpu."
+        f"{members[0]['host']} runs {workers} workers, and they see {len(everything)} GPU{'s' if len(everything) > 1 else ''}: "
+        f"start one worker for each GPU, or use trainer.device=cpu."
     )
 
 
@@ -279,8 +285,8 @@ def environment(layout: Layout, seat: Seat, number: int, store: tuple[str, int],
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
-    if seat.one_gpu_each:
-        variables["DDPEXP_GPU"] = "0"
+    if seat.own_gpus:
+        variables["DDPEXP_GPU"] = str(number)
     if not is_loopback(host):
         interface = interface_of(address)
         if interface:
