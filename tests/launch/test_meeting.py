@@ -509,7 +509,7 @@ def test_a_port_in_use_is_refused(fixed: Fixed) -> None:
     )
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "198.51.100.7"])  # of documents, of no host
+@pytest.mark.parametrize("host", ["203.0.113.1", "198.51.100.7"])  # of documents, of no host
 def test_an_address_of_another_host_is_refused(host: str) -> None:
     with pytest.raises(RefusedError) as refused:
         lead(Fixed(host, free_port(), NAMES), 2, 5, "node")
