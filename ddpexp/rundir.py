@@ -103,6 +103,13 @@ class RunDir:
             raise RefusedError(f"{self.path} is not a run directory: {path.name} holds no object.")
         return found
 
+    def status(self) -> str | None:
+        """Return what the result says of how far the run is; None while there is none."""
+        try:
+            return str(self.read(self.result).get("status"))
+        except RefusedError:
+            return None
+
     def fail(self, failure: Failure) -> None:
         """Write error.json and a result that says so."""
         write(self.error, dumps(failure.as_dict()))
@@ -114,7 +121,7 @@ class RunDir:
 
     def _end(self, status: str, step: int | None) -> None:
         """Write how far the records go; a result that rank zero has written already is the truth."""
-        if self.result.is_file() and self.read(self.result).get("status") == "done":
+        if self.status() == "done":
             return
         try:
             lines = [json.loads(line) for line in self.metrics.read_text().splitlines()]
@@ -194,10 +201,9 @@ def _owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | No
     for run in map(RunDir, candidates):
         try:
             manifest = run.read(run.manifest)
-            done = run.result.is_file() and run.read(run.result).get("status") == "done"
         except RefusedError:
             continue
-        if not done and set(owners) & set(manifest.get("owners") or ()):
+        if run.status() != "done" and set(owners) & set(manifest.get("owners") or ()):
             return run
     return None
 
@@ -208,7 +214,7 @@ def start_over(run: RunDir) -> None:
     Raises:
         RefusedError: it is finished.
     """
-    if run.result.is_file() and run.read(run.result).get("status") == "done":
+    if run.status() == "done":
         raise RefusedError(f"{run.path} is finished: its result.json says done. Start a new run instead.")
     if run.error.is_file():
         _first_free_name(run.error)

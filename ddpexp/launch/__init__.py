@@ -57,6 +57,7 @@ class Job:
     A job may run from several commands (one a node, or one a rank): the first begins it, the others enter what it has begun.
     """
 
+    name: str = "ddpexp"  # in the lists of a scheduler
     entry: str = ""  # module:function
     arguments: Sequence[str] = ()  # complete when begun or entered
     logs: Path | None = None  # the folder for each rank's output; None keeps it only as long as the job runs

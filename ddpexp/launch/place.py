@@ -66,7 +66,7 @@ def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> Plac
     rank, size = _number(environ, "SLURM_PROCID", _BY_SRUN), _number(environ, size_name, _BY_SRUN)
     _refuse_rank("SLURM_PROCID", rank, size_name, size)
     nodes = _nodes(environ, "SLURM_STEP_NUM_NODES")
-    tasks = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", _BY_SRUN)
     if tasks:
         _refuse_rank("SLURM_NODEID", node, "the number of nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
@@ -161,7 +161,7 @@ def _nodes(environ: Mapping[str, str], name: str) -> int | None:
     return nodes
 
 
-def _tasks_per_node(text: str) -> list[int]:
+def tasks_per_node(text: str) -> list[int]:
     """Read Slurm's short form: `2(x3),1` means 2, 2, 2, 1."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):

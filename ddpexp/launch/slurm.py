@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,20 +10,22 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, RefusedError, StoppedError
-from ddpexp.launch import Job, Layout, child, team
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError
+from ddpexp.launch import Asked, Job, Layout, child, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Published
-from ddpexp.launch.place import Place, of_slurm_task
+from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
+from ddpexp.launch.terminal import Terminal
 
 _POLL_SECONDS = 1.0
-_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+          "FORGOTTEN")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Slurm:
         if server is not None:
             server.close()
         for program in ("srun",) if here == "allocation" else ("sbatch", "srun"):
-            if shutil.which(program) is None:
+            if shutil.which(program) is None and not self.dry_run:
                 raise RefusedError(
                     f"launcher=slurm: there is no {program} on this machine, it is not in a Slurm cluster. Use launcher=spawn."
                 )
@@ -76,12 +79,15 @@ class Slurm:
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be the task of one node: start the node's workers; like `Launcher.launch`."""
+        if "SLURM_STEP_ID" not in os.environ:  # written down nowhere: a job may be running there
+            print(f"ddpexp: {job.folder} waits for srun: type sbatch {job.folder}/job.sbatch", file=sys.stderr, flush=True)
+            return EXIT_REFUSED
         job.asked = replace(job.asked, nodes="auto", gpus=self._workers(job))
-        rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_STEP_NUM_TASKS", os.environ["SLURM_NTASKS"]))
+        place = of_slurm_task(Asked())
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key(), size == 1) if size > 1 else None
-            return team.run(job, Place(rank, size, nodes=size, starter="srun"), way, server)
+            way = Published.under(job.folder, _step_key(), False) if place.size > 1 else None
+            return team.run(job, Place(place.index, place.size, nodes=place.size, starter="srun"), way, server)
         finally:
             server.close()
 
@@ -95,25 +101,45 @@ class Slurm:
             server.close()
 
     def _submit(self, job: Job, nodes: int) -> int:
+        planned = self.script(job, nodes, job.folder / "RUN_DIR")  # refuses what no script can hold before anything is written
         if self.dry_run:
-            print(self.script(job, nodes, job.folder / "RUN_DIR"), end="")
+            print(planned, end="")
             return EXIT_DONE
         job.prepare()
         run = job.create().resolve()
         script = run / "job.sbatch"
-        script.write_text(self.script(job, nodes, run))
-        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True)
+        script.write_bytes(os.fsencode(self.script(job, nodes, run)))
+        job.note("submitted")  # before: it may begin at once
+        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, errors="replace")
         if done.returncode:
             raise RefusedError(f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})")
+        sys.stderr.write(done.stderr)  # what the cluster has to say
         job_id = done.stdout.strip().split(";")[0]
-        job.note("submitted", job_id=job_id)
-        output = run / f"slurm-{job_id}.log"
-        shown = os.path.relpath(output)
+        if _status(run) == "submitted":  # not begun yet
+            job.note("submitted", job_id=job_id)
+        output = run / _log_name(run, job_id)
         print(f"submitted job {job_id}  run directory {os.path.relpath(run)}", flush=True)
         if not self.wait:
-            print(f"follow it: tail -F {shlex.quote(shown)}    queue: squeue -j {job_id}    end it: scancel {job_id}")
+            shown = shlex.quote(os.path.relpath(output))
+            print(f"follow it: tail -F {shown}    queue: squeue -j {job_id}    end it: scancel {job_id}")
             return EXIT_DONE
-        return _follow(job_id, output)
+        return self._wait(job, job_id, run, output)
+
+    def _wait(self, job: Job, job_id: str, run: Path, output: Path) -> int:
+        """Show what the job says, write down its end where it could not itself, and return its exit code."""
+        try:
+            state, code = _follow(job_id, output)
+        except StoppedError as error:  # of this command, which has nothing to do any more; not of the job
+            print(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}", file=sys.stderr, flush=True)
+            return error.exit_code
+        if state == "FORGOTTEN":  # long ago, while this command was not looking
+            return EXIT_DONE if _status(run) == "done" else EXIT_FAILED
+        if code and _status(run) == "submitted":
+            text = f"job {job_id} ended as {state} before its command began: see {output}"
+            job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
+        if code:
+            print(f"ddpexp: job {job_id} ended as {state}", file=sys.stderr, flush=True)
+        return code
 
     def _step(self, job: Job, nodes: int) -> int:
         if self.dry_run:
@@ -121,18 +147,18 @@ class Slurm:
             return EXIT_DONE
         job.prepare()
         run = job.create().resolve()
-        code = child.run(self.srun(job, nodes, run), os.environ)
-        if code and not (run / "result.json").is_file():
+        environ = {name: value for name, value in os.environ.items() if name not in _OF_OTHER_TASKS}
+        code = child.run(self.srun(job, nodes, run), environ)
+        if code and _status(run) is None:
             text = f"srun ended with exit code {code} before the job began: see what it says above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:
         """Return the text of job.sbatch: the options, the setup lines, and the step."""
-        output = str(run).replace("\\", "\\\\").replace("%", "%%") + "/slurm-%j.log"
         options = {
-            "job-name": self.job_name or run.parent.name,
-            "output": output,
+            "job-name": job.name if self.job_name is None else self.job_name,
+            "output": _output(run),
             "open-mode": "append",
             "chdir": str(Path.cwd()),
             "nodes": nodes,
@@ -141,7 +167,7 @@ class Slurm:
             **{name.replace("_", "-"): getattr(self, name) for name in _PLAIN},
         }
         lines = [f"#SBATCH --{name}={_quoted(str(value), name)}" for name, value in options.items() if value is not None]
-        lines += [f"#SBATCH {_quoted(word, 'launcher.sbatch_args')}" for word in self.sbatch_args]
+        lines += [f"#SBATCH {_quoted(word, 'sbatch_args')}" for word in self.sbatch_args]
         setup = "".join(f"{line}\n" for line in self.setup)
         return (
             "#!/bin/bash\n"
@@ -159,23 +185,23 @@ class Slurm:
             *([f"--cpus-per-task={cpus}"] if cpus else []),  # srun does not take over what sbatch was told
             *(["--overlap"] if "SLURM_STEP_ID" in os.environ else []),  # the shell that this is typed in holds the same cores
             *(f"--{name}={value}" for name, value in container.items() if value),
+            *_gpus_of_all_tasks(os.environ, nodes),
             *self.srun_args,
             self.python or sys.executable, "-m", "ddpexp", "member", str(run),
         ]  # fmt: skip
 
     def _workers(self, job: Job) -> Literal["auto"] | int:
         """Return the workers a node that the options imply; auto leaves it to what the node shows."""
-        if job.asked.gpus != "auto":
-            return job.asked.gpus
-        for text in (self.gpus_per_node, self.gres):
-            found = (
-                re.search(r"(?:^|:)(\d+)$", str(text))
-                if text is not None and (text is not self.gres or "gpu" in str(text))
-                else None
-            )
-            if found:
-                return int(found[1])
-        return "auto"
+        return job.asked.gpus if job.asked.gpus != "auto" else self._gpus() or "auto"
+
+    def _gpus(self) -> int:
+        """Return the GPUs of a node that the options ask for: `4`, `a100:4`, and in a gres `gpu:4`, `gpu:a100:2,gpu:v100:2`."""
+        if self.gpus_per_node is not None:
+            asked = str(self.gpus_per_node).split(",")
+        else:
+            asked = [part for part in (self.gres or "").split(",") if part.partition(":")[0] == "gpu"]
+        last = [part.rpartition(":")[2] for part in asked]
+        return sum(int(word) if word.isdecimal() else 1 for word in last)
 
     def _cpus(self, job: Job) -> int | None:
         """Return the cores of our one task a node: those of all its workers."""
@@ -203,29 +229,55 @@ class Slurm:
         if workers != "auto":
             if workers < 1:
                 raise RefusedError(f"trainer.gpus={workers} starts no worker: use 1 or more.")
-            gpus = self.gpus_per_node is not None or "gpu" in (self.gres or "") or job.asked.device == "cuda"
+            gpus = self._gpus() > 0 or job.asked.device == "cuda"
             device, backend = ("cuda", "nccl") if gpus and job.asked.device != "cpu" else ("cpu", "gloo")
             backend = backend if job.asked.backend == "auto" else job.asked.backend
             job.check(Layout(nodes, nodes * workers, device, backend, 1))
 
 
 _PLAIN = ("partition", "account", "qos", "time", "mem", "gpus_per_node", "gres", "constraint", "nodelist", "exclude", "reservation")
+_OF_OTHER_TASKS = (  # what an allocation says of the tasks it was made for, which srun would apply to our one task a node
+    "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES",
+    "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND",
+    "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_DISTRIBUTION",
+)  # fmt: skip
 
 
-def where(environ: Mapping[str, str] = os.environ, pid: int | None = None) -> Literal["login", "allocation", "step"]:
+def _gpus_of_all_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
+    """Ask for all GPUs of an allocation that was made with --gpus-per-task: Slurm would give our task those of one of its tasks."""
+    kind, _, each = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")
+    if "SLURM_JOB_ID" not in environ or not each.isdecimal():
+        return []
+    count = int(each) * sum(tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))[:nodes])
+    return [f"--gpus={kind}{':' if kind else ''}{count}"] if count else []
+
+
+def where(
+    environ: Mapping[str, str] = os.environ, pid: int | None = None, has_terminal: Callable[[str], bool] | None = None
+) -> Literal["login", "allocation", "step"]:
     """Tell the three places apart.
 
     A batch script has SLURM_PROCID like a task of srun, but no step. A shell that `srun --pty` opened is a task itself, and
-    what is typed in it is not: it is inside an allocation.
+    what is typed in it is not: it is inside an allocation. Only there a terminal is in play, and the task is another process;
+    SLURM_PTY_PORT tells less, for the steps that are started in that shell inherit it.
     """
     if "SLURM_JOB_ID" not in environ:
         return "login"
     step = environ.get("SLURM_STEP_ID")
     if step is None or not step.isdigit() or int(step) >= 0xFFFFFFF0:  # the batch script's, the interactive step's
         return "allocation"
-    if "SLURM_PTY_PORT" in environ and environ.get("SLURM_TASK_PID") != str(os.getpid() if pid is None else pid):
+    me, task = str(os.getpid() if pid is None else pid), environ.get("SLURM_TASK_PID", "")
+    if task != me and any(map(has_terminal or _has_terminal, (me, task))):
         return "allocation"
     return "step"
+
+
+def _has_terminal(pid: str) -> bool:
+    """Tell whether a process has a controlling terminal. Source: proc(5), tty_nr."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[4] != "0"
+    except (OSError, IndexError):
+        return False  # it has ended, or is in another container
 
 
 def _step_key() -> str:
@@ -233,20 +285,44 @@ def _step_key() -> str:
     return "slurm " + ".".join(os.environ.get(name, "0") for name in names)
 
 
+def _status(run: Path) -> str | None:
+    """Return how far the job says it is, or None before it says anything."""
+    try:
+        status: str = json.loads((run / "result.json").read_text())["status"]
+        return status
+    except (OSError, ValueError):
+        return None
+
+
+_NAMES = {"output": "run.dir", "chdir": "the path of the current folder"}
+
+
 def _quoted(value: str, name: str) -> str:
     """Quote for an #SBATCH line, which Slurm splits into words like a shell, but without any expansion."""
     if "\n" in value or "\0" in value:
-        raise RefusedError(
-            f"launcher.{name.removeprefix('launcher.').replace('-', '_')} has a line break, which a job script cannot hold."
-        )
+        name = _NAMES.get(name, f"launcher.{name.replace('-', '_')}")
+        raise RefusedError(f"{name} has a line break, which a job script cannot hold: {value!r}.")
     if re.fullmatch(r"[\w@%+=:,./-]+", value, re.ASCII):
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'"{escaped}"'
 
 
-def _follow(job_id: str, output: Path) -> int:
-    """Show the job's output until it has ended; return its exit code."""
+def _log_name(run: Path, job_id: str) -> str:
+    """Name the job's log. In a path with a backslash Slurm expands nothing, so that its number has no place."""
+    return "slurm.log" if "\\" in str(run) else f"slurm-{job_id}.log"
+
+
+def _output(run: Path) -> str:
+    """Return the job's log as Slurm's pattern."""
+    if "\\" in str(run):
+        return str(run / _log_name(run, "")).replace("\\", "\\\\")
+    return str(run).replace("%", "%%") + "/" + _log_name(run, "%j")
+
+
+def _follow(job_id: str, output: Path) -> tuple[str, int]:
+    """Show the job's output until it has ended; return its state and exit code."""
+    terminal = Terminal()
     shown: Log | None = None
     try:
         while True:
@@ -254,31 +330,25 @@ def _follow(job_id: str, output: Path) -> int:
             if shown is None and output.is_file():
                 shown = Log.reading(output)
             for line in shown.new_lines(last=state in _ENDED) if shown is not None else ():
-                print(line, flush=True)
+                terminal.line(line)
             if state in _ENDED:
-                if code == EXIT_DONE and state != "COMPLETED":
-                    code = EXIT_FAILED
-                if code:
-                    print(f"ddpexp: job {job_id} ended as {state}", file=sys.stderr, flush=True)
-                return code
+                return state, EXIT_FAILED if code == EXIT_DONE and state != "COMPLETED" else code
             time.sleep(_POLL_SECONDS)
-    except StoppedError:
-        print(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}", file=sys.stderr, flush=True)
-        raise
     finally:
         if shown is not None:
             shown.close()
 
 
 def _state(job_id: str) -> tuple[str, int]:
-    """Ask Slurm for a job's state and exit code; scontrol knows them without an accounting database."""
-    done = subprocess.run(["scontrol", "show", "job", "-o", job_id], capture_output=True, text=True)
-    state = re.search(r"\bJobState=(\w+)", done.stdout)
-    code = re.search(r"\bExitCode=(\d+):(\d+)", done.stdout)
+    """Ask Slurm for a job's state and exit code; scontrol knows them without an accounting database.
+
+    Each line is asked for by its first word: what users choose, such as the job's name, begins none.
+    """
+    done = subprocess.run(["scontrol", "show", "job", job_id], capture_output=True, text=True, errors="replace")
+    state = re.search(r"^ +JobState=(\w+)", done.stdout, re.MULTILINE)
+    code = re.search(r"^ +Requeue=.* ExitCode=(\d+):(\d+)", done.stdout, re.MULTILINE)
     if done.returncode or state is None:
-        if "Invalid job id" in done.stderr:
-            return "COMPLETED", EXIT_FAILED  # forgotten already: nobody knows how it ended
-        return "UNKNOWN", 0
+        return ("FORGOTTEN", EXIT_DONE) if "Invalid job id" in done.stderr else ("UNKNOWN", EXIT_DONE)
     if code is None:
-        return state[1], 0
+        return state[1], EXIT_DONE
     return state[1], 128 + int(code[2]) if int(code[2]) else int(code[1])
