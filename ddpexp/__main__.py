@@ -75,17 +75,25 @@ def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool
         code: int = run(job, server)
         return code
     except WorkerError as error:
-        if error.leader is None:
-            job.fail(error.failure)
+        _record(job, error)
         raise
     except RefusedError as error:
         if not error.quiet:
             job.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
         raise
     except StoppedError as error:
+        if isinstance(error.__context__, WorkerError):  # the signal came while the failure was on its way here
+            _record(job, error.__context__)
+            raise error.__context__ from None
         stopped = StoppedError(error.signum, job.interrupt())
         stopped.quiet = not job.leads  # the leading command says it
         raise stopped from None
+
+
+def _record(job: Job, error: WorkerError) -> None:
+    _hear_no_more_signals()
+    if error.leader is None:
+        job.fail(error.failure)
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:

@@ -224,7 +224,7 @@ def _part(watch: _Watch, look: Callable[[], None]) -> None:
         watch.parted = True
         stopped = watch.stopped_by
         watch.others[0].peer.send({"kind": "done"} if stopped is None else {"kind": "stopped", "signal": stopped})
-        seconds = 2.0 if bad else 0.0  # what started this command may end all others at once when it leaves
+        seconds = _FAREWELL_SECONDS if bad else 0.0  # what started this command may end all others at once when it leaves
     deadline = time.monotonic() + seconds
     while not all(other.ended for other in watch.others) and time.monotonic() < deadline:
         look()

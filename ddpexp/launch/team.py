@@ -95,8 +95,8 @@ def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, s
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
             return _watch(job, layout, seats[0], meeting, server, store)
-    except WorkerError as error:
-        job.fail(error.failure)  # before the others hear that this command has done its part, and may be ended with them
+    except WorkerError:
+        meeting = Meeting(0)  # open until this process ends: the others leave then, and what started them may kill the rest
         raise
     finally:
         meeting.close()
