@@ -276,7 +276,14 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
 def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
     """Build a section whose class is free of torch, so that its arguments are checked before any worker starts."""
     node = _node(values, where)
-    found = locate(node.target, Trust(), where)
+    try:
+        found = locate(node.target, Trust(), where)
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise RefusedError(
+            f"{where}._target_={node.target} cannot be imported: {type(error).__name__}: {error}. Is its package complete?"
+        ) from error
     if contract is Launcher and not isinstance(found, type):
         raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
     if not (dataclasses.is_dataclass(found) and isinstance(found, type) and issubclass(found, contract)):

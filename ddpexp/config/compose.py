@@ -164,7 +164,8 @@ def _composed(overrides: list[str], directory: str | None) -> Composed:
         tree["run"]["code"] = str(added.parent) if added else None
         tree.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
     _refuse_other_types(values, choices, [folder for folder in (conf_folder(), added) if folder is not None])
-    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), tuple(_shadowed(added)))
+    warnings = [warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder)]
+    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), tuple(warnings))
 
 
 @contextmanager
@@ -277,10 +278,8 @@ def _compare(default: Any, value: Any, key: str) -> None:
         raise RefusedError(f"{key}={shown(value)} is not {kind} (its default is {shown(default)}).")
 
 
-def _shadowed(added: Path | None) -> Iterator[str]:
-    """Warn of the user's options that our own of the same name hide: Hydra looks into our folder first."""
-    if added is None:
-        return
+def _shadowed(added: Path) -> Iterator[str]:
+    """Warn of added options that our own of the same name hide: Hydra looks into our folder first."""
     ours = conf_folder()
     for path in sorted(added.glob("*/*.yaml")):
         name = path.relative_to(added)

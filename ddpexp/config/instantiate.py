@@ -15,7 +15,7 @@ from typing import Any
 
 import ddpexp
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.plugins import installed_launchers
+from ddpexp.config.plugins import GROUP, installed_launchers
 from ddpexp.errors import RefusedError
 
 # What a configuration may call of ours, by the section that may: functions that read and write files are not for everyone.
@@ -58,9 +58,14 @@ class Trust:
             return True
         if any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
-        if where == "launcher" and target in installed_launchers().values():
-            return True  # of a package that the user has installed for this
+        if _is_offered(target, where):
+            return True
         return self.code is not None and _lies_in(self.code, parts[0])
+
+
+def _is_offered(target: str, where: str) -> bool:
+    """Tell whether a package that the user has installed offers this launcher under just this name."""
+    return where == "launcher" and target in installed_launchers().values()
 
 
 @dataclass(frozen=True)
@@ -119,8 +124,10 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     """Say what the user may have meant, or how to trust the module; silent where trusting it would be folly."""
     head, _, name = target.rpartition(".")
     root, _, rest = target.partition(".")
+    where = key.removesuffix("._target_")
+    if where == "launcher" and root not in ("ddpexp", "torch"):
+        return f" A package offers a launcher by an entry point in the group {GROUP} that names just this class."
     if root == "ddpexp":
-        where = key.removesuffix("._target_")
         near = difflib.get_close_matches(target, _OF_ONE_SECTION.get(where, ()), n=1, cutoff=0.6)
         return f" Did you mean {near[0]}?" if near else ""
     if not head or root == "torch":
@@ -190,7 +197,7 @@ def locate(target: str, trust: Trust, where: str) -> Any:
         if isinstance(found, types.ModuleType):
             raise RefusedError(f"{key}={target} reaches the module {found.__name__} through another one.")
     home = f"{getattr(found, '__module__', '')}.{getattr(found, '__name__', 'x')}"
-    if not callable(found) or not (target in TORCH or trust.allows(home, where)):
+    if not callable(found) or not (target in TORCH or _is_offered(target, where) or trust.allows(home, where)):
         raise RefusedError(f"{key}={target} is not a class or function of an allowed module.")
     return found
 
