@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -68,7 +69,7 @@ def compose(argv: list[str]) -> Composed | None:
         raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
     for_hydra = words.hydra_help or words.cfg or words.info or words.shell_completion
     _refuse_words(words.overrides, bool(for_hydra))
-    with _full_errors():
+    with _signals_wait(), _full_errors():
         try:
             if words.help:
                 print(_help(words.overrides, words.config_dir))
@@ -166,6 +167,16 @@ def _composed(overrides: list[str], directory: str | None) -> Composed:
     _refuse_other_types(values, choices, [folder for folder in (conf_folder(), added) if folder is not None])
     warnings = [warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder)]
     return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), tuple(warnings))
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let stop signals wait until Hydra is done: OmegaConf would make an error of its own of what their handler raises."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -331,6 +342,7 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", " ".join(said[:2])) or type(error).__name__
 
 
+@_signals_wait()
 def override_file(path: Path, argv: list[str]) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and override it with `key=value` words; also return it as text.
 
@@ -346,14 +358,29 @@ def override_file(path: Path, argv: list[str]) -> tuple[Mapping[str, Any], str]:
         raise RefusedError(f"{path} cannot be read: {_first_line(error)}.") from None
     if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
         raise RefusedError(f"{path} is not the configuration of a run.")
+    typed = [word.partition("=")[2] for word in words.overrides if word.startswith("launcher=")]
+    cfg.launcher = _option("launcher", typed[-1] if typed else "spawn")  # how that run was started does not matter here
     cfg.run.trust, cfg.run.code = [], str(Path(words.config_dir).resolve().parent) if words.config_dir else None
     OmegaConf.set_struct(cfg, True)
     try:
         for word in words.overrides:
-            _override(cfg, word)
+            if not word.startswith("launcher="):
+                _override(cfg, word)
         return _plain(cfg), OmegaConf.to_yaml(cfg)
     except OmegaConfBaseException as error:
         raise RefusedError(f"{path}: {_sentence(error)}") from None
+
+
+def _option(group: str, name: str) -> DictConfig:
+    folders = [conf_folder(), *plugin_folders()]
+    options = _options(group, folders)
+    if name not in options:
+        raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, options, f'{group}=')}")
+    found = OmegaConf.load(
+        next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
+    )
+    assert isinstance(found, DictConfig)
+    return found
 
 
 def _override(cfg: DictConfig, word: str) -> None:

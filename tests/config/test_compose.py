@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from ddpexp.config import Experiment, load, parse
 from ddpexp.config.compose import Composed, compose, conf_folder, override_file
 from ddpexp.config.instantiate import Node
-from ddpexp.errors import RefusedError
+from ddpexp.errors import RefusedError, StoppedError
 
 
 def composed(*words: str) -> Composed:
@@ -431,3 +433,23 @@ def test_a_run_directorys_file_is_not_believed_in_matters_of_trust(written: Path
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(RefusedError, match=r"config\.yaml (cannot be read|is not the configuration of a run)"):
         override_file(write(tmp_path / "config.yaml", text), [])
+
+
+def test_a_signal_while_hydra_composes_stops_the_command_when_it_is_done() -> None:
+    # OmegaConf catches whatever is raised while it resolves and makes an error of its own of it.
+    def interrupted(*_: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "run"
+
+    def stop(number: int, _: object) -> None:
+        raise StoppedError(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    OmegaConf.register_new_resolver("interrupted", interrupted)
+    try:
+        with pytest.raises(StoppedError, match="interrupted by SIGTERM; nothing was started"):
+            compose(["run.dir=${interrupted:}"])
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+    finally:
+        OmegaConf.clear_resolver("interrupted")
+        signal.signal(signal.SIGTERM, before)
