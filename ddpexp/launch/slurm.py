@@ -24,6 +24,7 @@ from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.terminal import Terminal
 
 _POLL_SECONDS = 1.0
+_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
           "FORGOTTEN")  # fmt: skip
 
@@ -79,8 +80,10 @@ class Slurm:
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be the task of one node: start the node's workers; like `Launcher.launch`."""
-        if "SLURM_STEP_ID" not in os.environ:  # written down nowhere: a job may be running there
-            print(f"ddpexp: {job.folder} waits for srun: type sbatch {job.folder}/job.sbatch", file=sys.stderr, flush=True)
+        refusal = _why_not_here(job.folder)
+        if refusal:  # written down nowhere: the directory may belong to a job that runs
+            if os.environ.get("SLURM_PROCID", "0") == "0":
+                print(f"ddpexp: {refusal}", file=sys.stderr, flush=True)
             return EXIT_REFUSED
         job.asked = replace(job.asked, nodes="auto", gpus=self._workers(job))
         place = of_slurm_task(Asked())
@@ -278,6 +281,18 @@ def _has_terminal(pid: str) -> bool:
         return Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[4] != "0"
     except (OSError, IndexError):
         return False  # it has ended, or is in another container
+
+
+def _why_not_here(run: Path) -> str | None:
+    """Say why this command cannot run the job of a run directory: it is no task, or another job runs there."""
+    if "SLURM_STEP_ID" not in os.environ:
+        return f"{run} waits for srun: type sbatch {shlex.quote(str(run / 'job.sbatch'))}"
+    others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {os.environ["SLURM_JOB_ID"]}
+    if others and shutil.which("scontrol"):
+        running = next((job_id for job_id in sorted(others) if _state(job_id)[0] in _RUNNING), None)
+        if running:
+            return f"job {running} still runs in {run}: wait for its end, or end it with scancel {running}."
+    return None
 
 
 def _step_key() -> str:

@@ -449,6 +449,22 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
     assert done.result()["status"] == "interrupted"
 
 
+def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    wait_for(lambda: begun(tmp_path, 4))
+    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    assert state_of(again) == ("FAILED", "2:0")
+    text = (done.run / f"slurm-{again}.log").read_text()
+    assert text.count(f"ddpexp: job {job_of(done)} still runs in {done.run}: wait for its end") == 1
+    assert not (done.run / "result.json").exists()
+    records = done.run / "metrics.jsonl"
+    size = records.stat().st_size
+    wait_for(lambda: records.stat().st_size > size)
+    ask("scancel", job_of(done))
+    wait_for(quiet, seconds=15)
+    assert done.result()["status"] == "interrupted"
+
+
 # Inside an allocation.
 
 
