@@ -105,7 +105,7 @@ def test_damaged_weights_are_refused(ddpexp: Ddpexp, copied: Path) -> None:
     refused(evaluate(ddpexp, copied), r"its hash is not the one in manifest\.json beside it")
 
 
-@pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler", "launcher"])
+@pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler"])
 def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path, key: str) -> None:
     text = (copied / "config.yaml").read_text()
     poisoned = re.sub(rf"^({key}:\n(?:  .*\n)*?)  _target_: .*$", r"\1  _target_: os.system", text, flags=re.MULTILINE)
@@ -146,12 +146,24 @@ def test_a_damaged_configuration_is_refused(ddpexp: Ddpexp, copied: Path, tmp_pa
     assert not (tmp_path / "imported").exists()
 
 
+def test_how_a_run_was_started_does_not_matter_to_its_evaluation(ddpexp: Ddpexp, copied: Path) -> None:
+    text = (copied / "config.yaml").read_text()
+    (copied / "config.yaml").write_text(
+        re.sub(r"^launcher:\n(?:  .*\n)*", "launcher:\n  _target_: os.system\n", text, flags=re.MULTILINE)
+    )
+    assert evaluate(ddpexp, copied).code == 0
+    refused(evaluate(ddpexp, copied, "launcher=mpi"), r"^ddpexp: launcher=mpi is a process that mpirun starts, [^\n]*\n$")
+    refused(
+        evaluate(ddpexp, copied, "launcher=mpl"), r"^ddpexp: launcher=mpl is not a known option\. Did you mean launcher=mpi\?\n$"
+    )
+
+
 def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> None:
     done = evaluate(ddpexp)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith("usage: ddpexp evaluate RUN_DIR_OR_WEIGHTS")
+    assert done.err.startswith("ddpexp: evaluate what?\nusage: ddpexp evaluate RUN_DIR_OR_WEIGHTS")
     asked = evaluate(ddpexp, "--help")
-    assert (asked.code, asked.out, asked.err) == (0, done.err, "")
+    assert (asked.code, asked.out, asked.err) == (0, done.err.removeprefix("ddpexp: evaluate what?\n"), "")
 
 
 def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done) -> None:

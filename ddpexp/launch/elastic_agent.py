@@ -18,7 +18,7 @@ def main() -> None:
     """Run the agent with torchrun's words, behind the parent's process id. Ends this process."""
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable()
     try:
         run(parse_args(words))  # type: ignore[no-untyped-call]
         code = 0

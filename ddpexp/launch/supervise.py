@@ -397,7 +397,11 @@ def _ranked(watch: _Watch) -> list[Failure]:
     """
     ended = [worker for worker in watch.workers if worker.failure is not None or worker.code is not None]
     bad = [worker for worker in ended if not (worker.done and worker.code == EXIT_DONE)]
-    ranked = [(_weight(cause := _cause(worker)), worker.failed_at, worker.rank, cause) for worker in bad]
+    told = watch.stopped_by is not None  # then a worker without an error of its own did as it was told
+    ranked = [
+        (3 if told and worker.failure is None else _weight(_cause(worker)), worker.failed_at, worker.rank, _cause(worker))
+        for worker in bad
+    ]
     ranked += [(heard.weight, heard.at, heard.failure.rank, heard.failure) for heard in watch.heard]
     return [cause for *_, cause in sorted(ranked, key=lambda one: one[:3])]
 

@@ -7,10 +7,11 @@ import platform
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ddpexp.errors import DdpexpError, RefusedError, WorkerError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Crew, Job, Layout
 from ddpexp.launch.control import CONTROL_FD, STORE_FD, Lines
 from ddpexp.launch.fork_server import Server
@@ -22,6 +23,8 @@ from ddpexp.launch.network import LOOPBACK, boot_id, interface_of, is_loopback
 from ddpexp.launch.place import Place
 from ddpexp.launch.supervise import Worker, supervise
 from ddpexp.launch.terminal import Terminal
+
+_PARTING_SECONDS = 10.0  # for the leading command to say why before this one leaves
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,10 @@ def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, s
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
             return _watch(job, layout, seats[0], meeting, server, store)
-    except WorkerError:
-        meeting = Meeting(0)  # open until this process ends: the others leave then, and what started them may kill the rest
+    except DdpexpError:
+        # The others leave when this connection closes, which is when this command has said why and ended: what started them
+        # may kill all that is left as soon as one leaves.
+        meeting = Meeting(0)
         raise
     finally:
         meeting.close()
@@ -129,8 +134,10 @@ def _follow(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str,
         start = _next(leader, "start")
         return _watch(job, layout, seat, meeting, server, tuple(start["store"]))
     except RefusedError as error:
-        # The one that leads has said so; on another host somebody may be looking at this terminal.
+        # The one that leads says so; on another host somebody may be looking at this terminal.
         error.quiet = leader.host == platform.node() or not meeting.speaks
+        with suppress(EOFError, TimeoutError):
+            leader.receive(time.monotonic() + _PARTING_SECONDS)
         raise
     finally:
         meeting.close()

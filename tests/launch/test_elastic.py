@@ -1,0 +1,155 @@
+"""launcher=elastic: torch's agent with c10d and with a real etcd, restarts, a lost machine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import Ddpexp, ddpexp_processes, finish
+from tests.launch.starters import DDPEXP, free_port, host
+from tests.launch.test_torchrun import CODE
+from tests.points import Recipe, wait_for
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("elastic"), environ), CODE)
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real etcd server with its version 2 interface on."""
+    if shutil.which("etcd") is None:
+        pytest.skip("etcd is not installed")
+    client, peer = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
+    words = ["etcd", "--enable-v2", "--data-dir", str(tmp_path_factory.mktemp("etcd")), "--log-level", "error"]
+    words += ["--listen-client-urls", client, "--advertise-client-urls", client]
+    words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    address = client.removeprefix("http://")
+    wait_for(lambda: subprocess.run(["curl", "-sf", f"{client}/version"], capture_output=True).returncode == 0, 20)
+    yield address
+    server.kill()
+    server.wait()
+
+
+def test_etcd_leads_the_ranks_together(recipe: Recipe, etcd: str) -> None:
+    words = (
+        "launcher=elastic",
+        "trainer.gpus=2",
+        "launcher.rdzv_backend=etcd-v2",
+        f"launcher.rdzv_endpoint={etcd}",
+        "launcher.rdzv_id=a",
+    )
+    done = recipe(*words, "trainer.threads=1", timeout=60)
+    assert (done.code, done.err) == (0, ""), done.err
+    assert done.result()["weights_sha256"] == recipe("trainer.gpus=2", "trainer.threads=1").result()["weights_sha256"]
+
+
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
+    done = recipe(
+        "launcher=elastic", "trainer.gpus=2", "trainer.threads=1", "task._target_=points.Breaks", f"+task.how={how}", timeout=60
+    )
+    assert done.code == 0, done.err
+    assert done.result()["status"] == "done"
+    assert (done.run / "error-1.json").is_file()
+    assert [one["step"] for one in done.metrics()] == [4, 4, 8, 8]
+    assert "ddpexp: rank 1 on" in done.err
+    assert "ddpexp: starting again in" in done.err
+    assert "torch/distributed" not in done.err.replace("torch/distributed/c10d", "")  # no log of the agent, no traceback of it
+
+
+def test_the_agent_gives_up_after_max_restarts(recipe: Recipe) -> None:
+    words = ("launcher=elastic", "launcher.max_restarts=1", "trainer.gpus=2", "trainer.threads=1")
+    done = recipe(*words, "task._target_=points.Breaks", "+task.how=raise", "+task.each=true", timeout=60)
+    assert done.code == 1
+    assert done.err.count("ddpexp: rank 1 on") == 2
+    assert (done.run / "error.json").is_file()
+    assert (done.run / "error-1.json").is_file()
+    assert done.result()["status"] == "failed"
+
+
+def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
+    done = recipe("launcher=elastic", "trainer.gpus=2", "trainer.global_batch_size=1000", timeout=60)
+    assert done.code == 2
+    assert done.err.count("trainer.global_batch_size=1000 is more than the 96 training samples") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("trainer.nodes=1:3", "trainer.gpus=2", "trainer.global_batch_size=16", "launcher.rdzv_endpoint=localhost:1"),
+         "with 3 of trainer.nodes=1:3: trainer.global_batch_size=16"),
+        (("trainer.nodes=4:1",), "trainer.nodes=4:1 is no range: the least number of machines comes first"),
+        (("trainer.nodes=0:1",), "trainer.nodes=0:1: use auto, a number of machines, or a range such as 1:4."),
+        (("trainer.nodes=many",), "trainer.nodes=many: use auto, a number of machines, or a range such as 1:4."),
+        (("trainer.nodes=1:2", "trainer.gpus=2"), "launcher.rdzv_endpoint is missing"),
+        (("launcher.rdzv_backend=etcd-v2",), "launcher.rdzv_endpoint is missing"),
+        (("launcher.rdzv_backend=etcd",), "launcher.rdzv_backend=etcd is not"),
+        (("launcher.max_restarts=-1",), "launcher.max_restarts=-1: use 0 or more."),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_anything_starts(recipe: Recipe, words: tuple[str, ...], sentence: str) -> None:
+    done = recipe("launcher=elastic", *words)
+    assert done.code == 2
+    assert done.err.startswith(f"ddpexp: {sentence}"), done.err
+    assert done.err.count("\n") == 1
+    assert not done.run.exists()
+
+
+def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
+    done = recipe("trainer.nodes=1:2")
+    assert (done.code, done.err) == (2, "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic understands.\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals) -> None:
+    before = ddpexp_processes()
+    process, run = recipe.start("launcher=elastic", "trainer.gpus=2", "task._target_=points.Sleeps", "trainer.epochs=500")
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, 60)
+    process.send_signal(number)
+    done = finish(process, run, 30)
+    assert done.code == (-9 if number == signal.SIGKILL else 128 + number)
+    wait_for(lambda: not ddpexp_processes() - before, 8)
+    if number != signal.SIGKILL:
+        assert done.result()["status"] == "interrupted"
+        assert done.err.count("\n") == 1, done.err
+        assert "ddpexp: interrupted by SIGTERM; what was recorded is in" in done.err
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("backend", ["c10d"])
+def test_a_lost_machine_leaves_the_others_training(recipe: Recipe, backend: str) -> None:
+    if "SLURM_CONF" not in os.environ:
+        pytest.skip("no cluster of hosts: SLURM_CONF is not set")
+    typed, run = recipe.words(
+        "launcher=elastic", "trainer.nodes=1:2", "trainer.gpus=1", "trainer.threads=1", "task._target_=points.Sleeps",
+        "trainer.epochs=25",
+        "launcher.rdzv_endpoint=node0:29740", "launcher.rdzv_id=lost", "launcher.rdzv_conf='last_call_timeout=2'",
+    )  # fmt: skip
+    environ = {**recipe.ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]}
+    started = [
+        subprocess.Popen(
+            [*host(node), *DDPEXP, *typed], cwd=recipe.folder, env=environ, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+        for node in (0, 1)
+    ]  # fmt: skip
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, 60)
+    assert json.loads((run / "manifest.json").read_text())["world"] == {
+        "nodes": 2, "world_size": 2, "device": "cpu", "backend": "gloo", "threads": 1,
+    }  # fmt: skip
+    started[1].kill()  # and with it all of its machine's processes
+    first, second = (finish(process, run, 90) for process in started)
+    assert second.code == -9
+    assert first.code == 0, first.err
+    result = first.result()
+    assert (result["status"], result["world_size"], result["step"]) == ("done", 1, 100)
+    assert [one["step"] for one in first.metrics() if "train/loss" in one] == list(range(4, 101, 4))
