@@ -24,6 +24,10 @@ class RefusedError(DdpexpError):
     exit_code = EXIT_REFUSED
 
 
+class PeerError(DdpexpError):
+    """A rank that this one waited for has died or is silent: mostly a consequence, whose cause that rank tells itself."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """How one worker failed: what error.json holds."""

@@ -196,6 +196,12 @@ def check_layout(experiment: Experiment, found: Layout) -> None:
             "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
             "Use strategy.sync_batchnorm=false."
         )
+    if experiment.strategy.reduce_through == "shared_memory" and (found.device == "cuda" or found.nodes > 1):
+        where = "workers have GPUs" if found.device == "cuda" else f"workers are on {found.nodes} nodes"
+        raise RefusedError(
+            f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
+            f"Use strategy.reduce_through=auto."
+        )
 
 
 def _check(experiment: Experiment) -> None:
@@ -235,6 +241,11 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError(f"data.num_workers={experiment.data.num_workers}: use 0 or more.")
     if experiment.strategy.bucket_cap_mb <= 0:
         raise RefusedError(f"strategy.bucket_cap_mb={experiment.strategy.bucket_cap_mb}: use a number above 0.")
+    if experiment.strategy.reduce_through == "shared_memory" and experiment.strategy.comm_hook != "none":
+        raise RefusedError(
+            f"strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
+            f"strategy.comm_hook={experiment.strategy.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
+        )
     if experiment.strategy.powersgd_rank < 1:
         raise RefusedError(f"strategy.powersgd_rank={experiment.strategy.powersgd_rank}: use 1 or more.")
     scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, PeerError, RefusedError, StoppedError, WorkerError
 from ddpexp.launch.control import Lines
 from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.log import Log
@@ -344,7 +344,8 @@ def _stop(server: Server, watch: _Watch, numbers: bytes) -> None:
 
 def _end_in_time(server: Server, watch: _Watch) -> None:
     now = time.monotonic()
-    failed = watch.failed_at is not None and now - watch.failed_at > _FAILURE_SECONDS
+    asked = watch.stopped_by is not None and (watch.failed_at or now) >= watch.stopped_at  # to end, which is no failure then
+    failed = watch.failed_at is not None and not asked and now - watch.failed_at > _FAILURE_SECONDS
     stopped = watch.stopped_by is not None and now - watch.stopped_at > _GRACE_SECONDS
     if failed or stopped:
         _kill(server, watch)
@@ -411,6 +412,8 @@ def _weight(failure: Failure) -> int:
         return 3  # by us, after another's failure
     if failure.signal is not None:
         return 0
+    if failure.kind == PeerError.__name__:
+        return 2
     text = failure.message.lower()
     of_torch = failure.kind in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
     return 2 if of_torch and any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "store")) else 1

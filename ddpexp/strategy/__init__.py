@@ -16,6 +16,7 @@ class Options:
     gradient_as_bucket_view: bool
     bucket_cap_mb: int | float
     broadcast_buffers: bool
+    reduce_through: Literal["auto", "shared_memory", "backend"]
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     powersgd_rank: int
     sync_batchnorm: bool

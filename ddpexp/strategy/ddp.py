@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpexp.errors import RefusedError
 from ddpexp.strategy import Options
+from ddpexp.strategy.reduce import reduce_in_rank_order
 from ddpexp.world import World
 
 Models = dict[str, nn.Module]
@@ -56,6 +57,7 @@ class DDP:
         self.wrapped = dict(self._called)
         if world.world_size > 1:
             self.wrapped = {name: _wrap(module, options, world) for name, module in self._called.items()}
+            reduce_in_rank_order(list(self.wrapped.values()), options, world)
 
     @property
     def training(self) -> Any:

@@ -109,6 +109,11 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"strategy__sync_batchnorm": True}, "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised"),
         ({"strategy__comm_hook": "fp61"}, "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you mean"),
         ({"strategy__bucket_cap_mb": 0}, "strategy.bucket_cap_mb=0: use a number above 0."),
+        ({"strategy__reduce_through": "shared"}, "strategy.reduce_through=shared is not one of auto, shared_memory, backend."),
+        (
+            {"strategy__reduce_through": "shared_memory", "strategy__comm_hook": "fp16"},
+            "strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with strategy.comm_hook=fp16. Use",
+        ),
         ({"strategy__powersgd_rank": 0}, "strategy.powersgd_rank=0: use 1 or more."),
         (
             {"strategy__static_graph": True, "strategy__find_unused_parameters": True},
@@ -146,6 +151,26 @@ def test_a_batch_that_does_not_split_is_answered_with_one_that_does() -> None:
     assert refusal(trainer__global_batch_size=96, trainer__micro_batch_size=16, trainer__gpus=4).endswith(
         "for example trainer.global_batch_size=128. Or use 1, 2, 3 or 6 workers."
     )
+
+
+@pytest.mark.parametrize(
+    ("found", "where"),
+    [
+        (Layout(1, 2, "cuda", "nccl", 1), "these workers have GPUs"),
+        (Layout(2, 4, "cpu", "gloo", 1), "these workers are on 2 nodes"),
+    ],
+)
+def test_memory_is_shared_by_cpu_workers_of_one_host_alone(found: Layout, where: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        check_layout(parse(tree(strategy__reduce_through="shared_memory")), found)
+    assert str(caught.value) == (
+        f"strategy.reduce_through=shared_memory is for CPU workers of one host, and {where}. Use strategy.reduce_through=auto."
+    )
+    check_layout(parse(tree(strategy__reduce_through="auto")), found)
+
+
+def test_one_worker_may_share_memory_with_nobody() -> None:
+    assert refuse_or_resolve(parse(tree(strategy__reduce_through="shared_memory", trainer__gpus=1))).world_size == 1
 
 
 def test_the_layout_is_decided_once_for_all_workers() -> None:
