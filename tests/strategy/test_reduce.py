@@ -1,0 +1,482 @@
+"""Gradients of CPU workers: summed in the order of the ranks through memory and through gloo, by real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpexp.errors import Failure, RefusedError, WorkerError
+from ddpexp.launch import Job, Layout
+from ddpexp.launch.spawn import Spawn
+from tests.conftest import Ddpexp, finish
+from tests.points import Recipe, session, wait_for
+
+WORKER = """\
+import ctypes
+import dataclasses
+import logging
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpexp import deferred_dynamo
+from ddpexp.errors import DdpexpError, PeerError
+from ddpexp.launch import Layout
+from ddpexp.rank import run_rank
+from ddpexp.strategy import Options, reduce
+from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.reduce import ThroughBackend, ThroughSharedMemory
+from ddpexp.strategy.shared_memory import share
+from ddpexp.world import World
+
+OPTIONS = Options(
+    kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,
+    broadcast_buffers=True, reduce_through="auto", comm_hook="none", powersgd_rank=1, sync_batchnorm=False,
+)
+THROUGH = ("shared_memory", "backend")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def main(case, size):
+    def work(control, phase):
+        deferred_dynamo.defer()
+        torch.set_num_threads(1)
+        world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
+        globals()[case](world)
+        world.barrier()
+
+    return run_rank(work)
+
+
+def options(**changed):
+    return dataclasses.replace(OPTIONS, **changed)
+
+
+def wide(seed, length, dtype):
+    # Numbers of all magnitudes, so that the order of a sum decides its last bits.
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(-3, 4, (length,), generator=generator)
+    return (torch.randn(length, generator=generator) * 10.0**powers).to(dtype)
+
+
+def mean(parts):
+    # By hand, in the order given; 16 bits are rounded once, at the end.
+    small = parts[0].dtype in (torch.float16, torch.bfloat16)
+    parts = [part.float() if small else part / len(parts) for part in parts]
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total / len(parts) if small else total
+
+
+class Values(nn.Module):
+    # Parameters whose gradient is whatever the forward pass is given.
+    def __init__(self, dtype, sizes=(7, 300, 1, 140_001, 300_000)):
+        super().__init__()
+        self.all = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes])
+
+    def forward(self, gradients):
+        return sum((p * g).sum() for p, g in zip(self.all, gradients))
+
+
+def order(world):
+    # The sum is ((g0 + g1) + g2) + ..., however the parameters lie in buckets and whatever brings the gradients together.
+    size = world.world_size
+    for dtype in DTYPES:
+        for through in THROUGH:
+            for cap in (25, 0.3, 0.0001):
+                model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, lambda: Values(dtype))
+                for step in range(3):  # DDP makes other buckets after the first
+                    given = [[wide(1000 * step + 10 * rank + i, p.numel(), dtype) for i, p in enumerate(model.bare["model"].all)]
+                             for rank in range(size)]
+                    model.training(given[world.rank]).backward()
+                    for place, parameter in enumerate(model.bare["model"].all):
+                        parts = [gradients[place] for gradients in given]
+                        expected = mean(parts).to(dtype)
+                        assert torch.equal(parameter.grad, expected), (dtype, through, cap, step, place)
+                        if size > 2 and len(expected) > 1000 and dtype in DTYPES[:2]:
+                            assert not torch.equal(mean(parts[::-1]), expected)  # the comparison can fail
+                    model.clear_gradient()
+
+
+def plain(world):
+    # Two ranks: the bits of torch's own reduction.
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
+
+    def trained(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(12):
+            rows = wide(2 * step + world.rank, 160, torch.float32).view(8, 20)
+            model(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    expected = trained(DistributedDataParallel(net(), bucket_cap_mb=0.001))
+    for through in THROUGH:
+        assert torch.equal(trained(DDP(options(reduce_through=through), world, net).training), expected), through
+
+
+def carriers(world):
+    # What carries what: memory where it can, else gloo, and DDP alone where the order is no question.
+    parameter = [torch.zeros(5)]
+    assert isinstance(reduce._carrier(parameter, OPTIONS, world), ThroughSharedMemory)
+    through_backend = reduce._carrier(parameter, options(reduce_through="backend"), world)
+    assert (type(through_backend) is ThroughBackend) == (world.world_size > 2)
+    elsewhere = dataclasses.replace(world, local_world_size=world.world_size - 1)
+    assert not isinstance(reduce._carrier(parameter, OPTIONS, elsewhere), ThroughSharedMemory)
+    huge = [torch.empty(10**12, device="meta")]
+    memory = reduce._carrier(huge, OPTIONS, world)._memory
+    assert memory.slot_bytes == 1 << 20
+    small = reduce._carrier(parameter, OPTIONS, world)._memory
+    assert small.slot_bytes == 4096
+
+
+def stress(world):
+    # Thousands of small sums, the ranks out of step with one another: a store that is seen late would be a wrong sum.
+    memory = share(world, 4096, 60.0)
+    carrier = ThroughSharedMemory(memory, world)
+    common, own = random.Random(0), random.Random(world.rank)
+    for number in range(2000):
+        expected, given = [], []
+        for piece in range(common.randint(1, 3)):
+            length, dtype = common.randint(1, 400), common.choice(DTYPES)
+            parts = [wide(7 * number + 3 * rank + piece, length, dtype) for rank in range(world.world_size)]
+            expected.append(mean(parts).to(dtype))
+            given.append(parts[world.rank])
+        if own.random() < 0.02:
+            time.sleep(own.random() * 0.006)  # longer than a peer stays awake
+        for gradient in given:
+            carrier.add(gradient)
+        carrier.finish()
+        assert all(torch.equal(found, right) for found, right in zip(given, expected)), number
+
+
+def sparse(world):
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Flatten(), nn.Linear(6, 2))
+
+    found = {}
+    for through in THROUGH:
+        model = DDP(options(reduce_through=through), world, net)
+        rows = torch.tensor([[world.rank, 3], [4 + world.rank, 3]])
+        model.training(rows).square().sum().backward()
+        gradients = [p.grad.to_dense() for p in model.parameters()]
+        assert gradients[0][3].abs().min() > 0
+        assert gradients[0][9].abs().max() == 0
+        found[through] = torch.cat([g.flatten() for g in gradients])
+    assert torch.equal(found["shared_memory"], found["backend"])
+
+
+def two_models(world):
+    # One backward pass through two models, whose buckets come in between one another.
+    class Both(nn.Module):
+        def __init__(self, models):
+            super().__init__()
+            self.models = models
+
+    for through in THROUGH:
+        def pair():
+            torch.manual_seed(0)
+            return {"one": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "two": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))}
+
+        model = DDP(options(reduce_through=through, bucket_cap_mb=0.00001), world, pair)
+        for step in range(3):
+            rows = wide(step + 10 * world.rank, 8, torch.float32).view(2, 4)
+            (model.training["one"](rows).sum() * model.training["two"](rows).sum()).backward()
+            mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+            alone = pair()
+            parts = []
+            for rank in range(world.world_size):
+                rows = wide(step + 10 * rank, 8, torch.float32).view(2, 4)
+                (alone["one"](rows).sum() * alone["two"](rows).sum()).backward()
+                parts.append(torch.cat([p.grad.flatten() for m in alone.values() for p in m.parameters()]))
+                for m in alone.values():
+                    m.zero_grad()
+            assert torch.equal(mine, mean(parts)), (through, step)
+            model.clear_gradient()
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def interrupt(world):
+    # A signal's exception ends the wait for a peer at once, and comes out of backward as it is.
+    model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
+    if world.rank == 1:
+        time.sleep(3)
+        return os._exit(0)
+
+    def handler(*_):
+        raise Interrupted
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    begin = time.monotonic()
+    try:
+        model.training(torch.ones(1, 2)).sum().backward()
+    except Interrupted:
+        assert 0.2 < time.monotonic() - begin < 1
+        raise DdpexpError("interrupted in time") from None
+    raise AssertionError("nothing happened")
+
+
+def stopped(world):
+    reduce.default_pg_timeout = timedelta(seconds=1)
+    model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
+    for step in range(3):
+        if step == 2 and world.rank == 1:  # in step 1 DDP talks through gloo, for it makes its buckets anew
+            os.kill(os.getpid(), signal.SIGSTOP)
+        model.training(torch.ones(1, 2)).sum().backward()
+
+
+def different(world):
+    # A rank that trains something else must not be summed with the others.
+    ranks_own = nn.Linear(2, 2) if world.rank else nn.Linear(2, 3)
+    carrier = reduce._carrier([torch.zeros(100)], OPTIONS, world)
+    carrier.add(torch.cat([p.detach().flatten() for p in ranks_own.parameters()]).repeat(20))
+    carrier.finish()
+
+
+def without_capability():
+    # A root user's process may look into every other one; take that away from this process, if it is root's.
+    class Header(ctypes.Structure):
+        _fields_ = [("version", ctypes.c_uint32), ("pid", ctypes.c_int)]
+
+    header, data = Header(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(ctypes.byref(header), data) == 0
+    for word in (0, 1):
+        data[word] &= ~(1 << 19)  # CAP_SYS_PTRACE, effective and permitted
+    assert libc.capset(ctypes.byref(header), data) == 0
+
+
+def hide(world):
+    if world.rank == 0:
+        ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: only root may look into this process now
+    if world.rank == 1:
+        without_capability()
+
+
+def fallback(world):
+    warnings = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            warnings.append(record.getMessage())
+
+    logging.getLogger("ddpexp").addHandler(Keep())
+    hide(world)
+    carrier = reduce._carrier([torch.zeros(100)], OPTIONS, world)
+    assert type(carrier) is ThroughBackend, carrier  # on every rank, also on those that could have mapped it
+    gradient = torch.full((10,), float(world.rank))
+    carrier.add(gradient)
+    carrier.finish()
+    assert torch.equal(gradient, mean([torch.full((10,), float(rank)) for rank in range(world.world_size)]))
+    assert len(warnings) == (world.rank == 0)
+    for text in warnings:
+        assert "rank 1: [Errno 13] Permission denied: '/proc/" in text, text
+
+
+def impossible(world):
+    hide(world)
+    DDP(options(reduce_through="shared_memory"), world, lambda: nn.Linear(2, 2))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/reduces.py").write_text(WORKER)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    return tmp_path
+
+
+def run(folder: Path, case: str, size: int) -> None:
+    Spawn().launch(Job("reduces:main", [case, str(size)], Layout(1, size, "cpu", "gloo", 1), folder / "logs"))
+
+
+def works(folder: Path, case: str, size: int) -> None:
+    try:
+        run(folder, case, size)
+    except WorkerError as error:
+        pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
+
+
+def fails(folder: Path, case: str, size: int) -> Failure:
+    with pytest.raises(WorkerError) as caught:
+        run(folder, case, size)
+    return caught.value.failure
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gradients_are_summed_in_the_order_of_the_ranks(folder: Path, size: int) -> None:
+    works(folder, "order", size)
+
+
+@pytest.mark.parametrize(("case", "size"), [("sparse", 3), ("two_models", 3), ("plain", 2), ("carriers", 2), ("carriers", 3)])
+def test_it_carries(folder: Path, case: str, size: int) -> None:
+    works(folder, case, size)
+
+
+def test_two_thousand_small_sums_of_ranks_out_of_step_are_exact(folder: Path) -> None:
+    works(folder, "stress", 4)
+
+
+def test_when_one_rank_cannot_map_the_memory_none_does(folder: Path) -> None:
+    works(folder, "fallback", 3)
+
+
+def test_a_typed_wish_for_memory_that_cannot_be_shared_is_refused_with_the_reason(folder: Path) -> None:
+    with pytest.raises(RefusedError) as caught:
+        run(folder, "impossible", 3)
+    assert re.fullmatch(
+        r"strategy\.reduce_through=shared_memory, but the workers cannot share memory "
+        r"\(rank 1: \[Errno 13\] Permission denied: '/proc/\d+/fd/\d+'\)\. Use strategy\.reduce_through=auto\.",
+        str(caught.value),
+    )
+
+
+def test_a_signal_ends_the_wait_for_a_peer(folder: Path) -> None:
+    failure = fails(folder, "interrupt", 2)
+    assert (failure.rank, failure.message) == (0, "interrupted in time")
+
+
+def test_a_rank_that_is_silent_is_named_when_the_time_is_up(folder: Path) -> None:
+    failure = fails(folder, "stopped", 3)
+    assert failure.kind == "PeerError"
+    assert failure.rank in (0, 2)
+    assert re.match(r"rank 1 \(process \d+\) did not bring gradients within 1 s, for which rank \d waited: ", failure.message)
+
+
+def test_ranks_that_bring_different_gradients_are_told(folder: Path) -> None:
+    failure = fails(folder, "different", 2)
+    assert re.match(r"rank \d brought \d+ bytes of gradients where rank \d brought \d+: ", failure.message)
+
+
+CODE = """\
+class Layers(nn.Sequential):
+    # Enough parameters for several small buckets, and statistics besides.
+    def __init__(self, **options):
+        super().__init__(nn.Linear(4, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 2))
+
+
+class Unused(Layers):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.extra = nn.Linear(4, 4)
+
+    def forward(self, rows):
+        for name in "012345":
+            rows = self.get_submodule(name)(rows)
+        return rows
+
+
+def pair(**options):
+    return {"left": Layers(), "right": Layers()}
+
+
+class Pair:
+    # Two networks and two optimizers, each trained by a backward pass of its own.
+    def optimizers(self, model, make):
+        return {name: make(module.parameters()) for name, module in model.items()}
+
+    def train_step(self, update, batches):
+        models = update.models
+        for name in ("left", "right"):
+            for number, (_, rows, labels) in enumerate(batches):
+                with update.micro_batch(last=number == len(batches) - 1):
+                    scores = sum(model(rows) for model in models.values())
+                    loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
+                    update.backward(loss, len(labels))
+            update.apply(name)
+        return loss.detach(), len(labels), {}
+
+    def step(self, model, batch):
+        _, rows, labels = batch
+        return nn.functional.cross_entropy(model["left"](rows), labels, reduction="sum"), len(labels), {}
+
+
+class Marked(Sides):
+    # Tells which process is which rank.
+    def __init__(self, folder):
+        open(f"{folder}/{RANK}-{os.getpid()}", "w").close()
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("reduce"), environ), CODE)
+
+
+WAYS = {
+    "layers": "model._target_=points.Layers",
+    "unused": "model._target_=points.Unused strategy.find_unused_parameters=true",
+    "static": "model._target_=points.Layers strategy.static_graph=true strategy.gradient_as_bucket_view=false",
+    "accumulated": "model._target_=points.Layers trainer.micro_batch_size=2",
+    "two models": "model._target_=points.pair task._target_=points.Pair trainer.micro_batch_size=4",
+}
+
+
+def digest(recipe: Recipe, *words: str) -> str:
+    done = recipe(*words, "trainer.threads=1")
+    assert done.code == 0, done.err
+    found: str = done.result()["weights_sha256"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        ("layers", 2),
+        ("layers", 3),
+        ("layers", 4),
+        *((way, 3) for way in WAYS if way not in ("layers", "two models")),
+        ("two models", 2),
+    ],
+)
+def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(recipe: Recipe, way: str, size: int) -> None:
+    words = (*WAYS[way].split(), f"trainer.gpus={size}")
+    small = "strategy.bucket_cap_mb=0.001"
+    found = digest(recipe, *words, "strategy.reduce_through=shared_memory")
+    assert digest(recipe, *words, "strategy.reduce_through=backend", small) == found
+    if way == "layers":
+        assert digest(recipe, *words, "strategy.reduce_through=shared_memory", small) == found
+        assert digest(recipe, *words, "strategy.reduce_through=backend") == found
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe, tmp_path: Path, victim: int) -> None:
+    before = set(os.listdir("/dev/shm"))
+    process, run = recipe.start(
+        "task._target_=points.Marked", f"+task.folder={tmp_path}", "trainer.gpus=3", "trainer.epochs=100000",
+        "trainer.log_every=200", "trainer.eval_every=0",
+    )  # fmt: skip
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3)
+    [pid] = [int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{victim}-*")]
+    os.kill(pid, signal.SIGKILL)
+    begin = time.monotonic()
+    done = finish(process, run, timeout=10)
+    assert time.monotonic() - begin < 5
+    assert (done.code, json.loads((run / "error.json").read_text())["rank"]) == (1, victim)
+    assert re.search(rf"rank {victim} on \S+ failed \(.*killed by SIGKILL", done.err)
+    assert session(process.pid) == {}
+    others = "".join((run / f"ranks/{rank}.log").read_text() for rank in range(3) if rank != victim)
+    assert f"PeerError: rank {victim} (process {pid}) ended in the middle of the training" in others
+    assert set(os.listdir("/dev/shm")) <= before
