@@ -351,7 +351,10 @@ def _share(total: float, count: float) -> float:
 
 
 def _stack(values: Sequence[int | Tensor], device: torch.device) -> Tensor:
-    if any(isinstance(value, Tensor) for value in values):
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) == len(values) and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
+        return torch.stack(tensors).to(device, torch.float64)  # one conversion for all
+    if tensors:
         return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
     return torch.tensor(values, dtype=torch.float64, device=device)
 

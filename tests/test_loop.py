@@ -20,7 +20,7 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation
 from ddpexp.launch.control import Control
-from ddpexp.loop import Loop, NonFiniteError
+from ddpexp.loop import Loop, NonFiniteError, _Window
 from ddpexp.precision import Precision
 from ddpexp.schedule import Cosine
 from ddpexp.strategy import Options
@@ -301,6 +301,15 @@ def test_records_have_exactly_their_names_at_their_steps(points: Any, fit: Calla
     found = {record["step"]: record["train/loss"] for record in once.records if "train/loss" in record}
     assert found[10] == pytest.approx(losses[9], abs=1e-6)  # the last window holds one step
     assert found[9] == pytest.approx(np.mean(losses[6:9]), abs=1e-6)
+
+
+@pytest.mark.parametrize("values", [(2**24 + 1, 0.5), (torch.tensor(2**24 + 1), torch.tensor(0.5)), (torch.tensor(2**24 + 1), 0.5)])
+def test_sums_of_any_kinds_are_added_in_double_precision(values: tuple[Any, Any]) -> None:
+    window = _Window(ALONE)
+    for value in values:
+        window.add([(torch.tensor(1.0), 1, {"name": (torch.as_tensor(value), value)})])
+    window.add([(torch.tensor(2.0**24), 2, {"name": (torch.tensor(0.25, dtype=torch.float64), 0)})])
+    assert window.totals() == {"loss": (2.0**24 + 2) / 4, "name": (2.0**24 + 1.75) / (2**24 + 1.5)}
 
 
 @pytest.mark.parametrize(("every", "steps"), [("epoch", [4, 8, 10]), (5, [5, 10]), (7, [7, 10]), (0, [])])
