@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.util import tensor_util
 
@@ -45,6 +46,15 @@ def test_the_scalars_are_those_of_metrics_jsonl_with_the_step_as_x_axis(done: Do
         found = [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in board.Tensors(name)]
         assert [step for step, _ in found] == [step for step, _ in points]
         assert [value for _, value in found] == pytest.approx([value for _, value in points], rel=1e-6)
+
+
+def test_a_record_is_one_event(done: Done) -> None:
+    [path] = (done.run / "tb").iterdir()
+    tags = [{value.tag for value in event.summary.value} for event in EventFileLoader(str(path)).Load()]
+    assert [names for names in tags if "train/loss" in names] == [
+        {"train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second"}
+    ] * 4
+    assert [names for names in tags if "eval/loss" in names] == [{"eval/loss", "eval/accuracy"}] * 2
 
 
 def test_the_configuration_is_there_as_text(done: Done, board: EventAccumulator) -> None:
