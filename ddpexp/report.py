@@ -25,6 +25,7 @@ class Report:
     layout: Layout
     prepared: Mapping[str, Any] | None  # what the data section's `prepare` said of the data
     models: Models
+    shares_memory: bool  # gradients go through memory, not through the backend
     train: TrainBatches
     num_steps: int
 
@@ -34,13 +35,14 @@ class Report:
         size = sum(p.numel() for module in self.models.values() for p in module.parameters())
         note = self.prepared.get("note") if self.prepared else None
         workers = _counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
+        shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
         cut = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps} accumulated x {plan.world_size} workers"
         lines = {
             "recipe": experiment.recipe.name,
             "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
             "model": f"{_short(experiment.model.target)}, {size:,} parameters, {experiment.trainer.precision}",
-            "world": f"{workers} ({layout.backend}), {_counted(layout.threads, 'thread')} each",
+            "world": f"{workers} ({layout.backend}{shared}), {_counted(layout.threads, 'thread')} each",
             "batch": f"{plan.global_batch_size} = {cut}",
             "steps": f"{self.num_steps:,} ({epochs:.3g} epochs of {per_epoch:,})",
             "folder": relative(self.run.path),

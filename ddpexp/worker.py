@@ -62,7 +62,7 @@ def train(run: RunDir, data: Mapping[str, Any] | None, control: Control, phase: 
     strategy = _strategy(experiment, world, _init_from(experiment))
     num_steps = _num_steps(experiment, batches.steps_per_epoch)
     tracker = _tracker(experiment, run, world, control, log, num_steps)
-    report = Report(experiment, run, layout, data, strategy.bare, batches, num_steps)
+    report = Report(experiment, run, layout, data, strategy.bare, strategy.shares_memory, batches, num_steps)
     log.info(report.headline())
     tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
     fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps)

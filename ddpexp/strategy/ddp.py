@@ -55,9 +55,10 @@ class DDP:
             # Not `module.compile()`: torch 2.13 then leaves a class alone whose forward is torch's own, such as nn.Sequential.
             self._called = {name: cast(nn.Module, torch.compile(module)) for name, module in self.bare.items()}
         self.wrapped = dict(self._called)
+        self.shares_memory = False
         if world.world_size > 1:
             self.wrapped = {name: _wrap(module, options, world) for name, module in self._called.items()}
-            reduce_in_rank_order(list(self.wrapped.values()), options, world)
+            self.shares_memory = reduce_in_rank_order(list(self.wrapped.values()), options, world)
 
     @property
     def training(self) -> Any:

@@ -42,8 +42,10 @@ class Carrier(Protocol):
         ...
 
 
-def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: World) -> None:
-    """Take over the reduction of CPU workers from DDP; does nothing for others, or where a hook compresses.
+def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: World) -> bool:
+    """Take over the reduction of CPU workers from DDP; leaves others alone, and gradients that are compressed.
+
+    Returns whether gradients go through shared memory.
 
     Ranks: all; communicates.
 
@@ -52,14 +54,14 @@ def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: 
     """
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not wrapped or world.device.type != "cpu" or options.comm_hook != "none":
-        return
+        return False
     parameters = [p for module in wrapped for p in module.parameters() if p.requires_grad]
     carrier = _carrier(parameters, options, world)
-    if carrier is None:
-        return
-    for module in wrapped:
-        # Not a function with annotations: torch compares them with classes, and ours are texts.
-        module.register_comm_hook(carrier, lambda carrier, bucket: _hook(carrier, world, bucket))
+    if carrier is not None:
+        for module in wrapped:
+            # Not a function with annotations: torch compares them with classes, and ours are texts.
+            module.register_comm_hook(carrier, lambda carrier, bucket: _hook(carrier, world, bucket))
+    return isinstance(carrier, ThroughSharedMemory)
 
 
 def _carrier(parameters: Sequence[Tensor], options: Options, world: World) -> Carrier | None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ddpexp.errors import Failure, RefusedError, WorkerError
-from ddpexp.launch import Job, Layout
+from ddpexp.launch import Asked
 from ddpexp.launch.spawn import Spawn
-from tests.conftest import Ddpexp, finish
+from tests.conftest import Call, Ddpexp, finish
 from tests.points import Recipe, session, wait_for
 
 WORKER = """\
@@ -309,7 +309,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(folder: Path, case: str, size: int) -> None:
-    Spawn().launch(Job("reduces:main", [case, str(size)], Layout(1, size, "cpu", "gloo", 1), folder / "logs"))
+    Spawn().launch(Call("reduces:main", [case, str(size)], folder / "logs", Asked(gpus=size)))
 
 
 def works(folder: Path, case: str, size: int) -> None:
