@@ -43,10 +43,9 @@ class Carrier(Protocol):
 
 
 def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: World) -> bool:
-    """Take over the reduction of CPU workers from DDP; leaves others alone, and gradients that are compressed.
+    """Take over the reduction of CPU workers from DDP, and tell whether gradients now go through shared memory.
 
-    Returns whether gradients go through shared memory.
-
+    Leaves GPUs alone, and gradients that are compressed.
     Ranks: all; communicates.
 
     Raises:
@@ -65,9 +64,8 @@ def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: 
 
 
 def _carrier(parameters: Sequence[Tensor], options: Options, world: World) -> Carrier | None:
-    if options.reduce_through != "backend" and (
-        world.local_world_size == world.world_size or options.reduce_through == "shared_memory"
-    ):
+    one_host = world.local_world_size == world.world_size
+    if options.reduce_through == "shared_memory" or (options.reduce_through == "auto" and one_host):
         wanted = sum(p.numel() * p.element_size() + _ALIGNED for p in parameters)
         shared = share(world, min(wanted, _SLOT_BYTES), default_pg_timeout.total_seconds())
         if isinstance(shared, SharedMemory):

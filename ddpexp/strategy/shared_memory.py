@@ -60,14 +60,8 @@ class SharedMemory:
         self._timeout = timeout_seconds
         self._meetings = 0
         self._call = ctypes.CDLL(None, use_errno=True).syscall
-        self._call.argtypes = [
-            ctypes.c_long,
-            ctypes.c_void_p,
-            ctypes.c_int,
-            ctypes.c_uint32,
-            *[ctypes.c_void_p] * 2,
-            ctypes.c_uint32,
-        ]
+        pointer, word = ctypes.c_void_p, ctypes.c_uint32
+        self._call.argtypes = [ctypes.c_long, pointer, ctypes.c_int, word, pointer, pointer, word]
         self._nap = (ctypes.c_long * 2)(0, int(_WATCH_SECONDS * 1e9))  # a struct timespec
 
     def meet(self) -> None:
@@ -119,7 +113,7 @@ class SharedMemory:
         ended = {descriptor for descriptor, _ in self._ends.poll(0)}
         if ended:
             gone = _listed({rank: peer for rank, peer in self._peers.items() if peer.descriptor in ended})
-            raise PeerError(f"{gone} ended in the middle of the training: gradients cannot be summed without it. See its own log.")
+            raise PeerError(f"{gone} ended in the middle of the training, so there is no sum of all ranks' gradients: see its log.")
         if waited_seconds > self._timeout:
             late = _listed({rank: peer for rank, peer in self._peers.items() if self._words[rank * _WORDS] < self._meetings})
             raise PeerError(
