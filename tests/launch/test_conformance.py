@@ -61,7 +61,7 @@ def run(recipe: Recipe, starter: Starter, size: int, folder: Path, *words: str) 
 def order(folder: Path, size: int) -> list[list[int]]:
     """Return the samples of each step, over the ranks in order."""
     ranks = [[json.loads(line) for line in (folder / str(rank)).read_text().splitlines()] for rank in range(size)]
-    return [sum(step, []) for step in zip(*ranks, strict=True)]
+    return [[sample for rank in step for sample in rank] for step in zip(*ranks, strict=True)]
 
 
 def files(done: Done) -> set[str]:
