@@ -74,26 +74,28 @@ def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
         code: int = run(job, server)
         return code
-    except WorkerError as error:
+    except (WorkerError, RefusedError) as error:
         _record(job, error)
         raise
-    except RefusedError as error:
-        if not error.quiet:
-            job.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
-        raise
     except StoppedError as error:
-        if isinstance(error.__context__, WorkerError):  # the signal came while the failure was on its way here
-            _record(job, error.__context__)
-            raise error.__context__ from None
+        cause = error.__context__
+        while cause is not None and not isinstance(cause, WorkerError | RefusedError):
+            cause = cause.__context__
+        if cause is not None:  # the signal came while the failure was on its way here
+            _record(job, cause)
+            raise cause from None
         stopped = StoppedError(error.signum, job.interrupt())
         stopped.quiet = not job.leads  # the leading command says it
         raise stopped from None
 
 
-def _record(job: Job, error: WorkerError) -> None:
+def _record(job: Job, error: WorkerError | RefusedError) -> None:
     _hear_no_more_signals()
-    if error.leader is None:
-        job.fail(error.failure)
+    if isinstance(error, WorkerError):
+        if error.leader is None:
+            job.fail(error.failure)
+    elif not error.quiet:
+        job.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:

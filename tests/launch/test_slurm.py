@@ -483,9 +483,10 @@ def test_the_users_own_batch_script_is_an_allocation(recipe: Recipe, spawned: Ca
     script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *words])}\n")
     log = recipe.ddpexp.folder / "own.log"
     done = subprocess.run(
-        ["sbatch", "-W", "-Q", f"--output={log}", str(script)], cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, timeout=60
-    )
-    assert done.returncode == 0, log.read_text()
+        ["sbatch", "--parsable", f"--output={log}", str(script)],
+        cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    assert state_of(done.stdout.strip()) == ("COMPLETED", "0:0"), log.read_text()
     ended = Done(0, log.read_text(), "", run)
     assert ended.manifest()["hosts"] == list(NODES)
     assert ended.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
