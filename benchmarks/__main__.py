@@ -1,4 +1,4 @@
-"""`python -m benchmarks --data FOLDER [start steps mnist soak]`: the figures of the README, made again."""
+"""`python -m benchmarks --data FOLDER [start steps mnist soak launchers]`: the figures of the README, made again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="the folder with MNIST's four gzipped IDX files")
     parser.add_argument("--rounds", type=int, default=15)
     words = parser.parse_args()
-    known = {"start": start, "steps": steps, "mnist": mnist, "soak": soak}
+    known = {"start": start, "steps": steps, "mnist": mnist, "soak": soak, "launchers": launchers}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         data = Path(folder) / "data"  # a cache of our own, made before anything is timed
@@ -48,21 +48,35 @@ def start(data: Path, rounds: int, folder: Path) -> list[Row]:
     """Time from the command to the end of the first optimizer step, and to the prompt."""
     rows: list[Row] = []
     for workers in (2, 8):
-        few = ["model=linear", f"trainer.gpus={workers}", "trainer.max_steps=60", "trainer.eval_every=0"]
+        few = ["model=linear", "trainer.max_steps=60", "trainer.eval_every=0"]
         results = race(_arms(data, workers, few, steps=60), rounds, folder / str(workers), print)
         for figure in ("first step", "whole command"):
             seconds = median(results, "ddpexp", figure)
-            peer = median(results, "torchrun", figure)
+            peer = median(results, "peer", figure)
             rows.append(_row(f"{figure}, {workers} workers", f"{seconds:.2f} s against {peer:.2f} s", results, figure))
     return rows
 
 
 def steps(data: Path, rounds: int, folder: Path) -> list[Row]:
     """Steps a second of the linear model, logging on."""
-    many = ["model=linear", "trainer.gpus=2", "trainer.max_steps=3050", "trainer.epochs=null", "trainer.eval_every=0"]
+    many = ["model=linear", "trainer.max_steps=3050", "trainer.epochs=null", "trainer.eval_every=0"]
     results = race(_arms(data, 2, many, steps=3050), rounds, folder, print)
-    mine, theirs = (median(results, arm, "steps a second") for arm in ("ddpexp", "torchrun"))
+    mine, theirs = (median(results, arm, "steps a second") for arm in ("ddpexp", "peer"))
     return [_row("steps a second, linear, 2 workers", f"{mine:.0f} against {theirs:.0f}", results, "steps a second")]
+
+
+def launchers(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """Time to the first step under each launcher, against the plain script started in the same way; Slurm wants SLURM_CONF."""
+    rows: list[Row] = []
+    ways = ["torchrun", "mpirun"] + (["srun", "salloc"] if "SLURM_CONF" in os.environ else [])
+    for way in ways:
+        for workers in (2, 8):
+            few = ["model=linear", "trainer.max_steps=60", "trainer.eval_every=0"]
+            results = race(_arms(data, workers, few, 60, way), rounds, folder / f"{way}-{workers}", print)
+            mine, theirs = (median(results, arm, "first step") for arm in ("ddpexp", "peer"))
+            figures = f"{mine:.2f} s against {theirs:.2f} s"
+            rows.append(_row(f"first step under {way}, {workers} workers", figures, results, "first step"))
+    return rows
 
 
 def mnist(data: Path, rounds: int, folder: Path) -> list[Row]:
@@ -108,10 +122,37 @@ def soak(data: Path, rounds: int, folder: Path) -> list[Row]:
     return [("200 runs, 2 and 4 workers in turn", f"{codes.count(0)} exit codes 0", f"{len(left)} processes left behind")]
 
 
-def _arms(data: Path, workers: int, words: Sequence[str], steps: int) -> list[Arm]:
+# How the ranks of a plain script learn their places where torchrun does not tell them.
+_PLACES = {
+    "srun": "RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID",
+    "mpirun": "RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK",
+}
+_MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+
+
+def _started(way: str, workers: int, program: Sequence[str], ours: bool) -> list[str]:
+    """Return the words that start a program's ranks in one of the ways; ours has ranks of its own under spawn and salloc."""
+    if way == "spawn" and ours:
+        return [sys.executable, *program, f"trainer.gpus={workers}"]
+    if way in ("spawn", "torchrun"):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+        return [*torchrun, *program, *(["launcher=torchrun-env"] if ours else [])]
+    before = {
+        "srun": ["srun", "-N1", f"-n{workers}"],
+        "salloc": ["salloc", "-N1", f"-n{workers}", *([] if ours else ["srun"])],
+        "mpirun": [*_MPIRUN, "-n", str(workers)],
+    }[way]
+    if ours:
+        mine = ["launcher=mpi"] if way == "mpirun" else ["launcher=slurm"]
+        return [*before, sys.executable, *program, *mine, *([f"trainer.gpus={workers}"] if way == "salloc" else [])]
+    place = f"export MASTER_ADDR=127.0.0.1 MASTER_PORT=29750 {_PLACES['mpirun' if way == 'mpirun' else 'srun']}"
+    return [*before, "bash", "-c", f'{place}; exec "$@"', "-", sys.executable, *program]
+
+
+def _arms(data: Path, workers: int, words: Sequence[str], steps: int, way: str = "spawn") -> list[Arm]:
     def peer(place: Path) -> list[str]:
         program = ["-m", "benchmarks.peers.bare", "--data", str(data), "--steps", str(steps), "--tensorboard", str(place)]
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers), *program]
+        return _started(way, workers, program, ours=False)
 
     def theirs(_place: Path, output: str, begin: float, end: float) -> dict[str, float]:
         found = last_json(output)
@@ -128,13 +169,15 @@ def _arms(data: Path, workers: int, words: Sequence[str], steps: int) -> list[Ar
         return {"first step": result["first_step_at"] - begin, "whole command": end - begin, "steps a second": rate}
 
     def command(place: Path) -> list[str]:
-        return _words(data, place / "run", [f"trainer.global_batch_size={64 * workers}", "trainer.threads=1", *words])
+        typed = ["recipe=mnist", f"data.root={data}", "data.source=files", f"run.dir={place / 'run'}"]
+        batch = [f"trainer.global_batch_size={64 * workers}", "trainer.threads=1"]
+        return _started(way, workers, ["-m", "ddpexp", *typed, *batch, *words], ours=True)
 
-    return [Arm("ddpexp", command, ours), Arm("torchrun", peer, theirs), Arm("ddpexp again", command, ours)]
+    return [Arm("ddpexp", command, ours), Arm("peer", peer, theirs), Arm("ddpexp again", command, ours)]
 
 
 def _row(name: str, figures: str, results: dict[str, list[dict[str, float]]], figure: str) -> Row:
-    against, again = ratio(results, "ddpexp", "torchrun", figure), ratio(results, "ddpexp again", "ddpexp", figure)
+    against, again = ratio(results, "ddpexp", "peer", figure), ratio(results, "ddpexp again", "ddpexp", figure)
     return name, figures, f"{against}; A/A {again}"
 
 
@@ -161,6 +204,14 @@ def _processes() -> set[int]:
 
 
 def _write(rows: Sequence[Row]) -> None:
+    """Write the table; rows of benchmarks that were not run this time stay."""
+    path = Path(__file__).with_name("RESULTS.md")
+    table = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3 and cells[0] and not cells[0].startswith("---"):
+            table[cells[0]] = line
+    table |= {name: f"| {name} | {figures} | {shown} |" for name, figures, shown in rows}
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"
     lines = [
         "# Results",
@@ -170,9 +221,8 @@ def _write(rows: Sequence[Row]) -> None:
         "",
         "| | figures | ratio |",
         "|---|---|---|",
-        *(f"| {name} | {figures} | {shown} |" for name, figures, shown in rows),
+        *table.values(),
     ]
-    path = Path(__file__).with_name("RESULTS.md")
     path.write_text("\n".join(lines) + "\n")
     print(path.read_text())
 

@@ -15,7 +15,8 @@ class Terminal:
 
     def __init__(self) -> None:
         """Look at whether standard output is a terminal."""
-        self._live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"  # such a terminal cannot redraw a line
+        # A dumb terminal cannot redraw a line; Open MPI gives rank zero a terminal whatever its own output is.
+        self._live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
