@@ -22,6 +22,8 @@ from typing import Any
 from ddpexp.launch.process import die_with_parent
 
 _PACKET = 1 << 20
+# Schedulers send them to every process of a job at once: the command hears them, and ends the workers and this process.
+_OF_THE_COMMAND = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> None:
@@ -29,6 +31,9 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
     die_with_parent(parent)
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the command alone, which knows how to end the workers
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in _OF_THE_COMMAND:
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, for the workers too
+            signal.signal(signum, lambda *_: None)
     channel = socket.socket(fileno=fd)
     failed = _import(preload)
     _send(channel, {"kind": "ready", "failed": failed})
@@ -109,7 +114,9 @@ def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
     code = 1
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, *_OF_THE_COMMAND):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
         die_with_parent(server)
         _settle(request, fds, private)
         gc.enable()

@@ -145,6 +145,8 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal, mee
                     _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
                 _pass_on(watch)
                 _end_in_time(server, watch)
+            while _may_be_stopped(watch):
+                look()
             for worker in workers:
                 _listen(worker, watch, terminal)
             _pass_on(watch)
@@ -228,6 +230,16 @@ def _part(watch: _Watch, look: Callable[[], None]) -> None:
     deadline = time.monotonic() + seconds
     while not all(other.ended for other in watch.others) and time.monotonic() < deadline:
         look()
+
+
+def _may_be_stopped(watch: _Watch) -> bool:
+    """Tell whether a stop signal has ended workers and may be on its way here: schedulers send it to every process."""
+    if watch.stopped_by is not None or watch.failed_at is None or time.monotonic() - watch.failed_at > _FAILURE_SECONDS:
+        return False
+    causes = [_cause(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
+    causes += [heard.failure for heard in watch.heard]
+    by_signal = [cause.signal in _STOP_SIGNALS for cause in causes]
+    return any(by_signal) and all(stopped or _weight(cause) > 1 for stopped, cause in zip(by_signal, causes, strict=True))
 
 
 def _may_hear_the_cause(watch: _Watch) -> bool:
@@ -371,11 +383,18 @@ def _end_others(watch: _Watch) -> None:
             other.peer.send({"kind": "end", "cause": cause})
 
 
+def _failed_before_the_stop(watch: _Watch, failed: Sequence[Worker]) -> bool:
+    """Tell whether a failure came first. One that the same signal has made did not: schedulers send it to every process."""
+    causes = [_cause(worker) for worker in failed if worker.failed_at and worker.failed_at < watch.stopped_at]
+    causes += [heard.failure for heard in watch.heard if heard.at < watch.stopped_at]
+    return any(cause.signal not in _STOP_SIGNALS and _weight(cause) < 2 for cause in causes)
+
+
 def _verdict(watch: _Watch) -> int:
     failed = [worker for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
     if not failed and not watch.heard:
         return EXIT_DONE  # a signal that came when all was done changes nothing
-    if watch.stopped_by is not None and not (watch.failed_at and watch.failed_at < watch.stopped_at):
+    if watch.stopped_by is not None and not _failed_before_the_stop(watch, failed):
         raise StoppedError(watch.stopped_by)
     failures = _ranked(watch)
     if watch.leader_lost:

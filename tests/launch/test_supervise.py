@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,23 @@ def stopped(done: Done, signum: signal.Signals) -> None:
     written = [record for record in done.metrics() if "train/loss" in record]
     assert [event.step for event in board.Tensors("train/loss")] == [record["step"] for record in written]
     assert [record["step"] for record in written] == list(range(1, len(written) + 1))
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["the command last", "the command first"])
+def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_signal(
+    recipe: Recipe, tmp_path: Path, last: bool
+) -> None:
+    process, run = slow(recipe, tmp_path)
+    wait_for(lambda: recorded(run) and begun(tmp_path, "train"))
+    others = set(session(process.pid)) - {process.pid}  # the workers and the server
+    for pid in [*others, process.pid] if last else [process.pid, *others]:
+        with suppress(ProcessLookupError):  # ended by the command meanwhile
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.02 if last else 0)
+    wait_for(lambda: not session(process.pid), seconds=6)
+    done = finish(process, run)
+    assert done.code == 128 + signal.SIGTERM
+    stopped(done, signal.SIGTERM)
 
 
 def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
