@@ -77,6 +77,8 @@ class Training(Job):
         if self.run is None:
             self.create(crew.owners)
         else:
+            if self.vacant is not None:
+                self.vacant()
             rundir.start_over(self.run)
         run, self._began = self.run, True
         assert run is not None
@@ -105,8 +107,8 @@ class Training(Job):
         self._enter(run, prepare(self.experiment.data, self.experiment.trust))
 
     def fail(self, failure: Failure) -> None:
-        """Write error.json and the result."""
-        if self.run is None or (self.run.status() == "done" and not self._began):  # a finished run that was refused stays so
+        """Write error.json and the result, unless the run is another's: finished, or without a result because it runs."""
+        if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
         self.run.fail(failure)
 

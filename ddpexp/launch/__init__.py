@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -64,6 +64,7 @@ class Job:
     asked: Asked = Asked()
     identity: Mapping[str, Any] = {}  # what must be the same for all commands of the job
     leads: bool = True  # this command begins the job; False once it has entered what another one began
+    vacant: Callable[[], None] | None = None  # raises RefusedError while somebody else has the folder; asked when all have met
     folder: Path = Path()  # one that every host sees, where the commands of several hosts find one another
 
     def check(self, layout: Layout) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -80,11 +81,11 @@ class Slurm:
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be the task of one node: start the node's workers; like `Launcher.launch`."""
-        refusal = _why_not_here(job.folder)
-        if refusal:  # written down nowhere: the directory may belong to a job that runs
-            if os.environ.get("SLURM_PROCID", "0") == "0":
-                print(f"ddpexp: {refusal}", file=sys.stderr, flush=True)
+        if "SLURM_STEP_ID" not in os.environ:  # written down nowhere: a job may be running there
+            text = f"{job.folder} waits for srun: type sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}"
+            print(f"ddpexp: {text}", file=sys.stderr, flush=True)
             return EXIT_REFUSED
+        job.vacant = partial(_refuse_running, job.folder)
         job.asked = replace(job.asked, nodes="auto", gpus=self._workers(job))
         place = of_slurm_task(Asked())
         server = server or Server()
@@ -150,9 +151,10 @@ class Slurm:
             return EXIT_DONE
         job.prepare()
         run = job.create().resolve()
+        job.note("submitted")
         environ = {name: value for name, value in os.environ.items() if name not in _OF_OTHER_TASKS}
         code = child.run(self.srun(job, nodes, run), environ)
-        if code and _status(run) is None:
+        if code and _status(run) == "submitted":
             text = f"srun ended with exit code {code} before the job began: see what it says above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
         return code
@@ -283,16 +285,14 @@ def _has_terminal(pid: str) -> bool:
         return False  # it has ended, or is in another container
 
 
-def _why_not_here(run: Path) -> str | None:
-    """Say why this command cannot run the job of a run directory: it is no task, or another job runs there."""
-    if "SLURM_STEP_ID" not in os.environ:
-        return f"{run} waits for srun: type sbatch {shlex.quote(str(run / 'job.sbatch'))}"
+def _refuse_running(run: Path) -> None:
+    """Refuse a run directory in which another job runs, such as the same script submitted twice."""
     others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {os.environ["SLURM_JOB_ID"]}
-    if others and shutil.which("scontrol"):
-        running = next((job_id for job_id in sorted(others) if _state(job_id)[0] in _RUNNING), None)
-        if running:
-            return f"job {running} still runs in {run}: wait for its end, or end it with scancel {running}."
-    return None
+    if not others or shutil.which("scontrol") is None:
+        return
+    for job_id in sorted(others):
+        if _state(job_id)[0] in _RUNNING:
+            raise RefusedError(f"job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.")
 
 
 def _step_key() -> str:

@@ -455,7 +455,8 @@ def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: R
     again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("FAILED", "2:0")
     text = (done.run / f"slurm-{again}.log").read_text()
-    assert text.count(f"ddpexp: job {job_of(done)} still runs in {done.run}: wait for its end") == 1
+    assert f"ddpexp: job {job_of(done)} still runs in {done.run}: wait for its end" in text
+    assert not (done.run / "error.json").exists()
     assert not (done.run / "result.json").exists()
     records = done.run / "metrics.jsonl"
     size = records.stat().st_size
