@@ -25,6 +25,11 @@ class Place:
     starter: str = "this command"  # who says so, for errors
     owner: str | None = None  # the process that starts this command again after a failure
 
+    @property
+    def shares_terminal(self) -> bool:
+        """Tell whether the starter shows the output of all commands in one place, on whichever host they run."""
+        return self.starter in ("srun", "mpirun")
+
 
 _TORCHRUN = "torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env"
 # What to do about a missing variable, by what should have set it.

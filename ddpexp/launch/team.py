@@ -74,7 +74,7 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     }
     if place.index == 0:
         return _lead(job, way, hello, asked.init_seconds, who, server)
-    return _follow(job, way, hello, asked.init_seconds, who, server)
+    return _follow(job, place, way, hello, asked.init_seconds, who, server)
 
 
 def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
@@ -117,13 +117,13 @@ def _hear_ready(peers: Sequence[Any], who: str) -> None:
             raise RefusedError(answer["message"])
 
 
-def _follow(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
+def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
     meeting = join(way, hello, seconds, who)
     [leader] = meeting.peers
     try:
         go = _next(leader, "go")
         seat, layout = Seat(**go["seat"]), Layout(**go["layout"])
-        meeting.speaks = seat.first_on_host and leader.host != platform.node()
+        meeting.speaks = seat.first_on_host and leader.host != platform.node() and not place.shares_terminal
         job.leads = False
         try:
             job.enter(go["shared"], layout)
