@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import yaml
@@ -32,6 +33,8 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
     place = Path(argv[0])
     if place.is_dir():
         run = RunDir(place)
+        if run.config.is_file() and run.config.stat().st_uid != os.getuid():
+            raise RefusedError(f"{place} is another user's: its configuration says whose code runs, so it must be your own.")
         try:
             text, overrides = run.config.read_text(), yaml.safe_load(run.overrides.read_text())
         except (OSError, yaml.YAMLError) as error:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from tests.conftest import SMALL, Ddpexp
@@ -23,3 +27,15 @@ def test_both_start_methods_give_the_same_weights(ddpexp: Ddpexp, start_method: 
     words = [*SMALL, "trainer.gpus=2", "trainer.threads=1"]
     once = ddpexp(*words).result()["weights_sha256"]
     assert ddpexp(*words, f"launcher.start_method={start_method}").result()["weights_sha256"] == once
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_member_of_another_users_run_is_refused(ddpexp: Ddpexp) -> None:
+    done = ddpexp(*SMALL)
+    os.chown(done.run / "config.yaml", 65534, 65534)
+    words = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
+    refused = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=60)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == (
+        f"ddpexp: {done.run} is another user's: its configuration says whose code runs, so it must be your own.\n"
+    )

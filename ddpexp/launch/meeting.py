@@ -148,7 +148,7 @@ class Published:
 class Told:
     """A store that somebody else keeps, asked through functions."""
 
-    publish: Callable[[str], None]
+    publish: Callable[[str], object]
     ask: Callable[[], str | None]
     local: bool
 

@@ -53,8 +53,4 @@ def way(place: Place, server: Server, seconds: float, environ: Mapping[str, str]
             raise RefusedError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
         return next((line.removeprefix(_MARK) for line in text.splitlines() if line.startswith(_MARK)), None)
 
-    return Told(publish=lambda text: void(call(text)), ask=call, local=place.local_world_size == place.size)
-
-
-def void(_: object) -> None:
-    """Drop a value."""
+    return Told(publish=call, ask=call, local=place.local_world_size == place.size)
