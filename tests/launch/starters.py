@@ -141,7 +141,7 @@ STARTERS: Sequence[Starter] = (
         own_codes=False,
     ),
     Starter("variables in shells", _shells, sizes=(2, 3)),
-    Starter("elastic", _plain("launcher=elastic", "launcher.max_restarts=0"), sizes=(2, 4)),
+    Starter("elastic", _plain("launcher=elastic", "launcher.max_restarts=0")),
     Starter("sbatch", _submitted, cluster=True),
     Starter("salloc", _allocated, sizes=(4,), cluster=True),
     Starter("srun", _behind("srun", "-N2", "-nSIZE", "slurm"), cluster=True, own_codes=True),
