@@ -41,7 +41,7 @@ STRANGERS = [
     "ddpexp.config.instantiate.locate",
     "ddpexp.prepare.call_and_answer",
     "ddpexp.launch.server.call",
-    "ddpexp.launch.spawn.Server",
+    "ddpexp.launch.fork_server.Server",
     "ddpexp.launch.spawn.Spawn",
     "ddpexp.schedule.Cosine",
     "ddpexp.data.order.os.system",
