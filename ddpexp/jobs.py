@@ -165,8 +165,10 @@ class Evaluation(Job):
 def asked(experiment: Experiment) -> Asked:
     """Return what an experiment says of its workers."""
     trainer = experiment.trainer
+    # Sums inside one worker depend on its threads, whose number would follow that of the workers.
+    threads = 1 if trainer.threads == "auto" and trainer.reduction == "exact" else trainer.threads
     return Asked(
-        trainer.nodes, trainer.gpus, trainer.device, trainer.backend, trainer.threads, trainer.timeout.init_seconds
+        trainer.nodes, trainer.gpus, trainer.device, trainer.backend, threads, trainer.timeout.init_seconds, trainer.grace_seconds
     )  # fmt: skip
 
 

@@ -74,10 +74,18 @@ class Trainer:
     compile: bool
     channels_last: bool
     clip_grad_norm: float | None
+    ema_decay: float | None
     nonfinite: Literal["stop", "skip"]
     log_every: int
     eval_every: Literal["epoch"] | int
+    checkpoint_every: Literal["epoch"] | int
+    checkpoint_every_seconds: float | None
+    keep_last: int | None
+    keep_best: str | None
+    on_save_error: Literal["stop", "continue"]
+    reduction: Literal["fast", "exact"]
     deterministic: bool
+    grace_seconds: float
     timeout: Timeout
 
 
@@ -93,6 +101,7 @@ class Run:
     """Where the run lies and what it starts from."""
 
     dir: str | None
+    resume: Literal["auto", "never", "require"]
     init_from: str | None
     trust: tuple[str, ...]
     code: str | None
@@ -196,6 +205,10 @@ def check_layout(experiment: Experiment, found: Layout) -> None:
             "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
             "Use strategy.sync_batchnorm=false."
         )
+    if trainer.reduction == "exact" and found.device == "cuda" and not trainer.deterministic:
+        raise RefusedError(
+            "trainer.reduction=exact on GPUs needs trainer.deterministic=true: else a GPU's own sums differ each time."
+        )
     if experiment.strategy.reduce_through == "shared_memory" and (found.device == "cuda" or found.nodes > 1):
         where = "workers have GPUs" if found.device == "cuda" else f"workers are on {found.nodes} nodes"
         raise RefusedError(
@@ -220,6 +233,24 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
     if trainer.eval_every != "epoch" and trainer.eval_every < 0:
         raise RefusedError(f"trainer.eval_every={trainer.eval_every}: use epoch, a number of steps, or 0 for never.")
+    if trainer.checkpoint_every != "epoch" and trainer.checkpoint_every < 0:
+        raise RefusedError(f"trainer.checkpoint_every={trainer.checkpoint_every}: use epoch, a number of steps, or 0 for never.")
+    if trainer.checkpoint_every_seconds is not None and not trainer.checkpoint_every_seconds > 0:
+        raise RefusedError(f"trainer.checkpoint_every_seconds={trainer.checkpoint_every_seconds}: use a number above 0, or null.")
+    if trainer.keep_last is not None and trainer.keep_last < 1:
+        raise RefusedError(f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all.")
+    if trainer.keep_best is not None:
+        if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
+            raise RefusedError(
+                f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, such as max:eval/accuracy."
+            )
+        if trainer.eval_every == 0:
+            raise RefusedError(f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none.")
+    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
+        raise RefusedError(f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null.")
+    if not 0 < trainer.grace_seconds < math.inf:
+        raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
+    _check_exact(experiment)
     if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
         raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
     if not 0 <= trainer.seed < 2**63:
@@ -259,6 +290,32 @@ def _check(experiment: Experiment) -> None:
             "strategy.static_graph=true finds unused parameters by itself in the first step: "
             "leave strategy.find_unused_parameters=false."
         )
+
+
+def _check_exact(experiment: Experiment) -> None:
+    """Refuse what would make the numbers depend on the number of workers although `trainer.reduction=exact`."""
+    trainer, strategy = experiment.trainer, experiment.strategy
+    if trainer.reduction != "exact":
+        return
+    why = "trainer.reduction=exact"
+    if trainer.micro_batch_size == "auto":
+        raise RefusedError(
+            f"{why} sums over micro-batches that are the same at every number of workers: "
+            f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
+        )
+    if strategy.comm_hook != "none":
+        raise RefusedError(
+            f"{why} does not go with strategy.comm_hook={strategy.comm_hook}, which rounds each worker's sum. Use none."
+        )
+    if strategy.sync_batchnorm:
+        raise RefusedError(
+            f"{why} does not go with strategy.sync_batchnorm=true: its statistics are those of all workers' micro-batches of a "
+            f"pass, which another number of workers cuts in another way. Use strategy.sync_batchnorm=false."
+        )
+    if strategy.static_graph:
+        raise RefusedError(f"{why} does without DDP, whose option strategy.static_graph=true is. Use strategy.static_graph=false.")
+    if not strategy.broadcast_buffers:
+        raise RefusedError(f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true.")
 
 
 def _node(values: Mapping[str, Any], where: str) -> Node:

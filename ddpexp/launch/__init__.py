@@ -30,6 +30,7 @@ class Asked:
     backend: str = "auto"
     threads: Literal["auto"] | int = "auto"
     init_seconds: float = 300.0  # until all commands of the job have met
+    grace_seconds: float = 25.0  # from a stop signal to the end
 
 
 @dataclass(frozen=True)
