@@ -20,7 +20,7 @@ ROWS = [
     ["rundir", "world"],
     ["data", "strategy", "checkpoint", "track"],
     ["config"],
-    ["precision"],
+    ["precision", "average"],
     ["loop"],
     ["rank", "report", "prepare"],
     ["worker", "jobs"],
