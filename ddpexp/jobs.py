@@ -112,7 +112,7 @@ class Training(Job):
             return
         self.run.fail(failure)
 
-    def interrupt(self) -> str:
+    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
         """Write the result."""
         if self.run is None or not (self._began or self.run.status() == "submitted"):
             return "nothing was started"

@@ -104,8 +104,11 @@ class Job:
     def fail(self, failure: Failure) -> None:
         """Write down why the job failed. Called by one command."""
 
-    def interrupt(self) -> str:
-        """Write down that a signal ended the job, and say what is left. Called by one command."""
+    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
+        """Write down that a signal ended the job after `step`, and say what is left. Called by one command.
+
+        `saved`: all of it is saved up to there. Otherwise the time did not suffice, or there was nothing to save.
+        """
         return "nothing was started"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Crew, Job, Layout
-from ddpexp.launch.control import CONTROL_FD, STORE_FD, Lines
+from ddpexp.launch.control import CONTROL_FD, PAGE_FD, STORE_FD, Lines, Page
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.hardware import cores_quota, gpu_names, usable_core_numbers
 from ddpexp.launch.layout import resolve
@@ -263,21 +263,24 @@ def _watch(
             rank = seat.first_rank + number
             ours, theirs = socket.socketpair()
             environ = environment(layout, seat, number, place, meeting.address if meeting else LOOPBACK)
-            descriptors = {CONTROL_FD: theirs.fileno()}
+            page, number_of_page = Page.make()
+            descriptors = {CONTROL_FD: theirs.fileno(), PAGE_FD: number_of_page}
             if rank == 0 and listener is not None:
                 descriptors[STORE_FD] = listener.fileno()
             log = Log(job.logs, rank)
             server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors)
             theirs.close()
-            workers.append(Worker(rank, Lines(ours), log))
+            os.close(number_of_page)
+            workers.append(Worker(rank, Lines(ours), log, page))
     finally:
         if listener is not None:
             listener.close()
     try:
-        return supervise(server, workers, Terminal(), meeting)
+        return supervise(server, workers, Terminal(), meeting, job.asked.grace_seconds)
     finally:
         for worker in workers:
             worker.log.close()
+            worker.page.close()
 
 
 def environment(layout: Layout, seat: Seat, number: int, store: tuple[str, int], address: str) -> dict[str, str]:
