@@ -21,11 +21,11 @@ EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 class Interrupted(Exception):
-    """The training was asked to stop and has saved everything up to `step`."""
+    """The work ended before its end, as it was asked to, and everything is written down."""
 
     def __init__(self, step: int) -> None:
-        """Keep the step."""
-        super().__init__(f"stopped after step {step}")
+        """Keep the last step that was done."""
+        super().__init__(step)
         self.step = step
 
 

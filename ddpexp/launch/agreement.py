@@ -23,29 +23,29 @@ class Agreement:
 
     pages: Sequence[Page]
     send: Callable[[Mapping[str, Any]], None]
-    stop: int | None = None  # the signal, from when a stop is being agreed on
+    _stops: bool = False  # a stop has been asked for
     _number: int = 0  # of the newest agreement
     _what: What | None = None  # it is for, until it is settled
     _wanted: What | None = None
     _step: int = 0  # of the newest settled one
     _bounds: dict[int, int] = field(default_factory=dict)  # what the other commands have said
 
-    def want(self, what: What, signum: int | None = None) -> None:
+    def want(self, what: What) -> None:
         """Have all ranks save, or save and stop: what comes after a stop is nothing new. For the leading command."""
-        if self.stop is None:
-            self._wanted, self.stop = what, signum
+        if not self._stops:
+            self._wanted, self._stops = what, what == "stop"
 
     def advance(self, others: Sequence[int]) -> None:
-        """Go on as far as possible without waiting; `others` are the other commands that take part. For the leading command."""
+        """Go on as far as that needs no wait; `others` are the other commands that take part. For the leading command."""
         first = self.pages[0]  # rank zero's
         if self._what is None:
-            if self._wanted is None and self.stop is None and first.wish > self._number:
+            if self._wanted is None and not self._stops and first.wish > self._number:
                 self._wanted = "save"
             if self._wanted is None or first.step is None:  # no rank may know before its first step where it began
                 return
             self._what, self._wanted = self._wanted, None
             self._number += 1
-            self.send({"kind": "begin", "number": self._number, "signal": self.stop})
+            self.send({"kind": "begin", "number": self._number})
             self._bounds = {-1: self._begin()}
         if set(others) <= set(self._bounds):
             # Never before an older one: a rank that has acted upon that has done its step, which is in the bounds.
@@ -58,7 +58,7 @@ class Agreement:
         """Take in what another command says of an agreement."""
         number = message["number"]
         if message["kind"] == "begin":
-            self._number, self.stop = number, message["signal"]
+            self._number = number
             self.send({"kind": "bound", "number": number, "step": self._begin()})
         elif message["kind"] == "bound" and number == self._number:
             self._bounds[sender] = message["step"]
@@ -68,8 +68,6 @@ class Agreement:
     def _begin(self) -> int:
         for page in self.pages:
             page.begin(self._number)
-            if self.stop is not None:
-                page.stop(self.stop)
         time.sleep(_SEEN_SECONDS)
         return max(page.bound(self._number) for page in self.pages)
 

@@ -222,8 +222,6 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
             _stopped_by(watch, message["signal"])
         elif kind in ("begin", "bound", "settle"):
             watch.agreement.hear(message, other.peer.index)
-            if kind == "begin" and message["signal"] is not None:
-                _stopped_by(watch, message["signal"])
         elif kind == "end":
             if message["signal"] is not None:
                 _stopped_by(watch, message["signal"])
@@ -424,10 +422,9 @@ def _take(server: Server, watch: _Watch, number: int, source: int, again: bool =
         anew = watch.stopped_by is not None  # such as the end of a job that was to go on later
         _stopped_by(watch, number)
         _tell_leader(watch, number)
-        if watch.leads and anew:
+        if watch.leads and (anew or _trains(watch)):
             _tell_others(watch, {"kind": "stop", "signal": number})
-        elif watch.leads and _trains(watch):
-            watch.agreement.want("stop", number)
+            watch.agreement.want("stop")
         elif watch.leads:
             _tell_others(watch, {"kind": "leave", "signal": number})
             _leave(server, watch)
@@ -436,6 +433,8 @@ def _take(server: Server, watch: _Watch, number: int, source: int, again: bool =
 def _stopped_by(watch: _Watch, number: int) -> None:
     watch.stopped_at = watch.stopped_at if watch.stopped_by is not None else time.monotonic()
     watch.stopped_by = number
+    for worker in watch.workers:
+        worker.page.stop(number)
 
 
 def _leave(server: Server, watch: _Watch) -> None:
