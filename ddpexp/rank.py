@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, RefusedError
-from ddpexp.launch.control import NOTED, Control
+from ddpexp.launch.control import SIGNALS, Control
 from ddpexp.world import World
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -86,25 +86,26 @@ def _prepare_process(control: Control) -> None:
         if number == signal.SIGTERM and control.leaves_at_once:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise _Stopped
-        control.note(number)
 
-    # Whoever started the workers coordinates the end: a signal that reaches this process itself is noted for that one.
-    for number in NOTED if control.watched else (signal.SIGTERM,):
+    if control.signals is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C: whoever started the workers coordinates the end
+        signal.signal(signal.SIGTERM, leave)
+        return
+    faulthandler.unregister(signal.SIGQUIT)
+    signal.set_wakeup_fd(control.signals, warn_on_full_buffer=False)
+    for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-            faulthandler.unregister(number)
             signal.signal(number, leave)
             signal.siginterrupt(number, False)  # libraries go on with what they read or write
-    if control.watched:
-        faulthandler.register(signal.SIGQUIT, chain=True)
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGQUIT, chain=True)
     os.register_at_fork(after_in_child=_forget_signals)
 
 
 def _forget_signals() -> None:
-    """Processes that a recipe forks are its own: they end as they are told, and note nothing for this rank."""
+    """Processes that a recipe forks are its own: they end as they are told, and pass nothing on for this rank."""
+    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    for number in set(NOTED) - {signal.SIGTERM, signal.SIGQUIT}:
+    for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGQUIT}:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -1,7 +1,8 @@
 """What a worker and the process that watches it tell each other.
 
 Lines of JSON on an inherited socket, for what is read as it comes; a page of shared memory, for what a step may look at
-without a system call.
+without a system call; and a socket for the signals that the worker gets itself, which the operating system's handler writes
+whatever the worker waits for.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from ddpexp.errors import DdpexpError
 
 CONTROL_FD = "DDPEXP_CONTROL_FD"
 PAGE_FD = "DDPEXP_PAGE_FD"
+SIGNALS_FD = "DDPEXP_SIGNALS_FD"
 STORE_FD = "DDPEXP_STORE_FD"
 
 What = Literal["save", "stop"]
-# What a rank notes when it gets it itself, so that its watch takes it as if the command had got it.
-NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+# What mean something to a run. A rank that gets one itself passes it on, so that its watch takes it as if the command had
+# got it.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 _PAGE_BYTES = 4096
 # The words of the page, 64 bits each, those of the rank and those of the command in cache lines of their own.
 _STEP = 0  # of the rank: steps done, plus one; 0 before the first is known
 _WAITS, _WAITS_AT = 1, 2  # of the rank: the agreement whose step it waits for, and the boundary where it does
 _WISH = 3  # of rank zero: it would like to save, unless the agreement of this number does so anyway
-_GOT = 8  # of the rank: how often it got each of the signals above
 _NEWEST = 32  # of the command: the number of the newest agreement; at their next boundary the ranks wait for its step
 _STOPPING = 33  # of the command: the signal that stops the run
 _LEAVES = 34  # of the command: the rank is to leave at once when it gets SIGTERM
@@ -68,10 +70,6 @@ class Page:
     def wish(self) -> int:
         """Return the number of the agreement that rank zero wishes for."""
         return self.words[_WISH]
-
-    def got(self) -> dict[int, int]:
-        """Return how often the rank itself got each signal."""
-        return {number: self.words[_GOT + place] for place, number in enumerate(NOTED)}
 
     def begin(self, number: int) -> None:
         """Have the rank wait at its next boundary for the step of this agreement."""
@@ -113,8 +111,14 @@ def _slot(number: int) -> int:
 class Control:
     """A worker's end. Without a watcher (a launcher that is not ours) every message is dropped, and nobody asks for anything."""
 
-    def __init__(self, channel: socket.socket | None, page: Page | None = None, leads: bool = False) -> None:
-        """Take over the socket and the page, if there are any; `leads` is for rank zero, whose wishes count."""
+    def __init__(
+        self, channel: socket.socket | None, page: Page | None = None, signals: int | None = None, leads: bool = False
+    ) -> None:
+        """Take over the socket, the page and the descriptor for signals, if there are any.
+
+        `leads` is for rank zero, whose wishes count.
+        """
+        self.signals = signals  # takes the numbers of the signals that this process gets
         self._channel = channel
         self._rest = b""  # of a line that did not fit whole
         self._words = page.words if page else None
@@ -125,10 +129,11 @@ class Control:
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Control:
         """Open what the launcher left in this process."""
-        channel, page = environ.get(CONTROL_FD), environ.get(PAGE_FD)
+        channel, page, signals = (environ.get(name) for name in (CONTROL_FD, PAGE_FD, SIGNALS_FD))
         return cls(
             socket.socket(fileno=int(channel)) if channel else None,
             Page(int(page)) if page else None,
+            int(signals) if signals else None,
             environ.get("RANK", "0") == "0",
         )
 
@@ -176,11 +181,6 @@ class Control:
     def leaves_at_once(self) -> bool:
         """Tell whether a SIGTERM comes from the command, which ends this rank."""
         return self._words is None or self._words[_LEAVES] != 0
-
-    def note(self, number: int) -> None:
-        """Note that this process itself got a signal. For signal handlers: it only stores."""
-        if self._words is not None:
-            self._words[_GOT + NOTED.index(number)] += 1
 
     def say(self, kind: str, **fields: Any) -> None:
         """Send a message if there is room; never waits, for training does not wait for a terminal."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, PeerError, RefusedError, StoppedError, WorkerError
 from ddpexp.launch.agreement import Agreement
-from ddpexp.launch.control import NOTED, Lines, Page
+from ddpexp.launch.control import SIGNALS, Lines, Page
 from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Meeting, Peer
@@ -58,6 +58,7 @@ class Worker:
     control: Lines
     log: Log
     page: Page
+    signals: socket.socket  # what it gets itself
     pid: int | None = None
     code: int | None = None  # exit code, or minus the signal's number
     done: bool = False
@@ -68,8 +69,7 @@ class Worker:
     phase: str = "start"
     failure: Failure | None = None
     failed_at: float = 0.0  # when the watcher heard of it
-    got: dict[int, int] = field(default_factory=dict)  # how often it got each signal, as far as that is known
-    dumps: int = 0  # SIGQUITs from us that it has not noted yet
+    dumps: int = 0  # SIGQUITs from here that it has not passed on yet
 
     @property
     def last_step(self) -> int | None:
@@ -89,6 +89,13 @@ class _Other:
     peer: Peer
     lines: Lines
     ended: bool = False
+
+
+@dataclass
+class _Got:
+    """The signals that a worker gets itself."""
+
+    worker: Worker
 
 
 @dataclass
@@ -147,6 +154,7 @@ def supervise(
         selector.register(signals, selectors.EVENT_READ, "signals")
         for worker in workers:
             selector.register(worker.control.channel, selectors.EVENT_READ, worker)
+            selector.register(worker.signals, selectors.EVENT_READ, _Got(worker))
         for other in watch.others:
             selector.register(other.lines.channel, selectors.EVENT_READ, other)
 
@@ -158,14 +166,17 @@ def supervise(
                 elif key.data == "signals":
                     for number in signals.recv(64):
                         _take(server, watch, number, _COMMAND)
+                elif isinstance(key.data, _Got):
+                    numbers = key.data.worker.signals.recv(64)
+                    for number in numbers:
+                        _take_from(server, watch, number, key.data.worker)
+                    if not numbers:
+                        selector.unregister(key.data.worker.signals)
                 elif isinstance(key.data, _Other):
                     if not _hear(key.data, server, watch):
                         selector.unregister(key.data.lines.channel)
                 elif not _listen(key.data, watch, terminal):
                     selector.unregister(key.data.control.channel)
-            for worker in workers:
-                for number in _noted(worker):
-                    _take(server, watch, number, worker.rank)
             if watch.leads:
                 watch.agreement.advance([other.peer.index for other in watch.others if not other.ended])
 
@@ -194,6 +205,7 @@ def supervise(
             terminal.close()
             for worker in workers:
                 worker.control.channel.close()
+                worker.signals.close()
     return _verdict(watch)
 
 
@@ -301,7 +313,7 @@ def _signals() -> Iterator[socket.socket]:
     theirs.setblocking(False)
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)  # first, or a signal between is lost
     before = {}
-    for number in NOTED:
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN or number not in _END_SIGNALS:  # nohup ignores SIGHUP
             before[number] = signal.signal(number, lambda *_: None)
     try:
@@ -390,22 +402,19 @@ def _show_warnings(watch: _Watch, terminal: Terminal, held_since: float) -> None
             del watch.held[text]
 
 
-def _noted(worker: Worker) -> Iterator[int]:
-    """Yield the signals that the rank itself has got since the last call, without those that it has from here."""
-    for number, count in worker.page.got().items():
-        new, worker.got[number] = count - worker.got.get(number, 0), count
-        if number == signal.SIGQUIT:
-            ours = min(new, worker.dumps)
-            new, worker.dumps = new - ours, worker.dumps - ours
-        if new:
-            yield number
+def _take_from(server: Server, watch: _Watch, number: int, worker: Worker) -> None:
+    """Take a signal that a rank has passed on, unless it has it from here."""
+    if number == signal.SIGQUIT and worker.dumps:
+        worker.dumps -= 1
+    elif number in SIGNALS:
+        _take(server, watch, number, worker.rank)
 
 
 def _take(server: Server, watch: _Watch, number: int, source: int, again: bool = False) -> None:
     """Do what a signal asks for, whichever of the job's processes got it: `source` is a rank, or one of the names below.
 
-    Schedulers signal all processes at once, some commands pass on what they get, and a rank in the middle of a call notes late
-    what it got: from each source the first is the same as the others'. `again`: another command tells of a second one.
+    Schedulers signal all processes at once, some of them after a while, and some commands pass on what they get: from each
+    source the first is the same as the others'. `again`: another command tells of a second one.
     """
     now = time.monotonic()
     if number in (signal.SIGUSR1, signal.SIGQUIT):

@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Crew, Job, Layout
-from ddpexp.launch.control import CONTROL_FD, PAGE_FD, STORE_FD, Lines, Page
+from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.hardware import cores_quota, gpu_names, usable_core_numbers
 from ddpexp.launch.layout import resolve
@@ -262,16 +262,19 @@ def _watch(
         for number in range(seat.workers):
             rank = seat.first_rank + number
             ours, theirs = socket.socketpair()
+            signals, theirs_for_signals = socket.socketpair()
+            theirs_for_signals.setblocking(False)  # a signal handler writes to it
             environ = environment(layout, seat, number, place, meeting.address if meeting else LOOPBACK)
             page, number_of_page = Page.make()
-            descriptors = {CONTROL_FD: theirs.fileno(), PAGE_FD: number_of_page}
+            descriptors = {CONTROL_FD: theirs.fileno(), PAGE_FD: number_of_page, SIGNALS_FD: theirs_for_signals.fileno()}
             if rank == 0 and listener is not None:
                 descriptors[STORE_FD] = listener.fileno()
             log = Log(job.logs, rank)
             server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors)
             theirs.close()
+            theirs_for_signals.close()
             os.close(number_of_page)
-            workers.append(Worker(rank, Lines(ours), log, page))
+            workers.append(Worker(rank, Lines(ours), log, page, signals))
     finally:
         if listener is not None:
             listener.close()
