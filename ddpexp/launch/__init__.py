@@ -50,6 +50,7 @@ class Crew:
 
     hosts: Sequence[str] = ()
     owners: Sequence[str] = ()  # what started the commands and may start them again, where that is known
+    restarted: bool | None = None  # whether it has done so; None: not known
 
 
 class Job:

@@ -53,7 +53,7 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     layout = replace(mine, nodes=place.nodes or 1, world_size=world_size)
     job.check(layout)
     if place.size == 1 or way is None:
-        job.begin(layout, Crew([platform.node()], [place.owner] if place.owner else []))
+        job.begin(layout, Crew([platform.node()], [place.owner] if place.owner else [], place.restarted))
         return _watch(job, layout, Seat(0, world_size, 0, world_size, 0, False, True), None, server)
     who = "rank" if place.told else "node"
     hello = {
@@ -73,18 +73,19 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
         "owner": place.owner,
     }
     if place.index == 0:
-        return _lead(job, way, hello, asked.init_seconds, who, server)
+        return _lead(job, place, way, hello, asked.init_seconds, who, server)
     return _follow(job, place, way, hello, asked.init_seconds, who, server)
 
 
-def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
+def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
     meeting, others = lead(way, hello["size"], seconds, who)
     try:
         try:
             hellos = [hello, *others]
             layout, seats = settle(hellos, job.asked.threads, who)
             job.check(layout)
-            job.begin(layout, Crew([one["host"] for one in hellos], [one["owner"] for one in hellos if one["owner"]]))
+            owners = [one["owner"] for one in hellos if one["owner"]]
+            job.begin(layout, Crew([one["host"] for one in hellos], owners, place.restarted))
             go = {"kind": "go", "layout": asdict(layout), "shared": job.shared()}
             # The first command of a host makes the data ready there; the others find it so.
             for first in (True, False):
