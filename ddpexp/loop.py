@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddpexp.average import Average
 from ddpexp.config import Trainer
+from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.errors import DdpexpError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch.control import Control
 from ddpexp.precision import Precision
 from ddpexp.schedule import Schedule
-from ddpexp.seeds import MODEL, seed_of, seed_torch
-from ddpexp.strategy.ddp import DDP
+from ddpexp.seeds import MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
+from ddpexp.strategy.contract import Strategy
 from ddpexp.task import HasOnEval, HasTrainStep, Sums, Task
 from ddpexp.track import Tracker
 from ddpexp.world import World
@@ -33,8 +35,37 @@ class Outcome:
     step: int
     epoch: float
     metrics: Mapping[str, float]  # of the last evaluation
-    train_seconds: float  # without evaluations
-    first_step_at: float  # seconds since the epoch of time, when the first step was done
+    train_seconds: float  # without evaluations, over all starts
+    first_step_at: float  # seconds since the epoch of time, when this start's first step was done
+    interrupted: bool = False  # asked to stop before the last step
+    digest: str | None = None  # weights_sha256, where the end is saved. Ranks: rank zero
+
+
+@dataclass
+class Position:
+    """How far a run is, as its checkpoint says."""
+
+    step: int = 0
+    evaluated: bool = True  # the evaluation after this step, if there is one, is done
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    best: float | None = None  # value of the metric of trainer.keep_best
+    window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
+    train_seconds: float = 0.0
+
+
+class Saves(Protocol):
+    """What keeps checkpoints."""
+
+    def save(self, position: Position, state: Mapping[str, Any], epoch: float, end: bool) -> str | None:
+        """Save the run, whose optimizers and their kind `state` holds; at the `end` return the hash of the weights.
+
+        Ranks: all. Training may go on when this returns.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong behind, if anything did. Ranks: any."""
+        ...
 
 
 class NonFiniteError(DdpexpError):
@@ -45,28 +76,57 @@ class NonFiniteError(DdpexpError):
 class Update:
     """One optimizer step in the making: what a task's own `train_step` works with, and ours too."""
 
-    strategy: DDP
+    strategy: Strategy
     precision: Precision
     optimizers: Mapping[str, Optimizer]
     world: World
-    num_micro_batches: int  # of the global batch
-    global_batch_size: int
+    plan: BatchPlan
+    seed: int
+    reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
     want_norm: bool = False
     norm: Tensor | None = None
-    _count: Tensor | None = None
+    _step: int = 0
+    _passes: int = 0  # micro-batches begun in this step
+    _inside: bool = False  # of a micro-batch
+    _counts: list[Tensor] = field(default_factory=list)
     _weights: dict[int, Tensor] = field(default_factory=dict)
+    _draws: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """See whether an optimizer may draw random numbers: torch's own do not."""
+        self._draws = not all(type(one).__module__.startswith("torch.optim.") for one in self.optimizers.values())
 
     @property
     def models(self) -> Any:
         """Return what the task's step calls: the wrapped module, or the mapping of them."""
         return self.strategy.training
 
+    def begin(self, step: int) -> None:
+        """Begin an optimizer step. Units: steps, from 0."""
+        self._step, self._passes = step, 0
+
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Enclose forward and backward of one micro-batch; the gradient is reduced in the last one."""
+        """Enclose forward and backward of one micro-batch; the gradient is reduced in the last one.
+
+        Random numbers are a function of seed, step and micro-batch inside, not of what happened before.
+        """
+        self._seed()
+        self._passes += 1
+        self._inside = True
         with self.strategy.micro_batch(last):
             yield
+        self._inside = False
+
+    def _seed(self) -> None:
+        each = self.plan.gradient_accumulation_steps
+        turn, number = divmod(self._passes, each)  # a task by hand may go through its micro-batches several times
+        index = turn * each * self.plan.world_size + self.world.rank * each + number
+        value = seed_of(self.seed, MODEL, self._step, index)
+        if self.reduction == "exact":
+            seed_everything(value)
+        seed_torch(value, self.world.device)
 
     def forward(self, task: Task, batch: Any) -> Sums:
         """Call the task's step in this run's precision."""
@@ -76,16 +136,23 @@ class Update:
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`.
 
-        Ranks: all. The reduction averages over ranks, so each rank's part is scaled up by their number.
+        Ranks: all.
+
+        Raises:
+            DdpexpError: with `trainer.reduction=exact`, outside of `micro_batch`.
         """
+        if not self._inside and self.reduction == "exact":
+            raise DdpexpError(
+                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, where "
+                "trainer.reduction=exact cannot tell which micro-batch a gradient belongs to. Enclose it."
+            )
         if isinstance(count, Tensor):  # known for the global batch only once all of it was seen: see apply
-            total = self.global_batch_size
-            counted = count.detach().to(torch.float64, copy=True)
-            self._count = counted if self._count is None else self._count + counted
+            total = self.plan.global_batch_size
+            self._counts.append(count.detach())
         else:
-            total = count * self.num_micro_batches
+            total = count * self.plan.gradient_accumulation_steps * self.plan.world_size
         if total not in self._weights:
-            self._weights[total] = torch.tensor(self.world.world_size / total, device=self.world.device)
+            self._weights[total] = torch.tensor(self.strategy.gradient_weight / total, device=self.world.device)
         self.precision.backward(loss_sum, self._weights[total])
 
     def apply(self, *names: str) -> None:
@@ -95,9 +162,15 @@ class Update:
         Ranks: all; communicates only where the task's counts are tensors.
         """
         optimizers = [self.optimizers[name] for name in names or self.optimizers]
-        if self._count is not None:
-            self.strategy.scale_gradient(self.global_batch_size / self.world.sum(self._count))
-            self._count = None
+        if self._counts:
+            counted = _stack(self._counts, self.world.device)
+            each = counted.new_zeros(self.world.world_size, len(counted))
+            each[self.world.rank] = counted  # a number of each rank stands alone, so their sum has one order everywhere
+            total = self.world.sum(each).cpu().flatten().cumsum(0)[-1]
+            self.strategy.scale_gradient((self.plan.global_batch_size / total).to(self.world.device))
+            self._counts.clear()
+        if self._draws:
+            seed_torch(seed_of(self.seed, OPTIMIZER, self._step, 0), self.world.device)
         for optimizer in optimizers:
             self.precision.unscale(optimizer)
         if self.clip_grad_norm is not None:
@@ -115,7 +188,7 @@ class Loop:
     """Everything a run is made of; `fit` is the run."""
 
     task: Task
-    strategy: DDP
+    strategy: Strategy
     optimizers: Mapping[str, Optimizer]
     schedule: Schedule
     precision: Precision
@@ -126,61 +199,135 @@ class Loop:
     control: Control
     options: Trainer
     num_steps: int
-    _peaks: list[tuple[dict[str, Any], float]] = field(init=False)
+    saves: Saves | None = None
+    average: Average | None = None
+    position: Position = field(default_factory=Position)
+    _peaks: list[float] = field(init=False)
+    _built: dict[str, list[dict[str, Any]]] = field(init=False)
     _update: Update = field(init=False)
     _by_hand: HasTrainStep | None = field(init=False)
     _count: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
-        self._peaks = [(group, group["lr"]) for optimizer in self.optimizers.values() for group in optimizer.param_groups]
+        self._built = {name: _without_parameters(one) for name, one in self.optimizers.items()}
+        self._peaks = [group["lr"] for group in self._groups()]
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
-        cut = self.train.plan
         self._update = Update(
-            self.strategy, self.precision, self.optimizers, self.world,
-            num_micro_batches=cut.gradient_accumulation_steps * cut.world_size,
-            global_batch_size=cut.global_batch_size,
-            clip_grad_norm=self.options.clip_grad_norm,
+            self.strategy, self.precision, self.optimizers, self.world, self.train.plan, self.options.seed, self.options.reduction,
+            self.options.clip_grad_norm,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
-        """Train from the first step to the last, record and evaluate on the way.
+        """Train from where the run is to the last step, record, evaluate and save on the way.
 
         Ranks: all, in step with one another.
 
         Raises:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
-        window = _Window(self.world)
-        clock = _Clock()
-        metrics: dict[str, float] = {}
-        first_step_at = math.nan
+        waiting = sum(one["seconds"] for one in self.position.window)
+        window, clock = self._window(), _Clock(self.position.train_seconds, waiting)
+        done, first_step_at = self.position.step, math.nan
+        interrupted = not self.position.evaluated and not self._evaluate_and_show(done, clock)
         self.strategy.train(True)
-        for step, micro_batches in enumerate(self.train.steps(0, self.num_steps)):
+        for step, micro_batches in enumerate(() if interrupted else self.train.steps(done, self.num_steps), start=done):
             done = step + 1
             logs = done % self.options.log_every == 0 or done == self.num_steps
             rate = self._set_learning_rate(step)
             self._update.want_norm = logs
             window.add(self._train_step(step, micro_batches))
+            if self.average is not None:
+                self.average.update()
             self.control.step = done
-            if step == 0:
+            if math.isnan(first_step_at):
                 first_step_at = time.time()
             if logs:
                 self._record(done, rate, window, clock)
+            better = False
             if self._evaluates_after(done):
-                with clock.paused():
-                    metrics = self._evaluate_and_show(done)
-        epoch = self.num_steps / self.train.steps_per_epoch
-        return Outcome(self.num_steps, epoch, metrics, clock.total(), first_step_at)
+                before = self.position.best
+                interrupted = not self._evaluate_and_show(done, clock)
+                better = self.position.best != before
+            if done == self.num_steps or interrupted:
+                break
+            due = better or self._saves_after(done)
+            asked = self.control.poll(done, save=self._overdue(clock))
+            interrupted = asked == "stop"
+            if interrupted:
+                break
+            if due or asked == "save":
+                self._save(done, window, clock, end=False)
+        digest = self._save(done, window, clock, end=True)
+        epoch = done / self.train.steps_per_epoch
+        return Outcome(done, epoch, self.position.metrics, clock.total(), first_step_at, interrupted, digest)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up the state of a checkpoint: optimizers, scaler, and what the task's counts are.
+
+        Raises:
+            RefusedError: the state of other optimizers.
+        """
+        if state["optimizers"].keys() != self.optimizers.keys():
+            raise RefusedError(
+                f"the checkpoint holds the optimizers {', '.join(state['optimizers'])}, "
+                f"and the run has {', '.join(self.optimizers)}."
+            )
+        for name, optimizer in self.optimizers.items():
+            restore_optimizer(optimizer, state["optimizers"][name], state["built"][name], name)
+        self.precision.restore(state["precision"])
+        self._count = state["count"]
+
+    def _save(self, done: int, window: _Window, clock: _Clock, end: bool) -> str | None:
+        if self.saves is None:
+            return None
+        self.control.say("phase", phase="save", step=done)
+        with clock.paused():
+            self.position.step, self.position.window = done, window.pending(clock.since_record())
+            self.position.train_seconds = clock.total()
+            state = {
+                "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+                "built": self._built,
+                "precision": self.precision.state(),
+                "count": self._count,
+            }
+            digest = self.saves.save(self.position, state, done / self.train.steps_per_epoch, end)
+        clock.saved()
+        self.control.say("phase", phase="train", step=done)
+        return digest
+
+    def _saves_after(self, done: int) -> bool:
+        if self.saves is None:
+            return False
+        self.saves.check()
+        every = self.options.checkpoint_every
+        if every == 0:
+            return False
+        return done % (self.train.steps_per_epoch if every == "epoch" else every) == 0
+
+    def _overdue(self, clock: _Clock) -> bool:
+        """Tell whether the time for a checkpoint has come. Ranks: rank zero's word counts, for clocks differ."""
+        every = self.options.checkpoint_every_seconds
+        return every is not None and self.saves is not None and clock.since_save() > every
+
+    def _window(self) -> _Window:
+        """Make the window of training sums: a place for each micro-batch of the global batch, or by hand for each rank."""
+        each, size = self.train.plan.gradient_accumulation_steps, self.world.world_size
+        if self._by_hand is not None:
+            window = _Window(self.world, [self.world.rank], size)
+        else:
+            first = self.world.rank * each
+            window = _Window(self.world, range(first, first + each), each * size)
+        window.restore(self.position.window)
+        return window
 
     def _train_step(self, step: int, micro_batches: list[Any]) -> list[Sums]:
-        if self._by_hand is not None:
-            self._seed(step, 0)
-            return [self._by_hand.train_step(self._update, micro_batches)]
         update, seen = self._update, []
+        update.begin(step)
+        if self._by_hand is not None:
+            return [self._by_hand.train_step(update, micro_batches)]
         for number, batch in enumerate(micro_batches):
-            self._seed(step, number)
-            with self.strategy.micro_batch(last=number == len(micro_batches) - 1):
+            with update.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum, count, sums = update.forward(self.task, batch)
                 self._check_count(count)
                 update.backward(loss_sum, count)
@@ -199,16 +346,14 @@ class Loop:
             )
         self._count = count
 
-    def _seed(self, step: int, number: int) -> None:
-        """Make dropout a function of seed, step and micro-batch, not of what happened before."""
-        index = self.train.rank * self.train.plan.gradient_accumulation_steps + number
-        seed_torch(seed_of(self.options.seed, MODEL, step, index), self.world.device)
-
     def _set_learning_rate(self, step: int) -> float:
         factor = self.schedule.factor(step, self.num_steps)
-        for group, peak in self._peaks:
+        for group, peak in zip(self._groups(), self._peaks, strict=True):
             group["lr"] = peak * factor
-        return float(self._peaks[0][1] * factor)
+        return float(self._peaks[0] * factor)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def _record(self, done: int, rate: float, window: _Window, clock: _Clock) -> None:
         num_samples = len(window) * self.train.plan.global_batch_size
@@ -229,10 +374,15 @@ class Loop:
         period = self.train.steps_per_epoch if every == "epoch" else every
         return done % period == 0 or done == self.num_steps
 
-    def _evaluate_and_show(self, done: int) -> dict[str, float]:
+    def _evaluate_and_show(self, done: int, clock: _Clock) -> bool:
+        """Evaluate and record; return False when a stop request ended that before it was done, on all ranks alike."""
         self.control.say("phase", phase="evaluate", step=done)
-        with self.strategy.evaluation() as model:
-            metrics = evaluate(self.task, model, self.evals, self.precision, self.world)
+        weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
+        with clock.paused(), self.strategy.evaluation() as model, weights:
+            metrics = evaluate(self.task, model, self.evals, self.precision, self.world, lambda: self.control.asked_to_stop)
+            self.position.evaluated = metrics is not None
+            if metrics is None:
+                return False
             self.tracker.scalars(done, done / self.train.steps_per_epoch, metrics)
             bad = [(name, value) for name, value in metrics.items() if name.endswith("/loss") and not math.isfinite(value)]
             if bad and self.options.nonfinite == "stop":
@@ -240,47 +390,102 @@ class Loop:
             if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
                 with torch.no_grad():
                     self.task.on_eval(model, next(iter(self.evals.values())).first(), self.tracker, done)
+        self.position.metrics = metrics
+        self._keep_best(metrics)
         self.control.say("phase", phase="train", step=done)
-        return metrics
+        return True
+
+    def _keep_best(self, metrics: Mapping[str, float]) -> None:
+        if self.options.keep_best is None:
+            return
+        mode, _, name = self.options.keep_best.partition(":")
+        if name not in metrics:
+            raise DdpexpError(
+                f"trainer.keep_best={self.options.keep_best} names no metric of the evaluation: there are {', '.join(metrics)}."
+            )
+        value, best = metrics[name], self.position.best
+        if not math.isnan(value) and (best is None or (value > best if mode == "max" else value < best)):
+            self.position.best = value
 
 
-def evaluate(task: Task, model: Any, evals: Mapping[str, EvalBatches], precision: Precision, world: World) -> dict[str, float]:
+def evaluate(
+    task: Task,
+    model: Any,
+    evals: Mapping[str, EvalBatches],
+    precision: Precision,
+    world: World,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """Return the metrics of every evaluation set, each sample counted once; `model` is in evaluation mode.
 
+    None when `stop` told a rank to leave it, on all ranks alike.
     Ranks: all; communicates once for each set.
     """
+    metrics: dict[str, float] = {}
     with torch.no_grad(), precision.autocast():
-        return {f"{name}/{key}": value for name, batches in evals.items() for key, value in _evaluate(task, model, batches, world)}
+        for name, batches in evals.items():
+            found = _evaluate(task, model, batches, world, stop)
+            if found is None:
+                return None
+            metrics |= {f"{name}/{key}": value for key, value in found.items()}
+    return metrics
 
 
-def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World) -> Iterable[tuple[str, float]]:
-    window = _Window(world)
+def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, stop: Callable[[], bool]) -> Mapping[str, float] | None:
+    seen: list[Sums] = []
+    stopped = False
     for batch in batches:
-        window.add([task.step(model, batch)])
-    if not len(window):  # fewer batches than ranks: learn the names, count nothing
+        stopped = stop()
+        if stopped:
+            break
+        seen.append(_detached(task.step(model, batch)))
+    if not seen:  # fewer batches than ranks: learn the names, count nothing
         loss, count, sums = task.step(model, batches.first())
-        window.add([(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in sums.items()})])
-    return window.totals().items()
+        seen = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in sums.items()})]
+    places = range(world.rank, world.rank + len(seen) * world.world_size, world.world_size)
+    window = _Window(world, places, max(batches.num_batches, world.world_size))
+    window.add(seen)
+    return window.totals(stopped)
 
 
 class _Window:
-    """Sums since the last record, left on the device; one reduction and one wait bring them to the host."""
+    """Sums since the last record, left on the device; one reduction and one wait bring them to the host.
 
-    def __init__(self, world: World) -> None:
+    Every micro-batch has a place of its own in the reduction, where the other ranks hold zeros: so the sums over micro-batches
+    have one order, whichever ranks computed them, and are the same to the bit at every number of workers.
+    """
+
+    def __init__(self, world: World, places: Sequence[int] = (0,), num_places: int = 1) -> None:
+        """`places` are those of this rank's sums in a step, of `num_places` over all ranks."""
         self._world = world
+        self._places = places
+        self._num_places = num_places
         self._steps: list[Sequence[Sums]] = []
+        self._names: list[str] = []
+        self._rows: list[list[float]] = []  # reduced ones: of a step the loss, its count, and the same of each metric
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return len(self._rows) + len(self._steps)
 
     def add(self, sums: Sequence[Sums]) -> None:
         """Keep a step's sums, one for each micro-batch, without the graphs that made them."""
         self._steps.append([_detached(one) for one in sums])
 
-    def totals(self) -> dict[str, float]:
-        """Return the means over everything added. Ranks: all; communicates."""
-        [loss], [count], means = self._reduce([0] * len(self._steps), 1)
-        return {"loss": _share(loss, count), **means}
+    def totals(self, stopped: bool = False) -> dict[str, float] | None:
+        """Return the means over everything added, or None if one rank was `stopped`. Ranks: all; communicates."""
+        if self._reduce(stopped):
+            return None
+        return self._means(range(len(self._rows)))
+
+    def pending(self, seconds: float) -> list[dict[str, Any]]:
+        """Return, as plain values, what waits since `seconds` for the next record, and keep it. Ranks: all; communicates."""
+        self._reduce()
+        return [{"names": self._names, "rows": self._rows.copy(), "seconds": seconds}] if self._rows else []
+
+    def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
+        """Take up what `pending` has returned."""
+        for one in pending:
+            self._names, self._rows = list(one["names"]), [list(row) for row in one["rows"]]
 
     def reduce(self, first_step: int, stop: bool) -> dict[str, float]:
         """Return the means since the last call, and forget. Ranks: all; communicates.
@@ -290,37 +495,53 @@ class _Window:
         Raises:
             NonFiniteError: with `stop`, a loss that is not finite; names the first such step.
         """
-        losses, counts, means = self._reduce(range(len(self._steps)), len(self._steps))
-        bad = [row for row, loss in enumerate(losses) if not math.isfinite(loss)]
+        self._reduce()
+        bad = [row for row, (loss, *_) in enumerate(self._rows) if not math.isfinite(loss)]
         if bad and stop:
-            raise _not_finite("train/loss", losses[bad[0]], first_step + bad[0])
-        self._steps.clear()
-        good = [row for row in range(len(losses)) if row not in bad]
-        loss = _share(sum(losses[row] for row in good), sum(counts[row] for row in good))
-        return {"loss": loss, **means, **({"skipped_steps": float(len(bad))} if bad else {})}
+            raise _not_finite("train/loss", self._rows[bad[0]][0], first_step + bad[0])
+        means = self._means([row for row in range(len(self._rows)) if row not in bad])
+        self._rows = []
+        return {**means, **({"skipped_steps": float(len(bad))} if bad else {})}
 
-    def _reduce(self, rows: Sequence[int], num_rows: int) -> tuple[list[float], list[float], dict[str, float]]:
-        """Pack losses and counts by row and all metrics into one vector, add it up over ranks, divide the metrics."""
+    def _means(self, rows_of_the_loss: Sequence[int]) -> dict[str, float]:
+        totals = [sum(column) for column in zip(*self._rows, strict=True)]
+        loss, count = (sum(self._rows[row][column] for row in rows_of_the_loss) for column in (0, 1))
+        pairs = zip(totals[2::2], totals[3::2], strict=True)
+        return {"loss": _share(loss, count), **{name: _share(*pair) for name, pair in zip(self._names, pairs, strict=True)}}
+
+    def _reduce(self, stopped: bool = False) -> bool:
+        """Bring the sums of the added steps together; tell whether one rank was `stopped`. Ranks: all; communicates."""
+        steps, self._steps = self._steps, []
+        if not steps:
+            return stopped
         device = self._world.device
-        flat = [sums for step in self._steps for sums in step]
-        names = sorted(flat[0][2])
-        where = torch.tensor([row for row, step in zip(rows, self._steps, strict=True) for _ in step], device=device)
-        by_row = torch.zeros(2, num_rows, dtype=torch.float64, device=device)
-        by_row[0].index_add_(0, where, _stack([loss for loss, _, _ in flat], device))
-        by_row[1].index_add_(0, where, _stack([count for _, count, _ in flat], device))
-        columns = [[rest[name][part] for _, _, rest in flat] for name in names for part in (0, 1)]
-        totals = [_stack(column, device).sum() for column in columns]
-        packed = self._world.sum(torch.cat([by_row.flatten(), *(total.reshape(1) for total in totals)])).tolist()
-        losses, counts, pairs = packed[:num_rows], packed[num_rows : 2 * num_rows], packed[2 * num_rows :]
-        return losses, counts, {name: _share(pairs[2 * index], pairs[2 * index + 1]) for index, name in enumerate(names)}
+        flat = [sums for step in steps for sums in step]
+        self._names = sorted(flat[0][2])
+        columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
+        columns += [_stack([rest[name][part] for _, _, rest in flat], device) for name in self._names for part in (0, 1)]
+        own = torch.stack(columns, dim=1).view(len(steps), -1, len(columns))
+        places = self._places[: own.shape[1]]
+        packed = own.new_zeros(len(steps) * self._num_places * len(columns) + 1)
+        table = packed[:-1].view(len(steps), self._num_places, len(columns))
+        table[:, places[0] : places[-1] + 1 : _stride(places)] = own
+        packed[-1] = float(stopped)
+        self._world.sum(packed)
+        summed = packed.cpu()
+        if bool(summed[-1]):
+            return True
+        # One after the other: the order does not depend on how many steps are summed at once.
+        self._rows += summed[:-1].view_as(table).cumsum(dim=1)[:, -1].tolist()
+        return False
 
 
 class _Clock:
-    """Seconds of training, evaluations left out."""
+    """Seconds of training, evaluations and saving left out."""
 
-    def __init__(self) -> None:
-        self._start = self._lap = time.perf_counter()
-        self._away = 0.0
+    def __init__(self, seconds_before: float, since_record: float) -> None:
+        """Earlier starts took `seconds_before`, of which `since_record` were after the last record."""
+        self._start = self._saved = time.perf_counter()
+        self._lap = self._start - since_record
+        self._away = -seconds_before
 
     def lap(self) -> float:
         """Return the seconds since the last lap."""
@@ -328,8 +549,17 @@ class _Clock:
         seconds, self._lap = now - self._lap, now
         return seconds
 
+    def since_record(self) -> float:
+        return time.perf_counter() - self._lap
+
     def total(self) -> float:
         return time.perf_counter() - self._start - self._away
+
+    def saved(self) -> None:
+        self._saved = time.perf_counter()
+
+    def since_save(self) -> float:
+        return time.perf_counter() - self._saved
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -338,6 +568,46 @@ class _Clock:
         away = time.perf_counter() - begin
         self._away += away
         self._lap += away
+
+
+def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], built: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Give a newly built optimizer the state that it had.
+
+    Its settings are as they were, too, where they are built as they were `built` then: what the user has changed since stays.
+
+    Raises:
+        RefusedError: the state of another kind of optimizer, or of other parameters.
+    """
+    fresh = _without_parameters(optimizer)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    found = [len(group["params"]) for group in saved["param_groups"]]
+    if sizes != found:
+        raise RefusedError(
+            f"the checkpoint's {name} holds groups of {found} parameters, and this run's has {sizes}: it is of another model."
+        )
+    groups = []
+    for now, then, first in zip(fresh, saved["param_groups"], built, strict=True):
+        kept = {key: value for key, value in then.items() if key == "params" or now.get(key) == first.get(key)}
+        groups.append({**then, **{key: value for key, value in now.items() if key not in kept}})
+    try:
+        optimizer.load_state_dict({**saved, "param_groups": groups})
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RefusedError(f"the checkpoint's {name} does not fit {type(optimizer).__name__}: {error}") from None
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in saved.get("state", {}).items():
+        state: dict[str, Any] = optimizer.state.get(parameters[index]) or {}
+        for key, value in values.items():
+            # torch casts to the parameter's type what some optimizers keep in a better one.
+            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device, copy=True)
+
+
+def _without_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _stride(places: Sequence[int]) -> int:
+    return places[1] - places[0] if len(places) > 1 else 1
 
 
 def _detached(sums: Sums) -> Sums:

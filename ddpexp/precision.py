@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,15 @@ class Precision:
     def skips(self) -> bool:
         """Tell whether updates by a gradient that is not finite are left out."""
         return self._scaler is not None
+
+    def state(self) -> dict[str, Any]:
+        """Return what a later start must know: the scale of the gradient and how it has been adapted."""
+        return {} if self._scaler is None else self._scaler.state_dict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` has returned; a run that scales no gradient has none."""
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(dict(state))
 
     def autocast(self) -> AbstractContextManager[object]:
         """Enclose a forward pass."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import struct
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-MODEL, DATA, EVAL = range(3)  # streams: what augments a sample must not correlate with what drops its activations
+# Streams: what augments a sample must not correlate with what drops its activations.
+MODEL, DATA, EVAL, OPTIMIZER, HOST = range(5)
 _MASK = 0xFFFFFFFFFFFFFFFF
+_MASK32 = 0xFFFFFFFF
 
 
 def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
@@ -32,8 +36,54 @@ def seed_torch(value: int, device: torch.device) -> None:
 def seed_everything(value: int) -> None:
     """Seed what a data set of single samples may use: torch, numpy and Python's own."""
     torch.default_generator.manual_seed(value)
-    np.random.seed(value & 0xFFFFFFFF)  # users' augmentations use the global one
+    np.random.seed(value & _MASK32)  # users' augmentations use the global one
     random.seed(value)
+
+
+class HostRandom:
+    """The generators of numpy and Python in one rank's process, which code outside torch may draw from.
+
+    Seeding them takes longer than a small step, so it happens once; a checkpoint holds their state if somebody has drawn.
+    """
+
+    def __init__(self, seed: int, rank: int) -> None:
+        """Seed both."""
+        value = seed_of(seed, HOST, 0, rank)
+        np.random.seed(value & _MASK32)
+        random.seed(value)
+        self._untouched = _states()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the states that have moved. Shapes: (words,) int64 each."""
+        states = _states()
+        return {name: torch.tensor(words) for name, words in states.items() if words != self._untouched[name]}
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take up what `state` has returned."""
+        if "numpy" in state:
+            *key, position, held, bits = state["numpy"].tolist()
+            np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, held, _float(bits)))
+        if "python" in state:
+            *words, held, bits = state["python"].tolist()
+            random.setstate((3, tuple(words), _float(bits) if held else None))
+
+
+def _states() -> dict[str, list[int]]:
+    """Return the words of both generators, then whether one of a pair of normal numbers is held back, and its bits."""
+    _, key, position, held, normal = np.random.get_state(legacy=True)
+    _, words, other = random.getstate()
+    return {
+        "numpy": [*map(int, key), int(position), int(held), _bits(float(normal))],
+        "python": [*words, int(other is not None), _bits(other or 0.0)],
+    }
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
 def _mix(value: int) -> int:

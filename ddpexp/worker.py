@@ -111,6 +111,7 @@ def evaluate_weights(described: Mapping[str, Any], control: Control, phase: Call
     task = instantiate(experiment.task, experiment.trust, "task")
     precision = Precision(experiment.trainer.precision, world.device, False)
     metrics = loop.evaluate(task, model, evals, precision, world)
+    assert metrics is not None  # nobody stops it on the way
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
     log.info(f"weights {described['weights']}  sha256 {checkpoint.weights_sha256(models)}")
     world.barrier()

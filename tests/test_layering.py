@@ -21,7 +21,7 @@ ROWS = [
     ["rundir", "world"],
     ["data", "strategy", "checkpoint", "track"],
     ["config"],
-    ["precision"],
+    ["precision", "average"],
     ["loop"],
     ["rank", "report", "prepare", "resume"],
     ["worker", "jobs"],

@@ -242,7 +242,8 @@ def _check(experiment: Experiment) -> None:
     if trainer.keep_best is not None:
         if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
             raise RefusedError(
-                f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, such as max:eval/accuracy."
+                f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
+                f"such as max:eval/accuracy."
             )
         if trainer.eval_every == 0:
             raise RefusedError(f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none.")

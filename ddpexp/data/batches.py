@@ -117,6 +117,11 @@ class EvalBatches:
             for batch in _loader(self.data, keys, self.num_workers, self.device):
                 yield to_device(batch, self.device)
 
+    @property
+    def num_batches(self) -> int:
+        """Return the number of batches over all ranks."""
+        return -(-len(self.data) // self.batch_size)
+
     def first(self) -> Any:
         """Return the first batch of the whole set, on whatever rank."""
         return next(iter(EvalBatches(self.data, self.batch_size, 0, 1, self.device)))

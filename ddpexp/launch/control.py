@@ -28,6 +28,15 @@ class Control:
         return cls(socket.socket(fileno=int(number)) if number else None)
 
     @property
+    def asked_to_stop(self) -> bool:
+        """Tell whether a stop is requested."""
+        return False
+
+    def poll(self, done: int, save: bool = False) -> str | None:
+        """Return what all ranks do after step `done`: nothing, save, or stop."""
+        return None
+
+    @property
     def watched(self) -> bool:
         """Tell whether somebody reads: then progress goes there instead of to standard output."""
         return self._channel is not None

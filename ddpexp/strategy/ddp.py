@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -41,6 +41,7 @@ class DDP:
         self.single = isinstance(built, nn.Module)
         self.bare: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
         self._world = world
+        self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._shares_buffers = options.broadcast_buffers  # before every forward anyway
         for name, module in self.bare.items():
             module.to(world.device)
@@ -111,18 +112,46 @@ class DDP:
 
         Ranks: all; communicates where there are buffers.
         """
-        buffers = [buffer for module in self.bare.values() for buffer in module.buffers()]
-        own = [buffer.clone() for buffer in buffers]
-        for buffer in buffers:
-            self._world.broadcast(buffer)
-        self.train(False)
+        with self.common_buffers():
+            self.train(False)
+            try:
+                yield self.evaluating
+            finally:
+                self.train(True)
+
+    @contextmanager
+    def common_buffers(self) -> Iterator[None]:
+        """Give every rank rank zero's buffers for a while; where they are never shared each gets its own back.
+
+        Ranks: all; communicates where there are buffers.
+        """
+        buffers = self._buffers()
+        own = {name: buffer.clone() for name, buffer in buffers.items()} if self.own_buffers() else {}
+        for group in _of_one_dtype(buffers.values()):
+            flat = self._world.broadcast(torch.cat([buffer.reshape(-1) for buffer in group]))
+            for buffer, values in zip(group, torch.split(flat, [buffer.numel() for buffer in group]), strict=True):
+                buffer.copy_(values.view_as(buffer))
         try:
-            yield self.evaluating
+            yield
         finally:
-            self.train(True)
-            if not self._shares_buffers:
-                for buffer, kept in zip(buffers, own, strict=True):
-                    buffer.copy_(kept)
+            for name, kept in own.items():
+                buffers[name].copy_(kept)
+
+    def own_buffers(self) -> Mapping[str, Tensor]:
+        """Return the buffers that DDP does not share, by name: with `strategy.broadcast_buffers=false`, or in a frozen model."""
+        if self._world.world_size == 1:
+            return {}
+        return {
+            f"{name}.{key}": buffer
+            for name, module in self.bare.items()
+            for key, buffer in module.named_buffers()
+            if not (self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel))
+        }
+
+    def _buffers(self) -> dict[str, Tensor]:
+        if self._world.world_size == 1:
+            return {}
+        return {f"{name}.{key}": buffer for name, module in self.bare.items() for key, buffer in module.named_buffers()}
 
     @contextmanager
     def _without_reduction(self) -> Iterator[None]:
@@ -131,6 +160,13 @@ class DDP:
                 if isinstance(module, DistributedDataParallel):  # a frozen one is not
                     stack.enter_context(module.no_sync())
             yield
+
+
+def _of_one_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return groups.values()
 
 
 def _wrap(module: nn.Module, options: Options, world: World) -> nn.Module:
