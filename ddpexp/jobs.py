@@ -16,6 +16,7 @@ import yaml
 
 from ddpexp import lock, resume, rundir
 from ddpexp.config import Experiment, check_layout
+from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Asked, Crew, Job, Layout
@@ -77,7 +78,7 @@ class Training(Job):
     def create(self) -> Path:
         """Make the run directory, or take up the run in it, for a command that comes later."""
         run, earlier = self._claim(())
-        self._notes = [*earlier.notes, *resume.list_changes(earlier.changes)] if earlier else []
+        self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
         self._write_down(run, earlier)
         self.close()  # it is for the later command, which may run before this one ends
         return run.path

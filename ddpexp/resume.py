@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config.compare import Change, compare, lengthens, refuse, shortens
+from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.rundir import RunDir, newest_checkpoint
@@ -123,13 +123,6 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
     return layout, notes + list_changes(earlier.changes)
 
 
-def list_changes(changes: Sequence[Change]) -> list[str]:
-    """Return a line for what was typed to be different, and one for what may be."""
-    typed = [str(change) for change in changes if change.kind == "typed"]
-    free = [str(change) for change in changes if change.kind == "free"]
-    return [f"{title}: {', '.join(part)}" for title, part in (("changed", typed), ("also other than before", free)) if part]
-
-
 def merged(run: RunDir, typed: Sequence[str]) -> list[str]:
     """Return the words that a run was started with, and those that change it."""
     keys = {_key(word) for word in typed}
@@ -175,11 +168,11 @@ def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Ma
 
 def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -> str:
     """Return the sentence, unless something was typed that no finished run can follow."""
-    other = next((change for change in changes if change.kind == "typed" and not shortens(change)), None)
+    other = next((change for change in changes if change.kind == "typed" and change.key not in LENGTH), None)
     what = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}"
-    if other is not None and other.key not in ("trainer.epochs", "trainer.max_steps"):
+    if other is not None:
         raise RefusedError(
-            f"{what}: {other.key} {other.old} -> {other.new} would change nothing any more. Start a new run with another run.dir, "
+            f"{what}: {other} would change nothing any more. Start a new run with another run.dir, "
             f"or make this one longer with trainer.epochs or trainer.max_steps."
         )
     return f"{what}: nothing to do."

@@ -224,9 +224,11 @@ def is_ours(path: Path) -> bool:
         names = {entry.name for entry in path.iterdir()}
     except OSError:
         return False
-    if lock.NAME in names and (run.config.name in names or lock.read(path / lock.NAME) is not None):
+    taken = lock.NAME in names and lock.read(path / lock.NAME) is not None
+    if taken or {lock.NAME, run.config.name} <= names:
         return True
-    return bool(names) and names <= {lock.NAME, run.ranks.name} and not any(run.ranks.glob("*"))
+    empty = lock.NAME not in names or (path / lock.NAME).lstat().st_size == 0
+    return bool(names) and names <= {lock.NAME, run.ranks.name} and empty and not any(run.ranks.glob("*"))
 
 
 def is_fresh(run: RunDir) -> bool:

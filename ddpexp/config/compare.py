@@ -29,7 +29,7 @@ _FIXED = {
     "optimizer._target_": "what the checkpoint holds of the optimizer belongs to the old one",
     "model._target_": "the weights in the checkpoint belong to the old one",
 }
-_LENGTH = ("trainer.epochs", "trainer.max_steps")
+LENGTH = ("trainer.epochs", "trainer.max_steps")
 _OBJECTS = ("task", "model", "data", "optimizer", "scheduler")  # sections with the arguments of a call; the others have known keys
 
 
@@ -57,6 +57,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
     chosen = _keys(typed, before)
     changes = []
     for key, was, now in _differences(old, new):
+        if key == "run.dir":
+            continue  # the directory itself, by whatever path
         said = any(key == word or key.startswith(f"{word}.") for word in chosen)
         kind: Literal["free", "typed", "untyped", "fixed"]
         if _under(key, _FREE) or (key == "data.source" and new["data"].get("prepare")):
@@ -98,16 +100,18 @@ def lengthens(changes: Sequence[Change]) -> bool:
     """Tell whether typed words ask for a longer run."""
     return any(
         change.kind == "typed"
-        and change.key in _LENGTH
+        and change.key in LENGTH
         and change.old is not None
         and (change.new is None or change.new > change.old)
         for change in changes
     )
 
 
-def shortens(change: Change) -> bool:
-    """Tell whether a change asks for an earlier end."""
-    return change.key in _LENGTH and change.new is not None and (change.old is None or change.new < change.old)
+def list_changes(changes: Sequence[Change]) -> list[str]:
+    """Return a line for what was typed to be different, and one for what may be."""
+    typed = [str(change) for change in changes if change.kind == "typed"]
+    free = [str(change) for change in changes if change.kind == "free"]
+    return [f"{title}: {', '.join(part)}" for title, part in (("changed", typed), ("also other than before", free)) if part]
 
 
 def _keys(typed: Sequence[str], before: Sequence[str]) -> list[str]:
@@ -146,7 +150,7 @@ def _under(key: str, names: Sequence[str]) -> bool:
 def _remark(key: str, new: Mapping[str, Any]) -> str:
     scheduler = new.get("scheduler")
     constant = isinstance(scheduler, Mapping) and str(scheduler.get("_target_")).endswith(".Constant")
-    return "the learning rate's schedule follows the new length from here on" if key in _LENGTH and not constant else ""
+    return "the learning rate's schedule follows the new length from here on" if key in LENGTH and not constant else ""
 
 
 def _said(value: Any) -> str:
