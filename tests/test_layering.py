@@ -15,7 +15,8 @@ from tests.conftest import ROOT
 # A room imports only from rows above its own, and from itself. Rooms of one row do not know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
-    ["errors", "deferred_dynamo", "seeds"],
+    ["errors", "deferred_dynamo", "seeds", "faults"],
+    ["plain"],
     ["launch", "task", "schedule"],
     ["lock"],
     ["rundir", "world"],
@@ -23,7 +24,7 @@ ROWS = [
     ["config"],
     ["precision", "average"],
     ["loop"],
-    ["rank", "report", "prepare", "resume"],
+    ["rank", "report", "prepare", "saves", "resume"],
     ["worker", "jobs"],
     ["verbs"],
     ["__main__"],
