@@ -25,6 +25,12 @@ class RefusedError(DdpexpError):
     exit_code = EXIT_REFUSED
 
 
+class FinishedError(DdpexpError):
+    """The run that was asked for is finished: there is nothing to do, and nothing is wrong."""
+
+    exit_code = EXIT_DONE
+
+
 class PeerError(DdpexpError):
     """A rank that this one waited for has died or is silent: mostly a consequence, whose cause that rank tells itself."""
 
@@ -81,8 +87,7 @@ class StoppedError(DdpexpError):
         `step` is how far the run was, where that is known, and `saved` whether all of it is saved; `began` is where this start
         began.
         """
-        place = f" at step {step}" if step is not None else ""
-        super().__init__(f"interrupted by {signal.Signals(signum).name}{place}; {rest}")
+        super().__init__(f"interrupted by {signal.Signals(signum).name}; {rest}")
         self.signum = signum
         self.exit_code = 128 + signum
         self.step = step

@@ -52,6 +52,11 @@ class Crew:
     owners: Sequence[str] = ()  # what started the commands and may start them again, where that is known
     restarted: bool | None = None  # whether it has done so; None: not known
 
+    @property
+    def earlier(self) -> Sequence[str]:
+        """Return what may have begun this job before."""
+        return () if self.restarted is False else self.owners
+
 
 class Job:
     """What the workers are to do: call `entry` with `arguments` in every process.
@@ -106,11 +111,14 @@ class Job:
         """Write down why the job failed. Called by one command."""
 
     def interrupt(self, step: int | None = None, saved: bool = False) -> str:
-        """Write down that a signal ended the job after `step`, and say what is left. Called by one command.
+        """Write down that a signal ended the job, and say what is left. Called by one command.
 
-        `saved`: all of it is saved up to there. Otherwise the time did not suffice, or there was nothing to save.
+        `step` is the last one that all workers have done, where that is known, and `saved` tells that it was saved.
         """
         return "nothing was started"
+
+    def close(self) -> None:
+        """Let go of what the job holds. Called at the end of every command."""
 
 
 @runtime_checkable

@@ -90,16 +90,19 @@ def held_logs(folder: Path) -> list[Path]:
 
 def _is_held(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            return not _try_lock(file, fcntl.LOCK_SH)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return False  # it has gone, or cannot be asked
+        return False
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
     """Lock for this open file: the worker gets the same one, and the lock ends with the last process that has it."""
     deadline = time.monotonic() + _LOCK_SECONDS
-    while not _try_lock(file, fcntl.LOCK_EX):
+    while not _try_lock(file.fileno(), fcntl.LOCK_EX):
         if time.monotonic() > deadline:
             file.close()
             pids = _holders(path)
@@ -108,10 +111,10 @@ def _lock(file: IO[bytes], path: Path) -> None:
         time.sleep(0.05)
 
 
-def _try_lock(file: IO[bytes], kind: int) -> bool:
+def _try_lock(descriptor: int, kind: int) -> bool:
     """Lock if nobody else has; True also where the file system knows no locks."""
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

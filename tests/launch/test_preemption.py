@@ -111,7 +111,7 @@ class Polls(Job):
         self.asked = Asked(nodes=nodes, gpus=size, grace_seconds=grace_seconds)
 
     def interrupt(self, step=None, saved=False):
-        return f"saved: {saved}"
+        return f"step {step} saved: {saved}"
 
 
 def main():
@@ -225,7 +225,7 @@ class Polls:
         told = self.seen()
         what, step = told[-1].split()
         assert what == "stop"
-        assert ended[0].err == f"interrupted by {signal.Signals(number).name} at step {step}; saved: True\n"
+        assert ended[0].err == f"interrupted by {signal.Signals(number).name}; step {step} saved: True\n"
         return int(step)
 
 
@@ -282,7 +282,7 @@ def test_rank_zeros_wishes_are_followed_by_all_and_the_end_is_an_end(polls: Poll
 def test_a_signal_before_the_training_ends_all_at_once(polls: Polls) -> None:
     polls.start(2, "builds").signal(signal.SIGTERM, "command")
     [done] = polls.finish(5)
-    assert (done.code, done.err) == (143, "interrupted by SIGTERM; saved: False\n")
+    assert (done.code, done.err) == (143, "interrupted by SIGTERM; step None saved: False\n")
 
 
 def test_the_end_of_the_job_replaces_the_stop_that_was_to_go_on_later(polls: Polls) -> None:
@@ -306,7 +306,7 @@ def test_what_does_not_save_in_time_is_killed(polls: Polls) -> None:
     wait_for(lambda: bool(polls.marks("long")))
     polls.signal(signal.SIGTERM, "command")
     [done] = polls.finish(5)
-    assert (done.code, done.err) == (143, "interrupted by SIGTERM at step 5; saved: False\n")
+    assert (done.code, done.err) == (143, "interrupted by SIGTERM; step 5 saved: False\n")
 
 
 @pytest.mark.parametrize("whom", ["command", "rank zero"])
@@ -324,7 +324,7 @@ def test_a_second_signal_within_two_seconds_is_the_same_and_a_later_one_ends_at_
         assert polls.processes[0].poll() is None
         polls.signal(signal.SIGTERM, "command")
     [done] = polls.finish(3)
-    assert (done.code, done.err) == (128 + signal.SIGINT, "interrupted by SIGINT at step 5; saved: False\n")
+    assert (done.code, done.err) == (128 + signal.SIGINT, "interrupted by SIGINT; step 5 saved: False\n")
 
 
 def test_a_rank_that_fails_while_it_saves_has_failed(polls: Polls) -> None:
@@ -388,7 +388,7 @@ def test_two_commands_end_in_time(polls: Polls, whom: str) -> None:
     polls.signal(signal.SIGTERM, whom)
     ended = polls.finish(8)
     assert [done.code for done in ended] == [143, 143]
-    assert ended[0].err == "interrupted by SIGTERM at step 5; saved: False\n"
+    assert ended[0].err == "interrupted by SIGTERM; step 5 saved: False\n"
 
 
 def test_two_commands_leave_at_once_before_the_training(polls: Polls) -> None:
