@@ -22,6 +22,10 @@ class Average:
         self._parameters = [p for module in models.values() for p in module.parameters()]
         self._averages = [p.detach().clone() for p in self._parameters]
 
+    def begin(self) -> None:
+        """Begin anew with the parameters as they are."""
+        torch._foreach_copy_(self._averages, [p.detach() for p in self._parameters])
+
     def update(self) -> None:
         """Move towards the parameters, once a step. Ranks: the same on all, without communication."""
         torch._foreach_lerp_(self._averages, [p.detach() for p in self._parameters], self._share)

@@ -48,6 +48,7 @@ class Position:
     step: int = 0
     evaluated: bool = True  # the evaluation after this step, if there is one, is done
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    evaluated_at: int | None = None  # the step of that
     best: float | None = None  # value of the metric of trainer.keep_best
     window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
     train_seconds: float = 0.0
@@ -390,7 +391,7 @@ class Loop:
             if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
                 with torch.no_grad():
                     self.task.on_eval(model, next(iter(self.evals.values())).first(), self.tracker, done)
-        self.position.metrics = metrics
+        self.position.metrics, self.position.evaluated_at = metrics, done
         self._keep_best(metrics)
         self.control.say("phase", phase="train", step=done)
         return True

@@ -18,6 +18,15 @@ from ddpexp.launch.control import Control
 from ddpexp.world import World
 
 
+class Interrupted(Exception):
+    """The work ended before its end, as it was asked to, and everything is written down."""
+
+    def __init__(self, step: int) -> None:
+        """Keep the last step that was done."""
+        super().__init__(step)
+        self.step = step
+
+
 class _Stopped(BaseException):
     """The watcher asked this worker to leave."""
 
@@ -35,6 +44,9 @@ def run_rank(work: Callable[[Control, Callable[[str], None]], None]) -> int:
         work(control, phase)
         code = EXIT_DONE
         control.tell("done")
+    except Interrupted as end:
+        code = 128 + signal.SIGTERM
+        control.tell("stopped", step=end.step)
     except _Stopped:
         code = 128 + signal.SIGTERM
     except SystemExit as end:

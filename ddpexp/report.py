@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpexp import checkpoint
 from ddpexp.config import Experiment
 from ddpexp.data.batches import TrainBatches
 from ddpexp.launch import Layout
@@ -50,15 +49,14 @@ class Report:
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
     def finish(self, outcome: Outcome, tracker: Tracker) -> str:
-        """Write the final weights and the result; return the last line. Ranks: rank zero."""
-        digest = checkpoint.weights_sha256(self.models)
-        facts = {"step": outcome.step, "epoch": outcome.epoch, "weights_sha256": digest, "metrics": dict(outcome.metrics)}
-        tracker.flush()
-        checkpoint.save(self.run.checkpoints / f"step-{outcome.step:08d}", self.models, facts)
-        tracker.hyperparameters(_hyperparameters(self.experiment), outcome.metrics)
+        """Write the result; return the last line. Ranks: rank zero, when the last checkpoint is on the disk."""
+        status = "interrupted" if outcome.interrupted else "done"
+        if not outcome.interrupted:
+            tracker.hyperparameters(_hyperparameters(self.experiment), outcome.metrics)
         samples = outcome.step * self.train.plan.global_batch_size
+        seconds = outcome.train_seconds
         result = {
-            "status": "done",
+            "status": status,
             "recipe": self.experiment.recipe.name,
             "data": self.prepared["name"] if self.prepared else self.experiment.data.target,
             "step": outcome.step,
@@ -66,14 +64,16 @@ class Report:
             "samples": samples,
             "world_size": self.layout.world_size,
             "metrics": dict(outcome.metrics),
-            "weights_sha256": digest,
+            "weights_sha256": outcome.digest,
             "first_step_at": outcome.first_step_at,
-            "seconds": round(outcome.train_seconds, 3),
-            "samples_per_second": round(samples / outcome.train_seconds, 1),
+            "seconds": round(seconds, 3),
+            "samples_per_second": round(samples / seconds, 1) if seconds else None,
         }
         write(self.run.result, dumps(result))
+        if outcome.interrupted:
+            return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
         shown = "  ".join(f"{name} {_metric(name, value)}" for name, value in outcome.metrics.items())
-        return f"done    {shown or 'no evaluation'}  in {outcome.train_seconds:.1f} s  see {relative(self.run.path)}"
+        return f"done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
 
 
 def _hyperparameters(experiment: Experiment) -> dict[str, Any]:

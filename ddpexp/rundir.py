@@ -144,13 +144,19 @@ class RunDir:
         write(self.result, dumps(result))
 
 
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
+    """Return the folders of the complete checkpoints, the newest first."""
+    found = [path.parent for path in checkpoints.glob("step-*/manifest.json") if path.parent.name[5:].isdecimal()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
 def newest_checkpoint(checkpoints: Path) -> Path:
     """Return the newest complete checkpoint folder.
 
     Raises:
         RefusedError: there is none.
     """
-    found = sorted((path.parent for path in checkpoints.glob("step-*/manifest.json")), reverse=True)
+    found = complete_checkpoints(checkpoints)
     if not found:
         raise RefusedError(f"{checkpoints} holds no complete checkpoint.")
     return found[0]

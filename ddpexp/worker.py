@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ddpexp import checkpoint, deferred_dynamo, loop
+from ddpexp.average import Average
+from ddpexp.checkpoint import Checkpoint
 from ddpexp.config import Experiment, Node, load
 from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batch_plan import plan_batches
@@ -24,9 +26,10 @@ from ddpexp.launch import Layout
 from ddpexp.launch.control import Control
 from ddpexp.loop import Loop
 from ddpexp.precision import Precision
-from ddpexp.rank import open_log, run_rank
+from ddpexp.rank import Interrupted, open_log, run_rank
 from ddpexp.report import Report
-from ddpexp.rundir import RunDir
+from ddpexp.rundir import RunDir, relative
+from ddpexp.saves import Saves, choose, cut_back, take_up
 from ddpexp.strategy.ddp import DDP, Models
 from ddpexp.task import HasOptimizers
 from ddpexp.track import Many, Null, Tracker
@@ -57,26 +60,41 @@ def train(run: RunDir, data: Mapping[str, Any] | None, control: Control, phase: 
     phase("build")
     splits = _data(experiment, data)
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
-    seed = experiment.trainer.seed
-    batches = TrainBatches(splits.train, plan, world.rank, seed, world.device, experiment.data.num_workers)
-    strategy = _strategy(experiment, world, _init_from(experiment))
+    batches = TrainBatches(
+        splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers
+    )  # fmt: skip
+    newest = choose(run, world, experiment.run.resume == "require")
+    strategy = _strategy(experiment, world, _init_from(experiment, newest))
     num_steps = _num_steps(experiment, batches.steps_per_epoch)
-    tracker = _tracker(experiment, run, world, control, log, num_steps)
+    if world.is_rank_zero:
+        cut_back(run, newest)
+    tracker = _tracker(experiment, run, world, control, log, num_steps, newest.step if newest else 0)
+    decay = experiment.trainer.ema_decay
+    average = Average(strategy.bare, decay) if decay is not None else None
+    saves = Saves.of(run, experiment.trainer, strategy, average, tracker, world)
     report = Report(experiment, run, layout, data, strategy.bare, strategy.shares_memory, batches, num_steps)
     log.info(report.headline())
-    tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
-    fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps)
+    fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, saves, average)
+    if newest is None:
+        tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
+    else:
+        take_up(newest, fit, saves)
+        log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
+    control.say("began", step=fit.position.step)
     phase("train")
     try:
         outcome = fit.fit()
         phase("save")
+        saves.finish()
         if world.is_rank_zero:
             log.info(report.finish(outcome, tracker))
     finally:
         tracker.close()
     world.barrier()
+    if outcome.interrupted:
+        raise Interrupted(outcome.step)
 
 
 def evaluate_weights(described: Mapping[str, Any], control: Control, phase: Callable[[str], None]) -> None:
@@ -94,7 +112,8 @@ def evaluate_weights(described: Mapping[str, Any], control: Control, phase: Call
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
-    checkpoint.load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}")
+    averaged = experiment.trainer.ema_decay is not None
+    checkpoint.load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}", averaged)
     phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     precision = Precision(experiment.trainer.precision, world.device, False)
@@ -141,9 +160,9 @@ def _data(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:
     return Splits(kept, {**splits.evals, "validation": held})
 
 
-def _init_from(experiment: Experiment) -> Callable[[Models], None]:
+def _init_from(experiment: Experiment, newest: Checkpoint | None) -> Callable[[Models], None]:
     source = experiment.run.init_from
-    if source is None:
+    if source is None or newest is not None:
         return lambda models: None
     return lambda models: checkpoint.load_weights(models, Path(source), f"run.init_from={source}")
 
@@ -172,7 +191,7 @@ def _num_steps(experiment: Experiment, steps_per_epoch: int) -> int:
 
 def _loop(
     experiment: Experiment, world: World, strategy: DDP, splits: Splits, batches: TrainBatches, tracker: Tracker, control: Control,
-    num_steps: int,
+    num_steps: int, saves: Saves, average: Average | None,
 ) -> Loop:  # fmt: skip
     trust, trainer = experiment.trust, experiment.trainer
     task = instantiate(experiment.task, trust, "task")
@@ -196,6 +215,8 @@ def _loop(
         control=control,
         options=trainer,
         num_steps=num_steps,
+        saves=saves,
+        average=average,
     )
 
 
@@ -207,12 +228,14 @@ def _evals(experiment: Experiment, splits: Splits, world: World, batch_size: int
     }
 
 
-def _tracker(experiment: Experiment, run: RunDir, world: World, control: Control, log: logging.Logger, num_steps: int) -> Tracker:
+def _tracker(
+    experiment: Experiment, run: RunDir, world: World, control: Control, log: logging.Logger, num_steps: int, from_step: int
+) -> Tracker:
     if not world.is_rank_zero:
         return Null()
     trackers: list[Tracker] = [JsonLines(run.metrics), Progress(control, log, num_steps)]
     if experiment.logger.kind == "tensorboard":
         from ddpexp.track.tensorboard import TensorBoard  # imports that only rank zero of a logging run needs
 
-        trackers.append(TensorBoard(run.tensorboard))
+        trackers.append(TensorBoard(run.tensorboard, from_step))
     return Many(trackers)

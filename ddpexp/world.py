@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,32 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.control import STORE_FD
 from ddpexp.launch.network import is_loopback
+
+
+class Board:
+    """Texts by name, which any rank puts up and any takes down: for what must not wait for a step of the training."""
+
+    def __init__(self, store: Any) -> None:
+        """Use a connection to the ranks' store that nobody else waits on; None: this process alone."""
+        self._store = store
+        self._own: dict[str, str] = {}
+
+    def put(self, name: str, text: str) -> None:
+        """Put a text up."""
+        if self._store is None:
+            self._own[name] = text
+        else:
+            self._store.set(name, text)
+
+    def take(self, name: str) -> str | None:
+        """Take a text down; None when it is not up (yet). Does not wait."""
+        if self._store is None:
+            return self._own.pop(name, None)
+        if not self._store.check([name]):
+            return None
+        text: str = self._store.get(name).decode()
+        self._store.delete_key(name)
+        return text
 
 
 @dataclass(frozen=True)
@@ -78,6 +105,13 @@ class World:
         if self.world_size > 1:
             dist.broadcast(tensor, source)
         return tensor
+
+    def board(self) -> Board:
+        """Return a board of texts that all ranks see, for a thread of its own. Ranks: any."""
+        if self.world_size == 1:
+            return Board(None)
+        store: Any = dist.distributed_c10d._get_default_store()
+        return Board(store.clone())
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Ranks: all; communicates."""

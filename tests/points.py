@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from ddpexp.rundir import newest_checkpoint
 from tests.conftest import TAG, Ddpexp, Done, finish
 
 CODE = """\
@@ -134,8 +135,13 @@ class Recipe:
 
 def weights(done: Done) -> dict[str, Tensor]:
     """Return the final weights of a run."""
-    [folder] = (done.run / "checkpoints").iterdir()
-    return {path.stem + "." + name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    folder = newest_checkpoint(done.run / "checkpoints")
+    return {
+        path.stem + "." + name: tensor
+        for path in folder.glob("*.safetensors")
+        if path.stem != "state"
+        for name, tensor in load_file(path).items()
+    }
 
 
 def session(pid: int) -> dict[int, int]:

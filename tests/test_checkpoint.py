@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from ddpexp import checkpoint
-from ddpexp.errors import RefusedError
+from ddpexp.checkpoint import FORMAT, CheckpointError, Writer, complete, lay_out, share
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.plain import decode, encode
+from ddpexp.world import World
+
+ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+
+
+def save(folder: Path, models: Mapping[str, nn.Module], step: int = 4, **options: Any) -> Path:
+    """Save models as the only worker does, and wait."""
+    writer = Writer(folder, ALONE, **options)
+    writer.save(step, {name: module.state_dict() for name, module in models.items()}, {}, {"step": step}, {}, {})
+    writer.wait(end=True)
+    return folder / f"step-{step:08d}"
 
 
 class Tied(nn.Module):
@@ -66,10 +85,13 @@ def test_the_hash_does_not_depend_on_the_memory_format_but_on_names_shapes_and_t
 def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
-    folder = checkpoint.save(tmp_path / "checkpoints/step-00000004", {"model": model}, {"step": 4})
+    folder = save(tmp_path / "checkpoints", {"model": model})
     manifest = json.loads((folder / "manifest.json").read_text())
-    data = (folder / "model.safetensors").read_bytes()
-    assert manifest == {"step": 4, "files": {"model.safetensors": hashlib.sha256(data).hexdigest()}}
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+    assert {piece["file"]: (piece["offset"], piece["num_bytes"], piece["sha256"]) for piece in manifest["pieces"]} == {
+        name: (0, len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()
+    }
+    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (FORMAT, 4, 1)
     for source in (folder, folder / "model.safetensors"):
         other = Tied()
         checkpoint.load_weights({"model": other}, source, "run.init_from")
@@ -80,23 +102,13 @@ def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
 
 def test_several_models_have_a_file_each(tmp_path: Path) -> None:
     models = {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)}
-    folder = checkpoint.save(tmp_path / "step", models, {})
-    assert {path.name for path in folder.iterdir()} == {"left.safetensors", "right.safetensors", "manifest.json"}
+    folder = save(tmp_path, models)
+    assert {path.name for path in folder.glob("*.safetensors")} == {"left.safetensors", "right.safetensors", "state.safetensors"}
     others = {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)}
     checkpoint.load_weights(others, folder, "evaluate")
     assert checkpoint.weights_sha256(others) == checkpoint.weights_sha256(models)
     with pytest.raises(RefusedError, match=r"is one file, but there are several models: name the checkpoint's folder\.$"):
         checkpoint.load_weights(others, folder / "left.safetensors", "evaluate")
-
-
-def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
-    class Broken(nn.Linear):
-        def state_dict(self, *_: object, **__: object) -> dict[str, object]:  # type: ignore[override]
-            raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.save(tmp_path / "step", {"model": nn.Linear(2, 2), "other": Broken(2, 2)}, {})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_reader_never_sees_a_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -106,22 +118,101 @@ def test_a_reader_never_sees_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     def look() -> None:
         while not ended.is_set():
             for folder in tmp_path.glob("step-*"):
-                seen.append({path.name for path in folder.iterdir()})
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    seen.append({path.name for path in folder.iterdir()})
 
     reader = threading.Thread(target=look)
     reader.start()
     for number in range(10):
-        checkpoint.save(tmp_path / f"step-{number}", {"model": nn.Linear(300, 300)}, {})
+        save(tmp_path, {"model": nn.Linear(300, 300)}, number, keep_last=None)
     ended.set()
     reader.join()
     assert seen
-    assert all(names == {"model.safetensors", "manifest.json"} for names in seen)
+    assert all(names == {"model.safetensors", "state.safetensors", "state.json", "manifest.json"} for names in seen)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_the_ranks_shares_are_every_byte_once_and_nearly_equal(world_size: int) -> None:
+    files = [lay_out("model", {f"w{i}": torch.empty(700_000 + i) for i in range(9)}), lay_out("state", {"m": torch.empty(3)})]
+    seen: dict[str, list[tuple[int, int]]] = {}
+    sizes = []
+    for rank in range(world_size):
+        pieces = share(files, rank, world_size)
+        sizes.append(sum(piece.num_bytes for piece in pieces))
+        for piece in pieces:
+            assert piece.offset % (1 << 20) == 0  # two hosts never write into one page
+            seen.setdefault(piece.file, []).append((piece.offset, piece.offset + piece.num_bytes))
+    for file in files:
+        spans = sorted(seen[file.name])
+        assert spans[0][0] == 0
+        assert spans[-1][1] == file.num_bytes
+        assert all(one[1] == other[0] for one, other in pairwise(spans))
+    assert max(sizes) - min(sizes) <= 2 << 20
+
+
+def test_plain_values_come_back_as_they_were() -> None:
+    value = {
+        "betas": (0.9, 0.999), 3: [1, None, True, "x"], "odd": [math.inf, -math.inf, 0.1 + 0.2], "deep": {"t": torch.arange(3)},
+        "$": "ours", ("a", 1): {}, "number": np.float32(0.5),
+    }  # fmt: skip
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(encode(value, tensors), allow_nan=False)
+    found = decode(json.loads(text), tensors.__getitem__)
+    assert list(found) == list(value)
+    assert found.pop("deep")["t"] is value.pop("deep")["t"]
+    assert found == value
+    assert math.isnan(decode(encode(math.nan, {}), tensors.__getitem__))
+    with pytest.raises(DdpexpError, match=r"^a\.b is a builtins\.object, which a checkpoint cannot hold"):
+        encode({"a": {"b": object()}}, {})
+    with pytest.raises(RefusedError, match="holds a 'call'"):
+        decode({"$": "call", "value": "os.system"}, tensors.__getitem__)
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, ALONE, keep_last=2, keep_best="max:eval/accuracy")
+    for step, value in ((10, 0.3), (20, 0.9), (30, 0.9), (40, math.nan), (50, 0.5), (60, None)):
+        facts = {} if value is None else {"metrics": {"eval/accuracy": value}, "evaluated_at": step}
+        writer.save(step, {"model": nn.Linear(2, 2).state_dict()}, {}, {}, facts, {})
+    writer.wait(end=True)
+    assert [one.step for one in complete(tmp_path)] == [60, 50, 20]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000050", "step-00000060"]
+
+
+def test_what_is_copied_is_what_was_there_when_it_was_saved(tmp_path: Path) -> None:
+    weights = {"w": torch.zeros(3_000_000)}
+    writer = Writer(tmp_path, ALONE, keep_last=None)
+    for step in range(1, 4):
+        weights["w"].fill_(step)
+        writer.save(step, {"model": weights}, {}, {}, {}, {})
+        weights["w"].fill_(-1)  # the next step of the training
+    writer.wait(end=True)
+    for one in complete(tmp_path):
+        assert one.problem() is None
+        assert set(one.tensors("model")["w"].tolist()) == {float(one.step)}
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_checkpoint_that_cannot_be_written_leaves_those_before_it(tmp_path: Path, stops: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    writer = Writer(folder, ALONE, stops=stops)
+    weights = {"model": nn.Linear(2, 2).state_dict()}
+    writer.save(1, weights, {}, {}, {}, {})
+    writer.wait()
+    (folder / ".step-00000002.partial").write_text("in the way")  # root may write into any directory
+    writer.save(2, weights, {}, {}, {}, {})
+    text = r"^the checkpoint of step 2 could not be written in .*: File exists .* MB free\), .* as they were\. .* then resume\.$"
+    with pytest.raises(CheckpointError, match=text):
+        writer.wait(end=True)
+    (folder / ".step-00000002.partial").unlink()
+    writer.save(3, weights, {}, {}, {}, {})
+    writer.wait(end=True)
+    assert [one.step for one in complete(folder)] == [3, 1]
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    return checkpoint.save(tmp_path / "step", {"model": nn.Linear(4, 3)}, {})
+    return save(tmp_path, {"model": nn.Linear(4, 3)})
 
 
 def refusal(source: Path, model: nn.Module | None = None) -> str:
@@ -137,8 +228,8 @@ def test_a_file_that_was_changed_is_refused_by_its_hash(saved: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert "its hash is not the one in manifest.json beside it" in refusal(saved)
-    assert "its hash is not the one in manifest.json beside it" in refusal(path)
+    assert "its hash is not the one in manifest.json" in refusal(saved)
+    assert "its hash is not the one in manifest.json" in refusal(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"<!DOCTYPE html>", b"\xff" * 100])

@@ -102,7 +102,7 @@ def test_damaged_weights_are_refused(ddpexp: Ddpexp, copied: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    refused(evaluate(ddpexp, copied), r"its hash is not the one in manifest\.json beside it")
+    refused(evaluate(ddpexp, copied), r"its hash is not the one in manifest\.json")
 
 
 @pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler"])
@@ -192,4 +192,7 @@ def test_no_end_leaves_a_temporary_file(ddpexp: Ddpexp, trained: Done, tmp_path:
 def test_the_manifest_beside_the_weights_holds_their_hash(trained: Done) -> None:
     folder = trained.run / "checkpoints/step-00000010"
     manifest = json.loads((folder / "manifest.json").read_text())
-    assert manifest["files"]["model.safetensors"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    for piece in manifest["pieces"]:
+        data = (folder / piece["file"]).read_bytes()[piece["offset"] :][: piece["num_bytes"]]
+        assert piece["sha256"] == hashlib.sha256(data).hexdigest()
+    assert {"model.safetensors", "state.safetensors", "state.json"} == {piece["file"] for piece in manifest["pieces"]}

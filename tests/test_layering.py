@@ -15,14 +15,15 @@ from tests.conftest import ROOT
 # A room imports only from rows above its own, and from itself. Rooms of one row do not know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
-    ["errors", "deferred_dynamo", "seeds"],
+    ["errors", "deferred_dynamo", "seeds", "faults"],
+    ["plain"],
     ["launch", "task", "schedule"],
     ["rundir", "world"],
     ["data", "strategy", "checkpoint", "track"],
     ["config"],
     ["precision", "average"],
     ["loop"],
-    ["rank", "report", "prepare"],
+    ["rank", "report", "prepare", "saves"],
     ["worker", "jobs"],
     ["verbs"],
     ["__main__"],

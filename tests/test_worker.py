@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ddpexp.rank import _exit_code
+from ddpexp.rundir import newest_checkpoint
 from tests.conftest import Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
 
@@ -78,7 +79,7 @@ def test_the_result_has_every_field_and_its_hash_is_that_of_the_saved_weights(do
         digest.update(f"{name.removeprefix('model.')} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.numpy().tobytes())
     assert result["weights_sha256"] == digest.hexdigest()
-    [folder] = (done.run / "checkpoints").iterdir()
+    folder = newest_checkpoint(done.run / "checkpoints")
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (folder.name, manifest["step"], manifest["weights_sha256"]) == ("step-00000008", 8, result["weights_sha256"])
 
@@ -101,7 +102,7 @@ def test_the_kind_of_data_set_does_not_matter(recipe: Recipe, done: Done) -> Non
 
 
 def test_a_warm_start_begins_with_the_given_weights(recipe: Recipe, done: Done) -> None:
-    [folder] = (done.run / "checkpoints").iterdir()
+    folder = newest_checkpoint(done.run / "checkpoints")
     for source in (folder / "model.safetensors", folder):
         warm = recipe("trainer.gpus=2", f"run.init_from={source}", "optimizer.lr=0", "trainer.max_steps=1")
         assert warm.code == 0, warm.err

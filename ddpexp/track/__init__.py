@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ class Tracker(Protocol):
         """Record what was chosen beside what came out."""
         ...
 
-    def flush(self) -> None:
-        """Bring everything to the disk."""
+    def flush(self) -> Mapping[Path, int]:
+        """Bring everything to the files, and tell how many bytes of which files that is."""
         ...
 
     def close(self) -> None:
@@ -52,8 +53,9 @@ class Null:
     def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Do nothing."""
 
-    def flush(self) -> None:
-        """Do nothing."""
+    def flush(self) -> Mapping[Path, int]:
+        """Name no file."""
+        return {}
 
     def close(self) -> None:
         """Do nothing."""
@@ -86,10 +88,9 @@ class Many:
         for tracker in self._trackers:
             tracker.hyperparameters(values, metrics)
 
-    def flush(self) -> None:
-        """Flush each."""
-        for tracker in self._trackers:
-            tracker.flush()
+    def flush(self) -> Mapping[Path, int]:
+        """Flush each, and name the files of all."""
+        return {path: size for tracker in self._trackers for path, size in tracker.flush().items()}
 
     def close(self) -> None:
         """Close each."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from ddpexp.track import Null
+from ddpexp.track.appending import Appending
 
 
 class JsonLines(Null):
@@ -17,19 +17,19 @@ class JsonLines(Null):
 
     def __init__(self, path: Path) -> None:
         """Open the file; each line reaches it whole."""
-        self._file = path.open("a", buffering=1)
+        self._file = Appending(path)
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Write one line; numbers that are not finite become null, for JSON has none."""
         record = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record}) + "\n")
+        line = json.dumps({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record})
+        self._file.write(f"{line}\n".encode())
 
-    def flush(self) -> None:
-        """Bring the lines to the disk."""
+    def flush(self) -> dict[Path, int]:
+        """Tell how long the file is."""
         self._file.flush()
-        os.fsync(self._file.fileno())
+        return {self._file.path: self._file.num_bytes}
 
     def close(self) -> None:
-        """Flush and close."""
-        self.flush()
+        """Close the file."""
         self._file.close()

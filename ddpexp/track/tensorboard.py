@@ -2,47 +2,71 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams, scalar
+from torch.utils.tensorboard import summary
+
+from ddpexp.track.appending import Appending
 
 
 class TensorBoard:
-    """Write TensorBoard's files; the x axis is the optimizer step."""
+    """Write TensorBoard's files; the x axis is the optimizer step.
 
-    def __init__(self, folder: Path) -> None:
-        """Open a file in the folder."""
-        self._writer = SummaryWriter(str(folder), flush_secs=10)
-        self._file: Any = self._writer.file_writer
+    Every record reaches the file at once and whole, so that a checkpoint can say how far the file belongs to it.
+    """
+
+    def __init__(self, folder: Path, from_step: int = 0) -> None:
+        """Open a new file in the folder; a viewer that is open forgets what it has read of steps after `from_step`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        now = time.time()
+        number = 0
+        while (path := folder / f"events.out.tfevents.{int(now)}.{platform.node()}.{os.getpid()}.{number}").exists():
+            number += 1
+        self._file = Appending(path)
+        self._records = RecordWriter(self._file)
+        self._write(Event(wall_time=now, file_version="brain.Event:2"))
+        if from_step:
+            self._write(Event(wall_time=now, step=from_step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Write one point for each name, all in one event."""
-        summaries = [scalar(name, value, new_style=True) for name, value in values.items()]  # type: ignore[no-untyped-call]
-        self._file.add_summary(Summary(value=[one for summary in summaries for one in summary.value]), step)
+        made = [summary.scalar(name, value, new_style=True) for name, value in values.items()]  # type: ignore[no-untyped-call]
+        self._add(Summary(value=[value for one in made for value in one.value]), step)
 
     def text(self, name: str, text: str) -> None:
         """Write a text for the Text tab."""
-        self._writer.add_text(name, text)
+        self._add(summary.text(name, text), 0)  # type: ignore[no-untyped-call]
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Write a picture for the Images tab. Shapes: (height, width, 3) uint8."""
-        self._writer.add_image(name, pixels.numpy(), step, dataformats="HWC")
+        self._add(summary.image(name, pixels.numpy(), dataformats="HWC"), step)  # type: ignore[no-untyped-call]
 
     def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """Write for the HParams tab, into this run's own file (the writer's own method would make a run beside it)."""
         known = {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in values.items()}
-        for summary in hparams(known, dict.fromkeys(metrics, 0.0)):  # type: ignore[no-untyped-call]
-            self._file.add_summary(summary)
+        for one in summary.hparams(known, dict.fromkeys(metrics, 0.0)):  # type: ignore[no-untyped-call]
+            self._add(one, 0)
 
-    def flush(self) -> None:
-        """Bring everything to the disk."""
-        self._writer.flush()
+    def flush(self) -> dict[Path, int]:
+        """Tell how long the file is."""
+        self._file.flush()
+        return {self._file.path: self._file.num_bytes}
 
     def close(self) -> None:
-        """Flush and close."""
-        self._writer.close()
+        """Close the file."""
+        self._file.close()
+
+    def _add(self, what: Any, step: int) -> None:
+        self._write(Event(wall_time=time.time(), step=step, summary=what))
+
+    def _write(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())

@@ -1,0 +1,79 @@
+"""Trees of plain values and tensors as JSON and named tensors, and back; nothing that is read can run code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpexp.errors import DdpexpError, RefusedError
+
+_KIND = "$"  # marks what JSON has no form for
+
+
+def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
+    """Return `value` as what JSON can hold; its tensors go into `tensors` under the names of their places.
+
+    Numbers come back to the bit, tuples as tuples and keys as they were.
+
+    Raises:
+        DdpexpError: a value of another kind.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
+    if isinstance(value, Tensor):
+        tensors[where] = value
+        return {_KIND: "tensor", "value": where}
+    if isinstance(value, Mapping):
+        inner = [(key, encode(one, tensors, f"{where}.{key}" if where else str(key))) for key, one in value.items()]
+        if all(isinstance(key, str) for key in value) and _KIND not in value:
+            return dict(inner)
+        return {_KIND: "mapping", "value": [[encode(key, tensors, where), one] for key, one in inner]}
+    if isinstance(value, list | tuple):
+        items = [encode(one, tensors, f"{where}.{index}") for index, one in enumerate(value)]
+        return items if isinstance(value, list) else {_KIND: "tuple", "value": items}
+    if hasattr(value, "item") and callable(value.item):  # a number of numpy
+        return encode(value.item(), tensors, where)
+    raise DdpexpError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it keeps tensors, "
+        f"numbers, texts, lists and mappings, for anything else could run code when it is read."
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Return what `encode` was given; `tensor` finds a tensor by its name.
+
+    Raises:
+        RefusedError: it is not what `encode` makes.
+    """
+    if isinstance(value, list):
+        return [decode(one, tensor) for one in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(_KIND)
+    if kind is None:
+        return {key: decode(one, tensor) for key, one in value.items()}
+    inner = value.get("value")
+    if kind == "float" and isinstance(inner, str):
+        return float(inner)
+    if kind == "tensor" and isinstance(inner, str):
+        return tensor(inner)
+    if kind == "tuple" and isinstance(inner, list):
+        return tuple(decode(one, tensor) for one in inner)
+    if kind == "mapping" and isinstance(inner, list):
+        return {decode(key, tensor): decode(one, tensor) for key, one in inner}
+    raise RefusedError(f"state.json holds a {kind!r}, which this version of ddpexp does not know.")
+
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+"""Types by the names that the safetensors format gives them."""
