@@ -30,7 +30,8 @@ from ddpexp.rank import Interrupted, open_log, run_rank
 from ddpexp.report import Report
 from ddpexp.rundir import RunDir, relative
 from ddpexp.saves import Saves, choose, cut_back, take_up
-from ddpexp.strategy.ddp import DDP, Models
+from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers
 from ddpexp.track import Many, Null, Tracker
 from ddpexp.track.jsonl import JsonLines
