@@ -1,8 +1,9 @@
-"""`python -m benchmarks --data FOLDER [start steps mnist soak launchers]`: the figures of the README, made again."""
+"""`python -m benchmarks --data FOLDER [start steps mnist soak launchers checkpoints position]`: the figures of the README, made again."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -29,7 +30,10 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="the folder with MNIST's four gzipped IDX files")
     parser.add_argument("--rounds", type=int, default=15)
     words = parser.parse_args()
-    known = {"start": start, "steps": steps, "mnist": mnist, "soak": soak, "launchers": launchers}
+    known = {
+        "start": start, "steps": steps, "mnist": mnist, "soak": soak, "launchers": launchers, "checkpoints": checkpoints,
+        "position": position,
+    }  # fmt: skip
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         data = Path(folder) / "data"  # a cache of our own, made before anything is timed
@@ -104,6 +108,66 @@ def mnist(data: Path, rounds: int, folder: Path) -> list[Row]:
         ("MNIST, seeds 0 to 4", f"{mean:.2%} in the mean, {low:.2%} to {high:.2%}", ""),
         ("MNIST to 99 %", f"{mine:.1f} s against {theirs:.1f} s", f"{faster} times faster; A/A {again}"),
     ]
+
+
+def checkpoints(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """How long a save holds the training up, and what it costs in all, against torch.save and torch's distributed checkpoint."""
+    rows: list[Row] = []
+
+    def arm(name: str, way: str, millions: int, every: int, num_steps: int) -> Arm:
+        program = ["-m", "benchmarks.peers.checkpoints", "--way", way, "--millions", str(millions), "--every", str(every)]
+
+        def command(place: Path) -> list[str]:
+            return _started("torchrun", 2, [*program, "--steps", str(num_steps), "--folder", str(place / "saved")], ours=False)
+
+        def figures(place: Path, output: str, _begin: float, _end: float) -> dict[str, float]:
+            shutil.rmtree(place)  # gigabytes
+            return last_json(output)
+
+        return Arm(name, command, figures)
+
+    for millions, number in ((25, 60), (100, 40)):
+        ways = {"ddpexp": "ddpexp", "torch.save": "torch_save", "async_save": "dcp_async", "ddpexp again": "ddpexp"}
+        arms = [arm(name, way, millions, 10, number) for name, way in ways.items()]
+        results = race(arms, min(rounds, 5), folder / f"stall-{millions}", print)
+        again = ratio(results, "ddpexp again", "ddpexp", "stall")
+        mine = median(results, "ddpexp", "stall")
+        for peer in ("torch.save", "async_save"):
+            figures = f"{mine * 1e3:.0f} ms against {median(results, peer, 'stall') * 1e3:.0f} ms"
+            shown = f"{ratio(results, 'ddpexp', peer, 'stall')}; A/A {again}"
+            rows.append((f"stall of a checkpoint, {millions} million parameters and momentum, {peer}", figures, shown))
+    ways = {"ddpexp": "ddpexp", "none": "none", "none again": "none"}
+    results = race([arm(name, way, 25, 50, 100) for name, way in ways.items()], min(rounds, 5), folder / "lost", print)
+    figures = f"{median(results, 'ddpexp', 'seconds'):.1f} s against {median(results, 'none', 'seconds'):.1f} s without"
+    shown = f"{ratio(results, 'ddpexp', 'none', 'seconds')}; A/A {ratio(results, 'none again', 'none', 'seconds')}"
+    rows.append(("100 steps with a checkpoint every 50, 25 million parameters and momentum", figures, shown))
+    return rows
+
+
+def position(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """The first batch at four fifths of an epoch, against Accelerate's skip_first_batches where it is installed."""
+
+    def figures(_place: Path, output: str, _begin: float, _end: float) -> dict[str, float]:
+        return last_json(output)
+
+    def arm(name: str, way: str, samples: int) -> Arm:
+        words = [sys.executable, "-m", "benchmarks.peers.position", "--way", way, "--samples", str(samples)]
+        return Arm(name, lambda place: words, figures)
+
+    arms = [arm("a million", "ddpexp", 10**6), arm("a thousand million", "ddpexp", 10**9)]
+    if importlib.util.find_spec("accelerate"):
+        arms.append(arm("accelerate", "accelerate", 10**6))
+    results = race(arms, rounds, folder, print)
+    mine, most = (median(results, name, "seconds") * 1e3 for name in ("a million", "a thousand million"))
+    rows = [("first batch at 80 % of an epoch of a thousand million samples", f"{most:.2f} ms against {mine:.2f} ms for a million",
+             str(ratio(results, "a thousand million", "a million", "seconds")))]  # fmt: skip
+    if "accelerate" in results:
+        theirs = median(results, "accelerate", "seconds") * 1e3
+        shown = str(ratio(results, "a million", "accelerate", "seconds"))
+        rows.append(
+            ("the same of a million samples, Accelerate's skip_first_batches", f"{mine:.2f} ms against {theirs:.1f} ms", shown)
+        )
+    return rows
 
 
 def soak(data: Path, rounds: int, folder: Path) -> list[Row]:
