@@ -1,4 +1,4 @@
-"""`python -m benchmarks --data FOLDER [start steps mnist soak launchers checkpoints position]`: the figures of the README, made again."""
+"""`python -m benchmarks --data FOLDER [NAME ...]`: the figures of the README, made again; `--help` names the benchmarks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Row = tuple[str, str, str]
 def main() -> None:
     """Run the asked benchmarks and write RESULTS.md beside this file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("which", nargs="*", default=["start", "steps", "mnist", "soak"])
+    names = "start steps mnist soak launchers checkpoints position"
+    parser.add_argument("which", nargs="*", default=["start", "steps", "mnist", "soak"], help=f"of {names}", metavar="NAME")
     parser.add_argument("--data", required=True, help="the folder with MNIST's four gzipped IDX files")
     parser.add_argument("--rounds", type=int, default=15)
     words = parser.parse_args()

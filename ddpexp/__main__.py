@@ -11,7 +11,7 @@ import sys
 import time
 from types import FrameType
 
-from ddpexp.errors import DdpexpError, Failure, RefusedError, StoppedError, WorkerError
+from ddpexp.errors import DdpexpError, Failure, FinishedError, RefusedError, StoppedError, WorkerError
 from ddpexp.launch import Job, Launcher
 from ddpexp.launch.fork_server import Server
 
@@ -32,12 +32,21 @@ def main() -> int:
 
             found = evaluate(argv[1:])
             return 0 if found is None else _launch(*found, server)
+        if argv[:1] == ["resume"]:
+            from ddpexp.verbs import resume
+
+            run = resume(argv[1:], sys.argv)
+            return 0 if run is None else _launch(*run, server)
         if argv[:1] == ["member"]:
             from ddpexp.verbs import member
 
             launcher, job = member(argv[1:])
             return _launch(launcher, job, server, as_member=True)
         return _train(argv, server)
+    except FinishedError as error:
+        if not error.quiet:
+            print(f"ddpexp: {error}", flush=True)
+        return error.exit_code
     except WorkerError as error:
         _hear_no_more_signals()
         _tell_torchrun(error)
@@ -87,6 +96,8 @@ def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool
         stopped = StoppedError(error.signum, job.interrupt())
         stopped.quiet = not job.leads  # the leading command says it
         raise stopped from None
+    finally:
+        job.close()
 
 
 def _record(job: Job, error: WorkerError | RefusedError) -> None:
@@ -143,12 +154,26 @@ def _will_fork(argv: list[str]) -> bool:
     if argv[:1] == ["member"]:
         return True
     chosen = [word.partition("=")[2] for word in argv if word.startswith("launcher=")]
+    if argv[:1] == ["resume"]:
+        chosen = chosen or _launcher_of_run(argv[1:])
     fresh = any(word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv)
     here = all(name in _FORK_HERE or (name == "slurm" and "SLURM_STEP_ID" in os.environ) for name in chosen)
-    if argv[:1] == ["evaluate"]:
-        return here and len(argv) > 1 and not {"--help", "-h"} & set(argv)
+    if argv[:1] in (["evaluate"], ["resume"]):
+        return here and not fresh and len(argv) > 1 and not {"--help", "-h"} & set(argv)
     asks = any(word.startswith("-") and not word.startswith(("--config-dir", "-cd", "--config-name", "-cn")) for word in argv)
     return here and not asks and not fresh
+
+
+def _launcher_of_run(words: list[str]) -> list[str]:
+    """Read from the run directory among the words which launcher it was started with; nothing where that is not plain to see."""
+    for word in words:
+        try:
+            with open(os.path.join(word, "config.yaml")) as file:
+                found = re.search(r"^launcher:\n  _target_: [\w.]*\.launch\.(\w+)\.\w+$", file.read(1 << 16), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        return [found[1].replace("_", "-")] if found else []
+    return []
 
 
 def _first_cause(error: WorkerError) -> str:

@@ -24,6 +24,12 @@ class RefusedError(DdpexpError):
     exit_code = EXIT_REFUSED
 
 
+class FinishedError(DdpexpError):
+    """The run that was asked for is finished: there is nothing to do, and nothing is wrong."""
+
+    exit_code = EXIT_DONE
+
+
 class PeerError(DdpexpError):
     """A rank that this one waited for has died or is silent: mostly a consequence, whose cause that rank tells itself."""
 

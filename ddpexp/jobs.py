@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,8 +14,9 @@ from typing import Any
 
 import yaml
 
-from ddpexp import rundir
+from ddpexp import lock, resume, rundir
 from ddpexp.config import Experiment, check_layout
+from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Asked, Crew, Job, Layout
@@ -25,70 +27,98 @@ _PROBE_SECONDS = 10.0  # a network file system may show another host's file late
 
 
 class Training(Job):
-    """Train an experiment in a run directory, which the leading command makes."""
+    """Train an experiment in a run directory, which the leading command makes, or goes on with."""
 
     entry = "ddpexp.worker:main"
 
     def __init__(
-        self, experiment: Experiment, text: str, overrides: Sequence[str], argv: Sequence[str], run: RunDir | None = None
+        self,
+        experiment: Experiment,
+        text: str,
+        overrides: Sequence[str],
+        argv: Sequence[str],
+        run: RunDir | None = None,
+        *,
+        typed: Sequence[str] | None = None,
+        goes_on: RunDir | None = None,
     ) -> None:
-        """Take the experiment, its YAML, what was typed, and the run directory where a command before this one has made it."""
+        """Take the experiment, its YAML, the words that it was asked with, and the whole command line.
+
+        `run` is the directory that a command before this one has made for it; `goes_on` one that was typed to be gone on with.
+        `typed` are the words of this command alone, where a run has older ones.
+        """
         self.experiment, self.asked = experiment, asked(experiment)
         self.name = experiment.recipe.name
         self.identity = _identity(text)
         self.run = run
-        self.folder = run.path if run else rundir.parent(experiment.run.dir, experiment.recipe.name)
+        home = run or goes_on
+        self.folder = run.path if run else goes_on.path.absolute().parent if goes_on else self._parent()
         self._text, self._overrides, self._argv = text, overrides, argv
-        self._layout: Layout | None = None
+        self._typed = overrides if typed is None else typed
+        self._home, self._is_member, self._goes_on = home, run is not None, goes_on is not None
+        self._lock: lock.Lock | None = None
         self._began = False
+        self._told: dict[str, Any] = {}  # beside the run directory, what every worker learns
+        self._notes: list[str] = []
+
+    def _parent(self) -> Path:
+        return rundir.parent(self.experiment.run.dir, self.experiment.recipe.name)
 
     def check(self, layout: Layout) -> None:
         """Refuse a batch that does not split, options that the device does not have, weights that are not there."""
         check_layout(self.experiment, layout)
         source = self.experiment.run.init_from
-        if source is not None and not Path(source).exists():
+        if source is not None and not Path(source).exists() and not resume.has_checkpoint(self._there(())):
             raise RefusedError(f"run.init_from={source}: there is no such file.")
 
     def prepare(self) -> None:
         """Make the data ready where this command runs."""
         prepare(self.experiment.data, self.experiment.trust)
 
-    def create(self, owners: Sequence[str] = ()) -> Path:
-        """Make the run directory and write down what was asked; after a failure `owners` start again in the same one."""
-        self.run, self._began = rundir.create(self.experiment.run.dir, self.experiment.recipe.name, owners), True
-        if self.run.manifest.is_file():
-            print(f"ddpexp: starting again in {rundir.relative(self.run.path)}", file=sys.stderr, flush=True)
-        rundir.write(self.run.config, self._text)
-        rundir.write(self.run.overrides, "".join(f"- {word}\n" for word in self._overrides) or "[]\n")
-        return self.run.path
+    def create(self) -> Path:
+        """Make the run directory, or take up the run in it, for a command that comes later."""
+        run, earlier = self._claim(())
+        self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
+        self._write_down(run, earlier)
+        self.close()  # it is for the later command, which may run before this one ends
+        return run.path
 
     def described(self) -> dict[str, Any]:
-        """Return what `ddpexp member FILE` needs: the experiment and what was typed."""
-        return {"config": self._text, "overrides": list(self._overrides), "command": list(self._argv)}
+        """Return what `ddpexp member FILE` needs: the experiment, what was typed, and the run to go on with."""
+        goes_on = str(self._home.path.absolute()) if self._home is not None and self._goes_on else None
+        words = {"overrides": list(self._overrides), "command": list(self._argv), "typed": list(self._typed)}
+        return {"config": self._text, **words, "goes_on": goes_on}
 
     def note(self, status: str, **facts: Any) -> None:
         """Write a result that says how far the job is."""
         assert self.run is not None
-        rundir.write(self.run.result, rundir.dumps({"status": status, **facts}))
+        notes = {"notes": self._notes} if self._notes else {}
+        rundir.write(self.run.result, rundir.dumps({"status": status, **facts, **notes}))
 
     def begin(self, layout: Layout, crew: Crew) -> None:
-        """Prepare the data, make the run directory, write down what will run."""
-        data = prepare(self.experiment.data, self.experiment.trust)
-        if self.run is None:
-            self.create(crew.owners)
-        else:
-            if self.vacant is not None:
-                self.vacant()
-            rundir.start_over(self.run)
-        run, self._began = self.run, True
-        assert run is not None
-        rundir.write(run.manifest, rundir.dumps(rundir.describe(layout, data, self._argv, crew)))
+        """Prepare the data, make the run directory or take up the run in it, write down what will run."""
+        if self.vacant is not None:
+            self.vacant()
+        # No directory is made for data that cannot be had, and nothing is looked for long that is in use.
+        first = self._there(crew.owners) is None
+        data = prepare(self.experiment.data, self.experiment.trust) if first else None
+        run, earlier = self._claim(crew.owners)
+        if not first:
+            data = prepare(self.experiment.data, self.experiment.trust)
+        notes: list[str] = []
+        if earlier is not None:
+            resume.refuse_other_data(earlier.manifest, data, self._called(run))
+            layout, notes = resume.settle(earlier, layout, self.asked.threads)
+        manifest = rundir.describe(layout, data, self._argv, crew, earlier.manifest if earlier else None)
+        self._write_down(run, earlier)
+        rundir.write(run.manifest, rundir.dumps(manifest))
+        self._told = {"notes": notes, "config": _digest(run.config)}
         self._enter(run, data)
 
     def shared(self) -> dict[str, Any]:
         """Return where the run directory is, and what proves that a host sees the same one."""
         assert self.run is not None
-        return {"run": str(self.run.path.resolve()), "manifest": _digest(self.run.manifest)}
+        return {"run": str(self.run.path.resolve()), "manifest": _digest(self.run.manifest), "told": self._told}
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
         """See that this host has the run directory and the data.
@@ -96,9 +126,9 @@ class Training(Job):
         Raises:
             RefusedError: the directory is not the one that the leading command made, or the data cannot be made ready.
         """
-        run = RunDir(Path(shared["run"]))
+        run, self._told = RunDir(Path(shared["run"])), shared["told"]
         deadline = time.monotonic() + _PROBE_SECONDS
-        while _digest(run.manifest) != shared["manifest"]:
+        while _digest(run.manifest) != shared["manifest"] or _digest(run.config) != self._told["config"]:
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"run.dir={run.path}, made on the first host, is not seen on {rundir.host()}: put it where all hosts see it."
@@ -112,16 +142,87 @@ class Training(Job):
             return
         self.run.fail(failure)
 
-    def interrupt(self) -> str:
-        """Write the result."""
+    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
+        """Write the result, and say what is typed to go on."""
         if self.run is None or not (self._began or self.run.status() == "submitted"):
             return "nothing was started"
-        self.run.interrupt()
-        return f"what was recorded is in {rundir.relative(self.run.path)}"
+        self.run.interrupt(step)
+        place = rundir.relative(self.run.path)
+        if self.run.status() == "done":
+            return f"the run was finished by then, see {place}"
+        left = f"saved at step {step} in {place}" if saved and step is not None else f"what was recorded is in {place}"
+        return f"{left}\n{self._how_to_go_on(self.run)}"
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _there(self, owners: Sequence[str]) -> RunDir | None:
+        """Return the run directory that is there already: made for this command, typed, or begun by what starts it again."""
+        if self._home is not None:
+            return self._home
+        place = self.experiment.run.dir
+        if place is not None and rundir.is_ours(Path(place)):
+            return RunDir(Path(place))
+        return rundir.owned(place, self.experiment.recipe.name, owners)
+
+    def _claim(self, owners: Sequence[str]) -> tuple[RunDir, resume.Earlier | None]:
+        """Take the lock of the run directory, which is made where there is none; return what there is of a run in it."""
+        there = self._there(owners)
+        if there is not None:
+            self._look(there, owners)  # what is refused is refused without a trace
+            self._lock = lock.take(there.path, there.ranks, self._called(there))
+            return there, self._look(there, owners)  # it may have gone on until the lock was had
+        if self.experiment.run.resume == "require":
+            what = "there is none" if self.experiment.run.dir else "no run.dir is typed"
+            raise RefusedError(f"run.resume=require goes on with the run in run.dir, and {what}.")
+        run = rundir.create(self.experiment.run.dir, self.experiment.recipe.name)
+        self._lock = lock.take(run.path, run.ranks, self._called(run))
+        if not rundir.is_fresh(run):
+            raise RefusedError(f"{self._called(run)} was taken by another command just now: start this one again.")
+        return run, None
+
+    def _look(self, run: RunDir, owners: Sequence[str]) -> resume.Earlier:
+        """Hold the run that is there against what is asked."""
+        again = self._is_member or rundir.owned(str(run.path), "", owners) is not None
+        how = "auto" if self._goes_on and self.experiment.run.resume == "never" else self.experiment.run.resume
+        return resume.look(run, resume.Start(self._called(run), self._text, self._typed, how, again))
+
+    def _write_down(self, run: RunDir, earlier: resume.Earlier | None) -> None:
+        """Leave in the directory what is asked now; from here on it is this command's."""
+        self.run, self._began = run, True
+        if earlier is not None:
+            rundir.take_up(run)
+            if earlier.manifest is not None:
+                print(f"ddpexp: going on in {rundir.relative(run.path)}", file=sys.stderr, flush=True)
+            if not earlier.changes and run.config.exists() and run.overrides.exists():
+                return
+            rundir.keep(run.config)
+            rundir.keep(run.overrides)
+        rundir.write(run.config, self._text)
+        rundir.write(run.overrides, "".join(f"- {word}\n" for word in self._overrides) or "[]\n")
+
+    def _called(self, run: RunDir) -> str:
+        """Return what the run is called in messages, as it is typed."""
+        return rundir.typed(run.path) if self._home is not None else f"run.dir={rundir.relative(run.path)}"
+
+    def _how_to_go_on(self, run: RunDir) -> str:
+        launcher = self.experiment.launcher
+        words = ["resume", rundir.typed(run.path)]
+        words += [shlex.quote(word) for word in _options(self._argv)]
+        words += [shlex.quote(word) for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
+        if getattr(launcher, "is_told", False) and not self._is_member:
+            name = type(launcher).__module__.rpartition(".")[2].replace("_", "-")
+            return f"start it again in the same way, with the words: {' '.join(words)} launcher={name}"
+        where = "" if self.asked.nodes in ("auto", 1) or self._is_member else "on every machine "
+        rank = " launcher.node_rank=..." if where and getattr(launcher, "node_rank", None) is not None else ""
+        return f"go on {where}with: python -m ddpexp {' '.join(words)}{rank}"
 
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
         self.run, self.logs = run, run.ranks
-        self.arguments = [str(run.path.resolve()), json.dumps(data)]
+        self.arguments = [str(run.path.resolve()), json.dumps({"data": data, **self._told})]
 
 
 class Evaluation(Job):
@@ -179,6 +280,16 @@ def _identity(text: str) -> dict[str, Any]:
     if isinstance(launcher, dict):
         launcher.pop("node_rank", None)
     return values
+
+
+def _options(argv: Sequence[str]) -> list[str]:
+    """Return the words of a command line that say where the user's own recipes are."""
+    for place, word in enumerate(argv):
+        if word in ("--config-dir", "-cd"):
+            return list(argv[place : place + 2])
+        if word.startswith("--config-dir="):
+            return [word]
+    return []
 
 
 def _digest(path: Path) -> str | None:

@@ -6,7 +6,9 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
+import shlex
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +17,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ddpexp import lock
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
 
-_LATEST = 50  # run directories that are looked at for one to start over in
+_LATEST = 50  # run directories that are looked at for one that the same process has begun
+_TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,14 @@ class RunDir:
             raise RefusedError(f"{self.path} is not a run directory: {path.name} holds no object.")
         return found
 
+    def found(self, path: Path) -> dict[str, Any] | None:
+        """Read one of the JSON files; None when there is none yet.
+
+        Raises:
+            RefusedError: it is damaged, so this is not a run directory.
+        """
+        return self.read(path) if os.path.lexists(path) else None
+
     def status(self) -> str | None:
         """Return what the result says of how far the run is; None while there is none."""
         try:
@@ -115,9 +127,9 @@ class RunDir:
         write(self.error, dumps(failure.as_dict()))
         self._end("failed", failure.step)
 
-    def interrupt(self) -> None:
-        """Write a result that says that the run was interrupted."""
-        self._end("interrupted", None)
+    def interrupt(self, step: int | None = None) -> None:
+        """Write a result that says that the run was interrupted, after `step` where that is known."""
+        self._end("interrupted", step)
 
     def _end(self, status: str, step: int | None) -> None:
         """Write how far the records go; a result that rank zero has written already is the truth."""
@@ -167,19 +179,12 @@ def parent(asked: str | None, recipe: str) -> Path:
     return Path(asked).absolute().parent if asked else Path("outputs").absolute() / recipe
 
 
-def create(asked: str | None, recipe: str, owners: Sequence[str] = ()) -> RunDir:
+def create(asked: str | None, recipe: str) -> RunDir:
     """Make the run directory, which did not exist or was empty before; two starts in one second get two.
-
-    `owners` are what started the commands of this run and starts them again after a failure: then the directory that they
-    have made before is cleared and used again.
 
     Raises:
         RefusedError: the asked directory holds something, or none can be made there.
     """
-    again = _owned(asked, recipe, owners) if owners else None
-    if again is not None:
-        start_over(again)
-        return again
     path = Path(asked) if asked else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
     taken = RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
     try:
@@ -201,8 +206,10 @@ def create(asked: str | None, recipe: str, owners: Sequence[str] = ()) -> RunDir
         raise RefusedError(f"run.dir={path} cannot be made: {error.strerror}. Choose another place with run.dir=... .") from None
 
 
-def _owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:
-    """Return the unfinished run that one of `owners` has begun."""
+def owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:
+    """Return the unfinished run that one of `owners` has begun, which started the commands of this run and starts them again."""
+    if not owners:
+        return None
     candidates = [Path(asked)] if asked else sorted((Path("outputs") / recipe).glob("*"), reverse=True)[:_LATEST]
     for run in map(RunDir, candidates):
         try:
@@ -214,28 +221,48 @@ def _owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | No
     return None
 
 
-def start_over(run: RunDir) -> None:
-    """Make an unfinished run ready to start over; its logs stay, and why it failed is kept beside.
+def is_ours(path: Path) -> bool:
+    """Tell whether a run of ours lies in a folder, or what a start leaves there that is killed before it has written much."""
+    run = RunDir(path)
+    if run.config.is_file() and run.manifest.is_file():
+        return True
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except OSError:
+        return False
+    taken = lock.NAME in names and lock.read(path / lock.NAME) is not None
+    if taken or {lock.NAME, run.config.name} <= names:
+        return True
+    empty = lock.NAME not in names or (path / lock.NAME).lstat().st_size == 0
+    return bool(names) and names <= {lock.NAME, run.ranks.name} and empty and not any(run.ranks.glob("*"))
 
-    Raises:
-        RefusedError: it is finished.
-    """
-    if run.status() == "done":
-        raise RefusedError(f"{run.path} is finished: its result.json says done. Start a new run instead.")
+
+def is_fresh(run: RunDir) -> bool:
+    """Tell whether nothing has begun in a directory that was made for a start."""
+    return {entry.name for entry in run.path.iterdir()} <= {lock.NAME, run.ranks.name}
+
+
+def take_up(run: RunDir) -> None:
+    """Make an unfinished run ready to go on; what it has recorded stays, and why it failed is kept beside."""
     if run.error.is_file():
-        _first_free_name(run.error)
-    for path in (run.result, run.metrics):
-        path.unlink(missing_ok=True)
-    for path in run.tensorboard.glob("events.*"):
-        path.unlink()
+        run.error.rename(_first_free_name(run.error))
+    run.result.unlink(missing_ok=True)
+    for path in run.path.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)  # of a write that was killed
 
 
-def _first_free_name(path: Path) -> None:
-    """Move a file aside, under the first free number."""
+def keep(path: Path) -> None:
+    """Keep a copy of a file that is about to be replaced, under the first free number."""
+    if path.is_file():
+        write(_first_free_name(path), path.read_text())
+
+
+def _first_free_name(path: Path) -> Path:
     number = 1
-    while path.with_name(f"{path.stem}-{number}{path.suffix}").exists():
+    while os.path.lexists(path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
-    path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
+    return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def write(path: Path, text: str) -> None:
@@ -258,9 +285,12 @@ def dumps(value: Mapping[str, Any]) -> str:
     return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
 
 
-def describe(layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str], crew: Crew) -> dict[str, Any]:
-    """Collect what manifest.json says about where and on what a run happens."""
-    return {
+def describe(
+    layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str], crew: Crew, before: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Collect what manifest.json says about where and on what a run happens; `before` is what it said until this start."""
+    restart = os.environ.get("SLURM_RESTART_COUNT")
+    start = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": list(argv),
         "git": _git(),
@@ -269,8 +299,12 @@ def describe(layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str]
         "owners": sorted(set(crew.owners)),
         "platform": platform.platform(),
         "world": asdict(layout),
-        "data": dict(data) if data else None,
+        **({"restart": int(restart)} if restart is not None and restart.isdecimal() else {}),
     }
+    starts = before.get("starts") if before else []
+    if before and not isinstance(starts, list):  # of a version that kept one start alone
+        starts = [{key: value for key, value in before.items() if key not in ("data", "starts")}]
+    return {**start, "data": dict(data) if data else None, "starts": [*(starts or []), start]}
 
 
 def host() -> str:
@@ -327,3 +361,15 @@ def relative(path: Path) -> str:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
         return str(path)
+
+
+def shortest(path: Path) -> str:
+    """Return a path as short as it can be typed from here, from this folder or from the root."""
+    full = path.resolve()
+    short = min(str(full), os.path.relpath(full), key=len)
+    return f"./{short}" if short.startswith("-") else short
+
+
+def typed(path: Path) -> str:
+    """Return the shortest path as it is typed in a shell."""
+    return shlex.quote(shortest(path))

@@ -1,25 +1,38 @@
-"""The verbs beside training: what `ddpexp evaluate` does."""
+"""The verbs beside training: `ddpexp evaluate`, `ddpexp resume`, and `ddpexp member` for launchers."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from ddpexp import resume as going_on
 from ddpexp import rundir
-from ddpexp.config import Experiment, load, parse
+from ddpexp.config import Experiment, Trust, load, parse
 from ddpexp.config.compose import compose, override_file
+from ddpexp.config.instantiate import targets
 from ddpexp.errors import RefusedError
 from ddpexp.jobs import Evaluation, Training
 from ddpexp.launch import Launcher, Starter
 from ddpexp.rundir import RunDir
 
+_OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
+
 _USAGE = """usage: ddpexp evaluate RUN_DIR_OR_WEIGHTS [key=value ...]
 
 Evaluate the newest weights of a run directory, or a safetensors file, on the run's evaluation data.
 Weights that lie in no run directory need a recipe: ddpexp evaluate weights.safetensors recipe=mnist"""
+
+_RESUME = """usage: ddpexp resume RUN_DIR [key=value ...]
+
+Go on with the run in a directory, from its newest checkpoint, as its config.yaml says. Another launcher is typed as
+launcher=..., its settings as launcher.key=..., and what the training itself is to change as trainer.epochs=4 or optimizer.lr=0.01.
+A run with code of your own needs --config-dir DIR or run.trust=[...] again."""
 
 
 def member(argv: list[str]) -> tuple[Launcher, Training]:
@@ -47,10 +60,103 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
         except (OSError, ValueError) as error:
             raise RefusedError(f"{place} describes no job: {error}.") from None
         experiment = load(described["config"])
-        job = Training(experiment, described["config"], described["overrides"], described["command"])
+        goes_on = RunDir(Path(described["goes_on"])) if described["goes_on"] is not None else None
+        words = described["overrides"], described["command"]
+        job = Training(experiment, described["config"], *words, typed=described["typed"], goes_on=goes_on)
     if not isinstance(experiment.launcher, Starter):
         raise RefusedError(f"{place}: its launcher starts no further commands.")
     return experiment.launcher, job
+
+
+def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training] | None:
+    """Return how to go on with the run that `argv` names, or None when it only asked for help, which is printed.
+
+    Raises:
+        RefusedError: no such run, one whose code is not trusted, or words that do not fit.
+    """
+    if not argv:
+        raise RefusedError(f"resume what?\n{_RESUME}")
+    if {"--help", "-h"} & set(argv):
+        print(_RESUME)
+        return None
+    source, words = _source(argv)
+    _refuse_options(words)
+    run = RunDir(Path(source))
+    if not run.path.exists():
+        raise RefusedError(f"resume {source}: there is no such directory.")
+    if not run.config.is_file() or not rundir.is_ours(run.path):
+        home = next((folder for folder in run.path.resolve().parents if _is_run(folder)), None)
+        advice = f" Did you mean {rundir.typed(home)}?" if home is not None else ""
+        raise RefusedError(f"resume {source}: it is no run directory.{advice}")
+    if "run.resume=never" in words:
+        raise RefusedError("resume goes on with a run, and run.resume=never refuses that: leave it out.")
+    moved = next((word for word in words if word.startswith("run.dir=")), None)
+    if moved is not None:
+        raise RefusedError(f"{moved}: resume goes on in {source} itself.")
+    values, text = override_file(run.config, words, goes_on=True)
+    _refuse_untyped_code(run, values, command)
+    typed = [word for i, word in enumerate(words) if "=" in word and word[0] != "-" and (i == 0 or words[i - 1] not in _OPTIONS)]
+    experiment = parse(values)
+    return experiment.launcher, Training(experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run)
+
+
+def _refuse_options(words: Sequence[str]) -> None:
+    for place, word in enumerate(words):
+        known = word in _OPTIONS or word.startswith("--config-dir=") or (place and words[place - 1] in _OPTIONS)
+        if word.startswith("-") and not known:
+            raise RefusedError(f"resume {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else.")
+
+
+def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
+    """Refuse code outside ddpexp that is not trusted in this command, or that another user's directory names.
+
+    Raises:
+        RefusedError: with what to type.
+    """
+    found = dict(targets(values, ""))
+    prepare = values["data"].get("prepare") if isinstance(values.get("data"), Mapping) else None
+    if prepare is not None:
+        found["data.prepare"] = prepare
+    foreign = {
+        key: target for key, target in found.items()
+        if isinstance(target, str) and not Trust().allows(target, key.removesuffix("._target_"))
+    }  # fmt: skip
+    if not foreign:
+        return
+    if {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
+        key, target = next(iter(foreign.items()))
+        raise RefusedError(f"{run.path} is another user's, and it names code outside ddpexp ({key}={target}): it must be your own.")
+    trust = Trust(tuple(values["run"]["trust"] or ()), Path(values["run"]["code"]) if values["run"]["code"] else None)
+    for key, target in foreign.items():
+        if trust.allows(target, key.removesuffix("._target_")):
+            continue
+        recorded = _recorded_trust(run)
+        if recorded:
+            words = " ".join(shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)])
+            raise RefusedError(
+                f"{run.path} names code of its own ({key}={target}), which runs only when its place is typed again. If it is "
+                f"yours: python -m ddpexp {words}"
+            )
+
+
+def _recorded_trust(run: RunDir) -> list[str]:
+    """Return the words that trusted the run's code when it was started, as its own files tell: only to be shown."""
+    try:
+        stored = yaml.safe_load(run.config.read_text())["run"]
+        code, prefixes = stored["code"], stored["trust"]
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return []
+    words = []
+    if isinstance(code, str):
+        try:
+            typed = run.read(run.manifest)["command"]
+            name = Path(next(typed[i + 1] for i, word in enumerate(typed) if word in _OPTIONS)).name
+        except (RefusedError, KeyError, StopIteration, IndexError, TypeError):
+            name = "conf"
+        words += ["--config-dir", rundir.shortest(Path(code) / name)]
+    if isinstance(prefixes, list) and prefixes:
+        words.append(f"run.trust=[{','.join(map(str, prefixes))}]")
+    return words
 
 
 def evaluate(argv: list[str]) -> tuple[Launcher, Evaluation] | None:
@@ -64,10 +170,8 @@ def evaluate(argv: list[str]) -> tuple[Launcher, Evaluation] | None:
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return None
-    # Options may stand before the source, as in `evaluate --config-dir DIR SOURCE`.
-    options = ("--config-dir", "-cd")
-    place = next((i for i, word in enumerate(argv) if word[0] != "-" and (i == 0 or argv[i - 1] not in options)), 0)
-    source, words = Path(argv[place]), argv[:place] + argv[place + 1 :]
+    name, words = _source(argv)
+    source = Path(name)
     if not source.exists():
         raise RefusedError(f"evaluate {source}: there is no such directory or file.")
     home = next((folder for folder in (source, *source.resolve().parents) if _is_run(folder)), None)
@@ -77,6 +181,12 @@ def evaluate(argv: list[str]) -> tuple[Launcher, Evaluation] | None:
         text, experiment = _of_words(source, words)
     weights = rundir.newest_checkpoint(source / "checkpoints") if _is_run(source) else source
     return experiment.launcher, Evaluation(experiment, text, weights)
+
+
+def _source(argv: list[str]) -> tuple[str, list[str]]:
+    """Take the first word that is no option, which may stand before it as in `--config-dir DIR SOURCE`."""
+    place = next((i for i, word in enumerate(argv) if word[:1] != "-" and (i == 0 or argv[i - 1] not in _OPTIONS)), 0)
+    return argv[place], argv[:place] + argv[place + 1 :]
 
 
 def _is_run(folder: Path) -> bool:

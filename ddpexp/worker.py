@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -42,9 +43,9 @@ from ddpexp.track.progress import Progress
 from ddpexp.world import World
 
 
-def main(path: str, prepared: str) -> int:
-    """Train what the run directory describes, on the data that `prepared` (JSON) describes. Never returns in a worker."""
-    return run_rank(lambda control, phase: train(RunDir(Path(path)), json.loads(prepared), control, phase))
+def main(path: str, told: str) -> int:
+    """Train what the run directory describes; `told` is JSON made by `ddpexp.jobs.Training`. Never returns in a worker."""
+    return run_rank(lambda control, phase: train(RunDir(Path(path)), json.loads(told), control, phase))
 
 
 def evaluate(described: str) -> int:
@@ -52,15 +53,18 @@ def evaluate(described: str) -> int:
     return run_rank(lambda control, phase: evaluate_weights(json.loads(described), control, phase))
 
 
-def train(run: RunDir, data: Mapping[str, Any] | None, control: Control, phase: Callable[[str], None]) -> None:
+def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callable[[str], None]) -> None:
     """Do one experiment from start to result.
 
     Ranks: all.
     """
-    experiment, layout = load(run.config.read_text()), run.layout()
+    data = told["data"]
+    experiment, layout = load(_configuration(run, told.get("config"))), run.layout()
     phase("join")
     world = _join(experiment, layout)
     log = open_log(world, control, run.log)
+    for note in told.get("notes", ()) if world.is_rank_zero else ():
+        log.info(note)
     phase("build")
     splits = _data(experiment, data)
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
@@ -99,6 +103,14 @@ def train(run: RunDir, data: Mapping[str, Any] | None, control: Control, phase: 
     world.barrier()
     if outcome.interrupted:
         raise Interrupted(outcome.step)
+
+
+def _configuration(run: RunDir, digest: str | None) -> str:
+    """Read what the command has accepted: nobody else's words say whose code runs."""
+    raw = run.config.read_bytes()
+    if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
+        raise RefusedError(f"{run.config} is not what it was when the command read it: do not change it while a run starts.")
+    return raw.decode()
 
 
 def evaluate_weights(described: Mapping[str, Any], control: Control, phase: Callable[[str], None]) -> None:

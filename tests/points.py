@@ -108,12 +108,15 @@ class Recipe:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    def __call__(self, *words: str, timeout: float = 60, environ: dict[str, str] | None = None) -> Done:
-        process, run = self.start(*words, environ=environ)
+    def __call__(self, *words: str, timeout: float = 60, environ: dict[str, str] | None = None, run: Path | None = None) -> Done:
+        process, run = self.start(*words, environ=environ, run=run)
         return finish(process, run, timeout)
 
-    def start(self, *words: str, environ: dict[str, str] | None = None) -> tuple[subprocess.Popen[str], Path]:
-        typed, run = self.words(*words)
+    def start(
+        self, *words: str, environ: dict[str, str] | None = None, run: Path | None = None
+    ) -> tuple[subprocess.Popen[str], Path]:
+        """Start the command, in a run directory of its own or in that of a run before."""
+        typed, run = self.words(*words, run=run)
         process, _ = self.ddpexp.start(*typed, environ=environ)
         return process, run
 
@@ -126,10 +129,11 @@ class Recipe:
         spec.loader.exec_module(module)
         return module
 
-    def words(self, *words: str) -> tuple[list[str], Path]:
-        """Return what is typed after `ddpexp`, and the run directory of its own that it names."""
-        self._count += 1
-        run = self.ddpexp.folder / f"points{self._count}"
+    def words(self, *words: str, run: Path | None = None) -> tuple[list[str], Path]:
+        """Return what is typed after `ddpexp`, and the run directory that it names: one of its own unless one is given."""
+        if run is None:
+            self._count += 1
+            run = self.ddpexp.folder / f"points{self._count}"
         return ["--config-dir", str(self.folder / "conf"), "recipe=points", f"run.dir={run}", *words], run
 
 

@@ -45,7 +45,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     rows, labels = torch.randn(8, SIZES[words.millions][0]), torch.randint(0, 1000, (8,))
     save, finish = saver(words.way, bare, optimizer, words.folder)
-    stalls, steps = [], []
+    stalls: list[float] = []
+    steps: list[float] = []
     begin = time.perf_counter()
     for step in range(1, words.steps + words.every + 1):
         if step == words.every + 1:  # the first round warms everything up, its save too
@@ -55,7 +56,7 @@ def main() -> None:
             begin = time.perf_counter()
         start = time.perf_counter()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(rows), labels).backward()
+        nn.functional.cross_entropy(model(rows), labels).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         end = time.perf_counter()
         steps.append(end - start)
@@ -99,8 +100,8 @@ def saver(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
     if way == "torch_save":
         return torch_save, lambda: None
     if way == "dcp_async":
-        import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import get_state_dict
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
         pending: list[Any] = []
         own = dist.new_group(backend="gloo")  # on the training's own group its collectives and DDP's would wait for each other
@@ -109,7 +110,7 @@ def saver(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
             finish()
             weights, moments = get_state_dict(model, optimizer)
             saved = {"model": weights, "optimizer": moments}
-            pending.append(dcp.async_save(saved, checkpoint_id=str(folder / str(step)), process_group=own))
+            pending.append(async_save(saved, checkpoint_id=str(folder / str(step)), process_group=own))
 
         def finish() -> None:
             while pending:

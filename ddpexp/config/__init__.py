@@ -265,6 +265,10 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError(f"recipe.name={experiment.recipe.name}: use a plain name, for it names the folder of the runs.")
     if experiment.run.dir == "":
         raise RefusedError("run.dir= is empty: give it a folder, or null for one under outputs.")
+    if re.search(r"[\x00-\x1f\x7f]", experiment.run.dir or ""):
+        raise RefusedError(
+            f"run.dir has a line break or another control character, which no line can show: {experiment.run.dir!r}."
+        )
     if not 0 <= experiment.data.validation_fraction < 1:
         raise RefusedError(
             f"data.validation_fraction={experiment.data.validation_fraction}: use a share from 0 to below 1, such as 0.1."

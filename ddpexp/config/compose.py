@@ -343,10 +343,11 @@ def _first_line(error: Exception) -> str:
 
 
 @_signals_wait()
-def override_file(path: Path, argv: list[str]) -> tuple[Mapping[str, Any], str]:
+def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and override it with `key=value` words; also return it as text.
 
-    What the file says of whose code to trust does not count: run.trust and --config-dir are typed again.
+    What the file says of whose code to trust does not count: run.trust and --config-dir are typed again. A run that `goes_on`
+    keeps its launcher unless another one is typed, and may take other options of its groups.
 
     Raises:
         RefusedError: the file is damaged, or a word is no override of it.
@@ -358,21 +359,26 @@ def override_file(path: Path, argv: list[str]) -> tuple[Mapping[str, Any], str]:
         raise RefusedError(f"{path} cannot be read: {_first_line(error)}.") from None
     if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
         raise RefusedError(f"{path} is not the configuration of a run.")
-    typed = [word.partition("=")[2] for word in words.overrides if word.startswith("launcher=")]
-    cfg.launcher = _option("launcher", typed[-1] if typed else "spawn")  # how that run was started does not matter here
-    cfg.run.trust, cfg.run.code = [], str(Path(words.config_dir).resolve().parent) if words.config_dir else None
+    added = _added(words.config_dir)
+    groups = _groups([folder for folder in (conf_folder(), added) if folder is not None]) if goes_on else ["launcher"]
+    options = {key: name for key, _, name in (word.partition("=") for word in words.overrides) if key in groups}
+    if not goes_on:
+        options.setdefault("launcher", "spawn")  # how that run was started does not matter here
+    for group, name in options.items():
+        cfg[group] = _option(group, name, added)
+    cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
     OmegaConf.set_struct(cfg, True)
     try:
         for word in words.overrides:
-            if not word.startswith("launcher="):
+            if word.partition("=")[0] not in options:
                 _override(cfg, word)
         return _plain(cfg), OmegaConf.to_yaml(cfg)
     except OmegaConfBaseException as error:
         raise RefusedError(f"{path}: {_sentence(error)}") from None
 
 
-def _option(group: str, name: str) -> DictConfig:
-    folders = [conf_folder(), *plugin_folders()]
+def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
+    folders = [conf_folder(), *([added] if added is not None else []), *plugin_folders()]
     options = _options(group, folders)
     if name not in options:
         raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, options, f'{group}=')}")
@@ -380,6 +386,8 @@ def _option(group: str, name: str) -> DictConfig:
         next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
     )
     assert isinstance(found, DictConfig)
+    if "defaults" in found or group == "recipe":
+        raise RefusedError(f"{group}={name} is made of several files: type the whole command again, with run.dir=... .")
     return found
 
 

@@ -104,9 +104,15 @@ class Job:
     def fail(self, failure: Failure) -> None:
         """Write down why the job failed. Called by one command."""
 
-    def interrupt(self) -> str:
-        """Write down that a signal ended the job, and say what is left. Called by one command."""
+    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
+        """Write down that a signal ended the job, and say what is left. Called by one command.
+
+        `step` is the last one that all workers have done, where that is known, and `saved` tells that it was saved.
+        """
         return "nothing was started"
+
+    def close(self) -> None:
+        """Let go of what the job holds. Called at the end of every command."""
 
 
 @runtime_checkable

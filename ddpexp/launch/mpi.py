@@ -19,6 +19,11 @@ class Mpi:
 
     provides_mpi: ClassVar[bool] = True
 
+    @property
+    def is_told(self) -> bool:
+        """Tell that somebody else starts the ranks, and has to start them again."""
+        return True
+
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run this rank's worker and return its exit code.
 

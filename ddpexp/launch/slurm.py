@@ -56,6 +56,11 @@ class Slurm:
     wait: bool = False
     dry_run: bool = False
 
+    @property
+    def is_told(self) -> bool:
+        """Tell that somebody else starts the ranks: the user's own srun."""
+        return where() == "step"
+
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Do what the place asks for: submit and exit, run a step, or be a worker of one.
 
@@ -367,3 +372,11 @@ def _state(job_id: str) -> tuple[str, int]:
     if code is None:
         return state[1], EXIT_DONE
     return state[1], 128 + int(code[2]) if int(code[2]) else int(code[1])
+
+
+def is_over(job_id: str) -> bool | None:
+    """Tell whether a job has ended; None: Slurm is not here, or does not answer."""
+    if shutil.which("scontrol") is None:
+        return None
+    state = _state(job_id)[0]
+    return None if state == "UNKNOWN" else state in _ENDED

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import DdpexpError, FinishedError, RefusedError
 from ddpexp.launch import Crew, Job, Layout
 from ddpexp.launch.control import CONTROL_FD, STORE_FD, Lines
 from ddpexp.launch.fork_server import Server
@@ -93,7 +93,7 @@ def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, s
                     peer.send({**go, "seat": asdict(seats[peer.index])})
                 _hear_ready(called, who)
         except DdpexpError as error:
-            meeting.tell({"kind": "refused", "message": str(error)})
+            meeting.tell({"kind": "finished" if isinstance(error, FinishedError) else "refused", "message": str(error)})
             raise
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
@@ -133,7 +133,7 @@ def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: fl
         leader.send({"kind": "ready"})
         start = _next(leader, "start")
         return _watch(job, layout, seat, meeting, server, tuple(start["store"]))
-    except RefusedError as error:
+    except (RefusedError, FinishedError) as error:
         # The one that leads says so; on another host somebody may be looking at this terminal.
         error.quiet = leader.host == platform.node() or not meeting.speaks
         with suppress(EOFError, TimeoutError):
@@ -152,6 +152,8 @@ def _next(leader: Any, kind: str) -> dict[str, Any]:
         ) from None
     if message["kind"] == "refused":
         raise RefusedError(message["message"])
+    if message["kind"] == "finished":
+        raise FinishedError(message["message"])
     if message["kind"] != kind:
         raise RefusedError(f"the command of rank zero on {leader.host} is of another version of ddpexp: install the same one.")
     return message

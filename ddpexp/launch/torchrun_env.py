@@ -21,6 +21,11 @@ _MARK = "found: "  # before the store's answer, which torch's warnings may surro
 class TorchrunEnv:
     """Join the ranks that torchrun, torch.distributed.launch or a hand with `export RANK=...` has started."""
 
+    @property
+    def is_told(self) -> bool:
+        """Tell that somebody else starts the ranks, and has to start them again."""
+        return True
+
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run this rank's worker and return its exit code.
 

@@ -1,0 +1,172 @@
+"""Whether a run can go on under another configuration: what two trees differ in, and what such a difference would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ddpexp.config.build import shown
+from ddpexp.errors import RefusedError
+
+UNSET = object()  # the value of a key that one of the trees does not have
+
+# How a run is started, watched and written down: may differ from start to start.
+_FREE = (
+    "launcher", "logger", "run", "data.root", "data.num_workers", "trainer.timeout",
+    *(f"trainer.{name}" for name in (
+        "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every", "checkpoint_every_seconds",
+        "keep_last", "keep_best", "on_save_error", "grace_seconds",
+    )),
+    *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters")),
+)  # fmt: skip
+# What the steps so far were made of, and why it stays.
+_FIXED = {
+    "recipe": "another recipe is another experiment",
+    "trainer.seed": "the order of the samples and every random number follow from it",
+    "trainer.global_batch_size": "the steps so far are counted in such batches",
+    "data": "the steps to come would see other samples than the order of this run says",
+    "optimizer._target_": "what the checkpoint holds of the optimizer belongs to the old one",
+    "model._target_": "the weights in the checkpoint belong to the old one",
+}
+LENGTH = ("trainer.epochs", "trainer.max_steps")
+_OBJECTS = ("task", "model", "data", "optimizer", "scheduler")  # sections with the arguments of a call; the others have known keys
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs, named as it is typed."""
+
+    key: str
+    old: Any
+    new: Any
+    kind: Literal["free", "typed", "untyped", "fixed"]
+    remark: str = ""
+
+    def __str__(self) -> str:
+        """Return the key with both values, and what there is to say of it."""
+        return f"{self.key} {_said(self.old)} -> {_said(self.new)}{f' ({self.remark})' if self.remark else ''}"
+
+
+def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str], before: Sequence[str] = ()) -> list[Change]:
+    """Return what differs between the stored tree and the new one.
+
+    `typed` are the words of this command and `before` those that the run was started with: an option of a group counts as typed
+    when it was not typed before, for a file that has changed since was not asked for.
+    """
+    chosen = _keys(typed, before)
+    changes = []
+    for key, was, now in _differences(old, new):
+        if key == "run.dir":
+            continue  # the directory itself, by whatever path
+        said = any(key == word or key.startswith(f"{word}.") for word in chosen)
+        kind: Literal["free", "typed", "untyped", "fixed"]
+        if _under(key, _FREE) or (key == "data.source" and new["data"].get("prepare")):
+            kind = "free"  # another source is held against the data's identity
+        elif was is UNSET and not said and _of_a_newer_version(key, new):
+            continue
+        elif _under(key, tuple(_FIXED)):
+            kind = "fixed"
+        else:
+            kind = "typed" if said else "untyped"
+        changes.append(Change(key, was, now, kind, _remark(key, new)))
+    return changes
+
+
+def refuse(changes: Sequence[Change], run: str) -> None:
+    """Refuse what the run called `run` cannot go on with.
+
+    Raises:
+        RefusedError: a key that stays as it is for as long as a run lasts, or one that has changed without being typed.
+    """
+    for change in changes:
+        key, old, new = change.key, change.old, change.new
+        if change.kind == "fixed":
+            reason = next(reason for name, reason in _FIXED.items() if _under(key, (name,)))
+            raise RefusedError(
+                f"{run} was started with {_assigned(key, old)}, and this is {_assigned(key, new)}: {reason}. "
+                f"{_keep(key, old)}, or start a new run with another run.dir."
+            )
+    for change in changes:
+        if change.kind == "untyped":
+            key, old, new = change.key, change.old, change.new
+            raise RefusedError(
+                f"{run} was started with {_assigned(key, old)}, and this is {_assigned(key, new)}, which is not typed: "
+                f"type {_word(key, new, old)} to change it, or {_word(key, old, new)} to keep it."
+            )
+
+
+def lengthens(changes: Sequence[Change]) -> bool:
+    """Tell whether typed words ask for a longer run."""
+    return any(
+        change.kind == "typed"
+        and change.key in LENGTH
+        and change.old is not None
+        and (change.new is None or change.new > change.old)
+        for change in changes
+    )
+
+
+def list_changes(changes: Sequence[Change]) -> list[str]:
+    """Return a line for what was typed to be different, and one for what may be."""
+    typed = [str(change) for change in changes if change.kind == "typed"]
+    free = [str(change) for change in changes if change.kind == "free"]
+    return [f"{title}: {', '.join(part)}" for title, part in (("changed", typed), ("also other than before", free)) if part]
+
+
+def _keys(typed: Sequence[str], before: Sequence[str]) -> list[str]:
+    """Return the keys that the words set: `+model.x=1` sets model.x, `scheduler=cosine` all of scheduler."""
+    keys = []
+    for word in typed:
+        key = word.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
+        if key and key != "recipe" and ("." in key or word not in before):
+            keys.append(key)
+    return keys
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in [*old, *(name for name in new if name not in old)]:
+            here = f"{key}.{name}" if key else str(name)
+            if name not in new and here.partition(".")[0] not in _OBJECTS:
+                continue  # of an older version
+            yield from _differences(old.get(name, UNSET), new.get(name, UNSET), here)
+    elif isinstance(old, bool) is not isinstance(new, bool) or old != new:
+        yield key, old, new
+
+
+def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
+    """Tell whether a key that the stored tree lacks came with another version of ddpexp: its default changes nothing."""
+    section = key.partition(".")[0]
+    if section not in _OBJECTS:
+        return True
+    return str(new[section].get("_target_")).startswith(("ddpexp.", "torch."))
+
+
+def _under(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _remark(key: str, new: Mapping[str, Any]) -> str:
+    scheduler = new.get("scheduler")
+    constant = isinstance(scheduler, Mapping) and str(scheduler.get("_target_")).endswith(".Constant")
+    return "the learning rate's schedule follows the new length from here on" if key in LENGTH and not constant else ""
+
+
+def _said(value: Any) -> str:
+    return "not set" if value is UNSET else shown(value)
+
+
+def _assigned(key: str, value: Any) -> str:
+    return f"no {key}" if value is UNSET else f"{key}={shown(value)}"
+
+
+def _word(key: str, value: Any, other: Any) -> str:
+    """Return what to type for a key to have this value; `other` is what it has without that."""
+    if value is UNSET:
+        return f"~{key}"
+    return f"{'+' if other is UNSET else ''}{key}={shown(value)}"
+
+
+def _keep(key: str, old: Any) -> str:
+    return f"Leave out {key}" if old is UNSET else f"Keep {key}={shown(old)}"

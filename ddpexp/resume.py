@@ -1,0 +1,201 @@
+"""Whether and how a start goes on with the run that lies in a directory already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
+from ddpexp.errors import FinishedError, RefusedError
+from ddpexp.launch import Layout
+from ddpexp.rundir import RunDir, complete_checkpoints
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_IDENTITY = ("name", "sha256", "hash")  # what `prepare` says of the data that tells it from other data
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start asks of a run that is there."""
+
+    name: str  # of the run, as typed
+    text: str  # the new configuration
+    typed: Sequence[str]  # the words of this command
+    resume: str = "auto"  # run.resume
+    again: bool = False  # the same command goes on: what started it has started it again
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What there is of the run."""
+
+    manifest: Mapping[str, Any] | None  # None: it was stopped before it began
+    changes: Sequence[Change] = ()
+    notes: Sequence[str] = field(default_factory=list)  # of a submission, for the log of the job that it became
+
+
+def look(run: RunDir, start: Start) -> Earlier:
+    """Hold the run against what is asked now; changes nothing.
+
+    Raises:
+        FinishedError: there is nothing to do. RefusedError: it cannot or should not be gone on with.
+    """
+    manifest, result = run.found(run.manifest), run.found(run.result) or {}
+    stored = _tree(run)
+    new = _read(start.text)
+    changes = compare(stored, new, start.typed, _words(run)) if stored is not None else []
+    refuse(changes, start.name)
+    status = result.get("status")
+    if status == "done" and not _is_longer(changes, new["trainer"], result):
+        raise FinishedError(_finished(start.name, result, changes))
+    if start.resume == "never" and not start.again:
+        raise RefusedError(
+            f"{start.name} holds a run that is not finished, and run.resume=never refuses to go on with it: choose another "
+            f"run.dir, or use run.resume=auto."
+        )
+    if status == "submitted" and not start.again:
+        _refuse_queued(start.name, result.get("job_id"))
+    if start.resume == "require":
+        require(run, start.name)
+    notes = result.get("notes")
+    return Earlier(manifest, changes, [str(note) for note in notes] if isinstance(notes, list) else [])
+
+
+def require(run: RunDir, name: str) -> None:
+    """Refuse a run without a complete checkpoint.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    if not has_checkpoint(run):
+        raise RefusedError(
+            f"{name} holds no complete checkpoint, and run.resume=require starts from nothing else: use run.resume=auto."
+        )
+
+
+def has_checkpoint(run: RunDir | None) -> bool:
+    """Tell whether there is a complete checkpoint to go on from."""
+    return run is not None and bool(complete_checkpoints(run.checkpoints))
+
+
+def refuse_other_data(manifest: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str) -> None:
+    """Compare what was said of the data before with what is said now.
+
+    Raises:
+        RefusedError: it is other data.
+    """
+    before = manifest.get("data") if manifest else None
+    if not isinstance(before, Mapping) or data is None:
+        return
+    if any(key in before and before[key] != data.get(key) for key in _IDENTITY):
+        raise RefusedError(
+            f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
+            f"samples. Make the same data available (data.root=...), or start a new run with another run.dir."
+        )
+
+
+def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[Layout, list[str]]:
+    """Return the layout that the run goes on with, and what its log must say about this start.
+
+    The number of threads stays where it was not typed: with another one the last bits of the result would be others.
+    """
+    notes = list(earlier.notes)
+    world = earlier.manifest.get("world") if earlier.manifest else None
+    if isinstance(world, Mapping):
+        size, threads, device = world.get("world_size"), world.get("threads"), world.get("device")
+        if size != layout.world_size:
+            notes.append(f"workers: {size} -> {layout.world_size}")
+        if device != layout.device:
+            notes.append(f"device: {device} -> {layout.device}")
+        if asked_threads == "auto" and isinstance(threads, int) and threads > 0:
+            if threads != layout.threads:
+                notes.append(
+                    f"threads: {threads} each as before, for another number changes the last bits of the result; "
+                    f"this start would have chosen {layout.threads} (trainer.threads={layout.threads})"
+                )
+            layout = replace(layout, threads=threads)
+    return layout, notes + list_changes(earlier.changes)
+
+
+def merged(run: RunDir, typed: Sequence[str]) -> list[str]:
+    """Return the words that a run was started with, and those that change it."""
+    keys = {_key(word) for word in typed}
+    return [word for word in _words(run) if _key(word) not in keys] + list(typed)
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _tree(run: RunDir) -> dict[str, Any] | None:
+    """Return the stored configuration; None when the run was stopped before it had one."""
+    if not run.config.exists():
+        return None
+    try:
+        tree = _read(run.config.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RefusedError(f"{run.config} cannot be read: {error}.") from None
+    if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
+        raise RefusedError(f"{run.config} is not the configuration of a run.")
+    return tree
+
+
+def _read(text: str) -> Any:
+    return yaml.load(text, Loader=_LOADER)
+
+
+def _words(run: RunDir) -> list[str]:
+    try:
+        words = _read(run.overrides.read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return [str(word) for word in words] if isinstance(words, list) else []
+
+
+def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Tell whether typed words give a finished run more steps."""
+    return lengthens(changes) and not any(
+        isinstance(trainer.get(key), int) and isinstance(result.get(fact), int | float) and trainer[key] <= result[fact]
+        for key, fact in (("max_steps", "step"), ("epochs", "epoch"))
+    )
+
+
+def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -> str:
+    """Return the sentence, unless something was typed that no finished run can follow."""
+    other = next((change for change in changes if change.kind == "typed" and change.key not in LENGTH), None)
+    what = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}"
+    if other is not None:
+        raise RefusedError(
+            f"{what}: {other} would change nothing any more. Start a new run with another run.dir, "
+            f"or make this one longer with trainer.epochs or trainer.max_steps."
+        )
+    return f"{what}: nothing to do."
+
+
+def _metric(metrics: Any) -> str:
+    if not isinstance(metrics, Mapping) or not metrics:
+        return ""
+    name = next((name for name in metrics if "accuracy" in name), next(iter(metrics)))
+    value = metrics[name]
+    if not isinstance(value, int | float):
+        return ""
+    return f" ({name} {100 * value:.1f} %)" if "accuracy" in name else f" ({name} {value:.4g})"
+
+
+def _refuse_queued(name: str, job_id: Any) -> None:
+    """Refuse a run whose job waits in the queue or runs: it would be trained twice."""
+    if not isinstance(job_id, str) or not job_id.isdecimal() or job_id == os.environ.get("SLURM_JOB_ID"):
+        return
+    from ddpexp.launch.slurm import is_over  # an import that only a submitted run needs
+
+    if is_over(job_id) is False:
+        raise RefusedError(f"{name} was submitted as job {job_id}, which is in the queue: wait for it, or scancel {job_id} first.")
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    digest = data.get("sha256") or data.get("hash")
+    return f"{data.get('name')}{f' ({str(digest)[:12]})' if digest else ''}"

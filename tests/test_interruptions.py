@@ -1,0 +1,346 @@
+"""Promise 3: whatever ends a run, whenever, the same command goes on and ends with the weights of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
+
+from ddpexp.rundir import complete_checkpoints
+from tests.conftest import Ddpexp, Done, finish, living
+from tests.points import Recipe
+
+CODE = """\
+import random
+
+import numpy as np
+
+
+class Deep(nn.Sequential):
+    # Several buckets, statistics of batches, dropout.
+    def __init__(self, hidden=24, dropout=0.2):
+        layers = [nn.Linear(4, hidden)]
+        for _ in range(4):
+            layers += [nn.BatchNorm1d(hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, hidden)]
+        super().__init__(*layers, nn.Linear(hidden, 2))
+
+
+class Drawing(Sides):
+    # Draws from every generator that a recipe may use.
+    def step(self, model, batch):
+        loss, count, metrics = super().step(model, batch)
+        return loss * (1 + torch.rand(()) + np.random.rand() + random.gauss(0, 0.1)), count, metrics
+
+
+class Noisy(Items):
+    def __getitem__(self, index):
+        number, row, label = super().__getitem__(index)
+        return number, row + torch.rand(4) / 9 + float(np.random.rand()) / 9 + random.random() / 9, label
+
+
+def load_noisy(train=96, test=33):
+    return Splits(Noisy(train, 0), {"eval": Items(test, 1)})
+
+
+class Slow(Sides):
+    # Long enough to be interrupted in the middle of whatever it is asked for.
+    def __init__(self, train_seconds=0.0, eval_seconds=0.0, mark=None):
+        self.train_seconds, self.eval_seconds, self.mark = train_seconds, eval_seconds, mark
+
+    def step(self, model, batch):
+        if not model.training and self.mark:
+            open(self.mark, "w").close()
+        time.sleep(self.train_seconds if model.training else self.eval_seconds)
+        return super().step(model, batch)
+
+
+class Writes(Sides):
+    # The samples of every step, by the rank that saw them.
+    def __init__(self, folder):
+        self.file = open(f"{folder}/{os.getpid()}-{RANK}", "a", buffering=1)
+
+    def step(self, model, batch):
+        if model.training:
+            self.file.write(f"{batch[0].tolist()}\\n")
+        return super().step(model, batch)
+"""
+DEEP = ("model._target_=points.Deep", "strategy.bucket_cap_mb=0.001", "model.dropout=0.2")
+LONG = ("trainer.epochs=null", "trainer.max_steps=60", "trainer.log_every=7", "trainer.eval_every=25", "trainer.checkpoint_every=5")
+SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("interruptions"), environ), CODE)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Recipe) -> Callable[..., Done]:
+    """Return the run that nothing interrupts, made once for each set of words."""
+    known: dict[Sequence[str], Done] = {}
+
+    def run(*words: str) -> Done:
+        if words not in known:
+            known[words] = recipe(*words)
+            assert known[words].code == 0, known[words].err
+        return known[words]
+
+    return run
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl but for what a clock has made."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in ("time", "train/samples_per_second")} for line in lines]
+
+
+def points_of_tensorboard(run: Path) -> Counter[tuple[str, int]]:
+    """Return every point in the files themselves, with how often it stands there."""
+    found: Counter[tuple[str, int]] = Counter()
+    for path in sorted((run / "tb").glob("events.*")):
+        for data in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(data)
+            found.update((value.tag, event.step) for value in event.summary.value if "/" in value.tag)
+    return found
+
+
+def same(done: Done, expected: Done) -> None:
+    """Compare everything that a run leaves with what the undisturbed one has left."""
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == expected.result()["weights_sha256"]
+    assert records(done.run) == records(expected.run)
+    assert done.result()["metrics"] == expected.result()["metrics"]
+    assert [one.name for one in complete_checkpoints(done.run / "checkpoints")] == [
+        one.name for one in complete_checkpoints(expected.run / "checkpoints")
+    ]
+    assert not list((done.run / "checkpoints").glob(".*"))
+
+
+def kill_everything(process: subprocess.Popen[str], run: Path) -> None:
+    """Kill the command and whatever belongs to it, at once."""
+    for pid in [process.pid, *living(run)]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.communicate(timeout=20)
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def has_steps(run: Path, count: int) -> Callable[[], bool]:
+    def look() -> bool:
+        return any(int(path.name[5:]) >= count for path in complete_checkpoints(run / "checkpoints"))
+
+    return look
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (2, (*SGD, "task._target_=points.Drawing")),
+        (2, (*ADAMW, "trainer.precision=bf16", "trainer.ema_decay=0.9")),
+        (3, (*ADAMW, "data._target_=points.load_noisy", "data.num_workers=1")),
+        (3, (*SGD, "trainer.precision=bf16", "trainer.micro_batch_size=4")),
+        (4, (*SGD, "strategy.broadcast_buffers=false")),
+        (4, (*ADAMW, "trainer.precision=bf16", "trainer.nonfinite=skip", "strategy.reduce_through=backend")),
+    ],
+)
+def test_killed_twice_and_started_again_the_run_ends_as_if_nothing_was(
+    recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, words: tuple[str, ...]
+) -> None:
+    words = (*DEEP, *LONG, f"trainer.gpus={world_size}", *words, "logger=tensorboard")
+    expected = undisturbed(*words)
+    process, run = recipe.start(*words)
+    wait_for(has_steps(run, 10), process)
+    kill_everything(process, run)
+    process, run = recipe.start(*words, run=run)
+    wait_for(has_steps(run, 30), process)
+    process.kill()  # the command alone: the ranks go with it
+    process.communicate(timeout=20)
+    done = recipe(*words, run=run)
+    same(done, expected)
+    assert "resumed after step" in done.out
+    found = points_of_tensorboard(run)
+    assert found == points_of_tensorboard(expected.run)
+    assert set(found.values()) == {1}
+
+
+PLACES = ["begun", "written", "share", "recorded", "manifest", "renamed", "pruning"]
+
+
+@pytest.mark.parametrize(("place", "rank"), [*((place, 0) for place in PLACES), ("begun", 1), ("written", 1), ("share", 1)])
+def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
+    recipe: Recipe, undisturbed: Callable[..., Done], place: str, rank: int
+) -> None:
+    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=1")
+    expected = undisturbed(*words)
+    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:4"})
+    killed = finish(process, run)
+    assert killed.code == 1, killed.err
+    assert f"rank {rank} on" in killed.err
+    assert "SIGKILL" in killed.err
+    assert complete_checkpoints(run / "checkpoints")
+    done = recipe(*words, run=run)
+    same(done, expected)
+    assert "resumed after step" in done.out
+
+
+@pytest.mark.parametrize("place", ["written", "manifest", "renamed"])
+@pytest.mark.parametrize("what", ["command", "everything"])
+def test_a_save_that_ends_with_the_command_loses_no_checkpoint(
+    recipe: Recipe, undisturbed: Callable[..., Done], tmp_path: Path, place: str, what: str
+) -> None:
+    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=1")
+    mark = tmp_path / "mark"
+    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": f"checkpoint.{place}:pause={mark}:0:3"})
+    wait_for(mark.exists, process)
+    if what == "command":
+        process.kill()
+        process.communicate(timeout=20)
+    else:
+        kill_everything(process, run)
+    same(recipe(*words, run=run), undisturbed(*words))
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Done], number: int) -> None:
+    chance = random.Random(number)
+    words = (*DEEP, *LONG, *(SGD, ADAMW)[number % 2], f"trainer.gpus={2 + number % 3}", "task._target_=points.Drawing")
+    expected = undisturbed(*words)
+    process, run = recipe.start(*words)
+    time.sleep(chance.uniform(0.6, 1.6))
+    kill_everything(process, run)
+    same(recipe(*words, run=run), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_killed_at_a_hundred_random_moments(recipe: Recipe, undisturbed: Callable[..., Done], world_size: int) -> None:
+    chance = random.Random(world_size)
+    words = (*DEEP, *LONG, *ADAMW, "trainer.max_steps=400", f"trainer.gpus={world_size}", "task._target_=points.Drawing")
+    expected = undisturbed(*words)
+    kills = rounds = 0
+    while kills < 100:
+        rounds += 1
+        process, run = recipe.start(*words)
+        while process.poll() is None:
+            time.sleep(chance.uniform(0.3, 1.5))
+            if process.poll() is None and kills < 100:
+                kills += 1
+                chance.choice([lambda p, r: p.kill(), kill_everything, kill_a_rank])(process, run)
+                process.communicate(timeout=30)
+                process, run = recipe.start(*words, run=run)
+        same(finish(process, run), expected)
+    print(f"world size {world_size}: {kills} kills in {rounds} runs, all equal")
+
+
+def kill_a_rank(process: subprocess.Popen[str], run: Path) -> None:
+    """Kill one process that writes into a rank's log."""
+    found = [pid for pid in living(run) if pid != process.pid]
+    if found:
+        os.kill(random.choice(found), signal.SIGKILL)
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "word"),
+    [
+        (lambda folder: damage(folder / "model.safetensors"), "model.safetensors is damaged"),
+        (lambda folder: (folder / "state.safetensors").write_bytes(b""), "state.safetensors is cut off"),
+        (lambda folder: (folder / "state.json").unlink(), "No such file"),
+        (lambda folder: (folder / "manifest.json").write_text('{"format": 1'), "manifest.json cannot be read"),
+    ],
+    ids=["a bit", "empty", "missing", "manifest"],
+)
+def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(
+    recipe: Recipe, undisturbed: Callable[..., Done], harm: Callable[[Path], Any], word: str
+) -> None:
+    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150")
+    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:1:5"})
+    assert finish(process, run).code == 1
+    newest, before = complete_checkpoints(run / "checkpoints")
+    harm(newest)
+    (run / "checkpoints/step-00009999").mkdir()  # a stranger without a manifest
+    (run / "checkpoints/notes.txt").write_text("mine")
+    if "manifest" not in word:
+        required = recipe(*words, "run.resume=require", run=run)
+        assert required.code == 2
+        assert f"the checkpoint of step {int(newest.name[5:])}" in required.err
+        assert "run.resume=require" in required.err
+    done = recipe(*words, run=run)
+    assert done.code == 0, done.err
+    assert word in done.out + done.err
+    assert f"resumed after step {int(before.name[5:])} " in done.out
+    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
+    assert records(run) == records(undisturbed(*words).run)
+
+
+def test_a_checkpoint_of_a_newer_ddpexp_is_refused(recipe: Recipe) -> None:
+    words = (*LONG, "trainer.gpus=1")
+    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:0:5"})
+    assert finish(process, run).code == 1
+    path = complete_checkpoints(run / "checkpoints")[0] / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99, "ddpexp": "9.9"}))
+    done = recipe(*words, run=run)
+    assert done.code == 2
+    assert "was written by ddpexp 9.9 (format 99)" in done.err
+
+
+@pytest.mark.parametrize("way", [(2, 1, 4), (4, 2, 1), (1, 4, 2)])
+def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
+    recipe: Recipe, tmp_path: Path, way: tuple[int, int, int]
+) -> None:
+    words = (*LONG, "trainer.micro_batch_size=3", "trainer.checkpoint_every=4", "task._target_=points.Writes")
+    seen: list[list[int]] = []
+    run = None
+    for number, size in enumerate(way):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        environ = {"DDPEXP_FAULT": f"checkpoint.renamed:kill:0:{3 + number}"} if number < 2 else {}
+        process, run = recipe.start(*words, f"+task.folder={folder}", f"trainer.gpus={size}", run=run, environ=environ)
+        done = finish(process, run)
+        assert done.code == (1 if number < 2 else 0), done.err
+        if number:
+            assert f"{way[number - 1]} -> {size} workers" in done.out + (run / "run.log").read_text()
+        begin = 0 if number == 0 else last
+        by_rank = {int(path.name.partition("-")[2]): path.read_text().splitlines() for path in folder.iterdir()}
+        each = 8 // size  # micro-batches of a rank in a step
+        steps = min(len(lines) // each for lines in by_rank.values())
+        made = [
+            [index for rank in range(size) for line in by_rank[rank][step * each : (step + 1) * each] for index in json.loads(line)]
+            for step in range(steps)
+        ]
+        seen = [*seen[:begin], *made]
+        last = int(complete_checkpoints(run / "checkpoints")[0].name[5:])
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    expected = recipe(*words, f"+task.folder={alone}", "trainer.gpus=1")
+    [lines] = [path.read_text().splitlines() for path in alone.iterdir()]
+    micro = [json.loads(line) for line in lines]
+    assert seen == [[index for part in micro[step * 8 : (step + 1) * 8] for index in part] for step in range(60)]
+    assert expected.code == 0
+    assert len(records(run)) == len(records(expected.run))  # type: ignore[arg-type]
