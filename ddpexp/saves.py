@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Saves:
     tracker: Tracker
     world: World
     loaded: int | None = None  # the step that this start went on from
+    recorded: Mapping[Path, int] = field(default_factory=dict)  # what earlier starts have recorded, in bytes of each file
 
     @classmethod
     def of(
@@ -70,7 +72,7 @@ class Saves:
                 facts["evaluated_at"] = position.evaluated_at
             if digest is not None:
                 facts["weights_sha256"] = digest
-            self.writer.save(position.step, files, own, whole, facts, self.tracker.flush())
+            self.writer.save(position.step, files, own, whole, facts, {**self.recorded, **self.tracker.flush()})
         return digest
 
     def check(self) -> None:
@@ -148,23 +150,26 @@ def take_up(one: Checkpoint, loop: Loop, saves: Saves) -> None:
     _take_own(one, strategy, saves, world)
 
 
-def cut_back(run: RunDir, one: Checkpoint | None) -> None:
-    """Remove from the records what came after the checkpoint, so that every step is recorded once.
+def cut_back(run: RunDir, one: Checkpoint | None) -> dict[Path, int]:
+    """Remove from the records what came after the checkpoint, so that every step is recorded once; return what is left.
 
-    Ranks: rank zero, before anything is recorded.
+    Units: bytes. Ranks: rank zero, before anything is recorded.
     """
     sizes = {run.path / name: size for name, size in (one.manifest.get("records", {}) if one else {}).items()}
+    for path in run.tensorboard.glob("events.*"):
+        if path not in sizes:
+            path.unlink()
+    left = {}
     for path in [run.metrics, *run.tensorboard.glob("events.*")]:
         if not path.is_file():
             continue
-        size = sizes.get(path, 0)
-        if size == 0 and path != run.metrics:
-            path.unlink()
-        elif path.stat().st_size > size:
-            os.truncate(path, size)
-        elif path.stat().st_size < size:
+        left[path] = sizes.get(path, 0)
+        if path.stat().st_size > left[path]:
+            os.truncate(path, left[path])
+        elif path.stat().st_size < left[path]:
             text = "%s is shorter than at the checkpoint: some of its records are lost"
             logging.getLogger("ddpexp").warning(text, path.name)
+    return left
 
 
 def _take_own(one: Checkpoint, strategy: Strategy, saves: Saves, world: World) -> None:

@@ -70,12 +70,12 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callabl
     newest = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, _init_from(experiment, newest))
     num_steps = _num_steps(experiment, batches.steps_per_epoch)
-    if world.is_rank_zero:
-        cut_back(run, newest)
+    recorded = cut_back(run, newest) if world.is_rank_zero else {}
     tracker = _tracker(experiment, run, world, control, log, num_steps, newest.step if newest else 0)
     decay = experiment.trainer.ema_decay
     average = Average(strategy.bare, decay) if decay is not None else None
     saves = Saves.of(run, experiment.trainer, strategy, average, tracker, world)
+    saves.recorded = recorded
     report = Report(experiment, run, layout, data, strategy.bare, strategy.shares_memory, batches, num_steps)
     log.info(report.headline())
     fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, saves, average)

@@ -316,7 +316,7 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
 ) -> None:
     words = (*LONG, "trainer.micro_batch_size=3", "trainer.checkpoint_every=4", "task._target_=points.Writes")
     seen: list[list[int]] = []
-    run = None
+    run, last = None, 0
     for number, size in enumerate(way):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -325,8 +325,7 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
         done = finish(process, run)
         assert done.code == (1 if number < 2 else 0), done.err
         if number:
-            assert f"{way[number - 1]} -> {size} workers" in done.out + (run / "run.log").read_text()
-        begin = 0 if number == 0 else last
+            assert f"workers: {way[number - 1]} -> {size}\n" in done.out + (run / "run.log").read_text()
         by_rank = {int(path.name.partition("-")[2]): path.read_text().splitlines() for path in folder.iterdir()}
         each = 8 // size  # micro-batches of a rank in a step
         steps = min(len(lines) // each for lines in by_rank.values())
@@ -334,7 +333,7 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
             [index for rank in range(size) for line in by_rank[rank][step * each : (step + 1) * each] for index in json.loads(line)]
             for step in range(steps)
         ]
-        seen = [*seen[:begin], *made]
+        seen = [*seen[:last], *made]
         last = int(complete_checkpoints(run / "checkpoints")[0].name[5:])
     alone = tmp_path / "alone"
     alone.mkdir()
