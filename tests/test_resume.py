@@ -359,7 +359,7 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     assert f"\nstart it again in the same way, with the words: {words}\n" in done.err
     again = finish(torchrun(recipe.ddpexp, *words.split(), *SHORTER), run, 60)
     assert again.code == 0, again.err
-    assert again.out.count("changed: task._target_ points.Slow -> points.Sides, trainer.epochs 200 -> 25") == 1
+    assert again.out.count("changed: trainer.epochs 200 -> 25, task._target_ points.Slow -> points.Sides\n") == 1
     assert again.result()["status"] == "done"
     # Without torchrun the stored launcher cannot work, and says what can.
     change(run / "result.json", status="interrupted")
