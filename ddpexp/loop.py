@@ -264,7 +264,7 @@ class Loop:
         return Outcome(done, epoch, self.position.metrics, clock.total(), first_step_at, interrupted, digest)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint: optimizers, scaler, and what the task's counts are.
+        """Take up the state of a checkpoint: optimizers and scaler.
 
         Raises:
             RefusedError: the state of other optimizers.
@@ -277,7 +277,6 @@ class Loop:
         for name, optimizer in self.optimizers.items():
             restore_optimizer(optimizer, state["optimizers"][name], state["built"][name], name)
         self.precision.restore(state["precision"])
-        self._count = state["count"]
 
     def _save(self, done: int, window: _Window, clock: _Clock, end: bool) -> str | None:
         if self.saves is None:
@@ -290,7 +289,6 @@ class Loop:
                 "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
                 "built": self._built,
                 "precision": self.precision.state(),
-                "count": self._count,
             }
             digest = self.saves.save(self.position, state, done / self.train.steps_per_epoch, end)
         clock.saved()

@@ -11,7 +11,7 @@ from ddpexp.data.batches import TrainBatches
 from ddpexp.launch import Layout
 from ddpexp.loop import Outcome
 from ddpexp.rundir import RunDir, dumps, relative, write
-from ddpexp.strategy.ddp import Models
+from ddpexp.strategy.replica import Models
 from ddpexp.track import Tracker
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ddpexp.average import Average
 from ddpexp.checkpoint import Checkpoint
 from ddpexp.config import Experiment, Node, load
 from ddpexp.config.instantiate import instantiate
-from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, hold_out
 from ddpexp.errors import RefusedError
@@ -31,7 +32,10 @@ from ddpexp.rank import Interrupted, open_log, run_rank
 from ddpexp.report import Report
 from ddpexp.rundir import RunDir, relative
 from ddpexp.saves import Saves, choose, cut_back, take_up
-from ddpexp.strategy.ddp import DDP, Models
+from ddpexp.strategy.contract import Strategy
+from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.exact import Exact
+from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers
 from ddpexp.track import Many, Null, Tracker
 from ddpexp.track.jsonl import JsonLines
@@ -68,7 +72,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callabl
         splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers
     )  # fmt: skip
     newest = choose(run, world, experiment.run.resume == "require")
-    strategy = _strategy(experiment, world, _init_from(experiment, newest))
+    strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
     num_steps = _num_steps(experiment, batches.steps_per_epoch)
     recorded = cut_back(run, newest) if world.is_rank_zero else {}
     tracker = _tracker(experiment, run, world, control, log, num_steps, newest.step if newest else 0)
@@ -179,14 +183,15 @@ def _init_from(experiment: Experiment, newest: Checkpoint | None) -> Callable[[M
     return lambda models: checkpoint.load_weights(models, Path(source), f"run.init_from={source}")
 
 
-def _strategy(experiment: Experiment, world: World, prepare: Callable[[Models], None]) -> DDP:
+def _strategy(experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]) -> Strategy:
     trainer = experiment.trainer
 
     def factory() -> Any:
         torch.manual_seed(trainer.seed)
         return instantiate(experiment.model, experiment.trust, "model")
 
-    return DDP(
+    build = partial(Exact, gradient_accumulation_steps=plan.gradient_accumulation_steps) if trainer.reduction == "exact" else DDP
+    return build(
         experiment.strategy, world, factory,
         channels_last=trainer.channels_last, compile=trainer.compile, prepare=prepare,
     )  # fmt: skip
@@ -202,8 +207,8 @@ def _num_steps(experiment: Experiment, steps_per_epoch: int) -> int:
 
 
 def _loop(
-    experiment: Experiment, world: World, strategy: DDP, splits: Splits, batches: TrainBatches, tracker: Tracker, control: Control,
-    num_steps: int, saves: Saves, average: Average | None,
+    experiment: Experiment, world: World, strategy: Strategy, splits: Splits, batches: TrainBatches, tracker: Tracker,
+    control: Control, num_steps: int, saves: Saves, average: Average | None,
 ) -> Loop:  # fmt: skip
     trust, trainer = experiment.trust, experiment.trainer
     task = instantiate(experiment.task, trust, "task")

@@ -343,3 +343,13 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
     assert seen == [[index for part in micro[step * 8 : (step + 1) * 8] for index in part] for step in range(60)]
     assert expected.code == 0
     assert len(records(run)) == len(records(expected.run))  # type: ignore[arg-type]
+
+
+def test_the_size_of_a_micro_batch_may_follow_the_number_of_workers(recipe: Recipe) -> None:
+    words = (*LONG, *SGD, "trainer.micro_batch_size=auto")
+    process, run = recipe.start(*words, "trainer.gpus=2", environ={"DDPEXP_FAULT": "checkpoint.renamed:kill:0:3"})
+    assert finish(process, run).code == 1
+    done = recipe(*words, "trainer.gpus=3", run=run)
+    assert done.code == 0, done.err
+    assert done.result()["step"] == 60
+    assert [record["step"] for record in records(run) if "train/loss" in record] == [*range(7, 60, 7), 60]

@@ -20,7 +20,8 @@ import pytest
 from ddpexp import lock
 from ddpexp.errors import RefusedError
 from ddpexp.launch import slurm
-from ddpexp.lock import Owner, held_logs, read, take
+from ddpexp.launch.log import held_logs
+from ddpexp.lock import Owner, read, take
 from tests.conftest import Ddpexp, finish
 from tests.points import Recipe, wait_for
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpexp.errors import RefusedError
 from ddpexp.strategy import Options
 from ddpexp.strategy.reduce import reduce_in_rank_order
+from ddpexp.strategy.replica import Models, Replica, take_rank_zeros
 from ddpexp.world import World
-
-Models = dict[str, nn.Module]
 
 
 class DDP:
@@ -37,39 +35,26 @@ class DDP:
         `prepare` sees the bare modules before they are wrapped (to load weights into them).
         Ranks: all; communicates rank zero's weights to the others.
         """
-        built = factory()
-        self.single = isinstance(built, nn.Module)
-        self.bare: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        self._replica = Replica.build(options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare)
+        self.single, self.bare = self._replica.single, self._replica.bare
         self._world = world
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._shares_buffers = options.broadcast_buffers  # before every forward anyway
-        for name, module in self.bare.items():
-            module.to(world.device)
-            if channels_last:
-                module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            if options.sync_batchnorm:
-                self.bare[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        prepare(self.bare)
-        self._parameters = list(self.parameters())
-        self._called = dict(self.bare)
-        if compile:
-            # Not `module.compile()`: torch 2.13 then leaves a class alone whose forward is torch's own, such as nn.Sequential.
-            self._called = {name: cast(nn.Module, torch.compile(module)) for name, module in self.bare.items()}
-        self.wrapped = dict(self._called)
+        self.wrapped = dict(self._replica.called)
         self.shares_memory = False
         if world.world_size > 1:
-            self.wrapped = {name: _wrap(module, options, world) for name, module in self._called.items()}
+            self.wrapped = {name: _wrap(module, options, world) for name, module in self._replica.called.items()}
             self.shares_memory = reduce_in_rank_order(list(self.wrapped.values()), options, world)
 
     @property
     def training(self) -> Any:
         """Return what a task's training step calls: the wrapped module, or the mapping of them."""
-        return self.wrapped["model"] if self.single else self.wrapped
+        return self._replica.of(self.wrapped)
 
     @property
     def evaluating(self) -> Any:
         """Return the bare module, or the mapping of them, whose forward does not communicate."""
-        return self.bare["model"] if self.single else self.bare
+        return self._replica.of(self.bare)
 
     def train(self, mode: bool) -> None:
         """Switch every module between training and evaluation."""
@@ -84,27 +69,23 @@ class DDP:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every module."""
-        for module in self.bare.values():
-            yield from module.parameters()
+        yield from self._replica.parameters
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the reduced gradient, on the device. Ranks: the same value on all, without communication."""
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return self._replica.gradient_norm(parameters)
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
         """Scale the gradient down to `limit` and return its norm before that."""
-        norm = self.gradient_norm(parameters)
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return norm
+        return self._replica.clip(parameters, limit)
 
     def clear_gradient(self) -> None:
         """Forget every gradient."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        self._replica.clear_gradient()
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient in place."""
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        self._replica.scale_gradient(factor)
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
@@ -127,10 +108,7 @@ class DDP:
         """
         buffers = self._buffers()
         own = {name: buffer.clone() for name, buffer in buffers.items()} if self.own_buffers() else {}
-        for group in _of_one_dtype(buffers.values()):
-            flat = self._world.broadcast(torch.cat([buffer.reshape(-1) for buffer in group]))
-            for buffer, values in zip(group, torch.split(flat, [buffer.numel() for buffer in group]), strict=True):
-                buffer.copy_(values.view_as(buffer))
+        take_rank_zeros(buffers.values(), self._world)
         try:
             yield
         finally:
@@ -160,13 +138,6 @@ class DDP:
                 if isinstance(module, DistributedDataParallel):  # a frozen one is not
                     stack.enter_context(module.no_sync())
             yield
-
-
-def _of_one_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.dtype, []).append(tensor)
-    return groups.values()
 
 
 def _wrap(module: nn.Module, options: Options, world: World) -> nn.Module:

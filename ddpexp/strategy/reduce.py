@@ -23,10 +23,10 @@ from ddpexp.strategy import Options
 from ddpexp.strategy.shared_memory import SharedMemory, share
 from ddpexp.world import World
 
-_ALIGNED = 64  # bytes
+ALIGNED = 64  # bytes
 _SLOT_BYTES = 1 << 20  # larger gradients go in pieces, which stay in the processor's caches: twice as fast, and little memory
-_CHUNKED_BYTES = 1 << 20  # what a rank reads more by summing all than by summing a part, when a second meeting is cheaper
-_GATHERED_BYTES = 128 << 10  # the same for the backend, whose messages cost more
+CHUNKED_BYTES = 1 << 20  # what a rank reads more by summing all than by summing a part, when a second meeting is cheaper
+GATHERED_BYTES = 128 << 10  # the same for the backend, whose messages cost more
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -63,21 +63,35 @@ def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: 
     return isinstance(carrier, ThroughSharedMemory)
 
 
-def _carrier(parameters: Sequence[Tensor], options: Options, world: World) -> Carrier | None:
+def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemory | None:
+    """Map slots for so many bytes, or for pieces of them, into all workers; None where gradients go through the backend.
+
+    Ranks: all; communicates.
+
+    Raises:
+        RefusedError: `strategy.reduce_through=shared_memory` where the workers cannot share memory.
+    """
     one_host = world.local_world_size == world.world_size
-    if options.reduce_through == "shared_memory" or (options.reduce_through == "auto" and one_host):
-        wanted = sum(p.numel() * p.element_size() + _ALIGNED for p in parameters)
-        shared = share(world, min(wanted, _SLOT_BYTES), default_pg_timeout.total_seconds())
-        if isinstance(shared, SharedMemory):
-            return ThroughSharedMemory(shared, world)
-        if options.reduce_through == "shared_memory":
-            raise RefusedError(
-                f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). "
-                f"Use strategy.reduce_through=auto."
-            )
-        if world.is_rank_zero:
-            text = "gradients go through the backend, for the workers cannot share memory (%s)"
-            logging.getLogger("ddpexp").warning(text, shared)
+    if options.reduce_through == "backend" or (options.reduce_through == "auto" and not one_host):
+        return None
+    shared = share(world, min(num_bytes, _SLOT_BYTES), default_pg_timeout.total_seconds())
+    if isinstance(shared, SharedMemory):
+        return shared
+    if options.reduce_through == "shared_memory":
+        raise RefusedError(
+            f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). "
+            f"Use strategy.reduce_through=auto."
+        )
+    if world.is_rank_zero:
+        text = "gradients go through the backend, for the workers cannot share memory (%s)"
+        logging.getLogger("ddpexp").warning(text, shared)
+    return None
+
+
+def _carrier(parameters: Sequence[Tensor], options: Options, world: World) -> Carrier | None:
+    memory = common_memory(sum(p.numel() * p.element_size() + ALIGNED for p in parameters), options, world)
+    if memory is not None:
+        return ThroughSharedMemory(memory, world)
     if world.world_size == 2 and not any(p.dtype in _HALVES for p in parameters):
         return None  # a sum of two is the same in either order: DDP's own reduction gives the same bits
     return ThroughBackend(world)
@@ -128,12 +142,12 @@ class ThroughSharedMemory:
             places = self._places(piece.numel(), piece.dtype)
             _scale(piece, self._size, out=places[self._rank])
             self._round.append((piece, places))
-            self._filled += -(-num_bytes // _ALIGNED) * _ALIGNED
+            self._filled += -(-num_bytes // ALIGNED) * ALIGNED
 
     def finish(self) -> None:
         """Meet, and sum what was added since the last time into the gradients it came from."""
         self._memory.meet_with(self._half, self._filled)
-        if (self._size - 2) * self._filled >= _CHUNKED_BYTES:
+        if (self._size - 2) * self._filled >= CHUNKED_BYTES:
             self._sum_in_chunks()
         else:
             for piece, places in self._round:
@@ -179,16 +193,16 @@ class ThroughBackend:
     def add(self, gradient: Tensor) -> None:
         """Send the gradient to all ranks, or chunk r of it to rank r."""
         length, size = gradient.numel(), self._size
-        if (size - 2) * length * gradient.element_size() < _GATHERED_BYTES:
+        if (size - 2) * length * gradient.element_size() < GATHERED_BYTES:
             _scale(gradient, size, out=gradient)
             theirs = gradient.new_empty(size, length)
-            gathering = dist.all_gather([_bytes(row) for row in theirs], _bytes(gradient), async_op=True)
+            gathering = dist.all_gather([as_bytes(row) for row in theirs], as_bytes(gradient), async_op=True)
             self._whole.append((gradient, theirs, gathering))
         else:
             mine = gradient.new_zeros(size, -(-length // size))
             _scale(gradient, size, out=mine.view(-1)[:length])
             theirs = torch.empty_like(mine)
-            exchange = dist.all_to_all_single(_bytes(theirs), _bytes(mine), async_op=True)
+            exchange = dist.all_to_all_single(as_bytes(theirs), as_bytes(mine), async_op=True)
             self._chunked.append((gradient, mine, theirs, exchange))
 
     def finish(self) -> None:
@@ -198,7 +212,7 @@ class ThroughBackend:
             exchange.wait()
             total = torch.empty_like(theirs[0])
             _sum(theirs.unbind(), out=total)
-            gathers.append(dist.all_gather([_bytes(row) for row in mine], _bytes(total), async_op=True))
+            gathers.append(dist.all_gather([as_bytes(row) for row in mine], as_bytes(total), async_op=True))
         for gradient, theirs, gathering in self._whole:
             gathering.wait()
             _sum(theirs.unbind(), out=gradient)
@@ -230,5 +244,6 @@ def _sum(parts: Sequence[Tensor], out: Tensor) -> None:
         out += part
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)  # gloo moves any number as bytes, but knows few types
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a view of a contiguous tensor: gloo moves any number as bytes, but knows few types."""
+    return tensor.view(-1).view(torch.uint8)

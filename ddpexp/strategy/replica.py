@@ -1,0 +1,87 @@
+"""One whole model on one rank, and what every strategy of whole replicas does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ddpexp.strategy import Options
+from ddpexp.world import World
+
+Models = dict[str, nn.Module]
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The models as built, and as they are called: compiled, where that is asked for."""
+
+    single: bool  # the factory gave one module, not a mapping of them
+    bare: Models
+    called: Models
+    parameters: tuple[nn.Parameter, ...]
+
+    @classmethod
+    def build(
+        cls,
+        options: Options,
+        world: World,
+        factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
+        *,
+        channels_last: bool,
+        compile: bool,
+        prepare: Callable[[Models], None],
+    ) -> Replica:
+        """Build the models on this rank's device; `prepare` sees them before they are wrapped (to load weights into them)."""
+        built = factory()
+        bare: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        for name, module in bare.items():
+            module.to(world.device)
+            if channels_last:
+                module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            if options.sync_batchnorm:
+                bare[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        prepare(bare)
+        called = dict(bare)
+        if compile:
+            # Not `module.compile()`: torch 2.13 then leaves a class alone whose forward is torch's own, such as nn.Sequential.
+            called = {name: cast(nn.Module, torch.compile(module)) for name, module in bare.items()}
+        return cls(isinstance(built, nn.Module), bare, called, tuple(p for module in bare.values() for p in module.parameters()))
+
+    def of(self, models: Models) -> Any:
+        """Return the one module, or the mapping of them, as the factory gave it."""
+        return models["model"] if self.single else models
+
+    def clear_gradient(self) -> None:
+        """Forget every gradient."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def scale_gradient(self, factor: Tensor) -> None:
+        """Multiply the gradient in place."""
+        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of the gradient, on the device."""
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
+        """Scale the gradient down to `limit` and return its norm before that."""
+        norm = self.gradient_norm(parameters)
+        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
+
+
+def take_rank_zeros(tensors: Iterable[Tensor], world: World) -> None:
+    """Give every rank rank zero's values, in place. Ranks: all; communicates once for each type of number."""
+    groups: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    for group in groups.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in group])
+        world.broadcast(flat.view(torch.uint8))  # gloo moves any number as bytes, but knows few types
+        for tensor, values in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
+            tensor.copy_(values.view_as(tensor))
