@@ -92,15 +92,18 @@ def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool
         _record(job, error)
         raise
     except StoppedError as error:
-        cause = error.__context__
-        while cause is not None and not isinstance(cause, WorkerError | RefusedError):
+        _hear_no_more_signals()
+        # What started the commands may signal all that are left as soon as one leaves: the first that was raised counts.
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, WorkerError | RefusedError):
+                _record(job, cause)
+                raise cause from None
+            error = cause if isinstance(cause, StoppedError) else error
             cause = cause.__context__
-        if cause is not None:  # the signal came while the failure was on its way here
-            _record(job, cause)
-            raise cause from None
         if error.told:
             error.quiet = True
-            raise
+            raise error from None
         stopped = StoppedError(error.signum, job.interrupt(error.step, error.saved), error.step)
         stopped.quiet = not job.leads  # the leading command says it
         if job.leads:

@@ -125,8 +125,11 @@ class Slurm:
         try:
             yield
         except StoppedError as error:
-            if error.signum == signal.SIGUSR2:
-                error.then = partial(_requeue, error) if self.requeue else lambda: f"job {_job_id()} ends: launcher.requeue=false"
+            cause: BaseException | None = error
+            while cause is not None:  # another signal may have come on the way here
+                if isinstance(cause, StoppedError) and cause.signum == signal.SIGUSR2:
+                    cause.then = partial(_requeue, cause) if self.requeue else lambda: f"job {_job_id()}: launcher.requeue=false"
+                cause = cause.__context__
             raise
 
     def _submit(self, job: Job, nodes: int) -> int:

@@ -406,7 +406,7 @@ def _take_from(server: Server, watch: _Watch, number: int, worker: Worker) -> No
     """Take a signal that a rank has passed on, unless it has it from here."""
     if number == signal.SIGQUIT and worker.dumps:
         worker.dumps -= 1
-    elif number in SIGNALS:
+    elif number in SIGNALS and not watch.at_once:
         _take(server, watch, number, worker.rank)
 
 
@@ -427,7 +427,7 @@ def _take(server: Server, watch: _Watch, number: int, source: int, again: bool =
     if watch.stopped_by is not None and again:
         _tell_leader(watch, number, again)
         _kill(server, watch)
-    elif watch.stopped_by is None or (watch.stopped_by == signal.SIGUSR2 != number):
+    elif watch.stopped_by is None or (watch.stopped_by == signal.SIGUSR2 != number and not watch.parted):
         anew = watch.stopped_by is not None  # such as the end of a job that was to go on later
         _stopped_by(watch, number)
         _tell_leader(watch, number)

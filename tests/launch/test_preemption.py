@@ -285,6 +285,12 @@ def test_a_signal_before_the_training_ends_all_at_once(polls: Polls) -> None:
     assert (done.code, done.err) == (143, "interrupted by SIGTERM; step None saved: False\n")
 
 
+def test_what_has_nothing_to_save_ends_by_the_signal_that_came(polls: Polls) -> None:
+    polls.start(2, "builds").signal(signal.SIGUSR2, "all")  # the ranks are then ended with another one
+    [done] = polls.finish(5)
+    assert (done.code, done.err) == (140, "interrupted by SIGUSR2; step None saved: False\n")
+
+
 def test_the_end_of_the_job_replaces_the_stop_that_was_to_go_on_later(polls: Polls) -> None:
     polls.start(2, "long")
     wait_for(lambda: bool(polls.marks("long")))

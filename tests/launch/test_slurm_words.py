@@ -183,8 +183,8 @@ def test_every_option_has_its_line() -> None:
     # None of them is there when it was not asked for; the name is the job's.
     assert [line for line in lines(Slurm(), job()) if line.startswith("#SBATCH")] == [
         "#SBATCH --job-name=ddpexp", "#SBATCH --output=/runs/one/slurm-%j.log", "#SBATCH --open-mode=append",
-        f"#SBATCH --chdir={_quoted(str(Path.cwd()), 'chdir')}", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --signal=USR2@85",
-        "#SBATCH --requeue",
+        f"#SBATCH --chdir={_quoted(str(Path.cwd()), 'chdir')}", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --signal=USR2@85", "#SBATCH --requeue",
     ]  # fmt: skip
 
 
