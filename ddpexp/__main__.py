@@ -16,6 +16,7 @@ from ddpexp.launch import Job, Launcher
 from ddpexp.launch.fork_server import Server
 
 _FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
+_NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
 
 
 def main() -> int:
@@ -54,7 +55,11 @@ def main() -> int:
     except DdpexpError as error:
         _hear_no_more_signals()
         _tell_torchrun(error)
-        return error.exit_code if error.quiet else _say(f"ddpexp: {error}", error.exit_code)
+        if not error.quiet:
+            _say(f"ddpexp: {error}", error.exit_code)
+        if isinstance(error, StoppedError) and error.then is not None:
+            _say(f"ddpexp: {error.then()}", error.exit_code)
+        return error.exit_code
     finally:
         if server is not None:
             server.close()
@@ -87,14 +92,23 @@ def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool
         _record(job, error)
         raise
     except StoppedError as error:
-        cause = error.__context__
-        while cause is not None and not isinstance(cause, WorkerError | RefusedError):
+        _hear_no_more_signals()
+        # What started the commands may signal all that are left as soon as one leaves: the first that was raised counts.
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, WorkerError | RefusedError):
+                _record(job, cause)
+                raise cause from None
+            error = cause if isinstance(cause, StoppedError) else error
             cause = cause.__context__
-        if cause is not None:  # the signal came while the failure was on its way here
-            _record(job, cause)
-            raise cause from None
-        stopped = StoppedError(error.signum, job.interrupt())
+        if error.told:
+            error.quiet = True
+            raise error from None
+        stopped = StoppedError(error.signum, job.interrupt(error.step, error.saved), error.step)
         stopped.quiet = not job.leads  # the leading command says it
+        if job.leads:
+            nothing = (lambda: _NOTHING_TO_REQUEUE) if error.signum == signal.SIGUSR2 else None
+            stopped.then = error.then or nothing
         raise stopped from None
     finally:
         job.close()
@@ -138,14 +152,16 @@ def _stop_on_signals() -> None:
     def stop(number: int, _frame: FrameType | None) -> None:
         raise StoppedError(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
+    for number in (signal.SIGUSR1, signal.SIGQUIT):  # there is nothing to save and no rank to look at yet
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _hear_no_more_signals() -> None:
     """What started this command may send it a signal while it says how it ended."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
 
 

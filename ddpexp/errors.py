@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,10 +74,22 @@ class WorkerError(DdpexpError):
 
 
 class StoppedError(DdpexpError):
-    """A signal to the command ended the run."""
+    """A signal to the command, or to one of its ranks, ended the run."""
 
-    def __init__(self, signum: int, rest: str = "nothing was started") -> None:
-        """Keep the signal's number: the exit code is 128 more; `rest` says what is left."""
+    told = False  # another command of the same job has written it down and says it
+    then: Callable[[], str] | None = None  # what is done when the end is written down and said; returns what to say of it
+
+    def __init__(
+        self, signum: int, rest: str = "nothing was started", step: int | None = None, saved: bool = False, began: int | None = None
+    ) -> None:
+        """Keep the signal's number: the exit code is 128 more; `rest` says what is left.
+
+        `step` is how far the run was, where that is known, and `saved` whether all of it is saved; `began` is where this start
+        began.
+        """
         super().__init__(f"interrupted by {signal.Signals(signum).name}; {rest}")
         self.signum = signum
         self.exit_code = 128 + signum
+        self.step = step
+        self.saved = saved
+        self.began = began

@@ -100,9 +100,9 @@ class Training(Job):
         if self.vacant is not None:
             self.vacant()
         # No directory is made for data that cannot be had, and nothing is looked for long that is in use.
-        first = self._there(crew.owners) is None
+        first = self._there(crew.earlier) is None
         data = prepare(self.experiment.data, self.experiment.trust) if first else None
-        run, earlier = self._claim(crew.owners)
+        run, earlier = self._claim(crew.earlier)
         if not first:
             data = prepare(self.experiment.data, self.experiment.trust)
         notes: list[str] = []
@@ -151,6 +151,8 @@ class Training(Job):
         if self.run.status() == "done":
             return f"the run was finished by then, see {place}"
         left = f"saved at step {step} in {place}" if saved and step is not None else f"what was recorded is in {place}"
+        if step is not None and not saved:
+            left = f"not everything up to step {step} could be saved in time, {left}"
         return f"{left}\n{self._how_to_go_on(self.run)}"
 
     def close(self) -> None:

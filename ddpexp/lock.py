@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
+from ddpexp.launch.log import held_logs
 from ddpexp.launch.network import boot_id
 
 NAME = "lock"
@@ -181,25 +182,6 @@ def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
             )
         said = _say_that_we_wait(said, f"{name}: ranks of a command that is gone are still alive: waiting for them to go")
         time.sleep(_POLL_SECONDS)
-
-
-def held_logs(ranks: Path) -> list[Path]:
-    """Return the ranks' logs that a living rank holds."""
-    held = []
-    for path in sorted(ranks.glob("*.log")):
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held.append(path)
-        except OSError:
-            pass  # a file system without locks
-        finally:
-            os.close(descriptor)
-    return held
 
 
 def _say_that_we_wait(at: float, text: str) -> float:

@@ -14,8 +14,10 @@ from pathlib import Path
 from types import FrameType
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, RefusedError
-from ddpexp.launch.control import Control
+from ddpexp.launch.control import SIGNALS, Control
 from ddpexp.world import World
+
+EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 class Interrupted(Exception):
@@ -28,7 +30,7 @@ class Interrupted(Exception):
 
 
 class _Stopped(BaseException):
-    """The watcher asked this worker to leave."""
+    """The watcher asked this worker to leave at once."""
 
 
 def run_rank(work: Callable[[Control, Callable[[str], None]], None]) -> int:
@@ -38,17 +40,17 @@ def run_rank(work: Callable[[Control, Callable[[str], None]], None]) -> int:
     def phase(name: str) -> None:
         control.say("phase", phase=name)
 
-    _prepare_process()
+    _prepare_process(control)
     code = EXIT_FAILED
     try:
         work(control, phase)
         code = EXIT_DONE
         control.tell("done")
     except Interrupted as end:
-        code = 128 + signal.SIGTERM
+        code = EXIT_STOPPED
         control.tell("stopped", step=end.step)
     except _Stopped:
-        code = 128 + signal.SIGTERM
+        code = EXIT_STOPPED
     except SystemExit as end:
         code = _exit_code(end)
         _report(control, "SystemExit", f"the recipe ended the process: sys.exit({end.code!r})", code, None)
@@ -75,17 +77,36 @@ def _leave(code: int) -> int:
     os._exit(code)
 
 
-def _prepare_process() -> None:
+def _prepare_process(control: Control) -> None:
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C: whoever started the workers coordinates the end
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise _Stopped
+    def leave(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and control.leaves_at_once:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise _Stopped
 
-    signal.signal(signal.SIGTERM, stop)
+    if control.signals is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C: whoever started the workers coordinates the end
+        signal.signal(signal.SIGTERM, leave)
+        return
+    faulthandler.unregister(signal.SIGQUIT)
+    signal.set_wakeup_fd(control.signals, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, leave)
+            signal.siginterrupt(number, False)  # libraries go on with what they read or write
+    faulthandler.register(signal.SIGQUIT, chain=True)
+    os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _forget_signals() -> None:
+    """Processes that a recipe forks are its own: they end as they are told, and pass nothing on for this rank."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGQUIT}:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:

@@ -108,7 +108,7 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
     if isinstance(world, Mapping):
         size, threads, device = world.get("world_size"), world.get("threads"), world.get("device")
         if size != layout.world_size:
-            notes.append(f"workers: {size} -> {layout.world_size}")
+            notes.append(f"{size} -> {layout.world_size} workers")
         if device != layout.device:
             notes.append(f"device: {device} -> {layout.device}")
         if asked_threads == "auto" and isinstance(threads, int) and threads > 0:

@@ -20,7 +20,8 @@ import pytest
 from ddpexp import lock
 from ddpexp.errors import RefusedError
 from ddpexp.launch import slurm
-from ddpexp.lock import Owner, held_logs, read, take
+from ddpexp.launch.log import held_logs
+from ddpexp.lock import Owner, read, take
 from tests.conftest import Ddpexp, finish
 from tests.points import Recipe, wait_for
 
@@ -208,7 +209,7 @@ def test_a_command_that_was_killed_is_started_again_at_once(ddpexp: Ddpexp) -> N
     process, run = recipe.start(*WAITS, "trainer.gpus=2")
     wait_for(lambda: (run / "metrics.jsonl").exists())
     process.kill()
-    again = recipe(*WAITS, "trainer.gpus=2", f"run.dir={run}", "trainer.max_steps=4", "trainer.epochs=1")
+    again = recipe(*WAITS, "trainer.gpus=2", f"run.dir={run}", "task._target_=points.Sides", "trainer.epochs=25")
     assert process.wait(10) == -signal.SIGKILL
     assert again.code == 0, again.err
     assert f"ddpexp: going on in {run.name}\n" in again.err

@@ -27,6 +27,8 @@ class Slow(Sides):
         return super().step(model, batch)
 """
 LONG = ("task._target_=points.Slow", "trainer.epochs=200", "trainer.log_every=1")
+SHORTER = ("task._target_=points.Sides", "trainer.epochs=25")
+"""What makes the rest of a long run quick."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpexp")
 
 
@@ -183,7 +185,7 @@ def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Pa
     assert done.code == 0, done.err
     log = (stopped / "run.log").read_text()
     for line in (
-        "workers: 2 -> 1",
+        "2 -> 1 workers",
         "changed: optimizer.lr 0.1 -> 0.02, scheduler._target_ ddpexp.schedule.OneCycle -> ddpexp.schedule.Cosine, ",
         "also other than before: trainer.gpus 2 -> 1, trainer.log_every 5 -> 2",
     ):
@@ -321,12 +323,11 @@ def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(recipe:
     done, _ = interrupted(recipe)
     assert done.code == 128 + signal.SIGTERM
     *_, left, last = done.err.splitlines()
-    assert left == f"ddpexp: interrupted by SIGTERM; what was recorded is in {done.run.name}"
+    assert left.startswith("ddpexp: interrupted by SIGTERM; ")
+    assert left.endswith(f" in {done.run.name}")
     folder = shlex.quote(str(recipe.folder / "conf"))
     assert last == f"go on with: python -m ddpexp resume {done.run.name} --config-dir {folder}"
-    # Shorter, for a test.
-    typed = last.removeprefix("go on with: python").replace(" -m", f"{sys.executable} -m") + " trainer.epochs=1 trainer.max_steps=4"
-    words = ["sh", "-c", typed]
+    words = ["sh", "-c", f"{sys.executable} {last.removeprefix('go on with: python ')} {' '.join(SHORTER)}"]
     after = subprocess.run(words, cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=60)
     assert after.returncode == 0, after.stderr
     assert json.loads((done.run / "result.json").read_text())["status"] == "done"
@@ -356,9 +357,9 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     done = finish(process, run, 60)
     words = f"resume {run.name} --config-dir {recipe.folder / 'conf'} launcher=torchrun-env"
     assert f"\nstart it again in the same way, with the words: {words}\n" in done.err
-    again = finish(torchrun(recipe.ddpexp, *words.split(), "trainer.epochs=1", "trainer.max_steps=4"), run, 60)
+    again = finish(torchrun(recipe.ddpexp, *words.split(), *SHORTER), run, 60)
     assert again.code == 0, again.err
-    assert again.out.count("changed: trainer.epochs 200 -> 1") == 1
+    assert again.out.count("changed: trainer.epochs 200 -> 25, task._target_ points.Slow -> points.Sides\n") == 1
     assert again.result()["status"] == "done"
     # Without torchrun the stored launcher cannot work, and says what can.
     change(run / "result.json", status="interrupted")
@@ -366,7 +367,7 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     refused(alone, r"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: .* or use launcher=spawn")
     spawned = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), "launcher=spawn")
     assert spawned.code == 0, spawned.err
-    assert "workers: 2 -> 1" in spawned.out
+    assert "2 -> 1 workers" in spawned.out
 
 
 def test_elastic_starts_its_ranks_for_a_run_that_goes_on(ddpexp: Ddpexp, stopped: Path) -> None:
@@ -466,7 +467,7 @@ def test_code_of_ones_own_is_trusted_again_or_named(recipe: Recipe) -> None:
     config.write_text(text)
     assert json.loads((run / "manifest.json").read_text())["command"][1] == "--config-dir"
     assert done.code == 128 + signal.SIGINT
-    last = resumed(ddpexp, "--config-dir", str(conf), str(run), "trainer.epochs=1", "trainer.max_steps=4")
+    last = resumed(ddpexp, "--config-dir", str(conf), str(run), *SHORTER)
     assert last.code == 0, last.err
 
 
@@ -493,3 +494,21 @@ def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp:
     words = [sys.executable, "-c", program]
     found = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=60)
     assert "RefusedError: run/config.yaml is not what it was when the command read it" in found.stderr
+
+
+@pytest.mark.slurm
+def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Ddpexp, stopped: Path) -> None:
+    if "SLURM_CONF" not in os.environ:
+        pytest.skip("no Slurm cluster: SLURM_CONF is not set")
+    words = ("launcher=slurm", "launcher.wait=true", "trainer.nodes=2", "trainer.gpus=1", "optimizer.lr=0.02")
+    done = resumed(ddpexp, "run", *words)
+    assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
+    assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    assert [len(start["hosts"]) for start in manifest["starts"]] == [1, 2]
+    srun = ["srun", "-N2", "-n2", sys.executable, "-m", "ddpexp", "resume", "run", "launcher=slurm", "trainer.nodes=auto"]
+    after = subprocess.run(
+        [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), after.stderr

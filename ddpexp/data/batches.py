@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -183,4 +184,7 @@ class _Once:
 
 
 def _start_worker(parent: int, _worker: int) -> None:
+    """Live as long as the rank, whatever schedulers send to all processes of a job: it is the rank that is asked to stop."""
     die_with_parent(parent)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)

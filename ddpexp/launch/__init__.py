@@ -50,6 +50,12 @@ class Crew:
 
     hosts: Sequence[str] = ()
     owners: Sequence[str] = ()  # what started the commands and may start them again, where that is known
+    restarted: bool | None = None  # whether it has done so; None: not known
+
+    @property
+    def earlier(self) -> Sequence[str]:
+        """Return what may have begun this job before."""
+        return () if self.restarted is False else self.owners
 
 
 class Job:

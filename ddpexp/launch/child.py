@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from ddpexp.errors import StoppedError
 
@@ -16,11 +17,19 @@ _EXEC = (
     "import sys; sys.path[:] = filter(None, sys.path); import json, os; parent, path, words = json.loads(sys.argv[1]); "
     "sys.path[:] = path; from ddpexp.launch.process import die_with_parent; die_with_parent(parent); os.execvp(words[0], words)"
 )
-_GRACE_SECONDS = 30.0
+_MORE_SECONDS = 5.0  # for the program to end, when its workers have
 
 
-def run(words: Sequence[str], environ: Mapping[str, str], ended: Callable[[], bool] = lambda: False) -> int:
+def run(
+    words: Sequence[str],
+    environ: Mapping[str, str],
+    grace_seconds: float,
+    passes: Sequence[int] = (),
+    ended: Callable[[], bool] = lambda: False,
+) -> int:
     """Run the program to its end and return its exit code, 128 + n after a signal; `ended` may ask to stop it before.
+
+    Signals in `passes` are the program's; a stop signal ends it, with `grace_seconds` for its workers.
 
     Raises:
         StoppedError: a signal to this process ended the program, which got the time to end its workers.
@@ -28,7 +37,7 @@ def run(words: Sequence[str], environ: Mapping[str, str], ended: Callable[[], bo
     described = json.dumps([os.getpid(), sys.path, list(words)])
     program = [sys.executable, "-c", _EXEC, described]
     # A session of its own: Ctrl-C reaches this command alone, which passes it on.
-    with subprocess.Popen(program, env=dict(environ), start_new_session=True) as process:
+    with subprocess.Popen(program, env=dict(environ), start_new_session=True) as process, _passing(process, passes):
         try:
             while True:
                 try:
@@ -36,17 +45,27 @@ def run(words: Sequence[str], environ: Mapping[str, str], ended: Callable[[], bo
                     return code if code >= 0 else 128 - code
                 except subprocess.TimeoutExpired:
                     if ended():
-                        _end(process)
+                        _end(process, grace_seconds)
         except StoppedError:
-            _end(process)
+            _end(process, grace_seconds)
             raise
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+@contextmanager
+def _passing(process: subprocess.Popen[bytes], numbers: Sequence[int]) -> Iterator[None]:
+    before = {number: signal.signal(number, lambda got, _frame: process.send_signal(got)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         process.send_signal(number)
         try:
-            process.wait(timeout=_GRACE_SECONDS)
+            process.wait(timeout=grace_seconds + _MORE_SECONDS)
             return
         except subprocess.TimeoutExpired:
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass, replace
@@ -58,7 +59,10 @@ class Elastic:
             ]  # fmt: skip
             # Each worker sets its own number of threads; what torch writes beside goes with the folder.
             environ = {"OMP_NUM_THREADS": "1", **os.environ, _CODES: private, "TMPDIR": private}
-            code = child.run(words, environ, ended=lambda: EXIT_REFUSED in _codes(private))
+            code = child.run(
+                words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
+                ended=lambda: any(code == EXIT_REFUSED or code > 128 for code in _codes(private)),  # else it would start again
+            )  # fmt: skip
             return code if code == EXIT_DONE else next(iter(_codes(private)), EXIT_FAILED)
 
     def member(self, job: Job, server: Server | None = None) -> int:

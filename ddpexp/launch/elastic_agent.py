@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -19,6 +23,9 @@ def main() -> None:
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
     logging.disable()
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP"  # to end; the others are for the ranks
+    for number in (signal.SIGUSR1, signal.SIGQUIT):
+        signal.signal(number, _pass_on)
     try:
         run(parse_args(words))  # type: ignore[no-untyped-call]
         code = 0
@@ -27,6 +34,13 @@ def main() -> None:
     except SignalException as error:
         code = 128 + int(error.sigval)
     os._exit(code)
+
+
+def _pass_on(number: int, _frame: FrameType | None) -> None:
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 if __name__ == "__main__":

@@ -59,10 +59,10 @@ class Server:
         except OSError:
             pass  # the server is gone, which the next answer says
 
-    def kill(self, signum: int) -> None:
-        """Send a signal to every living worker."""
+    def kill(self, signum: int, spared: int | None = None) -> None:
+        """Send a signal to every living worker, but for the process `spared`."""
         try:
-            self.channel.send(json.dumps({"op": "kill", "signal": signum}).encode())
+            self.channel.send(json.dumps({"op": "kill", "signal": signum, "spared": spared}).encode())
         except OSError:
             pass  # the server is gone, and its workers with it
 

@@ -1,27 +1,39 @@
-"""The output of one worker: a file that the worker writes and the watcher reads."""
+"""The output of one worker: a file that the worker writes and the watcher reads, locked as long as one of them lives."""
 
 from __future__ import annotations
 
 import codecs
+import errno
+import fcntl
 import math
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import IO
 
+from ddpexp.errors import RefusedError
+
 _BLOCK = 1 << 16
+_LOCK_SECONDS = 10.0  # for the processes of a start before this one to end
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what a file system without them says
 
 
 class Log:
     """A file, not a pipe: a stopped terminal never stops a worker, and what a dying one wrote is there."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
-        """Make `<folder>/<rank>.log`, or without a folder a file that has no name and is gone with its last reader."""
+        """Make `<folder>/<rank>.log`, or without a folder a file that has no name and is gone with its last reader.
+
+        Raises:
+            RefusedError: another start writes to it, and does not end.
+        """
         if folder is None:
             self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"{rank}.log").open("a+b", buffering=0)  # an attempt before this one may have written
+            _lock(self._file, folder / f"{rank}.log")
         self._begin()
 
     @classmethod
@@ -69,3 +81,55 @@ class Log:
     def close(self) -> None:
         """Close the watcher's end."""
         self._file.close()
+
+
+def held_logs(folder: Path) -> list[Path]:
+    """Return the ranks' logs in the folder that a command, a worker or a child of one still holds."""
+    return [path for path in sorted(folder.glob("*.log")) if path.stem.isdecimal() and _is_held(path)]
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Lock for this open file: the worker gets the same one, and the lock ends with the last process that has it."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    while not _try_lock(file.fileno(), fcntl.LOCK_EX):
+        if time.monotonic() > deadline:
+            file.close()
+            pids = _holders(path)
+            shown = f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else "a process on another host"
+            raise RefusedError(f"{path} is in use by {shown}: another start of this run has not ended. Wait for it, or end it.")
+        time.sleep(0.05)
+
+
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Lock if nobody else has; True also where the file system knows no locks."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
+def _holders(path: Path) -> list[int]:
+    """Return the processes of this host that have the file open, as far as they can be seen."""
+    found, wanted = [], os.path.realpath(path)
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it has ended, or is another user's
+    return sorted(found)

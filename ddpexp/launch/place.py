@@ -23,7 +23,8 @@ class Place:
     local_world_size: int | None = None
     nodes: int | None = None  # None: not known before all have met
     starter: str = "this command"  # who says so, for errors
-    owner: str | None = None  # the process that starts this command again after a failure
+    owner: str | None = None  # what starts this command again after a failure
+    restarted: bool | None = None  # whether it has done so; None: not known
 
     @property
     def shares_terminal(self) -> bool:
@@ -80,7 +81,10 @@ def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> Plac
     if local_size is not None:
         _refuse_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
     _refuse_contradiction(asked, "srun", nodes, local_size, "tasks per node")
-    return Place(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun")
+    restarts = _number(environ, "SLURM_RESTART_COUNT", _BY_SRUN) if environ.get("SLURM_RESTART_COUNT") else 0
+    names = (environ.get("SLURM_CLUSTER_NAME") or os.uname().nodename, environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID"))
+    owner = f"slurm:{names[0]}:{names[1]}.{names[2]}" if all(names) else None
+    return Place(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0)
 
 
 def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place, str]:

@@ -6,6 +6,7 @@ along. It knows no job: what to call, where and with which environment is in eac
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,13 +25,16 @@ from ddpexp.launch.process import die_with_parent
 _PACKET = 1 << 20
 # Schedulers send them to every process of a job at once: the command hears them, and ends the workers and this process.
 _OF_THE_COMMAND = (signal.SIGTERM, signal.SIGHUP)
+# These mean nothing here, nor to a worker before it has made ready for them.
+_NOT_YET = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 
 def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> None:
     """Serve until the socket closes. `start_method` is forkserver (fork with everything loaded) or spawn (a new interpreter)."""
     die_with_parent(parent)
     os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the command alone, which knows how to end the workers
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in _NOT_YET:
+        signal.signal(signum, signal.SIG_IGN)
     for signum in _OF_THE_COMMAND:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, for the workers too
             signal.signal(signum, lambda *_: None)
@@ -47,7 +51,7 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
             return  # the command closed its end
         request = json.loads(data)
         if request["op"] == "kill":
-            for pid in children:
+            for pid in children - {request["spared"]}:
                 os.kill(pid, request["signal"])
         else:
             start = _fork if start_method == "forkserver" else _exec
@@ -166,6 +170,7 @@ def _settle(request: dict[str, Any], fds: Sequence[int], private: Sequence[socke
 
 
 def call(entry: str, arguments: Sequence[str]) -> int:
-    """Call `module:function` with the arguments and return its exit code."""
+    """Call `module:function` with the arguments and return its exit code; from here on SIGQUIT shows where the process is."""
+    faulthandler.register(signal.SIGQUIT)
     module, function = entry.split(":")
     return int(getattr(importlib.import_module(module), function)(*arguments))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -53,6 +56,8 @@ class Slurm:
     python: str | None = None
     sbatch_args: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
+    requeue: bool = True
+    signal_seconds: int | None = None
     wait: bool = False
     dry_run: bool = False
 
@@ -96,7 +101,8 @@ class Slurm:
         server = server or Server()
         try:
             way = Published.under(job.folder, _step_key(), False) if place.size > 1 else None
-            return team.run(job, Place(place.index, place.size, nodes=place.size, starter="srun"), way, server)
+            with self._ends_in_requeue():
+                return team.run(job, Place(place.index, place.size, nodes=place.size, starter="srun"), way, server)
         finally:
             server.close()
 
@@ -105,9 +111,26 @@ class Slurm:
         server = server or Server()
         try:
             way = Published.under(job.folder, _step_key(), place.nodes == 1) if place.size > 1 else None
-            return team.run(job, place, way, server)
+            with self._ends_in_requeue():
+                return team.run(job, place, way, server)
         finally:
             server.close()
+
+    @contextmanager
+    def _ends_in_requeue(self) -> Iterator[None]:
+        """Have the job start again later when it is stopped for that, and say which start this is."""
+        restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
+        if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
+            print(f"ddpexp: restart {restarts} of Slurm job {_job_id()}", file=sys.stderr, flush=True)
+        try:
+            yield
+        except StoppedError as error:
+            cause: BaseException | None = error
+            while cause is not None:  # another signal may have come on the way here
+                if isinstance(cause, StoppedError) and cause.signum == signal.SIGUSR2:
+                    cause.then = partial(_requeue, cause) if self.requeue else lambda: f"job {_job_id()}: launcher.requeue=false"
+                cause = cause.__context__
+            raise
 
     def _submit(self, job: Job, nodes: int) -> int:
         planned = self.script(job, nodes, job.folder / "RUN_DIR")  # refuses what no script can hold before anything is written
@@ -158,7 +181,11 @@ class Slurm:
         run = job.create().resolve()
         job.note("submitted")
         environ = {name: value for name, value in os.environ.items() if name not in _OF_OTHER_TASKS}
-        code = child.run(self.srun(job, nodes, run), environ)
+        try:
+            code = child.run(self.srun(job, nodes, run), environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGUSR2))
+        except StoppedError as error:
+            error.told = _status(run) == "interrupted"
+            raise
         if code and _status(run) == "submitted":
             text = f"srun ended with exit code {code} before the job began: see what it says above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
@@ -175,8 +202,10 @@ class Slurm:
             "ntasks-per-node": 1,
             "cpus-per-task": self._cpus(job),
             **{name.replace("_", "-"): getattr(self, name) for name in _PLAIN},
+            "signal": f"USR2@{self._signal_seconds(job)}" if self.requeue else None,
         }
         lines = [f"#SBATCH --{name}={_quoted(str(value), name)}" for name, value in options.items() if value is not None]
+        lines.append("#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue")
         lines += [f"#SBATCH {_quoted(word, 'sbatch_args')}" for word in self.sbatch_args]
         setup = "".join(f"{line}\n" for line in self.setup)
         return (
@@ -199,6 +228,10 @@ class Slurm:
             *self.srun_args,
             self.python or sys.executable, "-m", "ddpexp", "member", str(run),
         ]  # fmt: skip
+
+    def _signal_seconds(self, job: Job) -> int:
+        """Return how long before the end of its time the job is told; Slurm may do so a minute earlier."""
+        return math.ceil(job.asked.grace_seconds) + 60 if self.signal_seconds is None else self.signal_seconds
 
     def _workers(self, job: Job) -> Literal["auto"] | int:
         """Return the workers a node that the options imply; auto leaves it to what the node shows."""
@@ -235,6 +268,15 @@ class Slurm:
             raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise RefusedError(f"launcher.cpus_per_task={self.cpus_per_task}: use 1 or more.")
+        if not 0 <= self._signal_seconds(job) < 1 << 16:
+            raise RefusedError(f"launcher.signal_seconds={self._signal_seconds(job)}: Slurm takes 0 to 65535.")
+        limit = _limit_seconds(self.time)
+        if self.requeue and limit is not None and limit <= self._signal_seconds(job):
+            raise RefusedError(
+                f"launcher.time={self.time} is {limit} s, and Slurm would tell the job {self._signal_seconds(job)} s before the "
+                f"end to save and start again: it would do nothing else. Use more, a smaller launcher.signal_seconds, or "
+                f"launcher.requeue=false."
+            )
         workers = self._workers(job)
         if workers != "auto":
             if workers < 1:
@@ -260,6 +302,43 @@ def _gpus_of_all_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
         return []
     count = int(each) * sum(tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))[:nodes])
     return [f"--gpus={kind}{':' if kind else ''}{count}"] if count else []
+
+
+def _limit_seconds(text: str | int | None) -> int | None:
+    """Return a time limit in seconds; None where there is none, or where it is Slurm that says what is wrong with it.
+
+    Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and so on.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", "" if text is None else str(text))
+    if found is None:
+        return None
+    days, *numbers = (None if number is None else int(number) for number in found.groups())
+    given = [number for number in numbers if number is not None]
+    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
+    seconds = (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
+    return seconds or None  # 0 is no limit
+
+
+def _job_id() -> str:
+    """Return the job as scontrol knows it."""
+    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+    if all(name in os.environ for name in names):
+        return "_".join(os.environ[name] for name in names)
+    return os.environ["SLURM_JOB_ID"]
+
+
+def _requeue(error: StoppedError) -> str:
+    """Put the job back into the queue, unless it would only do the same again."""
+    job_id = _job_id()
+    if not error.saved or error.step is None or error.step <= (error.began or 0):
+        return f"job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, errors="replace")
+    except OSError as problem:
+        return f"job {job_id} is not requeued: scontrol: {problem.strerror}"
+    if done.returncode:
+        return f"job {job_id} is not requeued: {' '.join(done.stderr.split()) or done.returncode}"
+    return f"job {job_id} is requeued"
 
 
 def where(

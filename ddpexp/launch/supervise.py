@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, PeerError, RefusedError, StoppedError, WorkerError
-from ddpexp.launch.control import Lines
+from ddpexp.launch.agreement import Agreement
+from ddpexp.launch.control import SIGNALS, Lines, Page
 from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Meeting, Peer
@@ -23,11 +24,13 @@ from ddpexp.launch.terminal import Terminal
 # After the first failure the others may still report theirs: a rank that was killed says nothing, and its peers' broken
 # connections arrive first.
 _FAILURE_SECONDS = 1.0
-_GRACE_SECONDS = 5.0  # from a stop request to SIGKILL
+_LEAVE_SECONDS = 5.0  # from a stop request to SIGKILL where there is nothing to save
 _REPEAT_SECONDS = 2.0  # a second signal sooner than this is the same one
 _TAIL_SECONDS = 0.1
 _HOLD_SECONDS = 0.3  # a warning of another rank waits this long for the same one of rank zero
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (*_END_SIGNALS, signal.SIGUSR2)  # SIGUSR2: to go on later, in another start
+_COMMAND, _ELSEWHERE = -1, 1 << 32  # sources of signals that are no rank; of another command its number is added
 _LAST_LINES = 20
 _FAREWELL_SECONDS = 10.0  # for the other commands' last words, when this one's workers have ended
 _SERVER_LOST = "the process that starts the workers was killed, and they with it (is the machine out of memory?)"
@@ -42,8 +45,8 @@ class Server(Protocol):
         """Return the next answer, or None when the server is gone."""
         ...
 
-    def kill(self, signum: int) -> None:
-        """Send a signal to every living worker."""
+    def kill(self, signum: int, spared: int | None = None) -> None:
+        """Send a signal to every living worker, but for the process `spared`."""
         ...
 
 
@@ -54,14 +57,29 @@ class Worker:
     rank: int
     control: Lines
     log: Log
+    page: Page
+    signals: socket.socket  # what it gets itself
     pid: int | None = None
     code: int | None = None  # exit code, or minus the signal's number
     done: bool = False
-    ended: bool = False  # by us, because of another rank
+    stopped: bool = False  # it has left by itself, as it was asked to
+    ended: bool = False  # by us
+    trains: bool = False  # or did
     step: int | None = None
     phase: str = "start"
     failure: Failure | None = None
     failed_at: float = 0.0  # when the watcher heard of it
+    dumps: int = 0  # SIGQUITs from here that it has not passed on yet
+
+    @property
+    def last_step(self) -> int | None:
+        """Return the steps that it had done when it was last heard of."""
+        return self.step if self.page.step is None else self.page.step
+
+    @property
+    def well(self) -> bool:
+        """Tell whether it has ended as it should."""
+        return (self.done and self.code == EXIT_DONE) or (self.stopped and self.code == 128 + signal.SIGTERM)
 
 
 @dataclass
@@ -71,6 +89,13 @@ class _Other:
     peer: Peer
     lines: Lines
     ended: bool = False
+
+
+@dataclass
+class _Got:
+    """The signals that a worker gets itself."""
+
+    worker: Worker
 
 
 @dataclass
@@ -85,6 +110,8 @@ class _Heard:
 @dataclass
 class _Watch:
     workers: Sequence[Worker]
+    agreement: Agreement
+    grace_seconds: float
     others: Sequence[_Other] = ()  # of the leading command all, of another one the leading one
     leads: bool = True
     speaks: bool = True  # somebody looks at this terminal who does not see the leading command's
@@ -95,21 +122,29 @@ class _Watch:
     failed_at: float | None = None
     stopped_by: int | None = None
     stopped_at: float = 0.0
+    at_once: bool = False  # without saving: there is nothing to save
+    began: int | None = None  # the step at which this start began
+    since: dict[int, float] = field(default_factory=dict)  # when each of the signals that end nothing was last followed
+    first_end: dict[int, float] = field(default_factory=dict)  # when the first signal to end was heard from each source
     killed: bool = False
     said: set[str] = field(default_factory=set)  # warnings that were shown: every rank has the same ones
     held: dict[str, tuple[int, float]] = field(default_factory=dict)  # those that were not: which rank's, since when
 
 
-def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal, meeting: Meeting | None = None) -> int:
+def supervise(
+    server: Server, workers: Sequence[Worker], terminal: Terminal, meeting: Meeting | None = None, grace_seconds: float = 25.0
+) -> int:
     """Watch until every worker has ended; return the exit code of the run.
 
     Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one tells why.
+    A stop signal has the ranks save and leave within `grace_seconds`.
 
     Raises:
         WorkerError: the first genuine failure. RefusedError: the workers refused to start.
-        StoppedError: a signal to this process ended the run.
+        StoppedError: a signal to this process, another command or a rank ended the run.
     """
-    watch = _Watch(workers)
+    tell = meeting.tell if meeting is not None else lambda message: None
+    watch = _Watch(workers, Agreement([worker.page for worker in workers], tell), grace_seconds)
     if meeting is not None:
         watch.leads, watch.speaks = meeting.leads, meeting.speaks
         watch.others = [_Other(peer, peer.lines()) for peer in meeting.peers]
@@ -119,21 +154,31 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal, mee
         selector.register(signals, selectors.EVENT_READ, "signals")
         for worker in workers:
             selector.register(worker.control.channel, selectors.EVENT_READ, worker)
+            selector.register(worker.signals, selectors.EVENT_READ, _Got(worker))
         for other in watch.others:
             selector.register(other.lines.channel, selectors.EVENT_READ, other)
 
         def look() -> None:
             for key, _ in selector.select(_TAIL_SECONDS):
                 if key.data == "server":
-                    if not _answer(server, watch):
+                    if not _answer(server, watch, terminal):
                         selector.unregister(server.channel)
                 elif key.data == "signals":
-                    _stop(server, watch, signals.recv(64))
+                    for number in signals.recv(64):
+                        _take(server, watch, number, _COMMAND)
+                elif isinstance(key.data, _Got):
+                    numbers = key.data.worker.signals.recv(64)
+                    for number in numbers:
+                        _take_from(server, watch, number, key.data.worker)
+                    if not numbers:
+                        selector.unregister(key.data.worker.signals)
                 elif isinstance(key.data, _Other):
                     if not _hear(key.data, server, watch):
                         selector.unregister(key.data.lines.channel)
                 elif not _listen(key.data, watch, terminal):
                     selector.unregister(key.data.control.channel)
+            if watch.leads:
+                watch.agreement.advance([other.peer.index for other in watch.others if not other.ended])
 
         try:
             while any(worker.code is None for worker in workers):
@@ -160,6 +205,7 @@ def supervise(server: Server, workers: Sequence[Worker], terminal: Terminal, mee
             terminal.close()
             for worker in workers:
                 worker.control.channel.close()
+                worker.signals.close()
     return _verdict(watch)
 
 
@@ -177,10 +223,20 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
             other.ended = True
         elif kind == "stopped":
             other.ended = True
-            _stop(server, watch, bytes([message["signal"]]))
+            if watch.stopped_by is None:
+                _take(server, watch, message["signal"], other.peer.index + _ELSEWHERE)
+        elif kind == "signal":
+            _take(server, watch, message["signal"], other.peer.index + _ELSEWHERE, message["again"])
+        elif kind == "leave":
+            _stopped_by(watch, message["signal"])
+            _leave(server, watch)
         elif kind == "stop":
-            _stop(server, watch, bytes([message["signal"]]))
+            _stopped_by(watch, message["signal"])
+        elif kind in ("begin", "bound", "settle"):
+            watch.agreement.hear(message, other.peer.index)
         elif kind == "end":
+            if message["signal"] is not None:
+                _stopped_by(watch, message["signal"])
             if message["cause"] is not None:
                 watch.heard.append(_Heard(Failure(**message["cause"]), -1, time.monotonic()))
             _kill(server, watch)
@@ -204,8 +260,8 @@ def _pass_on(watch: _Watch) -> None:
         return
     [leader] = watch.others
     for worker in watch.workers:
-        known = worker.failure is not None or (worker.code is not None and not (worker.done and worker.code == EXIT_DONE))
-        if known and not worker.ended and worker.rank not in watch.passed_on and watch.stopped_by is None:
+        known = worker.failure is not None or (worker.code is not None and not worker.well)
+        if known and not worker.ended and worker.rank not in watch.passed_on and not watch.at_once:
             watch.passed_on.add(worker.rank)
             cause = _cause(worker)
             leader.peer.send({"kind": "failed", "failure": cause.as_dict(), "weight": _weight(cause)})
@@ -236,7 +292,7 @@ def _may_be_stopped(watch: _Watch) -> bool:
     """Tell whether a stop signal has ended workers and may be on its way here: schedulers send it to every process."""
     if watch.stopped_by is not None or watch.failed_at is None or time.monotonic() - watch.failed_at > _FAILURE_SECONDS:
         return False
-    causes = [_cause(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
+    causes = [_cause(worker) for worker in watch.workers if not worker.well]
     causes += [heard.failure for heard in watch.heard]
     by_signal = [cause.signal in _STOP_SIGNALS for cause in causes]
     return any(by_signal) and all(stopped or _weight(cause) > 1 for stopped, cause in zip(by_signal, causes, strict=True))
@@ -246,18 +302,20 @@ def _may_hear_the_cause(watch: _Watch) -> bool:
     """Tell whether only consequences are known yet, and not for long."""
     if watch.failed_at is None or time.monotonic() - watch.failed_at > _FAILURE_SECONDS:
         return False
-    causes = [_cause(worker) for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
+    causes = [_cause(worker) for worker in watch.workers if not worker.well]
     return all(_weight(cause) > 1 for cause in causes) and all(heard.weight > 1 for heard in watch.heard)
 
 
 @contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """Turn stop signals into bytes on a socket for the time of the watch."""
+    """Turn the signals of the table in docs/launchers.md into bytes on a socket for the time of the watch."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)  # first, or a signal between is lost
-    heard = [number for number in _STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, lambda *_: None) for number in heard}
+    before = {}
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN or number not in _END_SIGNALS:  # nohup ignores SIGHUP
+            before[number] = signal.signal(number, lambda *_: None)
     try:
         yield ours
     finally:
@@ -268,7 +326,7 @@ def _signals() -> Iterator[socket.socket]:
         theirs.close()
 
 
-def _answer(server: Server, watch: _Watch) -> bool:
+def _answer(server: Server, watch: _Watch, terminal: Terminal) -> bool:
     """Take one answer of the server; False when it is gone, which takes every worker with it."""
     message = server.receive()
     if message is None:
@@ -283,7 +341,8 @@ def _answer(server: Server, watch: _Watch) -> bool:
     elif message["kind"] == "exit":
         worker = next(worker for worker in watch.workers if worker.pid == message["pid"])
         worker.code = message["code"]
-        if not (worker.done and worker.code == EXIT_DONE):
+        _listen(worker, watch, terminal)  # its last words
+        if not worker.well:
             worker.failed_at = worker.failed_at or time.monotonic()
             watch.failed_at = watch.failed_at or worker.failed_at
     return True
@@ -299,6 +358,9 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
             terminal.progress(message)
         elif kind == "phase":
             worker.phase, worker.step = message["phase"], message.get("step", worker.step)
+            worker.trains |= worker.phase == "train"
+        elif kind == "began":
+            watch.began = message["step"]
         elif kind == "warning" and worker.rank == 0:  # it stands in rank zero's output, which is shown
             watch.said.add(message["text"])
             watch.held.pop(message["text"], None)
@@ -311,6 +373,8 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
             watch.failed_at = watch.failed_at or worker.failed_at
         elif kind == "done":
             worker.done = True
+        elif kind == "stopped":
+            worker.stopped, worker.step = watch.stopped_by is not None, message["step"]
     return open_
 
 
@@ -338,33 +402,102 @@ def _show_warnings(watch: _Watch, terminal: Terminal, held_since: float) -> None
             del watch.held[text]
 
 
-def _stop(server: Server, watch: _Watch, numbers: bytes) -> None:
+def _take_from(server: Server, watch: _Watch, number: int, worker: Worker) -> None:
+    """Take a signal that a rank has passed on, unless it has it from here."""
+    if number == signal.SIGQUIT and worker.dumps:
+        worker.dumps -= 1
+    elif number in SIGNALS and not watch.at_once:
+        _take(server, watch, number, worker.rank)
+
+
+def _take(server: Server, watch: _Watch, number: int, source: int, again: bool = False) -> None:
+    """Do what a signal asks for, whichever of the job's processes got it: `source` is a rank, or one of the names below.
+
+    Schedulers signal all processes at once, some of them after a while, and some commands pass on what they get: from each
+    source the first is the same as the others'. `again`: another command tells of a second one.
+    """
     now = time.monotonic()
-    for number in numbers:
-        if number not in _STOP_SIGNALS:
-            continue
-        if watch.stopped_by is None:
-            watch.stopped_by, watch.stopped_at = number, now
-            server.kill(signal.SIGTERM)
-            if watch.leads:
-                for other in watch.others:
-                    other.peer.send({"kind": "stop", "signal": number})
-        elif now - watch.stopped_at > _REPEAT_SECONDS:
-            server.kill(signal.SIGKILL)
-            watch.killed = True
+    if number in (signal.SIGUSR1, signal.SIGQUIT):
+        if now - watch.since.get(number, -math.inf) > _REPEAT_SECONDS:
+            watch.since[number] = now
+            _save(watch) if number == signal.SIGUSR1 else _dump(server, watch, source)
+        return
+    if number in _END_SIGNALS:
+        again = again or now - watch.first_end.setdefault(source, now) > _REPEAT_SECONDS
+    if watch.stopped_by is not None and again:
+        _tell_leader(watch, number, again)
+        _kill(server, watch)
+    elif watch.stopped_by is None or (watch.stopped_by == signal.SIGUSR2 != number and not watch.parted):
+        anew = watch.stopped_by is not None  # such as the end of a job that was to go on later
+        _stopped_by(watch, number)
+        _tell_leader(watch, number)
+        if watch.leads and (anew or _trains(watch)):
+            _tell_others(watch, {"kind": "stop", "signal": number})
+            watch.agreement.want("stop")
+        elif watch.leads:
+            _tell_others(watch, {"kind": "leave", "signal": number})
+            _leave(server, watch)
+
+
+def _stopped_by(watch: _Watch, number: int) -> None:
+    watch.stopped_at = watch.stopped_at if watch.stopped_by is not None else time.monotonic()
+    watch.stopped_by = number
+    for worker in watch.workers:
+        worker.page.stop(number)
+
+
+def _leave(server: Server, watch: _Watch) -> None:
+    """End the workers, which have nothing to save yet."""
+    watch.at_once = True
+    for worker in watch.workers:
+        worker.page.leave()
+    server.kill(signal.SIGTERM)
+
+
+def _trains(watch: _Watch) -> bool:
+    """Tell whether the training has begun, as rank zero says: before there is nothing to save."""
+    first = watch.workers[0]
+    return first.rank == 0 and (first.trains or first.page.step is not None)
+
+
+def _save(watch: _Watch) -> None:
+    """Have all ranks save and go on."""
+    _tell_leader(watch, signal.SIGUSR1)
+    if watch.leads and _trains(watch):
+        watch.agreement.want("save")
+
+
+def _dump(server: Server, watch: _Watch, source: int) -> None:
+    """Have all ranks write where they are; the one that got the signal itself has done so."""
+    for worker in watch.workers:
+        worker.dumps += worker.rank != source
+    server.kill(signal.SIGQUIT, next((worker.pid for worker in watch.workers if worker.rank == source), None))
+    _tell_leader(watch, signal.SIGQUIT)
+    _tell_others(watch, {"kind": "signal", "signal": int(signal.SIGQUIT), "again": False})
+
+
+def _tell_leader(watch: _Watch, number: int, again: bool = False) -> None:
+    if not watch.leads:
+        watch.others[0].peer.send({"kind": "signal", "signal": number, "again": again})
+
+
+def _tell_others(watch: _Watch, message: dict[str, Any]) -> None:
+    if watch.leads:
+        for other in watch.others:
+            other.peer.send(message)
 
 
 def _end_in_time(server: Server, watch: _Watch) -> None:
     now = time.monotonic()
-    asked = watch.stopped_by is not None and (watch.failed_at or now) >= watch.stopped_at  # to end, which is no failure then
+    asked = watch.at_once and (watch.failed_at or now) >= watch.stopped_at  # to end, which is no failure then
     failed = watch.failed_at is not None and not asked and now - watch.failed_at > _FAILURE_SECONDS
-    stopped = watch.stopped_by is not None and now - watch.stopped_at > _GRACE_SECONDS
-    if failed or stopped:
+    grace = min(_LEAVE_SECONDS, watch.grace_seconds) if watch.at_once else watch.grace_seconds
+    if failed or (watch.stopped_by is not None and now - watch.stopped_at > grace):
         _kill(server, watch)
 
 
 def _kill(server: Server, watch: _Watch) -> None:
-    """End the workers that are left, because of another's failure."""
+    """End the workers that are left, because of another's failure or of a stop that they did not follow in time."""
     if watch.killed:
         return
     for worker in watch.workers:
@@ -376,26 +509,34 @@ def _kill(server: Server, watch: _Watch) -> None:
 
 def _end_others(watch: _Watch) -> None:
     """Have the other commands end their workers, and tell them why: the first cause is everybody's."""
-    if watch.leads:
-        known = _ranked(watch)
-        cause = known[0].as_dict() if known and watch.stopped_by is None else None
-        for other in watch.others:
-            other.peer.send({"kind": "end", "cause": cause})
+    known = _ranked(watch)
+    cause = known[0].as_dict() if known and _failed(watch) else None
+    _tell_others(watch, {"kind": "end", "cause": cause, "signal": watch.stopped_by})
 
 
-def _failed_before_the_stop(watch: _Watch, failed: Sequence[Worker]) -> bool:
-    """Tell whether a failure came first. One that the same signal has made did not: schedulers send it to every process."""
-    causes = [_cause(worker) for worker in failed if worker.failed_at and worker.failed_at < watch.stopped_at]
-    causes += [heard.failure for heard in watch.heard if heard.at < watch.stopped_at]
-    return any(cause.signal not in _STOP_SIGNALS and _weight(cause) < 2 for cause in causes)
+def _failed(watch: _Watch) -> bool:
+    """Tell whether what is known of ended ranks is a failure, and not a stop.
+
+    A rank that the same signal has ended did not fail: schedulers send it to every process. Nor did one that had nothing to
+    save and was to leave, once it was asked to.
+    """
+    if watch.stopped_by is None:
+        return True
+    bad = [worker for worker in watch.workers if (worker.failure or worker.code is not None) and not worker.well]
+    known = [(worker.failed_at, _cause(worker)) for worker in bad if not worker.ended]
+    known += [(heard.at, heard.failure) for heard in watch.heard]
+    causes = [cause for at, cause in known if not watch.at_once or 0 < at < watch.stopped_at]
+    by_signal = any(cause.signal in _STOP_SIGNALS for cause in causes)
+    weights = [_weight(cause) for cause in causes if cause.signal not in _STOP_SIGNALS]
+    return any(weight < 2 or (weight == 2 and not by_signal and not watch.at_once) for weight in weights)
 
 
 def _verdict(watch: _Watch) -> int:
-    failed = [worker for worker in watch.workers if not (worker.done and worker.code == EXIT_DONE)]
-    if not failed and not watch.heard:
+    asked = any(worker.stopped for worker in watch.workers)
+    if all(worker.well for worker in watch.workers) and not watch.heard and not asked:
         return EXIT_DONE  # a signal that came when all was done changes nothing
-    if watch.stopped_by is not None and not _failed_before_the_stop(watch, failed):
-        raise StoppedError(watch.stopped_by)
+    if watch.stopped_by is not None and not _failed(watch) and not (watch.leader_lost and not watch.at_once):
+        raise _stopped(watch)
     failures = _ranked(watch)
     if watch.leader_lost:
         host = watch.others[0].peer.host
@@ -410,17 +551,26 @@ def _verdict(watch: _Watch) -> int:
     raise WorkerError(first, others, shown, leader=watch.others[0].peer.host if told else None, quiet=told and not watch.speaks)
 
 
+def _stopped(watch: _Watch) -> StoppedError:
+    """Return how far the run is, which rank zero knows: it is the one that saves."""
+    assert watch.stopped_by is not None
+    first = next((worker for worker in watch.workers if worker.rank == 0), None)
+    if first is None or watch.at_once:
+        return StoppedError(watch.stopped_by)
+    step = first.step if first.stopped else first.last_step
+    return StoppedError(watch.stopped_by, step=step, saved=first.stopped, began=watch.began)
+
+
 def _ranked(watch: _Watch) -> list[Failure]:
     """Return what is known of failures here and elsewhere, the most genuine first.
 
     A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
     """
     ended = [worker for worker in watch.workers if worker.failure is not None or worker.code is not None]
-    bad = [worker for worker in ended if not (worker.done and worker.code == EXIT_DONE)]
-    told = watch.stopped_by is not None  # then a worker without an error of its own did as it was told
+    bad = [worker for worker in ended if not worker.well]
     ranked = [
-        (3 if told and worker.failure is None else _weight(_cause(worker)), worker.failed_at, worker.rank, _cause(worker))
-        for worker in bad
+        (3 if watch.at_once and worker.failure is None else _weight(_cause(worker)), worker.failed_at, worker.rank, _cause(worker))
+        for worker in bad  # one without an error of its own that was to leave did as it was told
     ]
     ranked += [(heard.weight, heard.at, heard.failure.rank, heard.failure) for heard in watch.heard]
     return [cause for *_, cause in sorted(ranked, key=lambda one: one[:3])]
@@ -461,7 +611,7 @@ def _failure(worker: Worker, kind: str, message: str, signum: int | None = None,
         host=os.uname().nodename,
         kind=kind,
         message=message,
-        step=worker.step,
+        step=worker.last_step,
         phase=worker.phase,
         signal=signum,
         traceback=worker.log.last_lines(_LAST_LINES),

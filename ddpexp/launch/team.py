@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, FinishedError, RefusedError
 from ddpexp.launch import Crew, Job, Layout
-from ddpexp.launch.control import CONTROL_FD, STORE_FD, Lines
+from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.hardware import cores_quota, gpu_names, usable_core_numbers
 from ddpexp.launch.layout import resolve
@@ -53,7 +53,7 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     layout = replace(mine, nodes=place.nodes or 1, world_size=world_size)
     job.check(layout)
     if place.size == 1 or way is None:
-        job.begin(layout, Crew([platform.node()], [place.owner] if place.owner else []))
+        job.begin(layout, Crew([platform.node()], [place.owner] if place.owner else [], place.restarted))
         return _watch(job, layout, Seat(0, world_size, 0, world_size, 0, False, True), None, server)
     who = "rank" if place.told else "node"
     hello = {
@@ -73,18 +73,19 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
         "owner": place.owner,
     }
     if place.index == 0:
-        return _lead(job, way, hello, asked.init_seconds, who, server)
+        return _lead(job, place, way, hello, asked.init_seconds, who, server)
     return _follow(job, place, way, hello, asked.init_seconds, who, server)
 
 
-def _lead(job: Job, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
+def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
     meeting, others = lead(way, hello["size"], seconds, who)
     try:
         try:
             hellos = [hello, *others]
             layout, seats = settle(hellos, job.asked.threads, who)
             job.check(layout)
-            job.begin(layout, Crew([one["host"] for one in hellos], [one["owner"] for one in hellos if one["owner"]]))
+            owners = [one["owner"] for one in hellos if one["owner"]]
+            job.begin(layout, Crew([one["host"] for one in hellos], owners, place.restarted))
             go = {"kind": "go", "layout": asdict(layout), "shared": job.shared()}
             # The first command of a host makes the data ready there; the others find it so.
             for first in (True, False):
@@ -120,6 +121,7 @@ def _hear_ready(peers: Sequence[Any], who: str) -> None:
 def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
     meeting = join(way, hello, seconds, who)
     [leader] = meeting.peers
+    meeting.speaks = not place.shares_terminal  # until it is known which command of this host does
     try:
         go = _next(leader, "go")
         seat, layout = Seat(**go["seat"]), Layout(**go["layout"])
@@ -264,22 +266,28 @@ def _watch(
         for number in range(seat.workers):
             rank = seat.first_rank + number
             ours, theirs = socket.socketpair()
+            signals, theirs_for_signals = socket.socketpair()
+            theirs_for_signals.setblocking(False)  # a signal handler writes to it
             environ = environment(layout, seat, number, place, meeting.address if meeting else LOOPBACK)
-            descriptors = {CONTROL_FD: theirs.fileno()}
+            page, number_of_page = Page.make()
+            descriptors = {CONTROL_FD: theirs.fileno(), PAGE_FD: number_of_page, SIGNALS_FD: theirs_for_signals.fileno()}
             if rank == 0 and listener is not None:
                 descriptors[STORE_FD] = listener.fileno()
             log = Log(job.logs, rank)
             server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors)
             theirs.close()
-            workers.append(Worker(rank, Lines(ours), log))
+            theirs_for_signals.close()
+            os.close(number_of_page)
+            workers.append(Worker(rank, Lines(ours), log, page, signals))
     finally:
         if listener is not None:
             listener.close()
     try:
-        return supervise(server, workers, Terminal(), meeting)
+        return supervise(server, workers, Terminal(), meeting, job.asked.grace_seconds)
     finally:
         for worker in workers:
             worker.log.close()
+            worker.page.close()
 
 
 def environment(layout: Layout, seat: Seat, number: int, store: tuple[str, int], address: str) -> dict[str, str]:

@@ -26,8 +26,9 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PO
 SRUN = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1",
-    "SLURM_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1", "SLURM_CLUSTER_NAME": "big",
 }  # fmt: skip
+STEP = "slurm:big:7.0"
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_NAMESPACE": "165085185", "PMIX_RANK": "1",
@@ -49,9 +50,10 @@ def mpi(asked: Asked, environ: Mapping[str, str]) -> Place:
         (of_torchrun, BY_HAND, Place(1, 2, True, None, None, None, "the environment")),
         (of_torchrun, {**BY_HAND, "LOCAL_RANK": "0"}, Place(1, 2, True, None, None, None, "the environment")),
         (of_torchrun, {**BY_HAND, "LOCAL_WORLD_SIZE": "2"}, Place(1, 2, True, None, 2, 1, "the environment")),
-        (of_slurm_task, SRUN, Place(2, 3, True, 0, 1, 2, "srun")),
-        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, Place(2, 3, True, 0, 1, 2, "srun")),
-        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, Place(2, 3, True, None, None, 2, "srun")),
+        (of_slurm_task, SRUN, Place(2, 3, True, 0, 1, 2, "srun", STEP, False)),
+        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, Place(2, 3, True, 0, 1, 2, "srun", STEP, False)),
+        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, Place(2, 3, True, None, None, 2, "srun", STEP, False)),
+        (of_slurm_task, {**SRUN, "SLURM_RESTART_COUNT": "1"}, Place(2, 3, True, 0, 1, 2, "srun", STEP, True)),
         (mpi, OPEN_MPI, Place(1, 2, True, 1, 2, 1, "mpirun", OURS)),
         (mpi, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, Place(1, 4, True, 1, 2, None, "mpirun", OURS)),
         (mpi, MPICH, Place(1, 2, True, 1, 2, 1, "mpirun", OURS)),

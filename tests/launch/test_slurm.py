@@ -75,6 +75,11 @@ def load_when_there(folder, **options):
     return load(**options)
 
 
+def load_never(folder, **options):
+    open(f"{folder}/train{RANK}", "w").close()
+    time.sleep(600)
+
+
 class Shows(Sides):
     # Writes the GPUs that Slurm shows to each rank, and the job's name.
     def __init__(self, folder):
@@ -191,9 +196,9 @@ def test_the_login_node_submits_says_how_to_follow_and_exits(recipe: Recipe, spa
     # A finished run stays as it is when somebody submits it again.
     before = {path.name: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
     again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
-    assert state_of(again) == ("FAILED", "2:0")
+    assert state_of(again) == ("COMPLETED", "0:0")
     text = (done.run / f"slurm-{again}.log").read_text()
-    assert "is finished: its result.json says done" in text
+    assert "is finished at step" in text
     assert {name: (done.run / name).read_bytes() for name in before} == before
     assert not (done.run / "error.json").exists()
 
@@ -649,3 +654,110 @@ def test_the_program_of_srun_pty_itself_is_a_task(recipe: Recipe, spawned: Calla
     done = Done(0, child.before, "", run)
     assert done.result()["weights_sha256"] == spawned(1).result()["weights_sha256"]
     assert "-m" in done.manifest()["command"] or done.manifest()["command"][0] != "ddpexp"  # no member of another step
+
+
+# A job that goes on later.
+
+
+def restarts(job_id: str) -> int:
+    found = re.search(r" Restarts=(\d+) ", shown_job(job_id))
+    assert found
+    return int(found[1])
+
+
+def go_on_now(job_id: str) -> None:
+    """Wait until a job is in the queue again, and spare it the two minutes that Slurm has it wait."""
+    wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, seconds=40)
+    time.sleep(2.1)  # a start in the second of the end is taken for the old one
+    ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+
+
+def steps(run: Path) -> list[int]:
+    """Return the steps whose training was recorded."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "train/loss" in line]
+
+
+def test_a_job_that_is_told_to_go_on_later_saves_is_requeued_once_and_ends_as_if_undisturbed(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    words = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
+    done = recipe("launcher=slurm", *words)
+    job_id = job_of(done)
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", "--signal=USR2", job_id)
+    go_on_now(job_id)
+    assert done.result()["status"] == "interrupted"
+    stopped = done.result()["step"]
+    assert 0 < stopped < 60
+    assert state_of(job_id) == ("COMPLETED", "0:0")
+    text = (done.run / f"slurm-{job_id}.log").read_text()
+    assert text.count(f"ddpexp: job {job_id} is requeued\n") == 1
+    assert text.count(f"ddpexp: restart 1 of Slurm job {job_id}\n") == 1
+    assert text.count("ddpexp: interrupted by SIGUSR2; saved at step ") == 1
+    assert restarts(job_id) == 1
+    assert (done.result()["status"], steps(done.run)) == ("done", list(range(1, 61)))
+    alone = recipe("trainer.gpus=4", "trainer.threads=1", "trainer.epochs=15", "trainer.log_every=1")
+    assert done.result()["weights_sha256"] == alone.result()["weights_sha256"]
+
+
+def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, "data._target_=points.load_never", f"+data.folder={tmp_path}")
+    job_id = job_of(done)
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", "--signal=USR2", job_id)
+    assert state_of(job_id) == ("FAILED", "140:0")
+    text = (done.run / f"slurm-{job_id}.log").read_text()
+    assert f"ddpexp: job {job_id} is not requeued: it has saved no step since it started, and would do the same again" in text
+    assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
+
+
+def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    job_id = job_of(done)
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", job_id)
+    assert state_of(job_id)[0] == "CANCELLED"
+    wait_for(quiet, seconds=15)
+    assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
+    assert f"step-{done.result()['step']:08}" in [path.name for path in (done.run / "checkpoints").iterdir()]
+
+
+def test_a_job_may_save_and_go_on(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), "trainer.checkpoint_every=0", "trainer.epochs=20")
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", "--signal=USR1", job_of(done))
+    wait_for(lambda: any((done.run / "checkpoints").glob("step-*/manifest.json")))
+    assert state_of(job_of(done)) == ("COMPLETED", "0:0")
+    assert steps(done.run) == list(range(1, 81))
+
+
+def test_the_users_own_srun_goes_on_in_the_directory_that_it_had(recipe: Recipe, tmp_path: Path) -> None:
+    typed, _ = recipe.words("launcher=slurm", "trainer.threads=1", *slow(tmp_path), "trainer.epochs=15")
+    words = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])
+    script, log = tmp_path / "own.sbatch", tmp_path / "own.log"
+    # Two of them: the second is another run, and has the first one's words.
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --open-mode=append\nsrun {words}\nsrun {words}\n")
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", f"--output={log}", str(script)],
+        cwd=tmp_path, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    job_id = submitted.stdout.strip()
+    wait_for(lambda: begun(tmp_path, 2))
+    ask("scancel", "--signal=USR2", job_id)
+    go_on_now(job_id)
+    assert state_of(job_id) == ("COMPLETED", "0:0"), log.read_text()
+    runs = sorted((tmp_path / "outputs/points").iterdir())
+    assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["done", "done"]
+    assert [steps(run) for run in runs] == [list(range(1, 61))] * 2
+    assert log.read_text().count(f"ddpexp: restart 1 of Slurm job {job_id}\n") == 2
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
+    words = ("launcher.time=2", "launcher.signal_seconds=30", "trainer.gpus=2", *slow(tmp_path), "trainer.epochs=100000")
+    done = recipe("launcher=slurm", *words)
+    job_id = job_of(done)
+    wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, seconds=150)
+    assert done.result()["status"] == "interrupted"
+    ask("scancel", job_id)

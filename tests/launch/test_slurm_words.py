@@ -13,7 +13,7 @@ import pytest
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Asked, Job
 from ddpexp.launch.place import tasks_per_node
-from ddpexp.launch.slurm import Slurm, _gpus_of_all_tasks, _has_terminal, _log_name, _output, _quoted, where
+from ddpexp.launch.slurm import Slurm, _gpus_of_all_tasks, _has_terminal, _limit_seconds, _log_name, _output, _quoted, where
 from tests.conftest import Call, Ddpexp
 from tests.points import Recipe
 
@@ -184,7 +184,47 @@ def test_every_option_has_its_line() -> None:
     assert [line for line in lines(Slurm(), job()) if line.startswith("#SBATCH")] == [
         "#SBATCH --job-name=ddpexp", "#SBATCH --output=/runs/one/slurm-%j.log", "#SBATCH --open-mode=append",
         f"#SBATCH --chdir={_quoted(str(Path.cwd()), 'chdir')}", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --signal=USR2@85", "#SBATCH --requeue",
     ]  # fmt: skip
+
+
+def test_a_job_is_told_before_its_end_so_that_it_may_go_on_later() -> None:
+    def found(launcher: Slurm, **asked: Any) -> list[str]:
+        return [line[8:] for line in lines(launcher, job(**asked)) if "requeue" in line or "signal" in line]
+
+    assert found(Slurm(), grace_seconds=99.5) == ["--signal=USR2@160", "--requeue"]
+    assert found(Slurm(signal_seconds=30)) == ["--signal=USR2@30", "--requeue"]
+    assert found(Slurm(requeue=False)) == ["--no-requeue"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400), (90, 5400), ("1:30", 90), ("1:02:03", 3723), ("2-3", 183600), ("2-3:04", 183840), ("2-3:04:05", 183845),
+        ("0", None), (None, None), ("infinite", None), ("1:2:3:4", None),
+    ],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_slurm_reads_it(text: Any, seconds: int | None) -> None:
+    assert _limit_seconds(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("launcher", "sentence"),
+    [
+        (
+            Slurm(time="1:25"),
+            "launcher.time=1:25 is 85 s, and Slurm would tell the job 85 s before the end to save and start again",
+        ),
+        (Slurm(signal_seconds=70000), "launcher.signal_seconds=70000: Slurm takes 0 to 65535."),
+        (Slurm(signal_seconds=-1), "launcher.signal_seconds=-1: Slurm takes 0 to 65535."),
+    ],
+)
+def test_a_time_that_leaves_none_to_train_is_refused(launcher: Slurm, sentence: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        launcher._check(job(), 1)
+    assert str(refused.value).startswith(sentence)
+    Slurm(time="1:25", requeue=False)._check(job(), 1)
+    Slurm(time="1:26")._check(job(), 1)
 
 
 def test_the_container_and_its_python_are_passed_to_srun() -> None:

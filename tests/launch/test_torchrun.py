@@ -96,7 +96,7 @@ def test_a_restart_goes_on_in_the_same_run_directory(recipe: Recipe, how: str) -
     assert not (run / "error.json").exists()
     assert [(one["step"], "eval/loss" in one) for one in done.metrics()] == [(4, False), (4, True), (8, False), (8, True)]
     assert len(list((run / "tb").glob("events.*"))) == 1
-    assert "ddpexp: starting again in" in done.err
+    assert "ddpexp: going on in" in done.err
     assert done.out.count("step 8/8  epoch  2.00  loss") == 1  # the first attempt's lines are not shown again
 
 
@@ -120,16 +120,14 @@ def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path)
     assert json.loads((run / "result.json").read_text())["status"] == "done"
 
 
-def test_a_typed_directory_of_another_run_is_refused_and_untouched(recipe: Recipe) -> None:
-    process, run = start(recipe)
-    assert finish(process, run, 60).code == 0
-    before = (run / "result.json").read_bytes()
-    typed = f"run.dir={run}"
-    process, _ = start(recipe, typed)
+def test_a_typed_directory_that_holds_something_else_is_refused_and_untouched(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").touch()
+    process, run = start(recipe, f"run.dir={tmp_path}/mine")
     done = finish(process, run, 60)
     assert done.code == 1
-    assert f"ddpexp: {typed} exists and is not empty: choose another one, or remove it." in done.err
-    assert (run / "result.json").read_bytes() == before
+    assert "mine exists and is not empty: choose another one, or remove it." in done.err
+    assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine/file"]
 
 
 def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe) -> None:
