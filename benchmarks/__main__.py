@@ -26,14 +26,14 @@ Row = tuple[str, str, str]
 def main() -> None:
     """Run the asked benchmarks and write RESULTS.md beside this file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    names = "start steps mnist soak launchers checkpoints position"
+    names = "start steps mnist soak launchers checkpoints position exact"
     parser.add_argument("which", nargs="*", default=["start", "steps", "mnist", "soak"], help=f"of {names}", metavar="NAME")
     parser.add_argument("--data", required=True, help="the folder with MNIST's four gzipped IDX files")
     parser.add_argument("--rounds", type=int, default=15)
     words = parser.parse_args()
     known = {
         "start": start, "steps": steps, "mnist": mnist, "soak": soak, "launchers": launchers, "checkpoints": checkpoints,
-        "position": position,
+        "position": position, "exact": exact,
     }  # fmt: skip
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
@@ -168,6 +168,44 @@ def position(data: Path, rounds: int, folder: Path) -> list[Row]:
         rows.append(
             ("the same of a million samples, Accelerate's skip_first_batches", f"{mine:.2f} ms against {theirs:.1f} ms", shown)
         )
+    return rows
+
+
+def exact(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """What a step of trainer.reduction=exact costs against one of fast, with the same micro-batches."""
+
+    def arm(name: str, reduction: str, words: Sequence[str]) -> Arm:
+        def command(place: Path) -> list[str]:
+            often = [
+                "trainer.epochs=null",
+                "trainer.eval_every=0",
+                "trainer.checkpoint_every=0",
+                "logger=none",
+                "trainer.threads=1",
+            ]
+            return _words(data, place / "run", [*often, *words, f"trainer.reduction={reduction}"])
+
+        def figures(place: Path, _output: str, _begin: float, _end: float) -> dict[str, float]:
+            last = json.loads((place / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+            return {"ms": 128e3 / last["train/samples_per_second"]}
+
+        return Arm(name, command, figures)
+
+    rows: list[Row] = []
+    for model, micro, number in (("lenet", 64, 200), ("lenet", 16, 200), ("linear", 64, 2000)):
+        words = [
+            f"model={model}",
+            f"trainer.micro_batch_size={micro}",
+            f"trainer.max_steps={number}",
+            f"trainer.log_every={number // 2}",
+        ]
+        ways = {"exact": "exact", "fast": "fast", "fast again": "fast"}
+        arms = [arm(name, way, words) for name, way in ways.items()]
+        results = race(arms, min(rounds, 9), folder / f"{model}-{micro}", print)
+        figures = f"{median(results, 'exact', 'ms'):.2f} ms against {median(results, 'fast', 'ms'):.2f} ms"
+        shown = f"{ratio(results, 'exact', 'fast', 'ms')}; A/A {ratio(results, 'fast again', 'fast', 'ms')}"
+        cut = f"{128 // micro} micro-batches of {micro}"
+        rows.append((f"a step of exact reduction, {model}, {cut}, 2 workers, against fast", figures, shown))
     return rows
 
 

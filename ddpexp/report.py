@@ -37,6 +37,8 @@ class Report:
         shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
         cut = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps} accumulated x {plan.world_size} workers"
+        if experiment.trainer.reduction == "exact":
+            cut += ", summed in one order at every number of workers"
         lines = {
             "recipe": experiment.recipe.name,
             "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",

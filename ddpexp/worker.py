@@ -88,6 +88,8 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callabl
     else:
         take_up(newest, fit, saves)
         log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")
+        if experiment.strategy.comm_hook == "powersgd":
+            log.warning("what powersgd remembers of the gradients begins anew: the last bits will not be the undisturbed run's")
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
     control.say("began", step=fit.position.step)
@@ -190,7 +192,11 @@ def _strategy(experiment: Experiment, world: World, plan: BatchPlan, prepare: Ca
         torch.manual_seed(trainer.seed)
         return instantiate(experiment.model, experiment.trust, "model")
 
-    build = partial(Exact, gradient_accumulation_steps=plan.gradient_accumulation_steps) if trainer.reduction == "exact" else DDP
+    build: Callable[..., Strategy]
+    if trainer.reduction == "exact":
+        build = partial(Exact, gradient_accumulation_steps=plan.gradient_accumulation_steps)
+    else:
+        build = partial(DDP, deterministic=trainer.deterministic)
     return build(
         experiment.strategy, world, factory,
         channels_last=trainer.channels_last, compile=trainer.compile, prepare=prepare,

@@ -159,6 +159,7 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
         (2, (*ADAMW, "trainer.precision=bf16", "trainer.ema_decay=0.9")),
         (3, (*ADAMW, "data._target_=points.load_noisy", "data.num_workers=1")),
         (3, (*SGD, "trainer.precision=bf16", "trainer.micro_batch_size=4")),
+        (3, (*SGD, "strategy.comm_hook=fp16")),
         (4, (*SGD, "strategy.broadcast_buffers=false")),
         (4, (*ADAMW, "trainer.precision=bf16", "trainer.nonfinite=skip", "strategy.reduce_through=backend")),
     ],

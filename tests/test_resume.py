@@ -494,3 +494,21 @@ def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp:
     words = [sys.executable, "-c", program]
     found = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=60)
     assert "RefusedError: run/config.yaml is not what it was when the command read it" in found.stderr
+
+
+@pytest.mark.slurm
+def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Ddpexp, stopped: Path) -> None:
+    if "SLURM_CONF" not in os.environ:
+        pytest.skip("no Slurm cluster: SLURM_CONF is not set")
+    words = ("launcher=slurm", "launcher.wait=true", "trainer.nodes=2", "trainer.gpus=1", "optimizer.lr=0.02")
+    done = resumed(ddpexp, "run", *words)
+    assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
+    assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    assert [len(start["hosts"]) for start in manifest["starts"]] == [1, 2]
+    srun = ["srun", "-N2", "-n2", sys.executable, "-m", "ddpexp", "resume", "run", "launcher=slurm", "trainer.nodes=auto"]
+    after = subprocess.run(
+        [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), after.stderr

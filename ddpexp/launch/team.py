@@ -121,6 +121,7 @@ def _hear_ready(peers: Sequence[Any], who: str) -> None:
 def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
     meeting = join(way, hello, seconds, who)
     [leader] = meeting.peers
+    meeting.speaks = not place.shares_terminal  # until it is known which command of this host does
     try:
         go = _next(leader, "go")
         seat, layout = Seat(**go["seat"]), Layout(**go["layout"])

@@ -29,6 +29,7 @@ class DDP:
         channels_last: bool = False,
         compile: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
+        deterministic: bool = False,
     ) -> None:
         """Build the model on this rank's device and wrap it, before any optimizer is made.
 
@@ -43,7 +44,8 @@ class DDP:
         self.wrapped = dict(self._replica.called)
         self.shares_memory = False
         if world.world_size > 1:
-            self.wrapped = {name: _wrap(module, options, world) for name, module in self._replica.called.items()}
+            fixed = world.world_size > 2 and (options.comm_hook != "none" or (world.device.type == "cuda" and deterministic))
+            self.wrapped = {name: _wrap(module, options, world, fixed) for name, module in self._replica.called.items()}
             self.shares_memory = reduce_in_rank_order(list(self.wrapped.values()), options, world)
 
     @property
@@ -140,7 +142,12 @@ class DDP:
             yield
 
 
-def _wrap(module: nn.Module, options: Options, world: World) -> nn.Module:
+def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> nn.Module:
+    """Wrap a module; `fixed` keeps its buckets as they are from the first step on.
+
+    After its first step DDP lays the buckets out anew, and where the backend chooses the order of a sum by their layout, the
+    first step after a resume would differ from that of the undisturbed run. It does not where it looks for unused parameters.
+    """
     if not any(p.requires_grad for p in module.parameters()):
         return module  # nothing to reduce, and DDP refuses such a module
     wrapped = DistributedDataParallel(
@@ -148,7 +155,7 @@ def _wrap(module: nn.Module, options: Options, world: World) -> nn.Module:
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         **_buffers(options.broadcast_buffers),
         bucket_cap_mb=options.bucket_cap_mb,
-        find_unused_parameters=options.find_unused_parameters,
+        find_unused_parameters=options.find_unused_parameters or (fixed and not options.static_graph),
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
     )

@@ -31,8 +31,8 @@ class Exact:
     A micro-batch starts without gradient and from the buffers as they were before the step. What it leaves, gradient and
     change of buffers, is a leaf of the tree. When the last one is done, the ranks exchange what they have summed.
 
-    The host waits for the device once a round where there is something to agree on: with several models, with
-    `strategy.find_unused_parameters`, or with buffers that do not change or hold whole numbers.
+    On GPUs the host waits for the device once a round where there is something to agree on: several models,
+    `strategy.find_unused_parameters`, buffers of whole numbers; and once a micro-batch for each buffer that is constant.
     """
 
     def __init__(
@@ -156,8 +156,9 @@ class Exact:
         self._movement = Movement(moving, self._dtype)
         self._still = [place for place in self._buffers.places if place not in moving]
         names = [name if self._finds_unused else model for name, model, _ in self._parameters]
-        self._units = list(dict.fromkeys(names))
-        self._unit_of = [self._units.index(name) for name in names]
+        numbers: dict[str, int] = {}
+        self._unit_of = [numbers.setdefault(name, len(numbers)) for name in names]
+        self._units = list(numbers)
         flags = torch.empty((len(self._units) if self._counts else 0) + len(self._still))
         self._layout = _Layout([*(p for _, _, p in self._parameters), *(one.start for one in self._movement.places), flags])
         self._partial = self._sums(self._layout)
