@@ -248,7 +248,7 @@ class Exits(Waits):
             sys.exit(7)
         return super().step(model, batch)
 """
-LONG = ("trainer.epochs=10000", "trainer.eval_every=0")
+LONG = ("trainer.epochs=10000", "trainer.eval_every=0", "trainer.checkpoint_every=0")
 
 
 @pytest.fixture(scope="module")
