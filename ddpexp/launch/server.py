@@ -46,7 +46,10 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
         _reap(channel, children)
         if not _wait_readable(channel, wake):
             continue
-        data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, 8)
+        try:
+            data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, 8)
+        except ConnectionResetError:
+            return  # the command closed its end before it had read all that was sent
         if not data:
             return  # the command closed its end
         request = json.loads(data)
