@@ -25,11 +25,13 @@ def run(
     environ: Mapping[str, str],
     grace_seconds: float,
     passes: Sequence[int] = (),
+    asks_with: int = signal.SIGTERM,
     ended: Callable[[], bool] = lambda: False,
 ) -> int:
     """Run the program to its end and return its exit code, 128 + n after a signal; `ended` may ask to stop it before.
 
-    Signals in `passes` are the program's; a stop signal ends it, with `grace_seconds` for its workers.
+    Signals in `passes` are the program's. A stop signal ends it: `asks_with` is what makes the program have its workers stop,
+    and they have `grace_seconds` for that.
 
     Raises:
         StoppedError: a signal to this process ended the program, which got the time to end its workers.
@@ -45,9 +47,9 @@ def run(
                     return code if code >= 0 else 128 - code
                 except subprocess.TimeoutExpired:
                     if ended():
-                        _end(process, grace_seconds)
+                        _end(process, grace_seconds, asks_with)
         except StoppedError:
-            _end(process, grace_seconds)
+            _end(process, grace_seconds, asks_with)
             raise
 
 
@@ -61,8 +63,8 @@ def _passing(process: subprocess.Popen[bytes], numbers: Sequence[int]) -> Iterat
             signal.signal(number, handler)
 
 
-def _end(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
+def _end(process: subprocess.Popen[bytes], grace_seconds: float, asks_with: int) -> None:
+    for number in (asks_with, signal.SIGKILL):
         process.send_signal(number)
         try:
             process.wait(timeout=grace_seconds + _MORE_SECONDS)

@@ -175,14 +175,16 @@ class Slurm:
 
     def _step(self, job: Job, nodes: int) -> int:
         if self.dry_run:
-            print(shlex.join(self.srun(job, nodes, job.folder / "RUN_DIR")))
+            print(shlex.join(_forwarding(self.srun(job, nodes, job.folder / "RUN_DIR"))))
             return EXIT_DONE
         job.prepare()
         run = job.create().resolve()
         job.note("submitted")
         environ = {name: value for name, value in os.environ.items() if name not in _OF_OTHER_TASKS}
         try:
-            code = child.run(self.srun(job, nodes, run), environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGUSR2))
+            words = _forwarding(self.srun(job, nodes, run))
+            passed = (signal.SIGUSR1, signal.SIGUSR2)
+            code = child.run(words, environ, job.asked.grace_seconds, passed, asks_with=signal.SIGINT)
         except StoppedError as error:
             error.told = _status(run) == "interrupted"
             raise
@@ -293,6 +295,11 @@ _OF_OTHER_TASKS = (  # what an allocation says of the tasks it was made for, whi
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND",
     "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_DISTRIBUTION",
 )  # fmt: skip
+
+
+def _forwarding(srun: list[str]) -> list[str]:
+    """Have srun forward SIGINT to its tasks, instead of showing where they are. With SIGTERM it kills them at once."""
+    return [srun[0], "--disable-status", *srun[1:]]
 
 
 def _gpus_of_all_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:

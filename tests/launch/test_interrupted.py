@@ -67,7 +67,10 @@ def records(run: Path) -> list[dict[str, Any]]:
 def stop(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) -> None:
     """Ask the job to end, as whoever has started it does."""
     if starter.name == "sbatch":
-        subprocess.run(["scancel", str(json.loads((run / "manifest.json").read_text())["job"])], check=True)
+        [log] = run.glob("slurm-*.log")
+        subprocess.run(["scancel", log.stem.removeprefix("slurm-")], check=True)
+    elif starter.name == "srun":  # which kills its tasks at once with SIGTERM, and forwards this
+        started[0].send_signal(signal.SIGUSR2)
     else:
         started[0].terminate()
 

@@ -514,6 +514,8 @@ def test_ctrl_c_in_an_allocation_ends_the_step_and_is_written_down(recipe: Recip
     done = finish(process, run, timeout=20)
     assert done.code == 128 + signal.SIGINT
     assert done.result()["status"] == "interrupted"
+    assert done.err.count("ddpexp: interrupted by SIGINT; saved at step ") == 1
+    assert f"step-{done.result()['step']:08}" in [path.name for path in (run / "checkpoints").iterdir()]
     assert not (run / "error.json").exists()
     wait_for(quiet)
 
@@ -526,8 +528,9 @@ def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None
     done = typed(recipe, TWO_HOSTS, "launcher.dry_run=true", "launcher.cpus_per_task=2", "trainer.gpus=3")
     assert (done.code, done.err) == (0, "")
     words = shlex.split(done.out)
-    assert words[:6] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=6"]
-    assert words[6:-1] == [sys.executable, "-m", "ddpexp", "member"]
+    options = ["--disable-status", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=6"]
+    assert words[:7] == ["srun", *options]
+    assert words[7:-1] == [sys.executable, "-m", "ddpexp", "member"]
     assert not done.run.exists()
 
 
