@@ -34,9 +34,14 @@ class Starter:
     def __str__(self) -> str:
         return self.name
 
-    def __call__(self, recipe: Recipe, size: int, *words: str, timeout: float = 90) -> Done:
+    def __call__(self, recipe: Recipe, size: int, *words: str, timeout: float = 90, run: Path | None = None) -> Done:
         """Run the job and return how its first command ended, with the output of all."""
-        typed, run = recipe.words("trainer.threads=1", *words)
+        started, run = self.start(recipe, size, *words, run=run)
+        return self.finish(started, run, timeout)
+
+    def start(self, recipe: Recipe, size: int, *words: str, run: Path | None = None) -> tuple[list[subprocess.Popen[str]], Path]:
+        """Start the job, in a run directory of its own or in that of a run before."""
+        typed, run = recipe.words("trainer.threads=1", *words, run=run)
         environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
         if "SLURM_CONF" in os.environ:
             environ["SLURM_CONF"] = os.environ["SLURM_CONF"]
@@ -47,6 +52,10 @@ class Starter:
             )
             for command, variables in self.commands(typed, size)
         ]  # fmt: skip
+        return started, run
+
+    def finish(self, started: Sequence[subprocess.Popen[str]], run: Path, timeout: float = 90) -> Done:
+        """Wait for all commands of the job."""
         done = [finish(process, run, timeout) for process in started]
         return Done(done[0].code, "".join(one.out for one in done), "".join(one.err for one in done), run)
 
