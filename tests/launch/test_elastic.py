@@ -125,6 +125,29 @@ def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals
         assert command.startswith(f"go on with: python -m ddpexp resume {run.name} --config-dir ")
 
 
+def test_a_signal_to_save_and_one_to_go_on_later_reach_the_ranks(recipe: Recipe) -> None:
+    before = ddpexp_processes()
+    words = (
+        "launcher=elastic",
+        "trainer.gpus=2",
+        "task._target_=points.Sleeps",
+        "trainer.epochs=500",
+        "trainer.checkpoint_every=0",
+    )
+    process, run = recipe.start(*words)
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, 60)
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: any((run / "checkpoints").glob("step-*/manifest.json")))
+    process.send_signal(signal.SIGQUIT)
+    wait_for(lambda: all("Current thread" in (run / f"ranks/{rank}.log").read_text() for rank in (0, 1)))
+    process.send_signal(signal.SIGUSR2)
+    done = finish(process, run, 30)
+    assert done.code == 128 + signal.SIGUSR2
+    wait_for(lambda: not ddpexp_processes() - before, 8)
+    assert done.result()["status"] == "interrupted"
+    assert "starting again" not in done.err
+
+
 @pytest.mark.slurm
 @pytest.mark.parametrize("backend", ["c10d"])
 def test_a_lost_machine_leaves_the_others_training(recipe: Recipe, backend: str) -> None:

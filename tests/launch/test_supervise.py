@@ -240,13 +240,14 @@ def stopped(done: Done, signum: signal.Signals) -> None:
     assert [record["step"] for record in written] == list(range(1, len(written) + 1))
 
 
+@pytest.mark.parametrize("items", [(), ITEMS], ids=["", "with loaders"])
 @pytest.mark.parametrize("last", [True, False], ids=["the command last", "the command first"])
 def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_signal(
-    recipe: Recipe, tmp_path: Path, last: bool
+    recipe: Recipe, tmp_path: Path, last: bool, items: tuple[str, ...]
 ) -> None:
-    process, run = slow(recipe, tmp_path)
+    process, run = slow(recipe, tmp_path, *items)
     wait_for(lambda: recorded(run) and begun(tmp_path, "train"))
-    others = set(session(process.pid)) - {process.pid}  # the workers and the server
+    others = set(session(process.pid)) - {process.pid}  # the workers, those of their loaders, and the server
     for pid in [*others, process.pid] if last else [process.pid, *others]:
         with suppress(ProcessLookupError):  # ended by the command meanwhile
             os.kill(pid, signal.SIGTERM)
@@ -255,6 +256,7 @@ def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_si
     done = finish(process, run)
     assert done.code == 128 + signal.SIGTERM
     stopped(done, signal.SIGTERM)
+    assert f"; saved at step {done.result()['step']} in " in done.err
 
 
 def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
