@@ -218,9 +218,9 @@ class Training(Job):
         if getattr(launcher, "is_told", False) and not self._is_member:
             name = type(launcher).__module__.rpartition(".")[2].replace("_", "-")
             return f"start it again in the same way, with the words: {' '.join(words)} launcher={name}"
-        where = "" if self.asked.nodes in ("auto", 1) or self._is_member else "on every machine "
+        where = "" if self.asked.nodes in ("auto", 1) or self._is_member else ", on every machine"
         rank = " launcher.node_rank=..." if where and getattr(launcher, "node_rank", None) is not None else ""
-        return f"go on {where}with: python -m ddpexp {' '.join(words)}{rank}"
+        return f"go on with{where}: python -m ddpexp {' '.join(words)}{rank}"
 
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
         self.run, self.logs = run, run.ranks

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.random  # late it would cost every worker what it costs the fork server once
 import torch
 
 # Streams: what augments a sample must not correlate with what drops its activations.

@@ -74,6 +74,11 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callabl
     newest = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
     num_steps = _num_steps(experiment, batches.steps_per_epoch)
+    if newest is not None and newest.step > num_steps:
+        raise RefusedError(
+            f"the run is at step {newest.step} and would end after step {num_steps} with this trainer.max_steps and "
+            f"trainer.epochs: ask for more, or evaluate what is there."
+        )
     recorded = cut_back(run, newest) if world.is_rank_zero else {}
     tracker = _tracker(experiment, run, world, control, log, num_steps, newest.step if newest else 0)
     decay = experiment.trainer.ema_decay

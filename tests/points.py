@@ -143,7 +143,7 @@ def weights(done: Done) -> dict[str, Tensor]:
     return {
         path.stem + "." + name: tensor
         for path in folder.glob("*.safetensors")
-        if path.stem != "state"
+        if path.stem != "state" and not path.stem.startswith("rank-")
         for name, tensor in load_file(path).items()
     }
 

@@ -326,7 +326,7 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
         done = finish(process, run)
         assert done.code == (1 if number < 2 else 0), done.err
         if number:
-            assert f"workers: {way[number - 1]} -> {size}\n" in done.out + (run / "run.log").read_text()
+            assert f"{way[number - 1]} -> {size} workers\n" in done.out + (run / "run.log").read_text()
         by_rank = {int(path.name.partition("-")[2]): path.read_text().splitlines() for path in folder.iterdir()}
         each = 8 // size  # micro-batches of a rank in a step
         steps = min(len(lines) // each for lines in by_rank.values())
