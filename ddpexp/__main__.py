@@ -11,7 +11,7 @@ import sys
 import time
 from types import FrameType
 
-from ddpexp.errors import DdpexpError, Failure, FinishedError, RefusedError, StoppedError, WorkerError
+from ddpexp.errors import DdpexpError, Failure, FinishedError, RefusedError, StoppedError, WorkerError, first_end
 from ddpexp.launch import Job, Launcher
 from ddpexp.launch.fork_server import Server
 
@@ -93,22 +93,19 @@ def _launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool
         raise
     except StoppedError as error:
         _hear_no_more_signals()
-        # What started the commands may signal all that are left as soon as one leaves: the first that was raised counts.
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, WorkerError | RefusedError):
-                _record(job, cause)
-                raise cause from None
-            error = cause if isinstance(cause, StoppedError) else error
-            cause = cause.__context__
-        if error.told:
-            error.quiet = True
-            raise error from None
-        stopped = StoppedError(error.signum, job.interrupt(error.step, error.saved), error.step)
+        end = first_end(error)
+        if not isinstance(end, StoppedError):
+            assert isinstance(end, WorkerError | RefusedError)
+            _record(job, end)
+            raise end from None
+        if end.told:
+            end.quiet = True
+            raise end from None
+        stopped = StoppedError(end.signum, job.interrupt(end.step, end.saved), end.step)
         stopped.quiet = not job.leads  # the leading command says it
         if job.leads:
-            nothing = (lambda: _NOTHING_TO_REQUEUE) if error.signum == signal.SIGUSR2 else None
-            stopped.then = error.then or nothing
+            nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None
+            stopped.then = end.then or nothing
         raise stopped from None
     finally:
         job.close()

@@ -93,3 +93,17 @@ class StoppedError(DdpexpError):
         self.step = step
         self.saved = saved
         self.began = began
+
+
+def first_end(error: DdpexpError) -> DdpexpError:
+    """Return how the job ended, where a signal came while that was on its way: what starts commands may end all with the first.
+
+    A failure or a refusal counts before a stop.
+    """
+    found, cause = error, error.__context__
+    while cause is not None:
+        if isinstance(cause, WorkerError | RefusedError):
+            return cause
+        found = cause if isinstance(cause, StoppedError) else found
+        cause = cause.__context__
+    return found

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, RefusedError, first_end
 from ddpexp.launch import Job, child
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.layout import resolve
@@ -75,7 +75,7 @@ class Elastic:
             code = TorchrunEnv().launch(job, server)
             return code
         except DdpexpError as error:
-            code = error.exit_code
+            code = first_end(error).exit_code
             raise
         finally:
             if code != EXIT_DONE and place.parent.is_dir():

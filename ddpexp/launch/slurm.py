@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
 from ddpexp.launch import Asked, Job, Layout, child, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.log import Log
@@ -125,11 +125,9 @@ class Slurm:
         try:
             yield
         except StoppedError as error:
-            cause: BaseException | None = error
-            while cause is not None:  # another signal may have come on the way here
-                if isinstance(cause, StoppedError) and cause.signum == signal.SIGUSR2:
-                    cause.then = partial(_requeue, cause) if self.requeue else lambda: f"job {_job_id()}: launcher.requeue=false"
-                cause = cause.__context__
+            end = first_end(error)
+            if isinstance(end, StoppedError) and end.signum == signal.SIGUSR2:
+                end.then = partial(_requeue, end) if self.requeue else lambda: f"job {_job_id()} ends: launcher.requeue=false"
             raise
 
     def _submit(self, job: Job, nodes: int) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.errors import RefusedError, StoppedError, first_end
 from ddpexp.launch.agreement import Agreement
 from ddpexp.launch.control import Control, Page
 from tests.conftest import Done, finish
@@ -491,3 +492,15 @@ def test_without_a_command_nothing_is_asked_for() -> None:
     control = Control.from_environ({})
     control.step = 3
     assert (control.poll(3, save=True), control.asked_to_stop, control.step) == (None, False, 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, None], ids=["stop", "refusal"])
+def test_a_signal_at_the_farewell_does_not_change_how_a_job_has_ended(number: signal.Signals | None) -> None:
+    end = RefusedError("no") if number is None else StoppedError(number, step=7, saved=True)
+    with pytest.raises(StoppedError) as last:
+        try:
+            raise end
+        finally:
+            raise StoppedError(signal.SIGTERM)
+    assert first_end(last.value) is end
+    assert first_end(end) is end
