@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
@@ -354,3 +358,148 @@ def test_the_size_of_a_micro_batch_may_follow_the_number_of_workers(recipe: Reci
     assert done.code == 0, done.err
     assert done.result()["step"] == 60
     assert [record["step"] for record in records(run) if "train/loss" in record] == [*range(7, 60, 7), 60]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_stop_in_the_middle_of_an_evaluation_saves_and_the_next_start_evaluates(
+    recipe: Recipe, undisturbed: Callable[..., Done], tmp_path: Path, world_size: int
+) -> None:
+    words = (*DEEP, *LONG, *ADAMW, f"trainer.gpus={world_size}", "task._target_=points.Slow")
+    quick = (*words, "+task.eval_seconds=0", "+task.mark=null")
+    mark = tmp_path / "mark"
+    process, run = recipe.start(*words, "+task.eval_seconds=1.5", f"+task.mark={mark}")
+    wait_for(mark.exists, process)
+    process.terminate()
+    stopped = finish(process, run)
+    assert stopped.code == 143, stopped.err
+    assert (stopped.result()["status"], stopped.result()["step"]) == ("interrupted", 25)
+    assert not [record for record in records(run) if "eval/loss" in record]
+    assert stopped.err.splitlines()[-1].startswith("go on with: python -m ddpexp resume ")
+    same(recipe(*quick, run=run), undisturbed(*quick))
+
+
+def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(recipe: Recipe, undisturbed: Callable[..., Done]) -> None:
+    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "task._target_=points.Slow")
+    process, run = recipe.start(*words, "+task.train_seconds=0.02")
+    wait_for(has_steps(run, 10), process)
+    process.send_signal(signal.SIGINT)
+    stopped = finish(process, run)
+    assert stopped.code == 130
+    line = stopped.err.splitlines()[-1].removeprefix("go on with: python -m ddpexp ")
+    resumed, _ = recipe.ddpexp.start(*shlex.split(line))
+    done = finish(resumed, run)
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
+    assert records(run) == records(undisturbed(*words).run)
+
+
+def test_usr1_saves_and_goes_on(recipe: Recipe, undisturbed: Callable[..., Done]) -> None:
+    words = (
+        *DEEP,
+        *LONG,
+        *SGD,
+        "trainer.gpus=2",
+        "task._target_=points.Slow",
+        "trainer.checkpoint_every=0",
+        "trainer.keep_last=null",
+    )
+    process, run = recipe.start(*words, "+task.train_seconds=0.03")
+    wait_for(lambda: (run / "metrics.jsonl").exists() and records(run), process)
+    process.send_signal(signal.SIGUSR1)
+    done = finish(process, run)
+    assert done.code == 0, done.err
+    last, between = complete_checkpoints(run / "checkpoints")
+    assert last.name == "step-00000060"
+    assert 7 <= int(between.name[5:]) < 60
+    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
+
+
+def test_time_alone_may_ask_for_checkpoints(recipe: Recipe) -> None:
+    words = (*LONG, *SGD, "trainer.gpus=3", "task._target_=points.Slow", "+task.train_seconds=0.02", "trainer.keep_last=null")
+    done = recipe(*words, "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=0.3")
+    assert done.code == 0, done.err
+    steps = [int(path.name[5:]) for path in complete_checkpoints(done.run / "checkpoints")]
+    assert steps[0] == 60
+    assert 2 <= len(steps) <= 6
+
+
+def test_the_best_checkpoint_stays_and_a_metric_that_is_none_is_refused(recipe: Recipe) -> None:
+    words = (*LONG, *SGD, "trainer.gpus=2", "trainer.checkpoint_every=0", "trainer.eval_every=5", "trainer.keep_last=1")
+    done = recipe(*words, "trainer.keep_best=min:eval/loss")
+    assert done.code == 0, done.err
+    losses = {record["step"]: record["eval/loss"] for record in records(done.run) if "eval/loss" in record}
+    best = min(losses, key=lambda step: losses[step])
+    assert {int(path.name[5:]) for path in complete_checkpoints(done.run / "checkpoints")} == {best, 60}
+    wrong = recipe(*words, "trainer.keep_best=max:eval/acc")
+    assert wrong.code == 1
+    assert "trainer.keep_best=max:eval/acc names no metric of the evaluation: there are eval/loss, eval/accuracy." in wrong.err
+
+
+def test_the_average_of_the_weights_is_what_is_evaluated_and_kept(recipe: Recipe) -> None:
+    done = recipe(*LONG, *SGD, "trainer.gpus=2", "trainer.ema_decay=0.9", "trainer.checkpoint_every=1", "trainer.keep_last=null")
+    assert done.code == 0, done.err
+    folders = complete_checkpoints(done.run / "checkpoints")[::-1]
+    average = load_file(folders[0] / "model.ema.safetensors")
+    for folder in folders[1:]:
+        weights, kept = load_file(folder / "model.safetensors"), load_file(folder / "model.ema.safetensors")
+        for name, value in average.items():
+            value.lerp_(weights[name], 1 - 0.9)
+            assert torch.allclose(value, kept[name], atol=1e-6)
+    plain = recipe(*LONG, *SGD, "trainer.gpus=2")
+    assert plain.result()["weights_sha256"] == done.result()["weights_sha256"]  # EMA apart
+    assert plain.result()["metrics"] != done.result()["metrics"]
+    process, _ = recipe.ddpexp.start("evaluate", "--config-dir", str(recipe.folder / "conf"), str(done.run))
+    evaluated = finish(process, done.run)
+    assert f"eval/loss {done.result()['metrics']['eval/loss']:.6g}" in evaluated.out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_write_that_fails_for_a_moment_is_tried_again(recipe: Recipe, undisturbed: Callable[..., Done], world_size: int) -> None:
+    words = (*DEEP, *LONG, *SGD, f"trainer.gpus={world_size}", "model.hidden=150")
+    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.written:eio:1:2"})
+    same(finish(process, run), undisturbed(*words))
+
+
+def test_a_disk_without_room_ends_the_run_and_keeps_what_was_saved(
+    recipe: Recipe, undisturbed: Callable[..., Done], small_disk: Path
+) -> None:
+    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=null", "logger=tensorboard")
+    run = small_disk / "run"
+    full = recipe(*words, run=run)
+    assert full.code == 1
+    kept = complete_checkpoints(run / "checkpoints")
+    assert kept
+    assert re.search(r"CheckpointError: the checkpoint of step \d+ could not be written in .*: No space left on device", full.err)
+    assert json.loads((run / "error.json").read_text())["kind"] == "CheckpointError"
+    fewer = recipe(*words, "trainer.keep_last=1", "trainer.checkpoint_every=25", "trainer.on_save_error=continue", run=run)
+    assert "The run goes on (trainer.on_save_error=continue)." in fewer.out
+    subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
+    done = recipe(*words, run=run)
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
+    assert records(run) == records(undisturbed(*words).run)
+
+
+def test_a_directory_that_cannot_be_written_is_refused(recipe: Recipe, small_disk: Path) -> None:
+    words = (*LONG, "trainer.gpus=2", "trainer.max_steps=10")
+    process, run = recipe.start(*words, run=small_disk / "run", environ={"DDPEXP_FAULT": "checkpoint.renamed:kill:0:1"})
+    assert finish(process, run).code == 1
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    for place in (run, small_disk / "other"):
+        done = recipe(*words, run=place)
+        assert done.code == 2
+        assert "Read-only file system" in done.err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a megabyte and a half."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
