@@ -497,10 +497,7 @@ def test_without_a_command_nothing_is_asked_for() -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR2, None], ids=["stop", "refusal"])
 def test_a_signal_at_the_farewell_does_not_change_how_a_job_has_ended(number: signal.Signals | None) -> None:
     end = RefusedError("no") if number is None else StoppedError(number, step=7, saved=True)
-    with pytest.raises(StoppedError) as last:
-        try:
-            raise end
-        finally:
-            raise StoppedError(signal.SIGTERM)
-    assert first_end(last.value) is end
+    last = StoppedError(signal.SIGTERM)
+    last.__context__ = end
+    assert first_end(last) is end
     assert first_end(end) is end
