@@ -39,6 +39,7 @@ _PIECE = 1 << 20  # bytes; ranks write whole pieces of a file, so that no two ho
 _TRIES = 4
 _PAUSE_SECONDS = 0.5  # before the second try; twice as long before each further one
 _POLL_SECONDS = 0.02
+_SETTLE_SECONDS = 2.0  # a run that fails ends within five
 _NICE = 10  # the thread that writes stands back behind the training
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -170,6 +171,11 @@ class Writer:
             self._thread.join()
             self._thread = None
         self._look(self._stops or end)
+
+    def settle(self) -> None:
+        """Let what is being written become complete, but wait for a moment only: another rank's share may never come."""
+        if self._thread is not None:
+            self._thread.join(_SETTLE_SECONDS)
 
     def _planned(self, files: Files) -> list[_File]:
         signature = [(name, [(key, t.dtype, t.shape) for key, t in tensors.items()]) for name, tensors in files.items()]

@@ -105,7 +105,7 @@ class Update:
 
     def begin(self, step: int) -> None:
         """Begin an optimizer step. Units: steps, from 0."""
-        self._step, self._passes = step, 0
+        self._step, self._passes, self.norm = step, 0, None
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -236,7 +236,8 @@ class Loop:
             done = step + 1
             logs = done % self.options.log_every == 0 or done == self.num_steps
             rate = self._set_learning_rate(step)
-            self._update.want_norm = logs
+            saves = self._saves_after(done)
+            self._update.want_norm = logs or saves  # what is recorded or kept is looked at
             window.add(self._train_step(step, micro_batches))
             if self.average is not None:
                 self.average.update()
@@ -252,12 +253,11 @@ class Loop:
                 better = self.position.best != before
             if done == self.num_steps or interrupted:
                 break
-            due = better or self._saves_after(done)
             asked = self.control.poll(done, save=self._overdue(clock))
             interrupted = asked == "stop"
             if interrupted:
                 break
-            if due or asked == "save":
+            if saves or better or asked == "save":
                 self._save(done, window, clock, end=False)
         digest = self._save(done, window, clock, end=True)
         epoch = done / self.train.steps_per_epoch
@@ -283,6 +283,7 @@ class Loop:
             return None
         self.control.say("phase", phase="save", step=done)
         with clock.paused():
+            self._refuse_to_keep(done, window)
             self.position.step, self.position.window = done, window.pending(clock.since_record())
             self.position.train_seconds = clock.total()
             state = {
@@ -294,6 +295,23 @@ class Loop:
         clock.saved()
         self.control.say("phase", phase="train", step=done)
         return digest
+
+    def _refuse_to_keep(self, done: int, window: _Window) -> None:
+        """See that a checkpoint is worth going on from. Ranks: all; communicates.
+
+        Raises:
+            NonFiniteError: with `trainer.nonfinite=stop`, a loss since the last record, or the gradient, is not finite.
+        """
+        if self.options.nonfinite != "stop":
+            return
+        window.refuse_nonfinite(first_step=done - len(window) + 1)
+        self._check_norm(done)
+
+    def _check_norm(self, done: int) -> None:
+        if self.options.nonfinite == "stop" and self._update.norm is not None and not self.precision.skips:
+            norm = float(self._update.norm)
+            if not math.isfinite(norm):
+                raise _not_finite("train/grad_norm", norm, done)
 
     def _saves_after(self, done: int) -> bool:
         if self.saves is None:
@@ -360,9 +378,8 @@ class Loop:
         values = {f"train/{name}": value for name, value in values.items()}
         values["train/lr"] = rate
         if self._update.norm is not None:
-            values["train/grad_norm"] = norm = float(self._update.norm)
-            if self.options.nonfinite == "stop" and not (math.isfinite(norm) or self.precision.skips):
-                raise _not_finite("train/grad_norm", norm, done)
+            values["train/grad_norm"] = float(self._update.norm)
+            self._check_norm(done)
         values["train/samples_per_second"] = num_samples / clock.lap()
         self.tracker.scalars(done, done / self.train.steps_per_epoch, values)
 
@@ -495,12 +512,25 @@ class _Window:
             NonFiniteError: with `stop`, a loss that is not finite; names the first such step.
         """
         self._reduce()
-        bad = [row for row, (loss, *_) in enumerate(self._rows) if not math.isfinite(loss)]
-        if bad and stop:
-            raise _not_finite("train/loss", self._rows[bad[0]][0], first_step + bad[0])
+        if stop:
+            self.refuse_nonfinite(first_step)
+        bad = self._bad()
         means = self._means([row for row in range(len(self._rows)) if row not in bad])
         self._rows = []
         return {**means, **({"skipped_steps": float(len(bad))} if bad else {})}
+
+    def refuse_nonfinite(self, first_step: int) -> None:
+        """Look at the losses since the last record. Ranks: all; communicates.
+
+        Raises:
+            NonFiniteError: one is not finite; names the first such step.
+        """
+        self._reduce()
+        for row in self._bad():
+            raise _not_finite("train/loss", self._rows[row][0], first_step + row)
+
+    def _bad(self) -> list[int]:
+        return [row for row, (loss, *_) in enumerate(self._rows) if not math.isfinite(loss)]
 
     def _means(self, rows_of_the_loss: Sequence[int]) -> dict[str, float]:
         totals = [sum(column) for column in zip(*self._rows, strict=True)]

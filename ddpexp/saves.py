@@ -79,6 +79,10 @@ class Saves:
         """Raise what went wrong behind, if anything did."""
         self.writer.check()
 
+    def settle(self) -> None:
+        """Give a checkpoint that is being written the time for it, for a moment: this rank fails."""
+        self.writer.settle()
+
     def finish(self) -> None:
         """Wait until the last checkpoint counts. Ranks: all.
 

@@ -105,6 +105,9 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callabl
         saves.finish()
         if world.is_rank_zero:
             log.info(report.finish(outcome, tracker))
+    except (Exception, SystemExit):
+        saves.settle()
+        raise
     finally:
         tracker.close()
     world.barrier()

@@ -69,6 +69,20 @@ class Slow(Sides):
         return super().step(model, batch)
 
 
+class Diverges(Sides):
+    # A loss, or only the gradient, that is not finite from one step on.
+    def __init__(self, step=8, loss=True):
+        self.left, self.loss = step, loss
+
+    def step(self, model, batch):
+        total, count, metrics = super().step(model, batch)
+        if model.training:
+            self.left -= 1
+            if self.left <= 0:
+                total = total * float("nan") if self.loss else total + (next(model.parameters()).sum() * 0).sqrt()
+        return total, count, metrics
+
+
 class Writes(Sides):
     # The samples of every step, by the rank that saw them.
     def __init__(self, folder):
@@ -263,6 +277,18 @@ def kill_a_rank(process: subprocess.Popen[str], run: Path) -> None:
     found = [pid for pid in living(run) if pid != process.pid]
     if found:
         os.kill(random.choice(found), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("step", "loss"), [(8, True), (10, False)])
+def test_weights_that_are_not_finite_are_never_kept(recipe: Recipe, step: int, loss: bool) -> None:
+    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "trainer.log_every=1000", "trainer.eval_every=0")
+    done = recipe(*words, "task._target_=points.Diverges", f"+task.step={step}", f"+task.loss={loss}")
+    assert done.code == 1
+    named = f"train/loss is nan at step {step}" if loss else f"train/grad_norm is nan at step {step}"
+    assert named in done.err
+    [folder] = complete_checkpoints(done.run / "checkpoints")
+    assert folder.name == "step-00000005"
+    assert all(bool(tensor.isfinite().all()) for tensor in load_file(folder / "model.safetensors").values())
 
 
 def damage(path: Path) -> None:
