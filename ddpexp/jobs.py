@@ -60,6 +60,8 @@ class Training(Job):
         self._began = False
         self._told: dict[str, Any] = {}  # beside the run directory, what every worker learns
         self._notes: list[str] = []
+        self._before: dict[Path, str] = {}  # the files of a run that is gone on with, before this start changed them
+        self._kept: list[Path] = []  # the copies of them that it has made
 
     def _parent(self) -> Path:
         return rundir.parent(self.experiment.run.dir, self.experiment.recipe.name)
@@ -140,7 +142,10 @@ class Training(Job):
         """Write error.json and the result, unless the run is another's: finished, or without a result because it runs."""
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
-        self.run.fail(failure)
+        if failure.kind == RefusedError.__name__ and self._before:
+            self._put_back(self.run)  # nothing of what was refused stays
+        else:
+            self.run.fail(failure)
 
     def interrupt(self, step: int | None = None, saved: bool = False) -> str:
         """Write the result, and say what is typed to go on."""
@@ -196,15 +201,25 @@ class Training(Job):
         """Leave in the directory what is asked now; from here on it is this command's."""
         self.run, self._began = run, True
         if earlier is not None:
+            self._before = {
+                path: path.read_text() for path in (run.config, run.overrides, run.manifest, run.result) if path.is_file()
+            }
             rundir.take_up(run)
             if earlier.manifest is not None:
                 print(f"ddpexp: going on in {rundir.relative(run.path)}", file=sys.stderr, flush=True)
             if not earlier.changes and run.config.exists() and run.overrides.exists():
                 return
-            rundir.keep(run.config)
-            rundir.keep(run.overrides)
+            self._kept = [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]
         rundir.write(run.config, self._text)
         rundir.write(run.overrides, "".join(f"- {word}\n" for word in self._overrides) or "[]\n")
+
+    def _put_back(self, run: RunDir) -> None:
+        """Make the directory what it was before this start."""
+        run.result.unlink(missing_ok=True)
+        for path, text in self._before.items():
+            rundir.write(path, text)
+        for copy in self._kept:
+            copy.unlink()
 
     def _called(self, run: RunDir) -> str:
         """Return what the run is called in messages, as it is typed."""

@@ -252,10 +252,13 @@ def take_up(run: RunDir) -> None:
             path.unlink(missing_ok=True)  # of a write that was killed
 
 
-def keep(path: Path) -> None:
-    """Keep a copy of a file that is about to be replaced, under the first free number."""
-    if path.is_file():
-        write(_first_free_name(path), path.read_text())
+def keep(path: Path) -> Path | None:
+    """Keep a copy of a file that is about to be replaced, under the first free number; None where there is no file."""
+    if not path.is_file():
+        return None
+    copy = _first_free_name(path)
+    write(copy, path.read_text())
+    return copy
 
 
 def _first_free_name(path: Path) -> Path:

@@ -330,6 +330,21 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(
     assert records(run) == records(undisturbed(*words).run)
 
 
+def test_a_model_of_other_shapes_is_refused_and_the_finished_run_stays_as_it_was(recipe: Recipe) -> None:
+    words = (*LONG, "trainer.gpus=2", "trainer.max_steps=10")
+    first = recipe(*words, "model.hidden=8")
+    assert first.code == 0, first.err
+    watched = ("*.json", "*.yaml", "metrics.jsonl", "checkpoints/*/*")
+    before = {path: path.read_bytes() for pattern in watched for path in first.run.glob(pattern)}
+    other = recipe(*words, "model.hidden=9", "trainer.max_steps=20", run=first.run)
+    assert other.code == 2
+    text = (
+        "the checkpoint of step 10 (model.safetensors) holds the weights of another model: 0.weight is (8, 4) there and (9, 4) here"
+    )
+    assert text in other.err
+    assert {path: path.read_bytes() for pattern in watched for path in first.run.glob(pattern)} == before
+
+
 def test_a_checkpoint_of_a_newer_ddpexp_is_refused(recipe: Recipe) -> None:
     words = (*LONG, "trainer.gpus=1")
     process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:0:5"})
