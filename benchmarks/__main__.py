@@ -127,10 +127,10 @@ def checkpoints(data: Path, rounds: int, folder: Path) -> list[Row]:
 
         return Arm(name, command, figures)
 
-    for millions, number in ((25, 60), (100, 40)):
+    for millions, number in ((25, 40), (100, 20)):
         ways = {"ddpexp": "ddpexp", "torch.save": "torch_save", "async_save": "dcp_async", "ddpexp again": "ddpexp"}
         arms = [arm(name, way, millions, 10, number) for name, way in ways.items()]
-        results = race(arms, min(rounds, 5), folder / f"stall-{millions}", print)
+        results = race(arms, min(rounds, 3), folder / f"stall-{millions}", print)
         again = ratio(results, "ddpexp again", "ddpexp", "stall")
         mine = median(results, "ddpexp", "stall")
         for peer in ("torch.save", "async_save"):
@@ -138,7 +138,7 @@ def checkpoints(data: Path, rounds: int, folder: Path) -> list[Row]:
             shown = f"{ratio(results, 'ddpexp', peer, 'stall')}; A/A {again}"
             rows.append((f"stall of a checkpoint, {millions} million parameters and momentum, {peer}", figures, shown))
     ways = {"ddpexp": "ddpexp", "none": "none", "none again": "none"}
-    results = race([arm(name, way, 25, 50, 100) for name, way in ways.items()], min(rounds, 5), folder / "lost", print)
+    results = race([arm(name, way, 25, 50, 100) for name, way in ways.items()], min(rounds, 3), folder / "lost", print)
     figures = f"{median(results, 'ddpexp', 'seconds'):.1f} s against {median(results, 'none', 'seconds'):.1f} s without"
     shown = f"{ratio(results, 'ddpexp', 'none', 'seconds')}; A/A {ratio(results, 'none again', 'none', 'seconds')}"
     rows.append(("100 steps with a checkpoint every 50, 25 million parameters and momentum", figures, shown))

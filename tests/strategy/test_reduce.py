@@ -468,7 +468,7 @@ def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe,
     before = set(os.listdir("/dev/shm"))
     process, run = recipe.start(
         "task._target_=points.Marked", f"+task.folder={tmp_path}", "trainer.gpus=3", "trainer.epochs=100000",
-        "trainer.log_every=200", "trainer.eval_every=0",
+        "trainer.log_every=200", "trainer.eval_every=0", "trainer.checkpoint_every=0",
     )  # fmt: skip
     wait_for(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3)
     [pid] = [int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{victim}-*")]
