@@ -27,6 +27,11 @@ MNIST_FILES = (
 )
 
 
+for _number in (signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) == signal.SIG_IGN:  # as in the background of a shell: what is started here would ignore it too
+        signal.signal(_number, signal.SIG_DFL)
+
+
 @dataclass(frozen=True)
 class Done:
     """How a command ended."""
