@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import collections
+import ctypes
 import errno
+import itertools
 import os
 import signal
+import sys
 import time
-from collections import Counter
 from pathlib import Path
 
-VARIABLE = "DDPEXP_FAULT"  # point:action[:rank[:nth time]]; actions: kill, pause=FILE, enospc, eio
+VARIABLE = "DDPEXP_FAULT"
+"""`point:action[:rank[:nth time]]`, without a rank on every one; `*` as the time means every time.
+
+Points: joined, data, forward, backward, step, evaluate, record, save, leave, and those of a checkpoint's write, all with the
+names that `reach` is called with. Actions: raise, exit=CODE (sys.exit), leave=CODE (at once), abort, segv, kill, stop, term, int,
+sleep (for ever), spin (for ever, with the interpreter lock held), ignore (signals from here on), pause=FILE (sleep, once the file
+is there), enospc, eio.
+"""
 _ASKED = os.environ.get(VARIABLE, "")
-_reached: Counter[str] = Counter()
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}
+_ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+_reached: collections.Counter[str] = collections.Counter()
 
 
 def reach(point: str) -> None:
     """Come to a point. Does nothing unless `DDPEXP_FAULT` names it, this rank, and how often it was reached before.
 
     Raises:
-        OSError: the action says so.
+        RuntimeError, OSError, SystemExit: the action says so.
     """
     if not _ASKED:
         return
@@ -30,11 +42,33 @@ def reach(point: str) -> None:
         return
     if len(rest) > 1 and rest[1] != "*" and _reached[point] != int(rest[1]):
         return
-    if action == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if action.startswith("pause="):
-        Path(action.removeprefix("pause=")).touch()
+    _do(*action.partition("=")[::2], point)
+
+
+def _do(action: str, value: str, point: str) -> None:
+    if action == "raise":
+        raise RuntimeError(f"injected at {point}")
+    if action == "exit":
+        sys.exit(int(value))
+    if action == "leave":
+        os._exit(int(value))
+    if action == "abort":
+        os.abort()
+    if action == "segv":
+        ctypes.string_at(0)
+    if action in _SIGNALS:
+        os.kill(os.getpid(), _SIGNALS[action])
+        return
+    if action == "ignore":
+        for number in _SIGNALS.values():
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                signal.signal(number, signal.SIG_IGN)
+        return
+    if action == "spin":
+        collections.deque(itertools.repeat(None), maxlen=0)  # a loop in C, which never lets go of the lock
+    if action in ("pause", "sleep"):
+        if value:
+            Path(value).touch()
         while True:
             time.sleep(60)
-    number = {"enospc": errno.ENOSPC, "eio": errno.EIO}[action]
-    raise OSError(number, os.strerror(number))
+    raise OSError(_ERRORS[action], os.strerror(_ERRORS[action]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -18,6 +18,7 @@ from ddpexp.config import Trainer
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.faults import reach
 from ddpexp.launch.control import Control
 from ddpexp.precision import Precision
 from ddpexp.schedule import Schedule
@@ -232,7 +233,9 @@ class Loop:
         done, first_step_at = self.position.step, math.nan
         interrupted = not self.position.evaluated and not self._evaluate_and_show(done, clock)
         self.strategy.train(True)
+        self.control.enter("data")
         for step, micro_batches in enumerate(() if interrupted else self.train.steps(done, self.num_steps), start=done):
+            self.control.enter("train")
             done = step + 1
             logs = done % self.options.log_every == 0 or done == self.num_steps
             rate = self._set_learning_rate(step)
@@ -242,6 +245,7 @@ class Loop:
             if self.average is not None:
                 self.average.update()
             self.control.step = done
+            reach("step")
             if math.isnan(first_step_at):
                 first_step_at = time.time()
             if logs:
@@ -259,6 +263,8 @@ class Loop:
                 break
             if saves or better or asked == "save":
                 self._save(done, window, clock, end=False)
+            self.control.enter("data")
+            reach("data")
         digest = self._save(done, window, clock, end=True)
         epoch = done / self.train.steps_per_epoch
         return Outcome(done, epoch, self.position.metrics, clock.total(), first_step_at, interrupted, digest)
@@ -281,7 +287,8 @@ class Loop:
     def _save(self, done: int, window: _Window, clock: _Clock, end: bool) -> str | None:
         if self.saves is None:
             return None
-        self.control.say("phase", phase="save", step=done)
+        self.control.enter("save")
+        reach("save")
         with clock.paused():
             self._refuse_to_keep(done, window)
             self.position.step, self.position.window = done, window.pending(clock.since_record())
@@ -293,7 +300,6 @@ class Loop:
             }
             digest = self.saves.save(self.position, state, done / self.train.steps_per_epoch, end)
         clock.saved()
-        self.control.say("phase", phase="train", step=done)
         return digest
 
     def _refuse_to_keep(self, done: int, window: _Window) -> None:
@@ -344,9 +350,12 @@ class Loop:
         if self._by_hand is not None:
             return [self._by_hand.train_step(update, micro_batches)]
         for number, batch in enumerate(micro_batches):
+            self.control.beat()
+            reach("forward")
             with update.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum, count, sums = update.forward(self.task, batch)
                 self._check_count(count)
+                reach("backward")
                 update.backward(loss_sum, count)
             seen.append((loss_sum, count, sums))
         update.apply()
@@ -381,6 +390,7 @@ class Loop:
             values["train/grad_norm"] = float(self._update.norm)
             self._check_norm(done)
         values["train/samples_per_second"] = num_samples / clock.lap()
+        reach("record")
         self.tracker.scalars(done, done / self.train.steps_per_epoch, values)
 
     def _evaluates_after(self, done: int) -> bool:
@@ -392,10 +402,10 @@ class Loop:
 
     def _evaluate_and_show(self, done: int, clock: _Clock) -> bool:
         """Evaluate and record; return False when a stop request ended that before it was done, on all ranks alike."""
-        self.control.say("phase", phase="evaluate", step=done)
+        self.control.enter("evaluate")
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         with clock.paused(), self.strategy.evaluation() as model, weights:
-            metrics = evaluate(self.task, model, self.evals, self.precision, self.world, lambda: self.control.asked_to_stop)
+            metrics = evaluate(self.task, model, self.evals, self.precision, self.world, self.control)
             self.position.evaluated = metrics is not None
             if metrics is None:
                 return False
@@ -408,7 +418,7 @@ class Loop:
                     self.task.on_eval(model, next(iter(self.evals.values())).first(), self.tracker, done)
         self.position.metrics, self.position.evaluated_at = metrics, done
         self._keep_best(metrics)
-        self.control.say("phase", phase="train", step=done)
+        self.control.enter("train")
         return True
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:
@@ -430,28 +440,30 @@ def evaluate(
     evals: Mapping[str, EvalBatches],
     precision: Precision,
     world: World,
-    stop: Callable[[], bool] = lambda: False,
+    control: Control,
 ) -> dict[str, float] | None:
     """Return the metrics of every evaluation set, each sample counted once; `model` is in evaluation mode.
 
-    None when `stop` told a rank to leave it, on all ranks alike.
+    None when a rank was asked to stop, on all ranks alike.
     Ranks: all; communicates once for each set.
     """
     metrics: dict[str, float] = {}
     with torch.no_grad(), precision.autocast():
         for name, batches in evals.items():
-            found = _evaluate(task, model, batches, world, stop)
+            found = _evaluate(task, model, batches, world, control)
             if found is None:
                 return None
             metrics |= {f"{name}/{key}": value for key, value in found.items()}
     return metrics
 
 
-def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, stop: Callable[[], bool]) -> Mapping[str, float] | None:
+def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, control: Control) -> Mapping[str, float] | None:
     seen: list[Sums] = []
     stopped = False
     for batch in batches:
-        stopped = stop()
+        control.beat()
+        reach("evaluate")
+        stopped = control.asked_to_stop
         if stopped:
             break
         seen.append(_detached(task.step(model, batch)))

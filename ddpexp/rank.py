@@ -33,17 +33,14 @@ class _Stopped(BaseException):
     """The watcher asked this worker to leave at once."""
 
 
-def run_rank(work: Callable[[Control, Callable[[str], None]], None]) -> int:
-    """Do the work with `(control, phase)`, tell the watcher how it ended, and leave: this does not return."""
+def run_rank(work: Callable[[Control], None]) -> int:
+    """Do the work, tell the watcher how it ended, and leave: this does not return."""
     control = Control.from_environ()
-
-    def phase(name: str) -> None:
-        control.say("phase", phase=name)
-
     _prepare_process(control)
     code = EXIT_FAILED
     try:
-        work(control, phase)
+        work(control)
+        control.enter("leave")
         code = EXIT_DONE
         control.tell("done")
     except Interrupted as end:

@@ -24,6 +24,7 @@ from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, hold_out
 from ddpexp.errors import RefusedError
+from ddpexp.faults import reach
 from ddpexp.launch import Layout
 from ddpexp.launch.control import Control
 from ddpexp.loop import Loop
@@ -45,27 +46,27 @@ from ddpexp.world import World
 
 def main(path: str, told: str) -> int:
     """Train what the run directory describes; `told` is JSON made by `ddpexp.jobs.Training`. Never returns in a worker."""
-    return run_rank(lambda control, phase: train(RunDir(Path(path)), json.loads(told), control, phase))
+    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(told), control))
 
 
 def evaluate(described: str) -> int:
     """Evaluate weights; `described` is JSON made by `ddpexp.verbs.evaluate`. Never returns in a worker."""
-    return run_rank(lambda control, phase: evaluate_weights(json.loads(described), control, phase))
+    return run_rank(lambda control: evaluate_weights(json.loads(described), control))
 
 
-def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callable[[str], None]) -> None:
+def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     """Do one experiment from start to result.
 
     Ranks: all.
     """
     data = told["data"]
     experiment, layout = load(_configuration(run, told.get("config"))), run.layout()
-    phase("join")
+    control.enter("join")
     world = _join(experiment, layout)
     log = open_log(world, control, run.log)
     for note in told.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
-    phase("build")
+    control.enter("build")
     splits = _data(experiment, data)
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
     batches = TrainBatches(
@@ -98,10 +99,10 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callabl
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
     control.say("began", step=fit.position.step)
-    phase("train")
+    control.enter("train")
     try:
         outcome = fit.fit()
-        phase("save")
+        control.enter("save")
         saves.finish()
         if world.is_rank_zero:
             log.info(report.finish(outcome, tracker))
@@ -111,6 +112,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control, phase: Callabl
     finally:
         tracker.close()
     world.barrier()
+    reach("leave")
     if outcome.interrupted:
         raise Interrupted(outcome.step)
 
@@ -123,16 +125,16 @@ def _configuration(run: RunDir, digest: str | None) -> str:
     return raw.decode()
 
 
-def evaluate_weights(described: Mapping[str, Any], control: Control, phase: Callable[[str], None]) -> None:
+def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     """Print the metrics of weights on the evaluation sets.
 
     Ranks: all.
     """
     experiment, layout = load(described["config"]), Layout(**described["layout"])
-    phase("join")
+    control.enter("join")
     world = _join(experiment, layout)
     log = open_log(world, control, None)
-    phase("build")
+    control.enter("build")
     evals = _evals(experiment, _data(experiment, described["data"]), world, described["batch_size"])
     model = instantiate(experiment.model, experiment.trust, "model")
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
@@ -140,11 +142,12 @@ def evaluate_weights(described: Mapping[str, Any], control: Control, phase: Call
         module.to(world.device).eval()
     averaged = experiment.trainer.ema_decay is not None
     checkpoint.load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}", averaged)
-    phase("evaluate")
+    control.enter("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     precision = Precision(experiment.trainer.precision, world.device, False)
-    metrics = loop.evaluate(task, model, evals, precision, world)
-    assert metrics is not None  # nobody stops it on the way
+    metrics = loop.evaluate(task, model, evals, precision, world, control)
+    if metrics is None:
+        raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
     log.info(f"weights {described['weights']}  sha256 {checkpoint.weights_sha256(models)}")
     world.barrier()
@@ -159,7 +162,15 @@ def _join(experiment: Experiment, layout: Layout) -> World:
         torch.use_deterministic_algorithms(True)
     if experiment.run.code and experiment.run.code not in sys.path:
         sys.path.insert(0, experiment.run.code)
-    return World.join(layout)
+    world = World.join(layout, _patience(experiment))
+    reach("joined")
+    return world
+
+
+def _patience(experiment: Experiment) -> float:
+    """Return how long a rank waits for another one by itself: longer than the command, which knows who holds the others up."""
+    timeout = experiment.trainer.timeout
+    return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)
 
 
 def _data(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -55,9 +56,10 @@ class World:
     world_size: int
     local_world_size: int
     device: torch.device
+    patience_seconds: float = 1800.0  # for a rank that does not come to where this one waits for it
 
     @classmethod
-    def join(cls, layout: Layout, environ: Mapping[str, str] = os.environ) -> World:
+    def join(cls, layout: Layout, patience_seconds: float = 1800.0, environ: Mapping[str, str] = os.environ) -> World:
         """Read the place from the six variables and meet the others.
 
         Ranks: all; returns when all have joined.
@@ -80,14 +82,17 @@ class World:
         if size > 1:
             if is_loopback(environ["MASTER_ADDR"]):
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+            patience = timedelta(seconds=patience_seconds)
             dist.init_process_group(
                 layout.backend,
-                store=_store(rank, environ),
+                timeout=patience,
+                store=_store(rank, patience, environ),
                 rank=rank,
                 world_size=size,
                 device_id=device if layout.backend == "nccl" else None,
             )
-        return cls(rank, local_rank, int(environ.get("GROUP_RANK", rank // local_size)), size, local_size, device)
+        node_rank = int(environ.get("GROUP_RANK", rank // local_size))
+        return cls(rank, local_rank, node_rank, size, local_size, device, patience_seconds)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -119,11 +124,11 @@ class World:
             dist.barrier()
 
 
-def _store(rank: int, environ: Mapping[str, str]) -> TCPStore:
+def _store(rank: int, patience: timedelta, environ: Mapping[str, str]) -> TCPStore:
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listening = environ.get(STORE_FD)
     if rank == 0 and listening:
         # torch takes the socket over and closes it, so it gets a descriptor of its own.
         own = socket.socket(fileno=int(listening)).detach()
-        return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=own)
-    return TCPStore(host, port, is_master=rank == 0 and not listening, wait_for_workers=False)
+        return TCPStore(host, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=own)
+    return TCPStore(host, port, is_master=rank == 0 and not listening, timeout=patience, wait_for_workers=False)

@@ -150,7 +150,8 @@ TRAINER = Trainer(
     nodes=1, gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,
     micro_batch_size="auto", precision="fp32", compile=False, channels_last=False, clip_grad_norm=None, ema_decay=None,
     nonfinite="stop", log_every=4, eval_every="epoch", checkpoint_every="epoch", checkpoint_every_seconds=None, keep_last=2,
-    keep_best=None, on_save_error="stop", reduction="fast", deterministic=False, grace_seconds=25, timeout=Timeout(300),
+    keep_best=None, on_save_error="stop", reduction="fast", deterministic=False, grace_seconds=25,
+    timeout=Timeout(300, 600, 1800, 300),
 )  # fmt: skip
 STRATEGY = Options(
     kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,

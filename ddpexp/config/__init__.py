@@ -51,9 +51,12 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Timeout:
-    """How long a phase may take."""
+    """How long a phase may take without progress; every field is explained in conf/trainer/default.yaml."""
 
     init_seconds: float
+    step_seconds: float
+    save_seconds: float
+    data_seconds: float
 
 
 @dataclass(frozen=True)
@@ -225,8 +228,10 @@ def _check(experiment: Experiment) -> None:
             raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
     if isinstance(trainer.nodes, str) and trainer.nodes != "auto" and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", trainer.nodes):
         raise RefusedError(f"trainer.nodes={trainer.nodes}: use auto, a number of machines, or a range such as 1:4.")
-    if not 0 < trainer.timeout.init_seconds < math.inf:
-        raise RefusedError(f"trainer.timeout.init_seconds={trainer.timeout.init_seconds}: use a number above 0.")
+    for name in Timeout.__dataclass_fields__:
+        seconds = getattr(trainer.timeout, name)
+        if not 0 < seconds < math.inf:
+            raise RefusedError(f"trainer.timeout.{name}={seconds}: use a number above 0.")
     if trainer.backend == "mpi" and not getattr(experiment.launcher, "provides_mpi", False):
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.epochs is None and trainer.max_steps is None:

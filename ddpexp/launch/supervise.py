@@ -66,7 +66,6 @@ class Worker:
     ended: bool = False  # by us
     trains: bool = False  # or did
     step: int | None = None
-    phase: str = "start"
     failure: Failure | None = None
     failed_at: float = 0.0  # when the watcher heard of it
     dumps: int = 0  # SIGQUITs from here that it has not passed on yet
@@ -356,11 +355,8 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
             worker.step = message["done"]
             _show_output(worker, terminal, until=message["after"])
             terminal.progress(message)
-        elif kind == "phase":
-            worker.phase, worker.step = message["phase"], message.get("step", worker.step)
-            worker.trains |= worker.phase == "train"
         elif kind == "began":
-            watch.began = message["step"]
+            watch.began, worker.trains = message["step"], True
         elif kind == "warning" and worker.rank == 0:  # it stands in rank zero's output, which is shown
             watch.said.add(message["text"])
             watch.held.pop(message["text"], None)
@@ -368,7 +364,7 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
             _hold(watch, worker.rank, message["text"])
         elif kind == "error":
             kind, step = message.pop("error"), message.pop("step")
-            worker.failure = Failure(rank=worker.rank, kind=kind, step=step, phase=worker.phase, **message)
+            worker.failure = Failure(rank=worker.rank, kind=kind, step=step, phase=worker.page.phase, **message)
             worker.failed_at = time.monotonic()
             watch.failed_at = watch.failed_at or worker.failed_at
         elif kind == "done":
@@ -612,7 +608,7 @@ def _failure(worker: Worker, kind: str, message: str, signum: int | None = None,
         kind=kind,
         message=message,
         step=worker.last_step,
-        phase=worker.phase,
+        phase=worker.page.phase,
         signal=signum,
         traceback=worker.log.last_lines(_LAST_LINES),
         exit_code=exit_code,

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -74,7 +73,7 @@ def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemor
     one_host = world.local_world_size == world.world_size
     if options.reduce_through == "backend" or (options.reduce_through == "auto" and not one_host):
         return None
-    shared = share(world, min(num_bytes, _SLOT_BYTES), default_pg_timeout.total_seconds())
+    shared = share(world, min(num_bytes, _SLOT_BYTES))
     if isinstance(shared, SharedMemory):
         return shared
     if options.reduce_through == "shared_memory":

@@ -44,7 +44,7 @@ class SharedMemory:
     The memory has no name anywhere, so nothing is left behind by whatever end: the kernel frees it with the last process.
     """
 
-    def __init__(self, memory: mmap.mmap, world: World, slot_bytes: int, peers: Mapping[int, Peer], timeout_seconds: float) -> None:
+    def __init__(self, memory: mmap.mmap, world: World, slot_bytes: int, peers: Mapping[int, Peer]) -> None:
         """Take over the memory; `share` makes it. Shapes: slots are (slot_bytes,) uint8."""
         size = world.world_size
         everything = torch.frombuffer(memory, dtype=torch.uint8)
@@ -57,7 +57,7 @@ class SharedMemory:
         self._ends = select.poll()
         for peer in peers.values():
             self._ends.register(peer.descriptor, select.POLLIN)
-        self._timeout = timeout_seconds
+        self._timeout = world.patience_seconds
         self._meetings = 0
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         pointer, word = ctypes.c_void_p, ctypes.c_uint32
@@ -122,7 +122,7 @@ class SharedMemory:
             )
 
 
-def share(world: World, slot_bytes: int, timeout_seconds: float) -> SharedMemory | str:
+def share(world: World, slot_bytes: int) -> SharedMemory | str:
     """Map one memory into all workers; when one of them cannot, none does, and the reason is returned instead.
 
     Ranks: all; communicates.
@@ -140,7 +140,7 @@ def share(world: World, slot_bytes: int, timeout_seconds: float) -> SharedMemory
     shared = None
     if all(places):
         try:
-            shared = _map(world, size, slot_bytes, places, timeout_seconds)
+            shared = _map(world, size, slot_bytes, places)
         except OSError as error:
             problem = str(error)
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(_tell(world, problem)) if text]
@@ -168,7 +168,7 @@ def _make(size: int, token: str) -> int:
     return descriptor
 
 
-def _map(world: World, size: int, slot_bytes: int, places: Sequence[Sequence[str]], timeout_seconds: float) -> SharedMemory:
+def _map(world: World, size: int, slot_bytes: int, places: Sequence[Sequence[str]]) -> SharedMemory:
     if len({host for host, *_ in places}) > 1:
         raise OSError("the workers are not all on one host, or do not see one another's processes")
     _, pid, number, token = places[0]
@@ -182,7 +182,7 @@ def _map(world: World, size: int, slot_bytes: int, places: Sequence[Sequence[str
     # Every peer takes part in the next collective, so it lives: its number cannot have become another process's.
     numbers = {rank: int(place[1]) for rank, place in enumerate(places) if rank != world.rank}
     peers = {rank: Peer(number, os.pidfd_open(number)) for rank, number in numbers.items()}
-    return SharedMemory(memory, world, slot_bytes, peers, timeout_seconds)
+    return SharedMemory(memory, world, slot_bytes, peers)
 
 
 def _tell(world: World, text: str) -> list[str]:

@@ -35,21 +35,21 @@ from ddpexp.world import World
 
 
 def main(folder, *how):
-    return run_rank(lambda control, phase: work(control, phase, folder, how))
+    return run_rank(lambda control: work(control, folder, how))
 
 
-def work(control, phase, folder, how):
+def work(control, folder, how):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mark(folder, "pid", rank, str(os.getpid()))
     torch.set_num_threads(1)
     random.seed(os.getpid())
-    phase("join")
+    control.enter("join")
     world = World.join(Layout(1, size, "cpu", "gloo", 1))
     if "builds" in how:
         mark(folder, "builds", rank)
         time.sleep(600)
     control.say("began", step=0)
-    phase("train")
+    control.enter("train")
     one, done = torch.ones(1), 0
     last = next((int(word[5:]) for word in how if word.startswith("last=")), 1 << 30)
     with open(f"{folder}/seen{rank}", "w", buffering=1) as seen:

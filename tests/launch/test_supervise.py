@@ -132,8 +132,8 @@ def failed(done: Done) -> dict[str, Any]:
     [
         ("model._target_=points.Breaks", "build", None),
         ("data._target_=points.load_broken", "build", None),
-        ("data._target_=points.load_bad", "train", None),
-        ("data._target_=points.load_bad data.num_workers=1", "train", None),
+        ("data._target_=points.load_bad", "data", None),
+        ("data._target_=points.load_bad data.num_workers=1", "data", None),
         ("task._target_=points.Act +task.how=raise", "train", 2),
         ("task._target_=points.Act +task.how=raise +task.when=eval", "evaluate", 4),
     ],

@@ -36,7 +36,7 @@ from tests.test_loop import ALONE, STRATEGY
 
 
 def main(size, num_leaves):
-    def work(control, phase):
+    def work(control):
         deferred_dynamo.defer()
         torch.set_num_threads(1)
         world = World.join(Layout(1, int(size), "cpu", "gloo", 1))

@@ -25,7 +25,6 @@ import os
 import random
 import signal
 import time
-from datetime import timedelta
 
 import torch
 from torch import nn
@@ -50,7 +49,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def main(case, size):
-    def work(control, phase):
+    def work(control):
         deferred_dynamo.defer()
         torch.set_num_threads(1)
         world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
@@ -240,7 +239,7 @@ def interrupt(world):
 
 
 def stopped(world):
-    reduce.default_pg_timeout = timedelta(seconds=1)
+    world = dataclasses.replace(world, patience_seconds=1)
     model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
     for step in range(3):
         if step == 2 and world.rank == 1:  # in step 1 DDP talks through gloo, for it makes its buckets anew

@@ -1,0 +1,101 @@
+"""One fault in one run: put it there, wait for the end, and check what every end must show."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import Done, ddpexp_processes, finish
+from tests.points import Recipe, wait_for
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run with a fault ended, and how long after the fault."""
+
+    done: Done
+    seconds: float
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.done.run / "error.json").read_text())
+        return found
+
+    def failed(self, *, rank: int, code: int = 1, within: float = 5.0, says: str = "", step: bool = True) -> dict[str, Any]:
+        """Check that the run failed because of `rank`, in time, and said so once: rank, host, step and cause in one line."""
+        assert self.done.code == code, self.done.err
+        assert self.seconds < within, f"{self.seconds:.1f} s"
+        error = self.error
+        assert (error["rank"], self.done.result()["status"]) == (rank, "failed"), error
+        lines = [line for line in self.done.err.splitlines() if re.match(r"ddpexp: rank \d+ on .* failed", line)]
+        assert len(lines) == 1, self.done.err
+        place = f" at step {error['step']}" if error["step"] is not None else ""
+        assert lines[0].startswith(f"ddpexp: rank {rank} on {platform.node()} failed ({error['phase']}{place}): "), lines
+        assert error["step"] is not None or not step
+        assert re.search(says, lines[0]), lines
+        assert re.search(says, f"{error['kind']}: {error['message']}"), error
+        return error
+
+
+class Running:
+    """A run that trains, for faults that come from outside."""
+
+    def __init__(self, recipe: Recipe, *words: str, environ: dict[str, str] | None = None, steps: int = 3) -> None:
+        """Start it, and return when it has trained for some steps."""
+        self.process, self.run = recipe.start(*words, environ=environ)
+        self.begin = time.monotonic()
+        if steps:
+            wait_for(lambda: self.process.poll() is not None or trained(self.run, steps), 40)
+
+    def ended(self, timeout: float = 60) -> Ended:
+        """Wait for the end, counting from the last `strike`."""
+        done = finish(self.process, self.run, timeout)
+        return Ended(done, time.monotonic() - self.begin)
+
+    def strike(self) -> None:
+        """Say that the fault comes now."""
+        self.begin = time.monotonic()
+
+    def pid(self, rank: int) -> int:
+        """Return the process of a rank."""
+        return pid_of(rank)
+
+
+def trained(run: Path, steps: int) -> bool:
+    """Tell whether a run that records every step has come so far."""
+    try:
+        return len((run / "metrics.jsonl").read_text().splitlines()) >= steps
+    except OSError:
+        return False
+
+
+def pid_of(rank: int) -> int:
+    """Return the process of a rank on this host; only one run may be there."""
+    found = _of_rank(rank)
+    return next(pid for pid, parent in found.items() if parent not in found)
+
+
+def _of_rank(rank: int) -> dict[int, int]:
+    """Return the processes that write to a rank's log, each with its parent; forks do not change what /proc calls environ."""
+    found = {}
+    for pid in ddpexp_processes():
+        folder = Path("/proc") / str(pid)
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            if (folder / "fd/1").readlink().name == f"{rank}.log":
+                found[pid] = parent
+        except OSError:
+            continue
+    return found
+
+
+def faulted(recipe: Recipe, fault: str, *words: str, environ: dict[str, str] | None = None, timeout: float = 60) -> Ended:
+    """Run with an injected fault; the seconds are those of the whole run, whose start takes about one."""
+    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": fault, **(environ or {})})
+    begin = time.monotonic()
+    return Ended(finish(process, run, timeout), time.monotonic() - begin)
