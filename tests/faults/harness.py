@@ -80,6 +80,12 @@ def pid_of(rank: int) -> int:
     return next(pid for pid, parent in found.items() if parent not in found)
 
 
+def loader_workers(rank: int) -> list[int]:
+    """Return the DataLoader workers of a rank on this host; only one run may be there."""
+    found = _of_rank(rank)
+    return sorted(pid for pid, parent in found.items() if parent in found)
+
+
 def _of_rank(rank: int) -> dict[int, int]:
     """Return the processes that write to a rank's log, each with its parent; forks do not change what /proc calls environ."""
     found = {}
