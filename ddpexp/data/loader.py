@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import mmap
 import multiprocessing.connection
@@ -50,18 +51,20 @@ def load(
     asked: deque[list[int]] = deque()
     page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast("q")  # shared: of each worker its process and its sample
     pids, places = page[:num_workers], page[num_workers:]
-    batches = iter(
-        DataLoader(
-            _Fetch(data, name, places),  # type: ignore[arg-type]
-            batch_sampler=_Noted(keys, asked),  # type: ignore[arg-type]
-            num_workers=num_workers,
-            collate_fn=_as_it_is,
-            pin_memory=device.type == "cuda",
-            timeout=timeout_seconds if num_workers else 0,
-            worker_init_fn=partial(_start_worker, os.getpid(), pids) if num_workers else None,
-            generator=torch.Generator().manual_seed(0),  # its own draw must not move the global generator
-        )
+    loader = DataLoader(
+        _Fetch(data, name, places),  # type: ignore[arg-type]
+        batch_sampler=_Noted(keys, asked),  # type: ignore[arg-type]
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=device.type == "cuda",
+        timeout=timeout_seconds if num_workers else 0,
+        worker_init_fn=partial(_start_worker, os.getpid(), pids) if num_workers else None,
+        generator=torch.Generator().manual_seed(0),  # its own draw must not move the global generator
     )
+    try:
+        batches = iter(loader)
+    except OSError as error:  # its semaphores are there too
+        raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
     received = 0
     with _deaths(pids):
         while True:

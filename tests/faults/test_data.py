@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
+from tests.conftest import Done, finish
 from tests.faults.harness import Ended, Running, faulted, loader_workers
 from tests.points import ITEMS, Recipe, wait_for, weights
 
@@ -48,6 +53,18 @@ class Trouble(Items):
                 import ctypes
                 ctypes.string_at(0)
         return number, row, label
+
+
+class Large(Trouble):
+    # Samples of 400 kB, or many small ones, in the forms that torch makes batches of.
+    def __getitem__(self, index):
+        forms = {"tensor": torch.zeros(100_000), "array": torch.zeros(100_000).numpy(), "numbers": [0.5] * 400}
+        return *super().__getitem__(index), forms.get(self.trouble, 0)
+
+
+class LargeTask(Paced):
+    def step(self, model, batch):
+        return super().step(model, batch[:3])
 
 
 class Batched(Trouble):
@@ -225,3 +242,45 @@ def test_a_nan_on_one_rank_stops_all_or_is_skipped_by_all(recipe: Recipe, words:
     alone = troubled(recipe, *three, "trainer.nonfinite=skip", "trainer.gpus=1", "data.kind=Trouble")
     assert [line["step"] for line in alone.done.metrics() if line.get("train/skipped_steps")] == bad
     assert all(torch.allclose(found[name], tensor, atol=1e-6) for name, tensor in weights(alone.done).items())
+
+
+# --- Shared memory ---
+
+
+def in_little_shared_memory(recipe: Recipe, *words: str) -> Done:
+    """Run where /dev/shm has one mebibyte, in a mount namespace of its own."""
+    try:
+        subprocess.run(["unshare", "--mount", "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("a small /dev/shm needs a mount namespace, which only root may make")
+    typed, run = recipe.words("data=trouble", "data.kind=Large", "task._target_=points.LargeTask", *EVERY, *words)
+    full = "head -c 1048576 /dev/zero > /dev/shm/full &&" if "data.train=full" in words else ""
+    mounted = f'mount -t tmpfs -o size=1m tmpfs /dev/shm && {full} exec "$@"'
+    process = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-m", "ddpexp", *typed],
+        cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return finish(process, run, 40)
+
+
+@pytest.mark.fault(56)
+@pytest.mark.parametrize("form", ["tensor", "array", "numbers", "full"])
+def test_batches_that_do_not_fit_into_shared_memory_say_its_size_and_what_to_do(recipe: Recipe, form: str) -> None:
+    begin = time.monotonic()
+    done = in_little_shared_memory(recipe, f"data.train={form}", "data.num_workers=2", "trainer.timeout.data_seconds=20")
+    error = Ended(done, time.monotonic() - begin).error
+    assert done.code == 1
+    assert time.monotonic() - begin < 9
+    assert error["kind"] == "LoaderError"
+    assert re.search(r"do not fit into shared memory: /dev/shm of this host has 1\.0 MB, [01]\.\d MB of it free\. Enlarge it "
+                     r"\(docker run --shm-size=1g\), or use data\.num_workers=0", error["message"])  # fmt: skip
+    warning = "/dev/shm has 1.0 MB on this host, little for the batches of data.num_workers=2 DataLoader workers a rank"
+    assert (done.out + done.err).count(warning) == 1
+
+
+@pytest.mark.fault(56)
+def test_without_dataloader_workers_little_shared_memory_is_enough(recipe: Recipe) -> None:
+    done = in_little_shared_memory(recipe, "data.train=tensor", "trainer.epochs=1")
+    assert done.code == 0, done.err
+    assert "/dev/shm" not in done.out + done.err
