@@ -19,11 +19,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ddpexp import lock
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
+_YAML_BYTES, _YAML_DEPTH = 4 << 20, 100
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
 _TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
 
@@ -287,6 +290,22 @@ def read_json(path: Path) -> Any:
             return json.loads(file.read())
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
+
+
+def check_yaml(path: Path) -> None:
+    """See that a run's YAML file, which anybody may have made, can be read: of bounded size and depth, nothing said twice.
+
+    Raises: OSError, ValueError, yaml.YAMLError.
+    """
+    if path.stat().st_size > _YAML_BYTES or not path.is_file():
+        raise ValueError(f"it is no plain file of {_YAML_BYTES:,} bytes at most")
+    depth = 0
+    for event in yaml.parse(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _YAML_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if isinstance(event, yaml.AliasEvent):  # a few of them can stand for more than there is memory
+            raise ValueError("it refers to itself with *, which no run writes")
 
 
 def refuse_links(run: RunDir) -> None:
