@@ -227,6 +227,14 @@ def piece(**changes: Any) -> Any:
     return change
 
 
+def state(content: bytes) -> Any:
+    def change(folder: Path) -> None:
+        (folder / "state.json").write_bytes(content)
+        rehash(folder)
+
+    return change
+
+
 def pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
@@ -237,15 +245,9 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "huge manifest": (lambda folder: sparse(folder / "manifest.json"), "left out"),
     "piped manifest": (lambda folder: pipe(folder / "manifest.json"), "left out"),
     "manifest of nothing": (lambda folder: (folder / "manifest.json").write_text("null"), "left out"),
-    "deep state": (lambda folder: ((folder / "state.json").write_bytes(DEEP), rehash(folder)), "nested too deeply"),
-    "deeper than it is read": (
-        lambda folder: ((folder / "state.json").write_bytes(b"[" * 900 + b"]" * 900), rehash(folder)),
-        "state.json cannot be read: ",
-    ),
-    "odd keys": (
-        lambda folder: ((folder / "state.json").write_text('{"$": "mapping", "value": [[[1], 2]]}'), rehash(folder)),
-        "state.json cannot be read: unhashable type",
-    ),
+    "deep state": (state(DEEP), "nested too deeply"),
+    "deeper than it is read": (state(b"[" * 900 + b"]" * 900), "state.json cannot be read: "),
+    "odd keys": (state(b'{"$": "mapping", "value": [[[1], 2]]}'), "state.json cannot be read: unhashable type"),
     "huge state": (lambda folder: sparse(folder / "state.json"), "more than 67,108,864"),
     "piped state": (lambda folder: pipe(folder / "state.json"), "state.json is no plain file"),
     "negative size": (piece(num_bytes=-5), "has -5 bytes"),
