@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,7 +9,6 @@ from ddpexp.launch import Job, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.meeting import Published
 from ddpexp.launch.place import of_mpi
-from ddpexp.launch.process import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,6 @@ class Mpi:
             StoppedError: a signal to this process ended the run.
         """
         place, key = of_mpi(job.asked)
-        die_with_parent(os.getppid())
         server = server or Server()
         way = Published.under(job.folder, f"mpi {key}", place.nodes == 1) if place.size > 1 else None
         try:
