@@ -78,8 +78,8 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
         "owner": place.owner,
     }
     if place.index == 0:
-        return _lead(job, place, way, hello, asked.init_seconds, who, server)
-    return _follow(job, place, way, hello, asked.init_seconds, who, server)
+        return _lead(job, place, way, hello, asked.timeout.init_seconds, who, server)
+    return _follow(job, place, way, hello, asked.timeout.init_seconds, who, server)
 
 
 def starter_lost(job: Job, starter: str, leads: bool, parent: int) -> None:
@@ -298,7 +298,7 @@ def _watch(
         if listener is not None:
             listener.close()
     try:
-        return supervise(server, workers, Terminal(), meeting, job.asked.grace_seconds)
+        return supervise(server, workers, Terminal(), meeting, job.asked, layout.device == "cuda")
     finally:
         for worker in workers:
             worker.log.close()

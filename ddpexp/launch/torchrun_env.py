@@ -35,7 +35,7 @@ class TorchrunEnv:
         place = of_torchrun(job.asked)
         server = server or Server()
         try:
-            return team.run(job, place, way(place, server, job.asked.init_seconds), server)
+            return team.run(job, place, way(place, server, job.asked.timeout.init_seconds), server)
         finally:
             server.close()
 
