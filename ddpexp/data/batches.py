@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -186,5 +188,8 @@ class _Once:
 def _start_worker(parent: int, _worker: int) -> None:
     """Live as long as the rank, whatever schedulers send to all processes of a job: it is the rank that is asked to stop."""
     die_with_parent(parent)
+    # Its tensors' descriptors go through a socket, whose file in TMPDIR would outlive a worker that is killed: this name has none.
+    # Python 3.10 to 3.14 ask for it here, and use it as it is. Who connects must know the rank's key.
+    connection.arbitrary_address = lambda _family: f"\0ddpexp-{secrets.token_hex(16)}"  # type: ignore[attr-defined]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
