@@ -35,7 +35,7 @@ _STOP_SIGNALS = (*_END_SIGNALS, signal.SIGUSR2)  # SIGUSR2: to go on later, in a
 _COMMAND, _ELSEWHERE = -1, 1 << 32  # sources of signals that are no rank; of another command its number is added
 _LAST_LINES = 20
 _FAREWELL_SECONDS = 10.0  # for the other commands' last words, when this one's workers have ended
-_KILL_SECONDS = 3.0  # for the fork server to end its workers; one that does not is ended itself, and they with it
+_KILL_SECONDS = 2.0  # for the fork server to end its workers; one that does not is ended itself, and they with it
 _SERVER_LOST = "the process that starts the workers was killed, and they with it (is the machine out of memory?)"
 
 
@@ -522,10 +522,13 @@ def _end_hangs(server: Server, watch: _Watch) -> None:
     cause = watch.watchdog.look(living)
     if cause is not None:
         watch.failed_at = time.monotonic()
+        for other in watch.others:
+            other.ended |= other.peer.index in watch.watchdog.absent  # nobody waits for its farewell
         watch.heard.append(_Heard(cause, 0, watch.failed_at))
         _kill(server, watch)
     elif watch.watchdog.leader_is_silent:
         watch.failed_at, watch.leader_lost = time.monotonic(), True
+        watch.others[0].ended = True
         _kill(server, watch)
 
 

@@ -29,7 +29,7 @@ _BUSY_FACTOR = 10  # a rank that is busy building may take so much longer
 _LOADER_SECONDS = 2.0  # a DataLoader that waits as long says more, so it speaks first
 _STACK_SECONDS = 1.5  # for the stacks to be written
 _ANSWER_SECONDS = 4.0  # for the other commands to say what they see
-_LEADER_SECONDS = 10.0  # for the leading command to ask, when it was told of a silent rank
+_LEADER_SECONDS = 4.0  # for the leading command to ask, when it was told of a silent rank
 _AGAIN_SECONDS = 15.0  # from an inquiry that found nobody to the next
 _BUSY = 0.3  # of a processor
 _WAITS = re.compile(r"/torch/distributed/|/ddpexp/(strategy/shared_memory|world|launch/control)\.py$")
@@ -92,6 +92,7 @@ class Watchdog:
     dump: Callable[[], None]  # has all ranks of this command write their stacks
     on_gpus: bool = False  # their hosts wait for devices, whoever those wait for
     leader_is_silent: bool = False
+    absent: list[int] = field(default_factory=list)  # commands that do not answer
     _silences: dict[int, _Silence] = field(default_factory=dict)
     _looked: float = field(default_factory=time.monotonic)
     _stacks: _Stacks | None = None
@@ -220,6 +221,7 @@ class Watchdog:
             return None
         accounts = [one for found in self._accounts.values() for one in found]
         self._accounts = None
+        self.absent = list(absent)
         for rank, host in absent.values():
             text = f"the command of rank {rank} on {host} does not answer: it is stopped, or its host is"
             return Failure(rank=rank, host=host, kind="Hang", message=text)
