@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ddpexp.launch import Job, team
 from ddpexp.launch.fork_server import Server
-from ddpexp.launch.meeting import Published
+from ddpexp.launch.meeting import by_key
 from ddpexp.launch.place import of_mpi
 
 
@@ -31,7 +31,7 @@ class Mpi:
         """
         place, key = of_mpi(job.asked)
         server = server or Server()
-        way = Published.under(job.folder, f"mpi {key}", place.nodes == 1) if place.size > 1 else None
+        way = by_key(f"mpi {key}", job.folder, place.nodes == 1) if place.size > 1 else None
         try:
             return team.run(job, place, way, server)
         finally:

@@ -23,7 +23,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, Refused
 from ddpexp.launch import Asked, Job, Layout, child, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.log import Log
-from ddpexp.launch.meeting import Published
+from ddpexp.launch.meeting import Published, by_key
 from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.process import end_with_parent
 from ddpexp.launch.terminal import Terminal
@@ -101,7 +101,7 @@ class Slurm:
         place = of_slurm_task(Asked())
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key(), False) if place.size > 1 else None
+            way = Published.under(job.folder, _step_key()) if place.size > 1 else None
             with self._ends_in_requeue():
                 return team.run(job, Place(place.index, place.size, nodes=place.size, starter="srun"), way, server)
         finally:
@@ -111,7 +111,7 @@ class Slurm:
         place = of_slurm_task(job.asked)
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key(), place.nodes == 1) if place.size > 1 else None
+            way = by_key(_step_key(), job.folder, place.nodes == 1) if place.size > 1 else None
             with self._ends_in_requeue():
                 return team.run(job, place, way, server)
         finally:

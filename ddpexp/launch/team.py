@@ -151,6 +151,7 @@ def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: fl
         start = _next(leader, "start")
         return _watch(job, layout, seat, meeting, server, tuple(start["store"]))
     except (RefusedError, FinishedError) as error:
+        way.close()  # the one that leads may have been killed before it could
         # The one that leads says so; on another host somebody may be looking at this terminal.
         error.quiet = leader.host == platform.node() or not meeting.speaks
         with suppress(EOFError, TimeoutError):
