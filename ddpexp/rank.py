@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, RefusedError
 from ddpexp.launch.control import SIGNALS, Control
 from ddpexp.world import World
 
@@ -51,6 +51,8 @@ def run_rank(work: Callable[[Control], None]) -> int:
     except SystemExit as end:
         code = _exit_code(end)
         _report(control, "SystemExit", f"the recipe ended the process: sys.exit({end.code!r})", code, None)
+    except CodeError as error:
+        _report(control, error.kind, error.message, code, error.trace)
     except RefusedError as error:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, None)
