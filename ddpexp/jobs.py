@@ -286,7 +286,7 @@ def asked(experiment: Experiment) -> Asked:
     # Sums inside one worker depend on its threads, whose number would follow that of the workers.
     threads = 1 if trainer.threads == "auto" and trainer.reduction == "exact" else trainer.threads
     return Asked(
-        trainer.nodes, trainer.gpus, trainer.device, trainer.backend, threads, trainer.timeout.init_seconds, trainer.grace_seconds
+        trainer.nodes, trainer.gpus, trainer.device, trainer.backend, threads, trainer.grace_seconds, trainer.timeout
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from ddpexp.config.build import build, convert, did_you_mean, shown
 from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse_untrusted
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Launcher, Layout
+from ddpexp.launch import Launcher, Layout, Timeout
 from ddpexp.schedule import Schedule
 from ddpexp.strategy import Options as Strategy
 
@@ -47,16 +47,6 @@ class Recipe:
     """What is trained: the name stands in the default run directory."""
 
     name: str
-
-
-@dataclass(frozen=True)
-class Timeout:
-    """How long a phase may take without progress; every field is explained in conf/trainer/default.yaml."""
-
-    init_seconds: float
-    step_seconds: float
-    save_seconds: float
-    data_seconds: float
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ from ddpexp.seeds import DATA, EVAL, seed_everything, seed_of, seed_torch
 
 _Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
 
+_sockets: Any = connection
+_python_address = _sockets.arbitrary_address
 _BLOCK = 8192  # indices computed at once: large enough to amortise numpy's calls, small enough to stay in the cache
 
 
@@ -186,5 +190,15 @@ class _Once:
 def _start_worker(parent: int, _worker: int) -> None:
     """Live as long as the rank, whatever schedulers send to all processes of a job: it is the rank that is asked to stop."""
     die_with_parent(parent)
+    _sockets.arbitrary_address = _address
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _address(family: str) -> Any:
+    """Name a socket of multiprocessing, where tensors' memory is handed on, in the kernel's own namespace.
+
+    It is gone with its process. A name in a temporary folder, as Python chooses, stays behind when that is killed. A secret of
+    the rank keeps strangers out of both.
+    """
+    return f"\0ddpexp-{os.getpid()}-{secrets.token_hex(8)}" if family == "AF_UNIX" else _python_address(family)

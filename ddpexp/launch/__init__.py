@@ -21,6 +21,16 @@ _NOT_ELSEWHERE = (
 
 
 @dataclass(frozen=True)
+class Timeout:
+    """How long a phase may take without progress; every field is explained in conf/trainer/default.yaml."""
+
+    init_seconds: float = 300.0
+    step_seconds: float = 600.0
+    save_seconds: float = 1800.0
+    data_seconds: float = 300.0
+
+
+@dataclass(frozen=True)
 class Asked:
     """How many workers of which kind the user asked for: the `trainer.` keys of the same names."""
 
@@ -29,8 +39,8 @@ class Asked:
     device: str = "auto"
     backend: str = "auto"
     threads: Literal["auto"] | int = "auto"
-    init_seconds: float = 300.0  # until all commands of the job have met
     grace_seconds: float = 25.0  # from a stop signal to the end
+    timeout: Timeout = Timeout()
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ class Server:
             log.close()
         raise RefusedError("The fork server is gone: it was killed before any worker started.")
 
+    def destroy(self) -> None:
+        """End the server by force, and with it every worker, also when it does not answer."""
+        os.kill(self.pid, signal.SIGKILL)  # it is a zombie at worst: `close` waits for it
+
     def close(self) -> None:
         """End the server, and with it every worker that is left; returns when it is gone."""
         if self.channel.fileno() == -1:

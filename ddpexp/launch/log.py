@@ -74,6 +74,10 @@ class Log:
         begin = max(0, self.size() - _BLOCK)
         return "\n".join(os.pread(self.fileno(), _BLOCK, begin).decode(errors="replace").splitlines()[-count:])
 
+    def text(self, begin: int) -> str:
+        """Return what was written from a place on, as far as it is sensible to look at."""
+        return os.pread(self.fileno(), 4 * _BLOCK, begin).decode(errors="replace")
+
     def add(self, text: str) -> None:
         """Append what the watcher knows of the worker's end."""
         self._file.write(text.encode())

@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, PeerError, RefusedError, StoppedError, WorkerError
+from ddpexp.launch import Asked
 from ddpexp.launch.agreement import Agreement
 from ddpexp.launch.control import SIGNALS, Lines, Page
 from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Meeting, Peer
 from ddpexp.launch.terminal import Terminal
+from ddpexp.launch.watchdog import Watchdog, is_stack
 
 # After the first failure the others may still report theirs: a rank that was killed says nothing, and its peers' broken
 # connections arrive first.
@@ -33,6 +35,7 @@ _STOP_SIGNALS = (*_END_SIGNALS, signal.SIGUSR2)  # SIGUSR2: to go on later, in a
 _COMMAND, _ELSEWHERE = -1, 1 << 32  # sources of signals that are no rank; of another command its number is added
 _LAST_LINES = 20
 _FAREWELL_SECONDS = 10.0  # for the other commands' last words, when this one's workers have ended
+_KILL_SECONDS = 2.0  # for the fork server to end its workers; one that does not is ended itself, and they with it
 _SERVER_LOST = "the process that starts the workers was killed, and they with it (is the machine out of memory?)"
 
 
@@ -47,6 +50,10 @@ class Server(Protocol):
 
     def kill(self, signum: int, spared: int | None = None) -> None:
         """Send a signal to every living worker, but for the process `spared`."""
+        ...
+
+    def destroy(self) -> None:
+        """End the server by force, and with it every worker."""
         ...
 
 
@@ -110,6 +117,7 @@ class _Heard:
 class _Watch:
     workers: Sequence[Worker]
     agreement: Agreement
+    watchdog: Watchdog
     grace_seconds: float
     others: Sequence[_Other] = ()  # of the leading command all, of another one the leading one
     leads: bool = True
@@ -125,25 +133,27 @@ class _Watch:
     began: int | None = None  # the step at which this start began
     since: dict[int, float] = field(default_factory=dict)  # when each of the signals that end nothing was last followed
     first_end: dict[int, float] = field(default_factory=dict)  # when the first signal to end was heard from each source
-    killed: bool = False
+    killed_at: float | None = None
     said: set[str] = field(default_factory=set)  # warnings that were shown: every rank has the same ones
     held: dict[str, tuple[int, float]] = field(default_factory=dict)  # those that were not: which rank's, since when
 
 
 def supervise(
-    server: Server, workers: Sequence[Worker], terminal: Terminal, meeting: Meeting | None = None, grace_seconds: float = 25.0
+    server: Server, workers: Sequence[Worker], terminal: Terminal, meeting: Meeting | None, asked: Asked, on_gpus: bool = False
 ) -> int:
     """Watch until every worker has ended; return the exit code of the run.
 
     Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one tells why.
-    A stop signal has the ranks save and leave within `grace_seconds`.
+    A stop signal has the ranks save and leave within `asked.grace_seconds`; a hang ends the run after `asked.timeout`.
 
     Raises:
         WorkerError: the first genuine failure. RefusedError: the workers refused to start.
         StoppedError: a signal to this process, another command or a rank ended the run.
     """
     tell = meeting.tell if meeting is not None else lambda message: None
-    watch = _Watch(workers, Agreement([worker.page for worker in workers], tell), grace_seconds)
+    agreement = Agreement([worker.page for worker in workers], tell)
+    watchdog = Watchdog(workers, asked.timeout, meeting is None or meeting.leads, tell, lambda: _dump(server, watch), on_gpus)
+    watch = _Watch(workers, agreement, watchdog, asked.grace_seconds)
     if meeting is not None:
         watch.leads, watch.speaks = meeting.leads, meeting.speaks
         watch.others = [_Other(peer, peer.lines()) for peer in meeting.peers]
@@ -185,9 +195,10 @@ def supervise(
                 if shown is not None:
                     written = shown.log.size()  # what was said before that is in the channel now, and is shown first
                     _listen(shown, watch, terminal)
-                    _show_output(shown, terminal, until=written)
+                    _show_output(shown, terminal, until=written, but=is_stack if watch.watchdog.writes_stacks else None)
                     _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
                 _pass_on(watch)
+                _end_hangs(server, watch)
                 _end_in_time(server, watch)
             while _may_be_stopped(watch):
                 look()
@@ -233,6 +244,8 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
             _stopped_by(watch, message["signal"])
         elif kind in ("begin", "bound", "settle"):
             watch.agreement.hear(message, other.peer.index)
+        elif kind in ("silence", "look", "seen"):
+            watch.watchdog.hear(message, other.peer.index)
         elif kind == "end":
             if message["signal"] is not None:
                 _stopped_by(watch, message["signal"])
@@ -384,9 +397,12 @@ def _hold(watch: _Watch, rank: int, text: str) -> None:
         watch.others[0].peer.send({"kind": "warning", "rank": rank, "text": text})
 
 
-def _show_output(worker: Worker, terminal: Terminal, last: bool = False, until: float = math.inf) -> None:
+def _show_output(
+    worker: Worker, terminal: Terminal, last: bool = False, until: float = math.inf, but: Callable[[str], bool] | None = None
+) -> None:
     for line in worker.log.new_lines(last, until):
-        terminal.line(line)
+        if but is None or not but(line):
+            terminal.line(line)
 
 
 def _show_warnings(watch: _Watch, terminal: Terminal, held_since: float) -> None:
@@ -416,7 +432,7 @@ def _take(server: Server, watch: _Watch, number: int, source: int, again: bool =
     if number in (signal.SIGUSR1, signal.SIGQUIT):
         if now - watch.since.get(number, -math.inf) > _REPEAT_SECONDS:
             watch.since[number] = now
-            _save(watch) if number == signal.SIGUSR1 else _dump(server, watch, source)
+            _save(watch) if number == signal.SIGUSR1 else _dump_all(server, watch, source)
         return
     if number in _END_SIGNALS:
         again = again or now - watch.first_end.setdefault(source, now) > _REPEAT_SECONDS
@@ -463,11 +479,15 @@ def _save(watch: _Watch) -> None:
         watch.agreement.want("save")
 
 
-def _dump(server: Server, watch: _Watch, source: int) -> None:
-    """Have all ranks write where they are; the one that got the signal itself has done so."""
+def _dump(server: Server, watch: _Watch, source: int = _COMMAND) -> None:
+    """Have all ranks of this command write where they are; the one that got the signal itself has done so."""
     for worker in watch.workers:
         worker.dumps += worker.rank != source
     server.kill(signal.SIGQUIT, next((worker.pid for worker in watch.workers if worker.rank == source), None))
+
+
+def _dump_all(server: Server, watch: _Watch, source: int) -> None:
+    _dump(server, watch, source)
     _tell_leader(watch, signal.SIGQUIT)
     _tell_others(watch, {"kind": "signal", "signal": int(signal.SIGQUIT), "again": False})
 
@@ -490,16 +510,36 @@ def _end_in_time(server: Server, watch: _Watch) -> None:
     grace = min(_LEAVE_SECONDS, watch.grace_seconds) if watch.at_once else watch.grace_seconds
     if failed or (watch.stopped_by is not None and now - watch.stopped_at > grace):
         _kill(server, watch)
+    if watch.killed_at is not None and now - watch.killed_at > _KILL_SECONDS:
+        server.destroy()
+
+
+def _end_hangs(server: Server, watch: _Watch) -> None:
+    """End the run when a rank holds the others up for too long. A stop, or a failure, has a time of its own."""
+    if watch.stopped_by is not None or watch.failed_at is not None or watch.killed_at is not None:
+        return
+    living = {other.peer.index: (other.peer.index, other.peer.host) for other in watch.others if not other.ended}
+    cause = watch.watchdog.look(living)
+    if cause is not None:
+        watch.failed_at = time.monotonic()
+        for other in watch.others:
+            other.ended |= other.peer.index in watch.watchdog.absent  # nobody waits for its farewell
+        watch.heard.append(_Heard(cause, 0, watch.failed_at))
+        _kill(server, watch)
+    elif watch.watchdog.leader_is_silent:
+        watch.failed_at, watch.leader_lost = time.monotonic(), True
+        watch.others[0].ended = True
+        _kill(server, watch)
 
 
 def _kill(server: Server, watch: _Watch) -> None:
     """End the workers that are left, because of another's failure or of a stop that they did not follow in time."""
-    if watch.killed:
+    if watch.killed_at is not None:
         return
     for worker in watch.workers:
         worker.ended = worker.code is None
     server.kill(signal.SIGKILL)
-    watch.killed = True
+    watch.killed_at = time.monotonic()
     _end_others(watch)
 
 
@@ -536,7 +576,7 @@ def _verdict(watch: _Watch) -> int:
     failures = _ranked(watch)
     if watch.leader_lost:
         host = watch.others[0].peer.host
-        text = f"the command of rank zero on {host} is gone: it was killed, or its host is cut off"
+        text = f"the command of rank zero on {host} is gone: it was killed or stopped, or its host is cut off"
         failures.insert(0, Failure(rank=0, host=host, kind="CommandLost", message=text))
     first = failures[0]
     others = tuple(sorted({failure.rank for failure in failures[1:]} - {first.rank}))

@@ -73,8 +73,8 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
         "owner": place.owner,
     }
     if place.index == 0:
-        return _lead(job, place, way, hello, asked.init_seconds, who, server)
-    return _follow(job, place, way, hello, asked.init_seconds, who, server)
+        return _lead(job, place, way, hello, asked.timeout.init_seconds, who, server)
+    return _follow(job, place, way, hello, asked.timeout.init_seconds, who, server)
 
 
 def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
@@ -283,7 +283,7 @@ def _watch(
         if listener is not None:
             listener.close()
     try:
-        return supervise(server, workers, Terminal(), meeting, job.asked.grace_seconds)
+        return supervise(server, workers, Terminal(), meeting, job.asked, layout.device == "cuda")
     finally:
         for worker in workers:
             worker.log.close()

@@ -38,7 +38,7 @@ class TorchrunEnv:
             die_with_parent(os.getppid())  # torchrun killed at once leaves its ranks alone: this one goes with it
         server = server or Server()
         try:
-            return team.run(job, place, way(place, server, job.asked.init_seconds), server)
+            return team.run(job, place, way(place, server, job.asked.timeout.init_seconds), server)
         finally:
             server.close()
 

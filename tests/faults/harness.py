@@ -76,19 +76,23 @@ def trained(run: Path, steps: int) -> bool:
 
 def pid_of(rank: int) -> int:
     """Return the process of a rank on this host; only one run may be there."""
-    found = _of_rank(rank)
+    found = processes_of(rank)
     return next(pid for pid, parent in found.items() if parent not in found)
 
 
-def _of_rank(rank: int) -> dict[int, int]:
+def parent_of(pid: int) -> int:
+    """Return the parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def processes_of(rank: int) -> dict[int, int]:
     """Return the processes that write to a rank's log, each with its parent; forks do not change what /proc calls environ."""
     found = {}
     for pid in ddpexp_processes():
         folder = Path("/proc") / str(pid)
         try:
-            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
             if (folder / "fd/1").readlink().name == f"{rank}.log":
-                found[pid] = parent
+                found[pid] = parent_of(pid)
         except OSError:
             continue
     return found

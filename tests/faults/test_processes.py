@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
 import pytest
 
-from tests.faults.harness import faulted
+from tests.conftest import ROOT, ddpexp_processes, finish
+from tests.faults.conftest import SOON
+from tests.faults.harness import Running, faulted, parent_of
 from tests.points import Recipe
 
 EVERY = ("trainer.gpus=2", "trainer.log_every=1", "trainer.epochs=4")
+LONG = """\
+class Looks(Sides):
+    def on_eval(self, model, batch, tracker, step):
+        for _ in range(30):
+            time.sleep(0.05)
+
+
+class Computes(Net):
+    def __init__(self, **options):
+        end = time.process_time() + 3 * RANK
+        while time.process_time() < end:
+            pass
+        super().__init__(**options)
+
+
+def load_slow(train=96, test=33):
+    class Waits(Items):
+        def __getitem__(self, index):
+            time.sleep(0.06 * RANK)
+            return super().__getitem__(index)
+
+    return Splits(Waits(train, 0), {"eval": Items(test, 1)})
+
+
+class Slow(Sides):
+    def step(self, model, batch):
+        time.sleep(0.3)
+        return super().step(model, batch)
+
+
+class Parts(Sides):
+    def step(self, model, batch):
+        if RANK:
+            torch.distributed.barrier()
+        return super().step(model, batch)
+"""
+
+
+def add(recipe: Recipe, code: str) -> None:
+    with (recipe.folder / "points.py").open("a") as file:
+        file.write(f"\n\n{code}")
 
 
 @pytest.mark.fault(1, 2)
@@ -17,3 +66,95 @@ def test_an_exception_is_shown_once_with_its_traceback(recipe: Recipe, rank: int
     error = ended.failed(rank=rank, within=8, says="RuntimeError: injected at forward")
     assert error["step"] == 4
     assert "faults.py" in error["traceback"]
+
+
+@pytest.mark.fault(5, 6)
+@pytest.mark.parametrize(
+    ("fault", "phase", "says"),
+    [
+        ("forward:stop:1:5", "train", r"Hang: no progress for \d s \(trainer.timeout.step_seconds=2\): its process \d+ is stopped"),
+        ("backward:spin:0:5", "train", r"Hang: .*: it is busy in _train_step \(.*/loop.py:\d+\), and the others wait"),
+        ("step:sleep:1:5", "train", r"Hang: .*: it waits in fit "),
+        ("data:sleep:0:5", "data", r"Hang: .*\(trainer.timeout.data_seconds=2\): it waits in "),
+        ("evaluate:stop:1:1", "evaluate", r"Hang: .*stopped"),
+        ("save:sleep:1:1", "save", r"Hang: .*\(trainer.timeout.save_seconds=3\): it waits in "),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault: str, phase: str, says: str) -> None:
+    rank = int(fault.split(":")[2])
+    ended = faulted(recipe, fault, *EVERY, *SOON)
+    error = ended.failed(rank=rank, within=15, says=says)
+    assert error["phase"] == phase
+    other = (ended.done.run / "ranks" / f"{1 - rank}.log").read_text()
+    assert "most recent call first" in other
+
+
+@pytest.mark.fault(5)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("task._target_=points.Looks",),  # rank zero looks longer at an evaluation than a step may take
+        ("model._target_=points.Computes",),  # a rank builds, and is busy with that
+        ("data._target_=points.load_slow",),  # a rank waits, and less than it may
+        ("trainer.micro_batch_size=2", "trainer.max_steps=2", "task._target_=points.Slow"),  # a step of many micro-batches
+        ("trainer.max_steps=2", "task._target_=points.Slow", "data.test=240"),  # an evaluation of many batches
+    ],
+    ids=["rank zero", "building", "data", "accumulation", "evaluation"],
+)
+def test_a_rank_that_goes_on_is_left_alone(recipe: Recipe, words: tuple[str, ...]) -> None:
+    add(recipe, LONG)
+    done = recipe("trainer.gpus=2", "trainer.epochs=1", "trainer.timeout.step_seconds=1", "trainer.timeout.init_seconds=1.5",
+                  "trainer.timeout.data_seconds=3", "trainer.timeout.save_seconds=6", *words)  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.fault(5)
+def test_a_rank_whose_checkpoint_takes_long_holds_up_nobody_before_its_time(recipe: Recipe, tmp_path: Path) -> None:
+    words = (*EVERY, "trainer.checkpoint_every=1", "trainer.timeout.step_seconds=1", "trainer.timeout.save_seconds=4")
+    ended = faulted(recipe, f"checkpoint.share:pause={tmp_path}/here:1:2", *words)
+    error = ended.failed(rank=1, within=20, says=r"Hang: .*save_seconds=4")
+    assert error["phase"] == "save"
+
+
+@pytest.mark.fault(5)
+@pytest.mark.parametrize("whole", [True, False], ids=["everything", "the ranks"])
+def test_what_was_stopped_as_a_whole_goes_on(recipe: Recipe, whole: bool) -> None:
+    running = Running(recipe, *EVERY, "trainer.epochs=10", "trainer.timeout.step_seconds=2.5")
+    pids = ddpexp_processes() if whole else {running.pid(0), running.pid(1)}
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids:
+            os.kill(pid, number)
+        time.sleep(0 if number == signal.SIGCONT else 4 if whole else 1.5)
+    assert running.ended().done.code == 0
+
+
+@pytest.mark.fault(5)
+def test_ranks_that_wait_for_one_another_are_all_named(recipe: Recipe) -> None:
+    add(recipe, LONG)
+    done = recipe("trainer.gpus=2", *SOON, "trainer.timeout.init_seconds=3", "task._target_=points.Parts")
+    assert done.code == 1
+    assert re.search(r"rank [01] on .*Hang: .*every rank waits for another \(rank 0 in .*; rank 1 in .*\)", done.err)
+
+
+@pytest.mark.fault(5)
+def test_a_fork_server_that_is_stopped_too_is_ended_by_force(recipe: Recipe) -> None:
+    running = Running(recipe, *EVERY, *SOON, "trainer.epochs=50")
+    server = parent_of(running.pid(1))
+    running.strike()
+    for pid in (server, running.pid(1)):
+        os.kill(pid, signal.SIGSTOP)
+    running.ended().failed(rank=1, within=10, says="Hang: .*stopped")
+
+
+@pytest.mark.fault(5)
+def test_a_worker_that_is_never_started_is_missed(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "late").mkdir()
+    (tmp_path / "late/sitecustomize.py").write_text(
+        "import sys, time\nif 'launch.server' in ' '.join(sys.orig_argv): time.sleep(60)\n"
+    )
+    process, run = recipe.start(*EVERY, "trainer.timeout.init_seconds=2", environ={"PYTHONPATH": f"{tmp_path / 'late'}:{ROOT}"})
+    begin = time.monotonic()
+    done = finish(process, run, 30)
+    assert time.monotonic() - begin < 10
+    assert "Hang: no progress for" in done.err
+    assert "its process was not started" in done.err

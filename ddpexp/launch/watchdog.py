@@ -1,0 +1,343 @@
+"""Which rank holds the others up, found from outside: by what its page, its process and its stack say.
+
+A rank that is silent for longer than its phase may last starts an inquiry: every command has its ranks write their stacks,
+and says what it sees of them; the leading one decides who is the cause. Mostly all ranks are silent then, for each waits for
+the one that is stopped, sleeps or spins, and the stacks tell them apart. Where a rank that is silent only waits for another
+one whose time is not up (it saves, it evaluates more), nothing happens yet.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddpexp.errors import Failure
+from ddpexp.launch import Timeout
+
+if TYPE_CHECKING:
+    from ddpexp.launch.supervise import Worker
+
+_LOOK_SECONDS = 0.25
+_GAP_SECONDS = 1.0  # what a look counts at most: a command that was stopped itself, or a host, has seen no silence meanwhile
+_BUSY_FACTOR = 10  # a rank that is busy building may take so much longer
+_LOADER_SECONDS = 2.0  # a DataLoader that waits as long says more, so it speaks first
+_STACK_SECONDS = 1.5  # for the stacks to be written
+_ANSWER_SECONDS = 4.0  # for the other commands to say what they see
+_LEADER_SECONDS = 4.0  # for the leading command to ask, when it was told of a silent rank
+_AGAIN_SECONDS = 15.0  # from an inquiry that found nobody to the next
+_BUSY = 0.3  # of a processor
+_WAITS = re.compile(r"/torch/distributed/|/ddpexp/(strategy/shared_memory|world|launch/control)\.py$")
+_BACKWARD = re.compile(r"/torch/autograd/graph\.py$")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen|/ddpexp/faults\.py$")
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+How = Literal["absent", "stopped", "mute", "busy", "asleep", "waits"]
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a command sees of one of its ranks."""
+
+    rank: int
+    host: str
+    pid: int | None
+    phase: str
+    step: int | None
+    silent_seconds: float
+    limit_seconds: float
+    key: str  # of the limit
+    how: How  # absent: not started. mute: it wrote no stack. waits: for other ranks
+    where: str | None = None
+    stack: str | None = None
+
+    @property
+    def overdue(self) -> bool:
+        """Tell whether its time is up."""
+        return self.silent_seconds > self.limit_seconds
+
+
+@dataclass
+class _Silence:
+    progress: tuple[int, int, int]
+    seconds: float = 0.0
+    busy_seconds: float = 0.0  # of them those in which it was busy building
+    activity: tuple[int, ...] = ()
+
+
+@dataclass
+class _Stacks:
+    """The stacks that are being written."""
+
+    until: float
+    sizes: Mapping[int, int]  # of the ranks' logs, before
+    ticks: Mapping[int, int]  # of the processor
+    since: float
+
+
+@dataclass
+class Watchdog:
+    """One command's part: the silence of its ranks, and what it knows of the inquiry; `tell` speaks to the other commands."""
+
+    workers: Sequence[Worker]
+    timeout: Timeout
+    leads: bool
+    tell: Callable[[Mapping[str, Any]], None]
+    dump: Callable[[], None]  # has all ranks of this command write their stacks
+    on_gpus: bool = False  # their hosts wait for devices, whoever those wait for
+    leader_is_silent: bool = False
+    absent: list[int] = field(default_factory=list)  # commands that do not answer
+    _silences: dict[int, _Silence] = field(default_factory=dict)
+    _looked: float = field(default_factory=time.monotonic)
+    _stacks: _Stacks | None = None
+    _accounts: dict[int, list[Account]] | None = None  # of the inquiry, by command; None: there is none
+    _asked: float = 0.0  # when the inquiry began, or the leading command was told
+    _known: frozenset[int] = frozenset()  # the silent ranks of which an inquiry has been told
+    _again_at: float = 0.0
+    _wanted: bool = False  # by another command, while an inquiry is on its way
+    _told: bool = False
+
+    @property
+    def writes_stacks(self) -> bool:
+        """Tell whether what the ranks write now is for this inquiry, and nothing to show."""
+        return self._stacks is not None
+
+    def look(self, others: Mapping[int, tuple[int, str]]) -> Failure | None:
+        """Count, ask, decide; never waits. `others` are the other commands: their numbers, with first rank and host.
+
+        Returns the cause where one is found, on the leading command.
+        """
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._count(min(now - self._looked, _GAP_SECONDS))
+            self._looked = now
+            overdue = frozenset(worker.rank for worker in self._living() if self._account(worker).overdue)
+            self._told &= bool(overdue)
+            if (overdue - self._known or now > self._again_at or self._wanted) and (overdue or self._wanted):
+                self._begin(now, overdue)
+        if self._stacks is not None and (now > self._stacks.until or self._are_written(self._stacks)):
+            self._finish_stacks(self._stacks)
+        if not self.leads:
+            self.leader_is_silent = self._told and self._accounts is None and now - self._asked > _LEADER_SECONDS
+            return None
+        return self._decide(now, others)
+
+    def hear(self, message: Mapping[str, Any], sender: int) -> None:
+        """Take in what another command says of silence."""
+        kind, now = message["kind"], time.monotonic()
+        if kind == "silence":
+            self._wanted = True
+        elif kind == "look":
+            self._told, self._accounts = False, {}
+            self._ask_for_stacks(now)
+        elif kind == "seen" and self._accounts is not None:
+            self._accounts[sender] = [Account(**one) for one in message["accounts"]]
+
+    def _living(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.code is None and worker.failure is None]
+
+    def _count(self, seconds: float) -> None:
+        for worker in self._living():
+            seen = self._silences.get(worker.rank)
+            if seen is None or seen.progress != worker.page.progress:
+                self._silences[worker.rank] = _Silence(worker.page.progress)
+                continue
+            if worker.page.phase == "build" and worker.pid is not None:
+                activity = _activity(worker.pid)
+                if activity != seen.activity:
+                    seen.activity, seen.busy_seconds = activity, seen.busy_seconds + seconds
+                    continue
+            seen.seconds += seconds
+
+    def _account(self, worker: Worker, how: How = "asleep", where: str | None = None, stack: str | None = None) -> Account:
+        page, seen = worker.page, self._silences.get(worker.rank)
+        limit, key = self._limit(page.phase, page.step is None)
+        silent = seen.seconds if seen else 0.0
+        if seen and seen.busy_seconds > _BUSY_FACTOR * limit:
+            silent = seen.busy_seconds
+        return Account(worker.rank, platform.node(), worker.pid, page.phase, page.step, silent, limit, key, how, where, stack)
+
+    def _limit(self, phase: str, is_first: bool) -> tuple[float, str]:
+        timeout = self.timeout
+        if phase in ("start", "join", "build"):
+            return timeout.init_seconds, "init_seconds"
+        if phase == "data":
+            return timeout.data_seconds + _LOADER_SECONDS, "data_seconds"
+        if phase == "save":
+            return timeout.save_seconds, "save_seconds"
+        return timeout.step_seconds + (timeout.init_seconds if is_first and phase == "train" else 0.0), "step_seconds"
+
+    def _begin(self, now: float, overdue: frozenset[int]) -> None:
+        """Begin an inquiry, or have the leading command begin it; when one is on its way, after that."""
+        if self._accounts is not None or self._told:
+            return
+        self._known, self._again_at, self._wanted, self._asked = overdue, now + _AGAIN_SECONDS, False, now
+        if self.leads:
+            self._accounts = {}
+            self.tell({"kind": "look"})
+            self._ask_for_stacks(now)
+        else:
+            self._told = True
+            self.tell({"kind": "silence"})
+
+    def _ask_for_stacks(self, now: float) -> None:
+        living = self._living()
+        sizes = {worker.rank: worker.log.size() for worker in living}
+        ticks = {worker.rank: _ticks(worker.pid) for worker in living}
+        self._stacks = _Stacks(now + _STACK_SECONDS, sizes, ticks, now)
+        self.dump()
+
+    def _are_written(self, stacks: _Stacks) -> bool:
+        written = [worker.log.text(stacks.sizes[worker.rank]) for worker in self._living() if worker.rank in stacks.sizes]
+        late = time.monotonic() - stacks.since > _STACK_SECONDS / 3  # the use of the processor takes a while to be seen
+        return late and all(text.rstrip().count("\n") > 1 and text.endswith("\n") for text in written)
+
+    def _finish_stacks(self, stacks: _Stacks) -> None:
+        self._stacks = None
+        seconds = time.monotonic() - stacks.since
+        accounts = []
+        for worker in self._living():
+            text = worker.log.text(stacks.sizes.get(worker.rank, worker.log.size()))
+            used = (_ticks(worker.pid) - stacks.ticks.get(worker.rank, 0)) / os.sysconf("SC_CLK_TCK") / seconds
+            accounts.append(self._account(worker, *_place(worker.pid, threads(text), used)))
+        if self.leads:
+            assert self._accounts is not None
+            self._accounts[-1] = accounts
+        else:
+            self.tell({"kind": "seen", "accounts": [asdict(one) for one in accounts]})
+            self._accounts = None
+
+    def _decide(self, now: float, others: Mapping[int, tuple[int, str]]) -> Failure | None:
+        if self._accounts is None or self._stacks is not None:
+            return None
+        absent = {number: other for number, other in others.items() if number not in self._accounts}
+        if absent and now - self._asked < _ANSWER_SECONDS:
+            return None
+        accounts = [one for found in self._accounts.values() for one in found]
+        self._accounts = None
+        self.absent = list(absent)
+        for rank, host in absent.values():
+            text = f"the command of rank {rank} on {host} does not answer: it is stopped, or its host is"
+            return Failure(rank=rank, host=host, kind="Hang", message=text)
+        return verdict(accounts, self.on_gpus)
+
+
+def verdict(accounts: Sequence[Account], on_gpus: bool = False) -> Failure | None:
+    """Return who holds the others up, from what all commands see; None while it may be somebody whose time is not up."""
+    overdue = [one for one in accounts if one.overdue]
+    if not overdue:
+        return None
+    stopped = [one for one in accounts if one.how == "stopped"]  # its own time need not be up: others' is
+    active = [one for one in overdue if one.how != "waits"]
+    if stopped:
+        cause = min(stopped, key=_behind)
+    elif [one for one in overdue if one.how in ("absent", "mute")]:
+        cause = min((one for one in overdue if one.how in ("absent", "mute")), key=_behind)
+    elif len(overdue) < len(accounts) and (on_gpus or not active):
+        return None
+    else:
+        cause = min(active or overdue, key=_behind)
+    alone = len(accounts) == 1
+    everybody = not active and not stopped and not alone
+    return Failure(
+        rank=cause.rank,
+        host=cause.host,
+        kind="Hang",
+        message=_describe(cause, accounts if everybody else (), alone),
+        step=cause.step,
+        phase=cause.phase,
+        traceback=f"{cause.stack}\n" if cause.stack else None,
+    )
+
+
+def _behind(one: Account) -> tuple[int, float, int]:
+    return (-1 if one.step is None else one.step, -one.silent_seconds, one.rank)
+
+
+def _describe(cause: Account, all_wait: Sequence[Account], alone: bool) -> str:
+    limit = f"trainer.timeout.{cause.key}={cause.limit_seconds - (_LOADER_SECONDS if cause.key == 'data_seconds' else 0):g}"
+    text = f"no progress for {cause.silent_seconds:.0f} s ({limit})"
+    place = f" {cause.where}" if cause.where else ""
+    how = {
+        "absent": "its process was not started",
+        "stopped": f"its process {cause.pid} is stopped (by SIGSTOP or a debugger)",
+        "mute": f"its process {cause.pid} does not answer at all: it waits for a disk or a device",
+        "busy": f"it is busy{place}",
+        "asleep": f"it waits{place}",
+        "waits": f"it waits for other ranks{place}",
+    }[cause.how]
+    if all_wait:
+        places = "; ".join(f"rank {one.rank}{f' {one.where}' if one.where else ''}" for one in all_wait[:8])
+        return f"{text}: every rank waits for another ({places}). Do all take the same way through the recipe?"
+    waiting = "" if alone else ", and the others wait for it"
+    return f"{text}: {how}{waiting}. All ranks' stacks are in their logs; raise the key if it only needs longer."
+
+
+def threads(text: str) -> list[list[tuple[str, str, str]]]:
+    """Return the stacks in what faulthandler has written, each from the innermost frame: file, line, function."""
+    found: list[list[tuple[str, str, str]]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            found.append([])
+        elif found and (frame := _FRAME.match(line)):
+            found[-1].append((frame[1], frame[2], frame[3]))
+    return [stack for stack in found if stack]
+
+
+def is_stack(line: str) -> bool:
+    """Tell whether a line is faulthandler's."""
+    return not line.strip() or bool(_THREAD.match(line) or _FRAME.match(line)) or line == "  ..."
+
+
+def _place(pid: int | None, stacks: Sequence[Sequence[tuple[str, str, str]]], used: float) -> tuple[How, str | None, str | None]:
+    """Say how a rank is, where, and with which stack; `used` is its share of a processor."""
+    if pid is None:
+        return "absent", None, None
+    if _state(pid) in "Tt":
+        return "stopped", None, None
+    if not stacks:
+        return "mute", None, None
+    main = stacks[-1]  # faulthandler begins with the youngest thread
+    shown = next((frame for frame in main if not _LIBRARY.search(frame[0])), main[0])
+    where = f"in {shown[2]} ({shown[0]}:{shown[1]})"
+    stack = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in main)
+    inner = next((frame for frame in main if not frame[0].endswith("/threading.py")), main[0])
+    waits = bool(_WAITS.search(inner[0])) or (bool(_BACKWARD.search(inner[0])) and used < _BUSY)
+    if inner[0].endswith("/ddpexp/checkpoint.py"):  # for the thread that writes, which on rank zero waits for the others' shares
+        waits = any(frame[2] == "_awaited" for other in stacks[:-1] for frame in other)
+    return ("waits" if waits else "busy" if used > _BUSY else "asleep"), where, f"Stack, the innermost call first:\n{stack}"
+
+
+def _state(pid: int) -> str:
+    """Return the kernel's letter for a process. Source: proc(5), stat."""
+    words = _stat(pid)
+    return words[0] if words else "X"
+
+
+def _ticks(pid: int | None) -> int:
+    """Return the processor time that a process has used, in the kernel's ticks."""
+    words = _stat(pid) if pid is not None else None
+    return int(words[11]) + int(words[12]) if words else 0
+
+
+def _stat(pid: int) -> list[str] | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+
+
+def _activity(pid: int) -> tuple[int, ...]:
+    """Return what moves while a process computes, reads or writes; in tenths of a second and KiB, for idle ones move a bit too."""
+    try:
+        lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        moved: Iterable[int] = (int(lines[name]) >> 10 for name in ("rchar", "wchar"))
+    except (OSError, ValueError, KeyError):
+        moved = ()
+    return (_ticks(pid) * 10 // os.sysconf("SC_CLK_TCK"), *moved)
