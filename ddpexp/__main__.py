@@ -18,6 +18,7 @@ from ddpexp import secrets
 from ddpexp.errors import DdpexpError, Failure, FinishedError, RefusedError, StoppedError, WorkerError, first_end
 from ddpexp.launch import Job, Launcher
 from ddpexp.launch.fork_server import Server
+from ddpexp.launch.limits import raise_files
 from ddpexp.launch.terminal import say, within_patience
 
 _FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
@@ -32,8 +33,10 @@ def main() -> int:
         return _say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.", 2)
     _stop_on_signals()
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
-    server = Server() if _will_fork(argv) else None
+    server = None
     try:
+        raise_files()
+        server = Server() if _will_fork(argv) else None
         if argv[:1] == ["evaluate"]:
             from ddpexp.verbs import evaluate
 

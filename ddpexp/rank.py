@@ -16,6 +16,7 @@ from typing import TextIO
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, RefusedError
 from ddpexp.launch.control import SIGNALS, Control
+from ddpexp.launch.limits import reason
 from ddpexp.printable import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, printable
 from ddpexp.world import World
 
@@ -60,7 +61,8 @@ def run_rank(work: Callable[[Control], None]) -> int:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, "")
     except BaseException as error:
-        _report(control, type(error).__name__, message_of(error), code, _traceback_of(error))
+        limit = reason(error)
+        _report(control, type(error).__name__, message_of(error) + (f" ({limit})" if limit else ""), code, _traceback_of(error))
     return _leave(code)
 
 

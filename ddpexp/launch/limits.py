@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
 
-# What a run costs in descriptors, counted in /proc/PID/fd: tests/faults/test_limits.py holds the numbers against real runs.
-_OF_THE_COMMAND = 24  # beside its workers'
+# What a run costs in descriptors, counted in /proc/PID/fd of runs with 2 and 8 workers.
+_OF_THE_COMMAND = 20  # beside its workers'
 _OF_A_WORKER = 4  # in the command: its control channel, its signals, its page, its log
-_OF_A_RANK = 40  # in the rank itself, and some for each other rank: connections, shared memory
-_OF_A_PEER = 2
+_OF_A_RANK = 36  # in the rank itself, and some for each other rank: connections, shared memory
+_OF_A_PEER = 4
 _TEXTS = {
     "too many open files": errno.EMFILE,
     "file too large": errno.EFBIG,
     "can't start new thread": errno.EAGAIN,
-    "resource temporarily unavailable": errno.EAGAIN,
     "cannot allocate memory": errno.ENOMEM,
     "failed to map segment": errno.ENOMEM,
     "can't allocate memory": errno.ENOMEM,
@@ -58,6 +58,8 @@ def reason(error: BaseException | str) -> str | None:
     text = str(error).lower() if isinstance(error, str | RuntimeError | ImportError | MemoryError | OSError) else ""
     if number is None:
         number = next((known for word, known in _TEXTS.items() if word in text[:20_000]), None)
+    if text == os.strerror(errno.EAGAIN).lower():  # of a thread in C++; longer texts speak of sockets
+        number = errno.EAGAIN
     if isinstance(error, MemoryError):
         number = errno.ENOMEM
     if number == errno.EMFILE:
@@ -67,8 +69,14 @@ def reason(error: BaseException | str) -> str | None:
     if number == errno.ENOMEM:
         return _said("KiB of address space", resource.RLIMIT_AS, "v", 1024)
     if number == errno.EAGAIN:
-        return _said("processes and threads of this user", resource.RLIMIT_NPROC, "u", 1) or _pids()
+        return _pids() or _said("processes and threads of this user", resource.RLIMIT_NPROC, "u", 1)
     return None
+
+
+def said_with_limit(error: OSError) -> str:
+    """Return what the system says of an error, and the limit that it means."""
+    limit = reason(error)
+    return f"{error.strerror or error}{f' ({limit})' if limit else ''}"
 
 
 def _said(what: str, which: int, letter: str, unit: int) -> str | None:
@@ -79,7 +87,7 @@ def _said(what: str, which: int, letter: str, unit: int) -> str | None:
 
 
 def _pids(root: Path = Path("/")) -> str | None:
-    """Name the control group's limit of processes and threads."""
+    """Name the control group that has refused a process or a thread. Source: the kernel's description of the pids controller."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -93,6 +101,8 @@ def _pids(root: Path = Path("/")) -> str | None:
             while folder != root / top.rpartition("/")[0]:
                 limit = folder / "pids.max"
                 if limit.is_file() and limit.read_text().strip() != "max":
-                    return f"{limit} allows {limit.read_text().strip()} processes and threads: raise that limit, or use fewer workers"
+                    return (
+                        f"{limit} allows {limit.read_text().strip()} processes and threads: raise that limit, or use fewer workers"
+                    )
                 folder = folder.parent
     return None

@@ -46,10 +46,14 @@ class Terminal:
     def close(self) -> None:
         """Show what waits, for a moment at most; leave the bar as it stands and go on below it."""
         with self._changed:
-            thread, self._closing = self._thread, True
+            self._closing = True
+            if self._waiting:
+                self._start()
             self._changed.notify()
-        if thread is not None:
-            thread.join(_PATIENCE_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_SECONDS)
+        elif self._waiting:
+            self._show()
 
     def _put(self, show: Callable[[], None]) -> None:
         with self._changed:
@@ -59,10 +63,15 @@ class Terminal:
             if len(self._waiting) > _QUEUE:
                 self._waiting.popleft()
                 self._left_out += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._show, daemon=True, name="terminal")
-                self._thread.start()
+            self._start()
             self._changed.notify()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._show, daemon=True, name="terminal")
+            with suppress(RuntimeError):  # no more threads for this user: tried again with the next line, or at the end
+                thread.start()
+                self._thread = thread
 
     def _show(self) -> None:
         while True:
@@ -135,8 +144,12 @@ def say(text: str, to: TextIO | None = None) -> None:
 def within_patience(work: Callable[[], None]) -> None:
     """Do what a terminal may hold up, and leave it to itself after a moment."""
     thread = threading.Thread(target=work, daemon=True, name="say")
-    thread.start()
-    thread.join(_PATIENCE_SECONDS)
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads for this user
+        work()
+    else:
+        thread.join(_PATIENCE_SECONDS)
 
 
 def _new_bar(total: int) -> tuple[Progress, TaskID]:
