@@ -20,6 +20,7 @@ from typing import Any
 from ddpexp import lock
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
+from ddpexp.secrets import masked_tree
 
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
 _TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
@@ -284,8 +285,8 @@ def write(path: Path, text: str) -> None:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Format JSON for people; numbers that are not finite become null, for JSON has none."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    """Format JSON for people, secrets masked; numbers that are not finite become null, for JSON has none."""
+    return json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n"
 
 
 def describe(

@@ -51,7 +51,7 @@ def load(
     asked: deque[list[int]] = deque()
     page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast("q")  # shared: of each worker its process and its sample
     pids, places = page[:num_workers], page[num_workers:]
-    loader = DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         _Fetch(data, name, places),  # type: ignore[arg-type]
         batch_sampler=_Noted(keys, asked),  # type: ignore[arg-type]
         num_workers=num_workers,

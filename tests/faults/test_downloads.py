@@ -185,6 +185,7 @@ def test_a_command_killed_in_its_download_does_not_hold_the_next_one_up(commands
     asked = threading.Event()
     goes_on = threading.Event()
     content = mirror.answers[NAMES[0]]
+    assert isinstance(content, bytes)
 
     def wait(handler: BaseHTTPRequestHandler) -> None:
         if asked.is_set():
