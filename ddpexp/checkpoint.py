@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from ddpexp import __version__
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.faults import reach
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.plain import DTYPES, decode, encode
 from ddpexp.rundir import JSON_BYTES, complete_checkpoints, dumps, read_json, write
 from ddpexp.world import World
@@ -279,7 +280,7 @@ class Writer:
             free = f" ({shutil.disk_usage(self._folder.parent).free / 1e6:,.1f} MB free)"
         size = job.copied.numel() / 1e6
         return (
-            f"the checkpoint of step {job.step} could not be written in {self._folder}: {error.strerror or error}{free}, "
+            f"the checkpoint of step {job.step} could not be written in {self._folder}: {said_with_limit(error)}{free}, "
             f"rank {self._world.rank} writes {size:,.1f} MB of it; the checkpoints before it are as they were. "
             f"Make room or mend the disk, then resume."
         )

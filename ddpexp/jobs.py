@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,6 +19,7 @@ from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Asked, Crew, Job, Layout, typed_again
+from ddpexp.launch.terminal import say
 from ddpexp.prepare import prepare
 from ddpexp.rundir import RunDir
 
@@ -206,7 +206,7 @@ class Training(Job):
             }
             rundir.take_up(run)
             if earlier.manifest is not None:
-                print(f"ddpexp: going on in {rundir.relative(run.path)}", file=sys.stderr, flush=True)
+                say(f"ddpexp: going on in {rundir.relative(run.path)}")
             if not earlier.changes and run.config.exists() and run.overrides.exists():
                 return
             self._kept = [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]

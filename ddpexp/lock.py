@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import stat
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from ddpexp.errors import RefusedError
 from ddpexp.launch.log import held_logs
 from ddpexp.launch.network import boot_id
+from ddpexp.launch.terminal import say
 
 NAME = "lock"
 _WAIT_SECONDS = 10.0  # for the ranks of a command that was killed to go
@@ -188,7 +188,7 @@ def _say_that_we_wait(at: float, text: str) -> float:
     """Say once why nothing happens, when that takes a while."""
     if time.monotonic() < at:
         return at
-    print(f"ddpexp: {text}", file=sys.stderr, flush=True)
+    say(f"ddpexp: {text}")
     return float("inf")
 
 

@@ -13,6 +13,7 @@ from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_chang
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints, refuse_links
+from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _IDENTITY = ("name", "sha256", "hash")  # what `prepare` says of the data that tells it from other data
@@ -90,6 +91,7 @@ def refuse_other_data(manifest: Mapping[str, Any] | None, data: Mapping[str, Any
         RefusedError: it is other data.
     """
     before = manifest.get("data") if manifest else None
+    data = masked_tree(data)  # as it was written
     if not isinstance(before, Mapping) or data is None:
         return
     if any(key in before and before[key] != data.get(key) for key in _IDENTITY):

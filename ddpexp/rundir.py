@@ -24,6 +24,7 @@ import yaml
 from ddpexp import lock
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
+from ddpexp.secrets import masked_tree
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
 _YAML_BYTES, _YAML_DEPTH = 4 << 20, 100
@@ -344,8 +345,8 @@ def write(path: Path, text: str) -> None:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Format JSON for people; numbers that are not finite become null, for JSON has none."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    """Format JSON for people, secrets masked; numbers that are not finite become null, for JSON has none."""
+    return json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n"
 
 
 def describe(

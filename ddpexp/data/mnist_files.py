@@ -17,7 +17,6 @@ import functools
 import hashlib
 import os
 import stat
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from ddpexp.data import idx
 from ddpexp.data.cache import CACHES, Cache, alone, in_first, put, read_cache, update_cache, user_cache, write_cache
 from ddpexp.data.mirrors import AUTO_PATIENCE, DOWNLOAD_PATIENCE, MIRRORS, DownloadError, Patience, download_unless_failed
 from ddpexp.errors import RefusedError
+from ddpexp.launch.terminal import say
 
 SOURCES = ("auto", "files", "download", "embedded")
 EMBEDDED_VERSION = 1  # raise it when digits.py draws differently: caches are named by it
@@ -100,7 +100,7 @@ def _data_folder(root: str | None) -> Path:
 
 
 def _to_stderr(text: str) -> None:
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    say(f"WARNING: {text}")
 
 
 def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:

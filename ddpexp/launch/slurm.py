@@ -23,9 +23,10 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, Refused
 from ddpexp.launch import Asked, Job, Layout, child, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.log import Log
-from ddpexp.launch.meeting import Published
+from ddpexp.launch.meeting import Published, by_key
 from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
-from ddpexp.launch.terminal import Terminal
+from ddpexp.launch.process import end_with_parent
+from ddpexp.launch.terminal import Terminal, say
 
 _POLL_SECONDS = 1.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
@@ -95,14 +96,14 @@ class Slurm:
         """Be the task of one node: start the node's workers; like `Launcher.launch`."""
         if "SLURM_STEP_ID" not in os.environ:  # written down nowhere: a job may be running there
             text = f"{job.folder} waits for srun: type sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}"
-            print(f"ddpexp: {text}", file=sys.stderr, flush=True)
+            say(f"ddpexp: {text}")
             return EXIT_REFUSED
         job.vacant = partial(_refuse_running, job.folder)
         job.asked = replace(job.asked, nodes="auto", gpus=self._workers(job))
         place = of_slurm_task(Asked())
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key(), False) if place.size > 1 else None
+            way = Published.under(job.folder, _step_key()) if place.size > 1 else None
             with self._ends_in_requeue():
                 return team.run(job, Place(place.index, place.size, nodes=place.size, starter="srun"), way, server)
         finally:
@@ -112,7 +113,7 @@ class Slurm:
         place = of_slurm_task(job.asked)
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key(), place.nodes == 1) if place.size > 1 else None
+            way = by_key(_step_key(), job.folder, place.nodes == 1) if place.size > 1 else None
             with self._ends_in_requeue():
                 return team.run(job, place, way, server)
         finally:
@@ -123,7 +124,7 @@ class Slurm:
         """Have the job start again later when it is stopped for that, and say which start this is."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
-            print(f"ddpexp: restart {restarts} of Slurm job {_job_id()}", file=sys.stderr, flush=True)
+            say(f"ddpexp: restart {restarts} of Slurm job {_job_id()}")
         try:
             yield
         except StoppedError as error:
@@ -145,15 +146,16 @@ class Slurm:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, errors="replace")
         if done.returncode:
             raise RefusedError(f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})")
-        sys.stderr.write(done.stderr)  # what the cluster has to say
+        if done.stderr.strip():  # what the cluster has to say
+            say(done.stderr.rstrip())
         job_id = done.stdout.strip().split(";")[0]
         if _status(run) == "submitted":  # not begun yet
             job.note("submitted", job_id=job_id)
         output = run / _log_name(run, job_id)
-        print(f"submitted job {job_id}  run directory {os.path.relpath(run)}", flush=True)
+        say(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
         if not self.wait:
             shown = shlex.quote(os.path.relpath(output))
-            print(f"follow it: tail -F {shown}    queue: squeue -j {job_id}    end it: scancel {job_id}")
+            say(f"follow it: tail -F {shown}    queue: squeue -j {job_id}    end it: scancel {job_id}", sys.stdout)
             return EXIT_DONE
         return self._wait(job, job_id, run, output)
 
@@ -162,7 +164,7 @@ class Slurm:
         try:
             state, code = _follow(job_id, output)
         except StoppedError as error:  # of this command, which has nothing to do any more; not of the job
-            print(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}", file=sys.stderr, flush=True)
+            say(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}")
             return error.exit_code
         if state == "FORGOTTEN":  # long ago, while this command was not looking
             return EXIT_DONE if _status(run) == "done" else EXIT_FAILED
@@ -170,13 +172,15 @@ class Slurm:
             text = f"job {job_id} ended as {state} before its command began: see {output}"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
         if code:
-            print(f"ddpexp: job {job_id} ended as {state}", file=sys.stderr, flush=True)
+            say(f"ddpexp: job {job_id} ended as {state}")
         return code
 
     def _step(self, job: Job, nodes: int) -> int:
         if self.dry_run:
             print(shlex.join(_forwarding(self.srun(job, nodes, job.folder / "RUN_DIR"))))
             return EXIT_DONE
+        if _is_of_salloc(os.getppid()):
+            end_with_parent(EXIT_FAILED, partial(team.starter_lost, job, "salloc", True))
         job.prepare()
         run = job.create().resolve()
         job.note("submitted")
@@ -326,6 +330,14 @@ def _limit_seconds(text: str | int | None) -> int | None:
     return seconds or None  # 0 is no limit
 
 
+def _is_of_salloc(parent: int) -> bool:
+    """Tell whether salloc itself has started this command, and no shell in which it was typed."""
+    try:
+        return Path(f"/proc/{parent}/comm").read_text().strip() == "salloc"
+    except OSError:
+        return False
+
+
 def _job_id() -> str:
     """Return the job as scontrol knows it."""
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
@@ -441,6 +453,7 @@ def _follow(job_id: str, output: Path) -> tuple[str, int]:
                 return state, EXIT_FAILED if code == EXIT_DONE and state != "COMPLETED" else code
             time.sleep(_POLL_SECONDS)
     finally:
+        terminal.close()
         if shown is not None:
             shown.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -45,7 +44,7 @@ def recipe(tmp_path: Path, environ: dict[str, str]) -> Iterator[Recipe]:
     config.write_text(config.read_text().replace("points.Sides", "points.Paced"))
     yield found
     deadline = time.monotonic() + 5
-    kept = (f"ddpexp-{os.getuid()}", "torchelastic_", "ompi.")  # a private folder; what torchrun and Open MPI leave is theirs
+    kept = ("torchelastic_", "ompi.")  # what torchrun and Open MPI leave is theirs
     while left := {*_names_in(temporary, kept), *_left_on_the_machine()} - before:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)

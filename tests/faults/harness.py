@@ -80,15 +80,15 @@ def pid_of(rank: int) -> int:
     return next(pid for pid, parent in found.items() if parent not in found)
 
 
+def parent_of(pid: int) -> int:
+    """Return the parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
 def loader_workers(rank: int) -> list[int]:
     """Return the DataLoader workers of a rank on this host; only one run may be there."""
     found = processes_of(rank)
     return sorted(pid for pid, parent in found.items() if parent in found)
-
-
-def parent_of(pid: int) -> int:
-    """Return the parent of a process."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def processes_of(rank: int) -> dict[int, int]:
