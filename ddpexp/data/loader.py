@@ -74,10 +74,14 @@ def load(
                 batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
+            except (RuntimeError, OSError, EOFError) as error:
                 if isinstance(error.__cause__, LoaderError):  # torch catches what a signal's handler raises while it waits
                     raise error.__cause__ from None
                 if "timed out" not in str(error):
+                    # A worker that died while it handed over a batch is noticed, and waited for, before its signal comes.
+                    for worker, process in enumerate(getattr(batches, "_workers", ())):
+                        if process.exitcode:
+                            raise _lost(worker, _ended(process.exitcode)) from None
                     raise
                 worker = received % num_workers  # torch asks the workers in turn
                 _dump(pids[worker])
@@ -218,7 +222,7 @@ def _deaths(pids: memoryview) -> Iterator[None]:
         for worker, pid in enumerate(pids):
             problem = _death(pid)
             if problem is not None:
-                raise _no_room() if problem == "was killed by SIGBUS" else LoaderError(_told(worker, problem))
+                raise _lost(worker, problem)
         if callable(before):
             before(number, frame)
 
@@ -237,9 +241,12 @@ def _death(pid: int) -> str | None:
         return None
     if found is None or (found.si_code == os.CLD_EXITED and found.si_status == 0):
         return None
-    if found.si_code == os.CLD_EXITED:
-        return f"ended with exit code {found.si_status}"
-    return f"was killed by {signal.Signals(found.si_status).name}"
+    return _ended(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+
+
+def _ended(code: int) -> str:
+    """Say how a process ended. Units: the exit code, or minus the signal's number."""
+    return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def _silent(worker: int, samples: str, seconds: float) -> LoaderError:
@@ -249,11 +256,13 @@ def _silent(worker: int, samples: str, seconds: float) -> LoaderError:
     )
 
 
-def _told(worker: int, problem: str) -> str:
+def _lost(worker: int, problem: str) -> LoaderError:
+    if problem.endswith("SIGBUS"):
+        return _no_room()
     text = f"DataLoader worker {worker} {problem}, and its batches are lost"
     if problem.endswith("SIGKILL"):
-        return f"{text}: out of memory? Fewer data.num_workers need less."
-    return f"{text}: what it said last is in the log of this rank."
+        return LoaderError(f"{text}: out of memory? Fewer data.num_workers need less.")
+    return LoaderError(f"{text}: what it said last is in the log of this rank.")
 
 
 def _dump(pid: int) -> None:
