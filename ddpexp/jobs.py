@@ -18,7 +18,7 @@ from ddpexp.config import Experiment, check_layout
 from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Asked, Crew, Job, Layout
+from ddpexp.launch import Asked, Crew, Job, Layout, typed_again
 from ddpexp.launch.terminal import say
 from ddpexp.prepare import prepare
 from ddpexp.rundir import RunDir
@@ -230,6 +230,7 @@ class Training(Job):
         words = ["resume", rundir.typed(run.path)]
         words += [shlex.quote(word) for word in _options(self._argv)]
         words += [shlex.quote(word) for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
+        words += [shlex.quote(word) for word in typed_again(launcher)]
         if getattr(launcher, "is_told", False) and not self._is_member:
             name = type(launcher).__module__.rpartition(".")[2].replace("_", "-")
             return f"start it again in the same way, with the words: {' '.join(words)} launcher={name}"

@@ -12,7 +12,7 @@ import yaml
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.rundir import RunDir, complete_checkpoints
+from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints, refuse_links
 from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -45,6 +45,7 @@ def look(run: RunDir, start: Start) -> Earlier:
     Raises:
         FinishedError: there is nothing to do. RefusedError: it cannot or should not be gone on with.
     """
+    refuse_links(run)
     manifest, result = run.found(run.manifest), run.found(run.result) or {}
     stored = _tree(run)
     new = _read(start.text)
@@ -138,6 +139,7 @@ def _tree(run: RunDir) -> dict[str, Any] | None:
     if not run.config.exists():
         return None
     try:
+        check_yaml(run.config)
         tree = _read(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"{run.config} cannot be read: {error}.") from None
@@ -152,6 +154,7 @@ def _read(text: str) -> Any:
 
 def _words(run: RunDir) -> list[str]:
     try:
+        check_yaml(run.overrides)
         words = _read(run.overrides.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return []
