@@ -62,6 +62,7 @@ class Elastic:
             code = child.run(
                 words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
                 ended=lambda: any(code == EXIT_REFUSED or code > 128 for code in _codes(codes)),  # else it would start again
+                lost=lambda: bool(_codes(codes)) and self._is_lost(),
             )  # fmt: skip
             return code if code == EXIT_DONE else next(iter(_codes(codes)), EXIT_FAILED)
 

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddpexp import checkpoint
-from tests.conftest import Ddpexp
+from tests.conftest import Ddpexp, ddpexp_processes
 from tests.points import Recipe
 
 CODE = """\
@@ -82,5 +82,6 @@ def _names_in(folder: Path, kept: tuple[str, ...]) -> Iterator[Path]:
 def _left_on_the_machine() -> set[Path]:
     """Return the names of shared memory, and the ports that processes of ours listen on."""
     listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=False).stdout.splitlines()
-    ports = {Path(line.split()[3]) for line in listening if "python" in line or "pt_main" in line}
+    ours = {f"pid={pid}," for pid in ddpexp_processes()}
+    ports = {Path(line.split()[3]) for line in listening if any(pid in line for pid in ours)}
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "ddpexp", "psm", "sem"))} | ports

@@ -30,9 +30,9 @@ LAYOUT = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
 def hello(index: int, host: str = "a", workers: int = 1, **more: Any) -> dict[str, Any]:
     """What a command says of itself."""
     return {
-        "index": index, "host": host, "boot": f"boot of {host}", "identity": {}, "layout": asdict(LAYOUT), "workers": workers,
-        "told": False, "local_rank": None, "local_world_size": None, "cores": list(range(8)), "quota": None, "gpus": [],
-        "owner": None, **more,
+        "index": index, "host": host, "boot": f"boot of {host}", "versions": {"ddpexp": "1.0", "torch": "2.13.0", "Python": "3.11"},
+        "identity": {}, "layout": asdict(LAYOUT), "workers": workers, "told": False, "local_rank": None, "local_world_size": None,
+        "cores": list(range(8)), "quota": None, "gpus": [], "owner": None, **more,
     }  # fmt: skip
 
 
@@ -157,6 +157,31 @@ def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -
     with pytest.raises(RefusedError) as refused:
         settle([hello(0, identity=one), hello(1, identity=one), hello(2, "b", identity={**one, "run": {"trust": []}})], 1, "node")
     assert str(refused.value) == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same words."
+
+
+@pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"torch": "2.12.0"}, "torch is 2.13.0 on rank 0 (a) and 2.12.0 on rank 1 (b)"),
+        ({"Python": "3.12"}, "Python is 3.11 on rank 0 (a) and 3.12 on rank 1 (b)"),
+        ({"ddpexp": "1.1", "torch": "1"}, "ddpexp is 1.0 on rank 0 (a) and 1.1 on rank 1 (b)"),
+        ({"ddpexp": None}, "ddpexp is 1.0 on rank 0 (a) and of no known version on rank 1 (b)"),
+    ],
+)
+def test_versions_that_differ_are_refused_before_configurations(changed: dict[str, Any], sentence: str) -> None:
+    other = hello(1, "b", identity={"a": 1})
+    other["versions"] = {**other["versions"], **changed}
+    with pytest.raises(RefusedError) as refused:
+        settle([hello(0), other], "auto", "rank")
+    assert str(refused.value) == f"{sentence}: install the same version on all of them."
+
+
+def test_a_command_of_a_time_before_versions_were_compared_is_refused() -> None:
+    other = hello(1, "b")
+    del other["versions"]
+    with pytest.raises(RefusedError, match=r"ddpexp is 1\.0 on rank 0 \(a\) and of no known version on rank 1 \(b\)"):
+        settle([hello(0), other], "auto", "rank")
 
 
 @pytest.mark.parametrize(("name", "value"), [("device", "cuda"), ("backend", "mpi")])
