@@ -29,9 +29,9 @@ def run(
     ended: Callable[[], bool] = lambda: False,
     lost: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run the program to its end and return its exit code, 128 + n after a signal; `ended` may ask to stop it before,
-    and `lost` to kill it, for it would wait for ever.
+    """Run the program to its end and return its exit code, 128 + n after a signal.
 
+    `ended` may ask to stop it before, and `lost` to kill it, for it would wait for ever.
     Signals in `passes` are the program's. A stop signal ends it: `asks_with` is what makes the program have its workers stop,
     and they have `grace_seconds` for that.
 
