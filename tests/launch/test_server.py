@@ -50,6 +50,7 @@ def trains(recipe: Recipe) -> bool:
 MOMENTS = {"importing": (2, False), "joining": (4, False), "training": (4, True), "loading": (8, True)}
 
 
+@pytest.mark.fault(7)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_nothing_outlives_a_killed_command(recipe: Recipe, moment: str) -> None:
     count, begun = MOMENTS[moment]
@@ -75,6 +76,7 @@ def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, 
     assert done.result()["status"] == "failed"
 
 
+@pytest.mark.fault("S6")
 def test_a_run_listens_on_loopback_alone_and_the_command_never_loads_torch(recipe: Recipe, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()

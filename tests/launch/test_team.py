@@ -152,6 +152,7 @@ def test_fewer_gpus_than_workers_are_refused(hellos: list[dict[str, Any]], sente
 # -------------------------------------------------------------------------------------------------- what must be equal
 
 
+@pytest.mark.fault(33)
 def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -> None:
     one = {"trainer": {"seed": 0, "gpus": 2}, "run": {"trust": ["a"]}}
     with pytest.raises(RefusedError) as refused:
@@ -348,6 +349,7 @@ def test_machines_may_have_different_numbers_of_workers_when_each_says_so_itself
     assert done[0].manifest()["world"]["threads"] == max(1, cores // 4)
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -366,6 +368,7 @@ def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, words: s
     assert not both.run.exists()
 
 
+@pytest.mark.fault(27)
 def test_differing_numbers_of_machines_are_refused_by_both(recipe: Recipe) -> None:
     both = Nodes(recipe, own={1: ["trainer.nodes=3"]})
     one, other = both.start(0, 1).finish(30)
@@ -374,6 +377,7 @@ def test_differing_numbers_of_machines_are_refused_by_both(recipe: Recipe) -> No
     assert not both.run.exists()
 
 
+@pytest.mark.fault(27)
 def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
     three = Nodes(recipe, nodes=3, own={2: ["launcher.node_rank=1"]})
     codes = [done.code for done in three.start(0, 1, 2).finish(30)]
@@ -381,6 +385,7 @@ def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
     assert not three.run.exists()
 
 
+@pytest.mark.fault(25)
 @pytest.mark.parametrize(
     ("present", "sentence"),
     [
@@ -411,6 +416,7 @@ def test_a_machine_that_was_stopped_while_it_waited_may_be_started_again(recipe:
 FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0.1", "launcher.master_port=29500")
 
 
+@pytest.mark.fault(26, 27)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -529,6 +535,7 @@ def test_what_only_workers_see_is_refused_by_both_in_one_sentence(recipe: Recipe
     assert one.err == "ddpexp: trainer.global_batch_size=128 is more than the 96 training samples. Use at most 96.\n"
 
 
+@pytest.mark.fault(24)
 def test_a_port_that_another_job_has_is_refused(recipe: Recipe) -> None:
     both = Nodes(recipe)
     port = int(both.typed[-1].partition("=")[2])
@@ -562,6 +569,7 @@ def listening(host: str) -> set[tuple[str, int]]:
     return {(socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else "IPv6", int(port, 16)) for one, port in found}
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.slurm
 def test_two_hosts_train_as_one_and_listen_on_the_interface_between_them_alone(recipe: Recipe) -> None:
     typed = (
