@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -211,7 +212,7 @@ class Training(Job):
                 return
             self._kept = [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]
         rundir.write(run.config, self._text)
-        rundir.write(run.overrides, "".join(f"- {word}\n" for word in self._overrides) or "[]\n")
+        rundir.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
 
     def _put_back(self, run: RunDir) -> None:
         """Make the directory what it was before this start."""
