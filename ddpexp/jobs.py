@@ -179,6 +179,7 @@ class Training(Job):
         """Take the lock of the run directory, which is made where there is none; return what there is of a run in it."""
         there = self._there(owners)
         if there is not None:
+            rundir.refuse_links(there, self._called(there))
             self._look(there, owners)  # what is refused is refused without a trace
             self._lock = lock.take(there.path, there.ranks, self._called(there))
             return there, self._look(there, owners)  # it may have gone on until the lock was had

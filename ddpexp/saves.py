@@ -169,11 +169,19 @@ def cut_back(run: RunDir, one: Checkpoint | None) -> dict[Path, int]:
             continue
         left[path] = sizes.get(path, 0)
         if path.stat().st_size > left[path]:
-            os.truncate(path, left[path])
+            _truncate(path, left[path])
         elif path.stat().st_size < left[path]:
             text = "%s is shorter than at the checkpoint: some of its records are lost"
             logging.getLogger("ddpexp").warning(text, path.name)
     return left
+
+
+def _truncate(path: Path, num_bytes: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _take_own(one: Checkpoint, strategy: Strategy, saves: Saves, world: World) -> None:

@@ -7,12 +7,14 @@ import errno
 import fcntl
 import math
 import os
+import stat
 import tempfile
 import time
 from pathlib import Path
 from typing import IO
 
 from ddpexp.errors import RefusedError
+from ddpexp.launch.limits import said_with_limit
 
 _BLOCK = 1 << 16
 _LOCK_SECONDS = 10.0  # for the processes of a start before this one to end
@@ -32,7 +34,7 @@ class Log:
             self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"{rank}.log").open("a+b", buffering=0)  # an attempt before this one may have written
+            self._file = _open(folder / f"{rank}.log")
             _lock(self._file, folder / f"{rank}.log")
         self._begin()
 
@@ -85,6 +87,20 @@ class Log:
     def close(self) -> None:
         """Close the watcher's end."""
         self._file.close()
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open to append, for an attempt before this one may have written; a link or a pipe may lead anywhere."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else said_with_limit(error)
+        raise RefusedError(f"{path} cannot be written: {why}.") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RefusedError(f"{path} cannot be written: it is no plain file.")
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "a+b", buffering=0)
 
 
 def held_logs(folder: Path) -> list[Path]:
