@@ -10,6 +10,7 @@ import os
 import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -33,7 +34,6 @@ class Log:
         if folder is None:
             self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
-            folder.mkdir(parents=True, exist_ok=True)
             self._file = _open(folder / f"{rank}.log")
             _lock(self._file, folder / f"{rank}.log")
         self._begin()
@@ -82,7 +82,8 @@ class Log:
 
     def add(self, text: str) -> None:
         """Append what the watcher knows of the worker's end."""
-        self._file.write(text.encode())
+        with suppress(OSError):  # the disk is full: it is in error.json, and on the terminal
+            self._file.write(text.encode())
 
     def close(self) -> None:
         """Close the watcher's end."""
@@ -92,6 +93,7 @@ class Log:
 def _open(path: Path) -> IO[bytes]:
     """Open to append, for an attempt before this one may have written; a link or a pipe may lead anywhere."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else said_with_limit(error)
