@@ -77,6 +77,12 @@ WAYS = {
 }
 
 
+class Talks(Paced):
+    def step(self, model, batch):
+        print("a kilobyte a step " * 60)
+        return super().step(model, batch)
+
+
 class Acts(Paced):
     def __init__(self, how):
         self.how = how
@@ -143,7 +149,7 @@ def opened(ddpexp: Ddpexp, redirection: str, *words: str) -> tuple[int, str, str
 @pytest.mark.fault(22)
 @pytest.mark.parametrize(
     "redirection",
-    ["| head -1", "2>&1 | head -1", ">&-", ">&- 2>&-", "<&- >&- 2>&-", "> /dev/full", "> /dev/full 2>&1"],
+    ["| head -1", "2>&1 | head -1", ">&-", "<&- >&- 2>&-", "> /dev/full 2>&1"],
 )
 def test_output_that_goes_nowhere_does_not_end_the_run(ddpexp: Ddpexp, redirection: str) -> None:
     code, _, err = opened(ddpexp, redirection, *SMALL, "trainer.gpus=2", "run.dir=run", "logger=tensorboard")
@@ -188,10 +194,11 @@ class Unread:
 
 
 @pytest.mark.fault(22)
-@pytest.mark.parametrize("kind", ["terminal", "pipe"])
-@pytest.mark.parametrize("streams", ["stdout", "both"])
+@pytest.mark.parametrize(("kind", "streams"), [("terminal", "stdout"), ("terminal", "both"), ("pipe", "both")])
 def test_a_terminal_that_nobody_reads_does_not_hold_up_the_watch(recipe: Recipe, kind: str, streams: str) -> None:
-    words, run = recipe.words("trainer.gpus=2", "trainer.epochs=4000", "trainer.log_every=1", "trainer.eval_every=4")
+    words, run = recipe.words(
+        "trainer.gpus=2", "trainer.epochs=4000", "trainer.log_every=1", "trainer.eval_every=0", "task._target_=points.Talks"
+    )
     unread = Unread(kind)
     process = subprocess.Popen(
         [sys.executable, "-m", "ddpexp", *words], cwd=recipe.ddpexp.folder, stdin=subprocess.DEVNULL, text=True,
@@ -199,7 +206,7 @@ def test_a_terminal_that_nobody_reads_does_not_hold_up_the_watch(recipe: Recipe,
         stdout=unread.writing, stderr=unread.writing if streams == "both" else subprocess.PIPE,
     )  # fmt: skip
     # Well more than a pipe (64 KiB) or a terminal (4 KiB) holds.
-    wait_for(lambda: process.poll() is not None or trained(run, 1500), 40)
+    wait_for(lambda: process.poll() is not None or trained(run, 100), 40)
     begin = time.monotonic()
     process.send_signal(signal.SIGTERM)
     if streams == "stdout":
@@ -234,8 +241,8 @@ def test_a_reader_who_comes_back_reads_on_in_order_and_is_told_what_was_left_out
     numbers = [int(line.split()[1]) for line in lines if line.startswith("line ")]
     assert numbers == sorted(numbers)
     assert numbers[-10_000:] == list(range(30_000, 40_000))
-    left_out = [line for line in lines if "left out" in line]
-    assert left_out == [
-        f"... {40_000 - len(numbers):,} lines are left out here, for nobody read them; the run's log has them all ..."
-    ]
+    [left_out] = [line for line in lines if "left out" in line]
+    assert (
+        left_out == f"... {40_000 - len(numbers):,} lines are left out here, for nobody read them; the run's log has them all ..."
+    )
     process.stderr.close()
