@@ -20,6 +20,7 @@ from ddpexp.config import Trainer
 from ddpexp.errors import RefusedError
 from ddpexp.loop import Loop, Position
 from ddpexp.rundir import RunDir, relative
+from ddpexp.secrets import masked_tree
 from ddpexp.seeds import HostRandom
 from ddpexp.strategy.contract import Strategy
 from ddpexp.track import Tracker
@@ -64,7 +65,7 @@ class Saves:
                 files |= {f"{name}.ema": _tensors(self.average.tensors(name)) for name in states}
             whole = {
                 **state,
-                "position": asdict(position),
+                "position": {**asdict(position), "metrics": masked_tree(position.metrics)},
                 "hidden_buffers": hidden,
                 "extra": {name: _others(values) for name, values in states.items()},
             }
