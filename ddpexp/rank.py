@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, RefusedError
 from ddpexp.launch.control import SIGNALS, Control
 from ddpexp.launch.limits import reason
 from ddpexp.printable import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, printable
@@ -55,6 +55,8 @@ def run_rank(work: Callable[[Control], None]) -> int:
     except SystemExit as end:
         code = _exit_code(end)
         _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code, None)
+    except CodeError as error:
+        _report(control, error.kind, error.message, code, error.trace)
     except RefusedError as error:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, None)

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,8 @@ from ddpexp.launch.fork_server import Server
 from ddpexp.launch.layout import resolve
 from ddpexp.launch.torchrun_env import TorchrunEnv
 
-_CODES = "DDPEXP_EXIT_CODES"  # the folder where each rank of this machine leaves its exit code
+_CODES = "DDPEXP_EXIT_CODES"  # the path where each rank of this machine leaves its exit code
+_CODE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -49,27 +51,24 @@ class Elastic:
         if server is not None:
             server.close()  # each worker's command has its own
         job.leads = False  # one of the commands that the agent starts does
-        with tempfile.TemporaryDirectory(prefix="ddpexp-") as private:
-            described = Path(private) / "job.json"
-            described.write_text(json.dumps(job.described()))
+        with _memory(json.dumps(job.described()).encode()) as described, _memory(bytes(here.world_size * _CODE_BYTES)) as codes:
             words = [
                 sys.executable, "-m", "ddpexp.launch.elastic_agent", str(os.getpid()), f"--nnodes={low}:{high}",
                 f"--nproc-per-node={here.world_size}", f"--max-restarts={self.max_restarts}", *rendezvous,
-                "-m", "ddpexp", "member", str(described),
+                f"--log-dir={os.devnull}", "-m", "ddpexp", "member", str(described),
             ]  # fmt: skip
-            # Each worker sets its own number of threads; what torch writes beside goes with the folder.
-            environ = {"OMP_NUM_THREADS": "1", **os.environ, _CODES: private, "TMPDIR": private}
+            # Each worker sets its own number of threads.
+            environ = {"OMP_NUM_THREADS": "1", **os.environ, _CODES: str(codes)}
             code = child.run(
                 words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
-                ended=lambda: any(code == EXIT_REFUSED or code > 128 for code in _codes(private)),  # else it would start again
+                ended=lambda: any(code == EXIT_REFUSED or code > 128 for code in _codes(codes)),  # else it would start again
             )  # fmt: skip
-            return code if code == EXIT_DONE else next(iter(_codes(private)), EXIT_FAILED)
+            return code if code == EXIT_DONE else next(iter(_codes(codes)), EXIT_FAILED)
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be one rank that the agent has started; like `TorchrunEnv.launch`."""
         job.asked = replace(job.asked, nodes="auto", gpus="auto")
-        place = Path(os.environ[_CODES]) / f"{int(os.environ['RANK']):06}.code"
-        place.unlink(missing_ok=True)
+        _leave_code(EXIT_DONE)  # an attempt before this one may have left another
         code = EXIT_FAILED
         try:
             code = TorchrunEnv().launch(job, server)
@@ -78,8 +77,7 @@ class Elastic:
             code = first_end(error).exit_code
             raise
         finally:
-            if code != EXIT_DONE and place.parent.is_dir():
-                place.write_text(str(code))
+            _leave_code(code)
 
     def _range(self, nodes: int | str) -> tuple[int, int]:
         low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
@@ -103,6 +101,25 @@ class Elastic:
         return [*words, *([f"--rdzv-conf={self.rdzv_conf}"] if self.rdzv_conf else [])]
 
 
-def _codes(folder: str) -> list[int]:
+@contextmanager
+def _memory(data: bytes) -> Iterator[Path]:
+    """Hold data in memory under a path that this user's other processes of the host can open; it goes with this process."""
+    descriptor = os.memfd_create("ddpexp")
+    try:
+        os.write(descriptor, data)
+        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _leave_code(code: int) -> None:
+    """Leave this rank's exit code where the command that has started the agent looks for it."""
+    with suppress(OSError), open(os.environ[_CODES], "r+b", buffering=0) as codes:  # that command may be gone
+        os.pwrite(codes.fileno(), code.to_bytes(_CODE_BYTES, "little"), int(os.environ["LOCAL_RANK"]) * _CODE_BYTES)
+
+
+def _codes(place: Path) -> list[int]:
     """Return the exit codes of the ranks that did not end well, by rank."""
-    return [int(text) for path in sorted(Path(folder).glob("*.code")) if (text := path.read_text())]
+    found = place.read_bytes()
+    codes = [int.from_bytes(found[i : i + _CODE_BYTES], "little") for i in range(0, len(found), _CODE_BYTES)]
+    return [code for code in codes if code != EXIT_DONE]

@@ -11,7 +11,6 @@ import selectors
 import socket
 import stat
 import struct
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -21,15 +20,18 @@ from typing import Any, Protocol
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.control import Lines
-from ddpexp.launch.network import LOOPBACK, is_loopback, is_wildcard, own_address
+from ddpexp.launch.network import LOOPBACK, holder_of, is_loopback, is_wildcard, own_address
 
 _RETRY_SECONDS = 0.05
 _HELLO_SECONDS = 5.0
 _SEND_SECONDS = 10.0
 _LONGEST_LINE = 1 << 24  # bytes
 _LONGEST_HELLO = 1 << 20  # bytes; a stranger's endless line ends here
-# Idle seconds, seconds between probes, their number: a host that is cut off is known to be gone after 10 s.
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 4, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
+_STRANGE_SECONDS = 5.0  # how long another program may answer at the leader's port
+_STALE_SECONDS = 24 * 3600.0
+# Idle seconds, seconds between probes, their number: a host that is cut off is known to be gone after 10 s. Probes rest while
+# something is on its way, so that has a bound of its own, in milliseconds.
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 4, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
 
 
 class Way(Protocol):
@@ -76,8 +78,10 @@ class Fixed:
                 raise RefusedError(
                     f"{name}={self.host} is not an address of {socket.gethostname()}, where rank zero runs: name this host."
                 ) from None
+            holder = holder_of(self.port) if error.errno == errno.EADDRINUSE else None
+            by = f" by {holder[1]} (process {holder[0]})" if holder else ""
             raise RefusedError(
-                f"{port}={self.port} cannot be opened on {self.host}: {_reason(error)}. Choose another port, the same for all."
+                f"{port}={self.port} cannot be opened on {self.host}: {_reason(error)}{by}. Choose another port, the same for all."
             ) from None
 
     def seek(self) -> tuple[str, int, str]:
@@ -89,17 +93,53 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Published:
-    """A file that the leader writes and the others wait for, named after what started them all."""
+class Named:
+    """A name after what started them all, in the memory of this host's kernel: no file and no port, gone with the leader."""
 
-    path: Path
-    local: bool  # one host: then loopback is enough
+    name: str
 
     @classmethod
-    def under(cls, folder: Path, key: str, local: bool) -> Published:
-        """Choose the file: beside the run directory, which all hosts see, or in a private folder of this host."""
-        place = _private_folder() if local else folder
-        return cls(place / f".meeting-{hashlib.sha256(key.encode()).hexdigest()[:16]}", local)
+    def after(cls, key: str) -> Named:
+        """Make the name, which other users can see."""
+        return cls(f"ddpexp-{os.geteuid()}-{hashlib.sha256(key.encode()).hexdigest()[:32]}")
+
+    def listen(self) -> tuple[socket.socket, str]:
+        """Open the socket; who comes must be this user, which the kernel says.
+
+        Raises:
+            RefusedError: somebody else has the name.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(f"\0{self.name}")
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            raise RefusedError(
+                f"the socket @{self.name}, where the ranks look for rank zero, is another process's: {_reason(error)}. "
+                f"End that one (ss -xlp shows it), or start the ranks anew."
+            ) from None
+        return listener, ""
+
+    def seek(self) -> tuple[str, int, str]:
+        """Return the name."""
+        return f"\0{self.name}", 0, ""
+
+    def close(self) -> None:
+        """Do nothing: nothing was left anywhere."""
+
+
+@dataclass
+class Published:
+    """A file beside the run directory that the leader writes and the others wait for, named after what started them all."""
+
+    path: Path
+    _known: tuple[str, int, str] | None = None  # what it says, as written or read here
+
+    @classmethod
+    def under(cls, folder: Path, key: str) -> Published:
+        """Choose the file, in a folder that all hosts see."""
+        return cls(folder / f".meeting-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
 
     def listen(self) -> tuple[socket.socket, str]:
         """Bind a free port and write it down.
@@ -107,7 +147,7 @@ class Published:
         Raises:
             RefusedError: the file cannot be written.
         """
-        listener = socket.create_server((LOOPBACK if self.local else own_address(), 0), backlog=1024)
+        listener = socket.create_server((own_address(), 0), backlog=1024)
         host, port = listener.getsockname()[:2]
         word = secrets.token_hex(16)
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
@@ -120,10 +160,17 @@ class Published:
         except OSError as error:
             listener.close()
             raise RefusedError(f"{self.path} cannot be written, where the ranks look for rank zero: {_reason(error)}.") from None
+        self._known = host, port, word
+        _sweep(self.path.parent)
         return listener, word
 
     def seek(self) -> tuple[str, int, str] | None:
         """Read the file, if it is there and this user's."""
+        found = self._read()
+        self._known = found or self._known
+        return found
+
+    def _read(self) -> tuple[str, int, str] | None:
         try:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
         except OSError:
@@ -140,8 +187,23 @@ class Published:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Remove the file."""
-        self.path.unlink(missing_ok=True)
+        """Remove the file, unless it leads to another leader by now."""
+        if self._known is not None and self._read() == self._known:
+            self.path.unlink(missing_ok=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what jobs have left that were killed at once on all hosts while they met."""
+    for path in folder.glob(".meeting-*"):
+        with suppress(OSError):
+            found = path.lstat()
+            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _STALE_SECONDS:
+                path.unlink()
+
+
+def by_key(key: str, folder: Path, one_host: bool) -> Way:
+    """Choose the way for commands that know a word which no other job has; `folder` is seen by all hosts."""
+    return Named.after(key) if one_host else Published.under(folder, key)
 
 
 @dataclass
@@ -267,7 +329,7 @@ def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[d
     """
     listener, word = way.listen()
     deadline = time.monotonic() + seconds
-    address = str(listener.getsockname()[0])
+    address = _address(listener)
     found: dict[int, tuple[Peer, dict[str, Any]]] = {}
     try:
         with listener, closing(_Door(listener, word)) as door:
@@ -347,6 +409,9 @@ class _Door:
             channel, _ = self._listener.accept()
         except OSError:
             return  # it has gone again
+        if not _is_ours(channel):
+            channel.close()
+            return
         _keep_alive(channel)
         self._selector.register(channel, selectors.EVENT_READ, _Guest(Peer(-1, channel), time.monotonic() + _HELLO_SECONDS))
 
@@ -384,37 +449,84 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
         RefusedError: it was not found within `seconds`.
     """
     deadline = time.monotonic() + seconds
-    place, seen = None, f"nothing was heard of it{_where(way)}"
+    seen, dead, strange_since = f"nothing was heard of it{_where(way)}", False, None
     while time.monotonic() < deadline:
         place = way.seek()
         if place is not None:
             host, port, word = place
+            at = "on this host" if isinstance(way, Named) else f"at {host}:{port}"
+            began = time.monotonic()
             try:
                 with ExitStack() as stack:
-                    channel = stack.enter_context(socket.create_connection((host, port), timeout=_bounded(deadline)))
+                    channel = stack.enter_context(_connect(host, port, _bounded(deadline)))
+                    strange_since = began if strange_since is None else strange_since
                     peer = _introduced(Peer(0, channel), {**hello, "word": word}, deadline)
                     stack.pop_all()
-                return Meeting(int(hello["index"]), [peer], str(channel.getsockname()[0]))
-            except EOFError:
-                seen = f"what answers at {host}:{port} is not it"
+                return Meeting(int(hello["index"]), [peer], _address(channel))
+            except (EOFError, _SilentError):
+                seen, dead = f"what answers {at} is not it", False
             except (OSError, UnicodeError) as error:
-                seen = f"nobody answered at {host}:{port} ({_reason(error)})"
+                seen, dead = f"nobody answered {at} ({_reason(error)})", isinstance(error, ConnectionRefusedError)
+                strange_since = None
+        if isinstance(way, Fixed) and strange_since is not None and time.monotonic() - strange_since > _STRANGE_SECONDS:
+            raise RefusedError(
+                f"{who} {hello['index']} did not find {who} 0: another program answers at {way.host}:{way.port}. "
+                f"Choose another {way.names[1]}, the same for all, or end that program."
+            )
         time.sleep(_RETRY_SECONDS)
+    if dead:
+        way.close()  # it leads to one that was killed
     raise RefusedError(
         f"{who} {hello['index']} did not find {who} 0 within {seconds:g} s: {seen}. Was it started, and is its host reached?"
     )
 
 
+class _SilentError(Exception):
+    """Who answers says nothing."""
+
+
+def _connect(host: str, port: int, seconds: float) -> socket.socket:
+    """Connect to a port, or to a name of this host's kernel. Raises EOFError where another user has the name."""
+    if not host.startswith("\0"):
+        return socket.create_connection((host, port), timeout=seconds)
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        channel.settimeout(seconds)
+        channel.connect(host)
+        if not _is_ours(channel):
+            raise EOFError
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def _is_ours(channel: socket.socket) -> bool:
+    """Tell whether this user is at the other end, as far as the kernel knows it."""
+    if channel.family != socket.AF_UNIX:
+        return True
+    _, user, _ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.geteuid())
+
+
+def _address(channel: socket.socket) -> str:
+    """Return the address of this host that a socket has."""
+    return LOOPBACK if channel.family == socket.AF_UNIX else str(channel.getsockname()[0])
+
+
 def _introduced(leader: Peer, hello: Mapping[str, Any], deadline: float) -> Peer:
-    """Say hello and hear the welcome. Raises EOFError: this is not the one that leads. TimeoutError: it says nothing."""
-    if leader.channel.getsockname() == leader.channel.getpeername():
+    """Say hello and hear the welcome. Raises EOFError: this is not the one that leads. _SilentError: it says nothing."""
+    if leader.channel.family != socket.AF_UNIX and leader.channel.getsockname() == leader.channel.getpeername():
         # A port of our own, chosen by chance, which answers itself. Closed with a reset, or the leader could not bind it for
         # the minute that the kernel keeps it.
         leader.channel.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         raise EOFError
     _keep_alive(leader.channel)
     leader.send(hello)
-    answer = leader.receive(time.monotonic() + _bounded(deadline))
+    try:
+        answer = leader.receive(time.monotonic() + _bounded(deadline))
+    except TimeoutError:
+        raise _SilentError from None
     if answer.get("kind") == "refused" and isinstance(answer.get("message"), str):
         raise RefusedError(answer["message"])
     if answer.get("kind") != "welcome" or not isinstance(answer.get("host"), str):
@@ -428,6 +540,8 @@ def _bounded(deadline: float) -> float:
 
 
 def _keep_alive(channel: socket.socket) -> None:
+    if channel.family == socket.AF_UNIX:
+        return  # the kernel knows both ends
     channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         channel.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -452,7 +566,7 @@ def _place(text: str | bytes) -> tuple[str, int, str] | None:
 def _where(way: Way) -> str:
     if not isinstance(way, Published):
         return ""
-    return f" in {way.path.parent}{'' if way.local else ', which all hosts must see'}"
+    return f" in {way.path.parent}, which all hosts must see"
 
 
 def _only_here(way: Way, address: str) -> str:
@@ -475,18 +589,3 @@ def _contradiction(hello: Mapping[str, Any], size: int, found: Mapping[int, Any]
     return (
         f"{who} {index} on {host} counts {hello.get('size')} in all, {who} 0 counts {size}: start all of them with the same number."
     )
-
-
-def _private_folder() -> Path:
-    """Return a folder of this host that no other user can write to.
-
-    Raises:
-        RefusedError: somebody else has taken its name.
-    """
-    folder = Path(tempfile.gettempdir()) / f"ddpexp-{os.getuid()}"
-    with suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077 or not folder.is_dir() or folder.is_symlink():
-        raise RefusedError(f"{folder} is not this user's private folder: remove it, or set TMPDIR to another place.")
-    return folder

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpexp.launch import Job, team
 from ddpexp.launch.fork_server import Server
-from ddpexp.launch.meeting import Published
+from ddpexp.launch.meeting import by_key
 from ddpexp.launch.place import of_mpi
-from ddpexp.launch.process import die_with_parent
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,8 @@ class Mpi:
             StoppedError: a signal to this process ended the run.
         """
         place, key = of_mpi(job.asked)
-        die_with_parent(os.getppid())
         server = server or Server()
-        way = Published.under(job.folder, f"mpi {key}", place.nodes == 1) if place.size > 1 else None
+        way = by_key(f"mpi {key}", job.folder, place.nodes == 1) if place.size > 1 else None
         try:
             return team.run(job, place, way, server)
         finally:

@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import struct
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # Source: netdevice(7)
@@ -68,6 +69,25 @@ def address_of(interface: str) -> str | None:
 def interface_of(address: str) -> str | None:
     """Return the name of the network interface that has an IPv4 address, or None."""
     return next((name for _, name in socket.if_nameindex() if address_of(name) == address), None)
+
+
+def holder_of(port: int) -> tuple[int, str] | None:
+    """Return id and name of the process of this host that has a TCP port open, as far as this user may see it."""
+    inodes = set()
+    for name in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/net", name).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        found = [line.split() for line in lines]  # Source: proc(5), /proc/net/tcp
+        inodes |= {words[9] for words in found if int(words[1].rpartition(":")[2], 16) == port and words[9] != "0"}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(link) in {f"socket:[{inode}]" for inode in inodes} for link in (entry / "fd").iterdir()):
+                return int(entry.name), (entry / "comm").read_text().strip()
+        except OSError:
+            continue  # it has ended, or is another user's
+    return None
 
 
 def boot_id() -> str:

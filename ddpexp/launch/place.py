@@ -27,6 +27,11 @@ class Place:
     restarted: bool | None = None  # whether it has done so; None: not known
 
     @property
+    def ends_with_parent(self) -> bool:
+        """Tell whether the parent is a program that starts ranks and watches them: killed at once, it leaves them alone."""
+        return self.starter in ("torchrun", "srun", "mpirun")
+
+    @property
     def shares_terminal(self) -> bool:
         """Tell whether the starter shows the output of all commands in one place, on whichever host they run."""
         return self.starter in ("srun", "mpirun")

@@ -6,8 +6,12 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_SECONDS = 0.25
 
 
 def die_with_parent(parent: int) -> None:
@@ -21,3 +25,23 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
+
+
+def end_with_parent(code: int, report: Callable[[int], None]) -> None:
+    """End this process with `code` soon after its parent has ended, `report` first: it gets the parent's process id.
+
+    For what other programs start. The kernel's own signal comes when the *thread* ends that has forked, and programs fork from
+    threads that they end (Open MPI does with many ranks). A thread of ours looks, whatever the main one waits for.
+    """
+    parent = os.getppid()
+
+    def look() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread, and wake it
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        try:
+            report(parent)
+        finally:
+            os._exit(code)
+
+    threading.Thread(target=look, daemon=True).start()

@@ -23,8 +23,9 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, Refused
 from ddpexp.launch import Asked, Job, Layout, child, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.log import Log
-from ddpexp.launch.meeting import Published
+from ddpexp.launch.meeting import Published, by_key
 from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
+from ddpexp.launch.process import end_with_parent
 from ddpexp.launch.terminal import Terminal, say
 
 _POLL_SECONDS = 1.0
@@ -100,7 +101,7 @@ class Slurm:
         place = of_slurm_task(Asked())
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key(), False) if place.size > 1 else None
+            way = Published.under(job.folder, _step_key()) if place.size > 1 else None
             with self._ends_in_requeue():
                 return team.run(job, Place(place.index, place.size, nodes=place.size, starter="srun"), way, server)
         finally:
@@ -110,7 +111,7 @@ class Slurm:
         place = of_slurm_task(job.asked)
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key(), place.nodes == 1) if place.size > 1 else None
+            way = by_key(_step_key(), job.folder, place.nodes == 1) if place.size > 1 else None
             with self._ends_in_requeue():
                 return team.run(job, place, way, server)
         finally:
@@ -176,6 +177,8 @@ class Slurm:
         if self.dry_run:
             print(shlex.join(_forwarding(self.srun(job, nodes, job.folder / "RUN_DIR"))))
             return EXIT_DONE
+        if _is_of_salloc(os.getppid()):
+            end_with_parent(EXIT_FAILED, partial(team.starter_lost, job, "salloc", True))
         job.prepare()
         run = job.create().resolve()
         job.note("submitted")
@@ -323,6 +326,14 @@ def _limit_seconds(text: str | int | None) -> int | None:
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
     seconds = (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
     return seconds or None  # 0 is no limit
+
+
+def _is_of_salloc(parent: int) -> bool:
+    """Tell whether salloc itself has started this command, and no shell in which it was typed."""
+    try:
+        return Path(f"/proc/{parent}/comm").read_text().strip() == "salloc"
+    except OSError:
+        return False
 
 
 def _job_id() -> str:

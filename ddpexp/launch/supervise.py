@@ -352,7 +352,8 @@ def _answer(server: Server, watch: _Watch, terminal: Terminal) -> bool:
         for worker in watch.workers:
             if worker.code is None:
                 worker.code = -signal.SIGKILL
-                worker.failure = worker.failure or _server_lost(worker, server)
+                if worker.failure is None and not worker.ended:
+                    worker.failure = _server_lost(worker, server)
         return False
     refuse_broken(message)
     if message["kind"] == "started":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
-from ddpexp.errors import DdpexpError, FinishedError, RefusedError
+from ddpexp.errors import EXIT_FAILED, DdpexpError, Failure, FinishedError, RefusedError
 from ddpexp.launch import Crew, Job, Layout
 from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
 from ddpexp.launch.fork_server import Server
@@ -22,6 +24,7 @@ from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Meeting, Way, join, lead
 from ddpexp.launch.network import LOOPBACK, boot_id, interface_of, is_loopback
 from ddpexp.launch.place import Place
+from ddpexp.launch.process import end_with_parent
 from ddpexp.launch.supervise import Worker, supervise
 from ddpexp.launch.terminal import Terminal
 
@@ -47,6 +50,8 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     Raises:
         RefusedError, WorkerError, StoppedError: like `Launcher.launch`.
     """
+    if place.ends_with_parent:
+        end_with_parent(EXIT_FAILED, partial(starter_lost, job, place.starter, place.index == 0))
     asked = job.asked
     told = (place.local_world_size or 1) if place.told else None
     mine = resolve(asked.gpus, asked.device, asked.backend, asked.threads, told)
@@ -77,6 +82,16 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     if place.index == 0:
         return _lead(job, place, way, hello, asked.timeout.init_seconds, who, server)
     return _follow(job, place, way, hello, asked.timeout.init_seconds, who, server)
+
+
+def starter_lost(job: Job, starter: str, leads: bool, parent: int) -> None:
+    """Write down and say, in the command that leads, that what started it has been killed."""
+    if not leads:
+        return
+    text = f"{starter} (process {parent}), which started this command, is gone: it was killed, and its ranks end with it"
+    job.fail(Failure(rank=0, host=platform.node(), kind="StarterLost", message=text))
+    with suppress(OSError):  # it may have been what read this
+        print(f"ddpexp: {text}", file=sys.stderr, flush=True)
 
 
 def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
@@ -138,6 +153,7 @@ def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: fl
         start = _next(leader, "start")
         return _watch(job, layout, seat, meeting, server, tuple(start["store"]))
     except (RefusedError, FinishedError) as error:
+        way.close()  # the one that leads may have been killed before it could
         # The one that leads says so; on another host somebody may be looking at this terminal.
         error.quiet = leader.host == platform.node() or not meeting.speaks
         with suppress(EOFError, TimeoutError):

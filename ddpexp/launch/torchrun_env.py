@@ -12,7 +12,6 @@ from ddpexp.launch import Job, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.meeting import Fixed, Told, Way
 from ddpexp.launch.place import Place, of_torchrun
-from ddpexp.launch.process import die_with_parent
 
 _MARK = "found: "  # before the store's answer, which torch's warnings may surround
 
@@ -34,8 +33,6 @@ class TorchrunEnv:
             signal to this process ended the run.
         """
         place = of_torchrun(job.asked)
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            die_with_parent(os.getppid())  # torchrun killed at once leaves its ranks alone: this one goes with it
         server = server or Server()
         try:
             return team.run(job, place, way(place, server, job.asked.timeout.init_seconds), server)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -46,7 +44,7 @@ def recipe(tmp_path: Path, environ: dict[str, str]) -> Iterator[Recipe]:
     config.write_text(config.read_text().replace("points.Sides", "points.Paced"))
     yield found
     deadline = time.monotonic() + 5
-    kept = (f"ddpexp-{os.getuid()}", "torchelastic_", "ompi.")  # a private folder; what torchrun and Open MPI leave is theirs
+    kept = ("torchelastic_", "ompi.")  # what torchrun and Open MPI leave is theirs
     while left := {*_names_in(temporary, kept), *_left_on_the_machine()} - before:
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
@@ -83,6 +81,6 @@ def _names_in(folder: Path, kept: tuple[str, ...]) -> Iterator[Path]:
 def _left_on_the_machine() -> set[Path]:
     """Return the names of shared memory, and the ports that processes of ours listen on."""
     listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=False).stdout.splitlines()
-    ours = ddpexp_processes()
-    ports = {Path(line.split()[3]) for line in listening if ours & set(map(int, re.findall(r"pid=(\d+)", line)))}
+    ours = [f"pid={pid}," for pid in ddpexp_processes()]
+    ports = {Path(line.split()[3]) for line in listening if any(pid in line for pid in ours)}
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "ddpexp", "psm", "sem"))} | ports

@@ -85,6 +85,12 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+def loader_workers(rank: int) -> list[int]:
+    """Return the DataLoader workers of a rank on this host; only one run may be there."""
+    found = processes_of(rank)
+    return sorted(pid for pid, parent in found.items() if parent in found)
+
+
 def processes_of(rank: int) -> dict[int, int]:
     """Return the processes that write to a rank's log, each with its parent; forks do not change what /proc calls environ."""
     found = {}

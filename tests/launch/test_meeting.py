@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import meeting
-from ddpexp.launch.meeting import Fixed, Meeting, Published, Told, Way, join, lead
+from ddpexp.launch.meeting import Fixed, Meeting, Named, Published, Told, Way, by_key, join, lead
 from tests.conftest import ROOT
 from tests.points import wait_for
 
@@ -54,12 +53,13 @@ def told() -> Told:
 def ways(folder: Path) -> dict[str, Way]:
     return {
         "fixed": Fixed(LOOPBACK, free_port(), NAMES),
-        "published": Published(folder / "meeting", local=True),
+        "named": Named.after(str(folder)),
+        "published": Published(folder / "meeting"),
         "told": told(),
     }
 
 
-@pytest.fixture(params=["fixed", "published", "told"])
+@pytest.fixture(params=["fixed", "named", "published", "told"])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Way:
     return ways(tmp_path)[request.param]
 
@@ -115,13 +115,13 @@ import json, sys, time
 from pathlib import Path
 from ddpexp.launch.meeting import Published, join
 path, index = sys.argv[1:]
-met = join(Published(Path(path), local=True), {"index": int(index), "size": 5, "host": "other"}, 20, "rank")
+met = join(Published(Path(path)), {"index": int(index), "size": 5, "host": "other"}, 20, "rank")
 print(json.dumps(met.peers[0].receive(time.monotonic() + 20)))
 """
 
 
 def test_other_processes_meet_a_late_leader_through_a_file(tmp_path: Path) -> None:
-    way = Published(tmp_path / "meeting", local=True)
+    way = Published(tmp_path / "meeting")
     words = [sys.executable, "-c", OTHER, str(way.path)]
     others = [subprocess.Popen([*words, str(index)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for index in range(1, 5)]
     time.sleep(0.5)
@@ -192,11 +192,11 @@ def test_of_many_missing_ten_are_named(fixed: Fixed) -> None:
 
 def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Path) -> None:
     said = f"nobody answered at 127.0.0.1:{fixed.port} (Connection refused)"
-    shared, own = Published(tmp_path / "meeting", local=False), Published(tmp_path / "meeting", local=True)
+    shared = Published(tmp_path / "meeting")
     ways: list[tuple[Way, str]] = [
         (fixed, said),
         (shared, f"nothing was heard of it in {tmp_path}, which all hosts must see"),
-        (own, f"nothing was heard of it in {tmp_path}"),
+        (Named.after("nobody"), "nobody answered on this host (Connection refused)"),
         (told(), "nothing was heard of it"),
     ]
     for way, seen in ways:
@@ -250,9 +250,12 @@ def test_commands_that_count_differently_are_refused(way: Way, background: Threa
 # ------------------------------------------------------------------------------------------------- strangers at the door
 
 
-def is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((LOOPBACK, port)) == 0
+def is_open(port: int, host: str = LOOPBACK) -> bool:
+    try:
+        meeting._connect(host, port, 5).close()
+    except OSError:
+        return False
+    return True
 
 
 def send(data: bytes) -> Callable[[socket.socket], None]:
@@ -291,15 +294,15 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 
 
 @pytest.mark.parametrize("does", STRANGERS)
-@pytest.mark.parametrize("kind", ["fixed", "published"])
+@pytest.mark.parametrize("kind", ["fixed", "named", "published"])
 def test_a_stranger_disturbs_nobody(tmp_path: Path, background: ThreadPoolExecutor, kind: str, does: str) -> None:
     way = ways(tmp_path)[kind]
     leading = background.submit(lead, way, 2, 20.0, "rank")
-    wait_for(lambda: way.seek() is not None and is_open(way.seek()[1]))  # type: ignore[index]
+    wait_for(lambda: way.seek() is not None and is_open(way.seek()[1], way.seek()[0]))  # type: ignore[index]
     place = way.seek()
     assert place is not None
     begin = time.monotonic()
-    strangers = [socket.create_connection(place[:2]) for _ in range(3)]
+    strangers = [meeting._connect(*place[:2], 5) for _ in range(3)]
     doing = [background.submit(STRANGERS[does], stranger) for stranger in strangers]
     time.sleep(0.1)
     with closing(join(way, hello(1), 20, "rank")):
@@ -374,7 +377,7 @@ def test_a_port_that_answers_itself_is_not_taken_for_the_leader(fixed: Fixed, mo
 
 
 def test_the_file_is_private_and_gone_after_the_meeting(tmp_path: Path, background: ThreadPoolExecutor) -> None:
-    way = Published(tmp_path / "deep" / "meeting", local=True)
+    way = Published(tmp_path / "deep" / "meeting")
     leading = background.submit(lead, way, 2, 20.0, "rank")
     wait_for(way.path.exists)
     found = way.path.stat()
@@ -385,7 +388,7 @@ def test_the_file_is_private_and_gone_after_the_meeting(tmp_path: Path, backgrou
 
 
 def test_the_file_is_gone_after_a_meeting_that_failed(tmp_path: Path) -> None:
-    way = Published(tmp_path / "meeting", local=True)
+    way = Published(tmp_path / "meeting")
     with pytest.raises(RefusedError):
         lead(way, 2, 0.1, "rank")
     assert list(tmp_path.iterdir()) == []
@@ -398,7 +401,7 @@ def test_what_was_left_in_the_files_place_is_survived(
     tmp_path: Path, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, stale: str
 ) -> None:
     monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.5)
-    way = Published(tmp_path / "meeting", local=True)
+    way = Published(tmp_path / "meeting")
     with socket.create_server((LOOPBACK, 0)) as other:
         port = other.getsockname()[1]
         if stale in ("dead port", "closing listener"):
@@ -420,8 +423,8 @@ def test_what_was_left_in_the_files_place_is_survived(
 
 
 def test_a_link_in_the_files_place_is_not_followed(tmp_path: Path, background: ThreadPoolExecutor) -> None:
-    real = Published(tmp_path / "real", local=True)
-    way = Published(tmp_path / "meeting", local=True)
+    real = Published(tmp_path / "real")
+    way = Published(tmp_path / "meeting")
     listener, _ = real.listen()
     with listener:
         way.path.symlink_to(real.path)
@@ -437,7 +440,7 @@ def test_a_link_in_the_files_place_is_not_followed(tmp_path: Path, background: T
 def test_a_file_of_another_user_is_not_read(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can give a file to another user")
-    way = Published(tmp_path / "meeting", local=True)
+    way = Published(tmp_path / "meeting")
     way.path.write_text(json.dumps([LOOPBACK, 1, "x"]))
     assert way.seek() == (LOOPBACK, 1, "x")
     os.chown(way.path, 12345, -1)
@@ -446,49 +449,110 @@ def test_a_file_of_another_user_is_not_read(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    way = Published(tmp_path / "file" / "meeting", local=True)
+    way = Published(tmp_path / "file" / "meeting")
     with pytest.raises(RefusedError, match=rf"{way.path} cannot be written, where the ranks look for rank zero: "):
         lead(way, 2, 5, "rank")
 
 
-def test_on_one_host_the_file_lies_in_a_private_folder_and_else_beside_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    here, beside = Published.under(tmp_path / "runs", "job 1", True), Published.under(tmp_path / "runs", "job 1", False)
-    assert (here.path.parent, beside.path.parent) == (tmp_path / f"tmp/ddpexp-{os.getuid()}", tmp_path / "runs")
-    assert here.path.parent.stat().st_mode & 0o777 == 0o700
-    assert here.path.name == Published.under(tmp_path / "elsewhere", "job 1", True).path.name
-    assert here.path.name != Published.under(tmp_path / "runs", "job 2", True).path.name
+def test_on_one_host_a_name_leads_to_rank_zero_and_else_a_file_beside_the_run(tmp_path: Path) -> None:
+    here, beside = by_key("job 1", tmp_path / "runs", True), by_key("job 1", tmp_path / "runs", False)
+    assert isinstance(here, Named)
+    assert isinstance(beside, Published)
+    assert beside.path.parent == tmp_path / "runs"
+    assert here == by_key("job 1", tmp_path / "elsewhere", True)
+    assert here != by_key("job 2", tmp_path / "runs", True)
+    assert beside != by_key("job 2", tmp_path / "runs", False)
 
 
-@pytest.mark.parametrize("state", ["readable by others", "a link", "a file", "of another user"])
-def test_a_private_folder_that_is_not_ours_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = tmp_path / f"ddpexp-{os.getuid()}"
-    if state == "a link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        folder.symlink_to(tmp_path / "elsewhere")
-    elif state == "a file":
-        folder.touch(mode=0o600)
+def test_a_file_that_a_killed_leader_left_is_removed_by_who_was_led_nowhere(tmp_path: Path) -> None:
+    way = Published(tmp_path / "meeting")
+    way.listen()[0].close()  # as a killed one does
+    with pytest.raises(RefusedError, match=r"nobody answered at .* \(Connection refused\)"):
+        join(Published(way.path), hello(1), 0.3, "rank")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_of_another_leader_stays(tmp_path: Path) -> None:
+    one, other = Published(tmp_path / "meeting"), Published(tmp_path / "meeting")
+    for way in (one, other):
+        way.listen()[0].close()
+    one.close()
+    assert other.path.exists()
+    other.close()
+    assert not other.path.exists()
+
+
+def test_a_file_of_a_day_ago_is_swept_away(tmp_path: Path) -> None:
+    old, young = tmp_path / ".meeting-1", tmp_path / ".meeting-2"
+    for path, hours in ((old, 25), (young, 1)):
+        path.touch()
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+    way = Published.under(tmp_path, "job")
+    way.listen()[0].close()
+    assert set(tmp_path.iterdir()) == {young, way.path}
+
+
+def test_a_name_that_somebody_else_has_is_refused() -> None:
+    way = Named.after("taken")
+    with (
+        way.listen()[0],
+        pytest.raises(RefusedError, match=rf"the socket @{way.name}, where the ranks look for rank zero, is another"),
+    ):
+        lead(way, 2, 5, "rank")
+
+
+OTHER_USER = """\
+import encodings.idna, os, sys
+from ddpexp.errors import RefusedError
+from ddpexp.launch import meeting
+os.setgid(12345)
+os.setuid(12345)
+way = meeting.Named(sys.argv[1])
+if sys.argv[2] == "lead":
+    with way.listen()[0] as listener:
+        print("here", flush=True)
+        sys.stdin.read()
+else:
+    meeting._is_ours = lambda channel: True  # it does not ask
+    try:
+        meeting.join(way, {"index": 1, "size": 2, "host": "x"}, 1, "rank")
+    except RefusedError as error:
+        print(error)
+"""
+
+
+@pytest.mark.fault("S16")
+@pytest.mark.parametrize("does", ["lead", "join"])
+def test_another_user_is_neither_let_in_nor_followed(does: str) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    way = Named.after(f"other user {does}")
+    words = [sys.executable, "-c", OTHER_USER, way.name, does]
+    pipe = subprocess.PIPE
+    if does == "lead":
+        with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as other:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "here\n"
+            with pytest.raises(RefusedError, match="what answers on this host is not it"):
+                join(way, hello(1), 0.5, "rank")
+            other.communicate("", timeout=20)
     else:
-        folder.mkdir(mode=0o755 if state == "readable by others" else 0o700)
-    if state == "of another user":
-        if os.getuid() != 0:
-            pytest.skip("only root can give a folder to another user")
-        os.chown(folder, 12345, -1)
-    with pytest.raises(RefusedError, match=rf"{folder} is not this user's private folder: remove it, or set TMPDIR"):
-        Published.under(tmp_path / "runs", "job", True)
+        with subprocess.Popen(words, stdout=pipe, text=True, cwd=ROOT) as other:
+            with pytest.raises(RefusedError, match="rank 1 of 2 did not come"):
+                lead(way, 2, 2, "rank")
+            assert "rank 1 did not find rank 0" in other.communicate(timeout=20)[0]
 
 
 # ------------------------------------------------------------------------------------------------- addresses and ports
 
 
-def test_what_serves_one_host_listens_on_loopback_alone(way: Way) -> None:
-    with way.listen()[0] as listener:
-        assert listener.getsockname()[0] == LOOPBACK
-    way.close()
+@pytest.mark.fault("S6")
+def test_what_serves_one_host_listens_on_loopback_alone_or_on_no_network(tmp_path: Path) -> None:
+    for way in (Fixed(LOOPBACK, free_port(), NAMES), told()):
+        with way.listen()[0] as listener:
+            assert listener.getsockname()[0] == LOOPBACK
+    with by_key("job", tmp_path, True).listen()[0] as listener:
+        assert listener.family == socket.AF_UNIX
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
@@ -504,8 +568,8 @@ def test_a_port_in_use_is_refused(fixed: Fixed) -> None:
     with socket.create_server((LOOPBACK, fixed.port)), pytest.raises(RefusedError) as refused:
         lead(fixed, 2, 5, "node")
     assert str(refused.value) == (
-        f"launcher.master_port={fixed.port} cannot be opened on 127.0.0.1: Address already in use. "
-        f"Choose another port, the same for all."
+        f"launcher.master_port={fixed.port} cannot be opened on 127.0.0.1: Address already in use by "
+        f"{Path('/proc/self/comm').read_text().strip()} (process {os.getpid()}). Choose another port, the same for all."
     )
 
 
@@ -544,6 +608,7 @@ def test_a_connection_that_the_network_cuts_is_known_to_be_gone_in_seconds(fixed
     found, _ = leading.result(20)
     for channel in (found.peers[0].channel, other.peers[0].channel):
         assert channel.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        idle, every, times = (channel.getsockopt(socket.IPPROTO_TCP, option) for option in meeting._KEEPALIVE)
+        idle, every, times, unanswered = (channel.getsockopt(socket.IPPROTO_TCP, option) for option in meeting._KEEPALIVE)
         assert idle + every * times <= 10
+        assert 0 < unanswered <= 10_000
     end([found, other])

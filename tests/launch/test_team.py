@@ -511,8 +511,8 @@ def test_a_port_that_another_job_has_is_refused(recipe: Recipe) -> None:
         [done] = both.start(0).finish(20)
     assert done.code == 2
     assert done.err == (
-        f"ddpexp: launcher.master_port={port} cannot be opened on 127.0.0.1: Address already in use. "
-        f"Choose another port, the same for all.\n"
+        f"ddpexp: launcher.master_port={port} cannot be opened on 127.0.0.1: Address already in use by "
+        f"{Path('/proc/self/comm').read_text().strip()} (process {os.getpid()}). Choose another port, the same for all.\n"
     )
 
 

@@ -1,0 +1,133 @@
+"""SIGKILL of any process of a run, under every launcher: five seconds later nothing of it is left, whatever it was doing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ddpexp_processes
+from tests.faults.harness import trained
+from tests.launch.starters import SPAWN, Starter, params, skip_without
+from tests.points import ITEMS, Recipe, wait_for
+
+LONG = (*ITEMS, "trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0", "trainer.checkpoint_every=0")
+SECONDS = 5.0
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:
+        return 0
+
+
+def name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def is_worker(pid: int, run: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/fd/1").startswith(f"{run.resolve()}/ranks/")
+    except OSError:
+        return False
+
+
+class Family:
+    """Who is who among the processes of a run that trains."""
+
+    def __init__(self, run: Path, before: set[int]) -> None:
+        found = ddpexp_processes() - before
+        writers = {pid for pid in found if is_worker(pid, run)}
+        self.workers = sorted(pid for pid in writers if parent(pid) not in writers)  # the others load their data
+        self.servers = sorted({parent(pid) for pid in self.workers})
+        self.commands = sorted({parent(pid) for pid in self.servers})
+        self.starters = sorted(self._above(found))
+
+    def _above(self, found: set[int]) -> set[int]:
+        """Return what has started the commands, up to these tests, and what stands beside it: srun has no task as its child."""
+        above = {pid for pid in found if name(pid) in ("srun", "salloc")}
+        for pid in self.commands:
+            while (pid := parent(pid)) not in (0, 1, os.getpid()):
+                above.add(pid)
+        return above
+
+    def of(self, kind: str) -> Sequence[int]:
+        """Return the processes of one kind."""
+        return {"worker": self.workers, "fork server": self.servers, "command": self.commands, "starter": self.starters}[kind]
+
+
+def kill_one(recipe: Recipe, starter: Starter, kind: str, which: Callable[[Sequence[int]], int]) -> str:
+    """Run until all train, kill one process, see that all others go; return who it was."""
+    before = ddpexp_processes()
+    size = starter.sizes[0]
+    started, run = starter.start(recipe, size, *LONG)
+    try:
+        wait_for(lambda: any(one.poll() is not None for one in started) or trained(run, 3), 40)
+        family = Family(run, before)
+        assert len(family.workers) == size, [one.communicate() for one in started]
+        victim = which(family.of(kind))
+        # srun waits for ever for a step whose keeper is killed, unless it is told otherwise; its ranks may not.
+        spared = {"srun"} if name(victim) == "slurmstepd" else set()
+        who = f"{kind} {name(victim)}"
+        os.kill(victim, signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        while left := {pid for pid in ddpexp_processes() - before if name(pid) not in spared}:
+            for one in started:
+                one.poll()
+            text = ", ".join(f"{name(pid)} {pid}" for pid in left)
+            assert time.monotonic() < deadline, f"SIGKILL of {who} leaves {text}"
+            time.sleep(0.05)
+        return who
+    finally:
+        for one in started:
+            one.kill()
+            one.communicate()
+        if starter.cluster:
+            clear_queue()
+
+
+def clear_queue() -> None:
+    """End all jobs, and wait until the hosts are free for the next test."""
+    subprocess.run(["scancel", "--user", str(os.getuid()), "--signal=KILL"], check=False)
+    subprocess.run(["scancel", "--user", str(os.getuid())], check=False)
+    free = ["sinfo", "-h", "-t", "idle", "-o", "%D"]
+    wait_for(lambda: subprocess.run(free, capture_output=True, text=True).stdout.strip() == "2", 40)
+
+
+STARTED = ("torchrun", "elastic", "Open MPI", "MPICH", "srun")
+
+
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("starter", [one for one in params(sizes=False) if str(one.values[0]) in STARTED])
+def test_nothing_outlives_a_killed_starter(recipe: Recipe, starter: Starter) -> None:
+    skip_without(starter)
+    kill_one(recipe, starter, "starter", lambda pids: pids[-1])
+
+
+KINDS = ("starter", "command", "fork server", "worker")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.fault(7)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("starter", [pytest.param(SPAWN, id="spawn"), *params(sizes=False)])
+def test_nothing_outlives_any_killed_process(recipe: Recipe, starter: Starter, kind: str) -> None:
+    skip_without(starter)
+    if kind == "starter" and starter.name in ("spawn", "spawn, new interpreters", "spawn on two machines", "variables in shells"):
+        pytest.skip("the commands are typed")
+    draw = random.Random(f"{starter} {kind}")
+    times = int(os.environ.get("DDPEXP_TEST_TIMES", "20"))
+    who = [kill_one(recipe, starter, kind, draw.choice) for _ in range(times)]
+    print(*(f"{name}: {len(list(all_))}" for name, all_ in itertools.groupby(sorted(who))))
