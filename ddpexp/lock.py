@@ -103,7 +103,10 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
             raise RefusedError(f"{name}: its lock was removed while this command took it. Start the command again.")
         _wait_for_ranks(ranks, name, deadline)
         owner = Owner.here()
-        _write(descriptor, owner)
+        try:
+            _write(descriptor, owner)
+        except OSError as error:
+            raise RefusedError(f"{name} cannot be written: {error.strerror} ({path}).") from None
         if not flocked:
             time.sleep(_SETTLE_SECONDS)  # of two commands that found nobody, the one that wrote last has it
             if read(path) != owner:

@@ -19,7 +19,9 @@ def printable(text: str, limit: int | None = None) -> str:
     text = masked(text).replace("\r\n", "\n")
     if limit is None:
         return _CONTROL.sub(_escaped, text)
-    return cut(_CONTROL.sub(_escaped, cut(text, limit)), limit)  # first: fifty megabytes are not worth escaping
+    first = cut(text, limit)  # fifty megabytes are not worth escaping
+    shown = _CONTROL.sub(_escaped, first)
+    return shown if len(shown) < len(first) + limit else cut(shown, limit)
 
 
 def one_line(text: str) -> str:

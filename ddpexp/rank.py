@@ -18,6 +18,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, Refuse
 from ddpexp.launch.control import SIGNALS, Control
 from ddpexp.launch.limits import reason
 from ddpexp.printable import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, printable
+from ddpexp.rundir import open_to_append
 from ddpexp.world import World
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -158,7 +159,7 @@ def open_log(world: World, control: Control, path: Path | None) -> logging.Logge
         shown.addFilter(lambda record: not getattr(record, "watched", False))  # the watcher shows progress itself
         handlers.append(shown)
         if path is not None:
-            kept = logging.FileHandler(path)
+            kept = logging.StreamHandler(open_to_append(path))
             kept.setFormatter(_Printable("%(asctime)s %(message)s"))
             handlers.append(kept)
     else:

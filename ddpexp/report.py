@@ -56,7 +56,7 @@ class Report:
         """Write the result; return the last line. Ranks: rank zero, when the last checkpoint is on the disk."""
         status = "interrupted" if outcome.interrupted else "done"
         if not outcome.interrupted:
-            tracker.hyperparameters(masked_tree(_hyperparameters(self.experiment)), outcome.metrics)
+            tracker.hyperparameters(masked_tree(_hyperparameters(self.experiment)), masked_tree(outcome.metrics))
         samples = outcome.step * self.train.plan.global_batch_size
         seconds = outcome.train_seconds
         result = {

@@ -12,7 +12,7 @@ import yaml
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints, refuse_links
+from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints
 from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -45,7 +45,6 @@ def look(run: RunDir, start: Start) -> Earlier:
     Raises:
         FinishedError: there is nothing to do. RefusedError: it cannot or should not be gone on with.
     """
-    refuse_links(run)
     manifest, result = run.found(run.manifest), run.found(run.result) or {}
     stored = _tree(run)
     new = _read(start.text)

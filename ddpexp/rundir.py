@@ -13,11 +13,11 @@ import shlex
 import stat
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -249,6 +249,45 @@ def is_fresh(run: RunDir) -> bool:
     return {entry.name for entry in run.path.iterdir()} <= {lock.NAME, run.ranks.name}
 
 
+def refuse_links(run: RunDir, name: str) -> None:
+    """Look at everything that a start writes through: a directory that somebody else has made may lead anywhere.
+
+    Raises:
+        RefusedError: there is a link or a pipe where a file or a folder of ours belongs; `name` is what the run is called.
+    """
+    for path, wanted in _written(run):
+        try:
+            mode = path.lstat().st_mode
+        except OSError:
+            continue
+        kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else None
+        if kind is not None and kind in wanted:
+            continue
+        what = f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
+        raise RefusedError(
+            f"{name}: {path.relative_to(run.path)} is {what}, where this start would write to {' or '.join(wanted)} of the run's "
+            f"own: remove it, or copy the run without its links."
+        )
+
+
+def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Yield what a start may write to or through, with what it must be where it is there."""
+    files = (run.config, run.overrides, run.manifest, run.log, run.metrics, run.result, run.error)
+    for path in (*files, run.path / lock.NAME, run.path / "job.sbatch"):
+        yield path, ["a file"]
+    for folder in (run.ranks, run.tensorboard, run.checkpoints):
+        yield folder, ["a folder"]
+        for path in folder.iterdir() if folder.is_dir() else ():
+            yield path, ["a file", "a folder"]
+            if folder == run.checkpoints and path.name.startswith(".") and path.is_dir():
+                yield from ((inner, ["a file"]) for inner in path.iterdir())
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of the run's to write at its end; a link is not followed."""
+    return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
+
+
 def take_up(run: RunDir) -> None:
     """Make an unfinished run ready to go on; what it has recorded stays, and why it failed is kept beside."""
     if run.error.is_file():
@@ -307,26 +346,6 @@ def check_yaml(path: Path) -> None:
             raise ValueError("it is nested too deeply")
         if isinstance(event, yaml.AliasEvent):  # a few of them can stand for more than there is memory
             raise ValueError("it refers to itself with *, which no run writes")
-
-
-def refuse_links(run: RunDir) -> None:
-    """See that everything in a run directory lies there itself: a run writes, cuts off and removes in it.
-
-    Raises:
-        RefusedError: something is a link, or neither a file nor a folder.
-    """
-    for folder in (run.path, run.ranks, run.tensorboard, run.checkpoints):
-        try:
-            entries = list(os.scandir(folder)) if not folder.is_symlink() or folder == run.path else []
-        except OSError:
-            continue
-        for entry in entries:
-            if not entry.is_dir(follow_symlinks=False) and not entry.is_file(follow_symlinks=False):
-                what = "a link" if entry.is_symlink() else "no plain file"
-                raise RefusedError(
-                    f"{entry.path} is {what}, and going on with a run writes into its directory and removes what came later: "
-                    f"put the file or folder itself there, or link the whole run directory."
-                )
 
 
 def write(path: Path, text: str) -> None:

@@ -88,6 +88,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         home = next((folder for folder in run.path.resolve().parents if _is_run(folder)), None)
         advice = f" Did you mean {rundir.typed(home)}?" if home is not None else ""
         raise RefusedError(f"resume {source}: it is no run directory.{advice}")
+    rundir.refuse_links(run, f"resume {source}")
     if "run.resume=never" in words:
         raise RefusedError("resume goes on with a run, and run.resume=never refuses that: leave it out.")
     moved = next((word for word in words if word.startswith("run.dir=")), None)

@@ -33,7 +33,7 @@ from ddpexp.precision import Precision
 from ddpexp.rank import Interrupted, open_log, run_rank
 from ddpexp.report import Report
 from ddpexp.rundir import RunDir, relative
-from ddpexp.saves import Saves, choose, cut_back, take_up
+from ddpexp.saves import Saves, choose, cut_back, refuse_without_room, take_up
 from ddpexp.strategy.contract import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact import Exact
@@ -92,6 +92,8 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     report = Report(experiment, run, layout, data, strategy.bare, strategy.shares_memory, batches, num_steps)
     log.info(report.headline())
     fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, saves, average)
+    if world.is_rank_zero and (newest is None or newest.step < num_steps):
+        refuse_without_room(run, experiment.trainer, fit, average)
     if newest is None:
         tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
     else:

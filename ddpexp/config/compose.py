@@ -319,6 +319,9 @@ def _sentence(error: Exception) -> str:
         return _first_line(error)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
+    unset = re.search(r"Environment variable '(\w+)' not found", str(error))
+    if unset and isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... first."
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 _QUEUE = 10_000  # lines that wait for a terminal; far more than it takes to scroll back
+_WAIT_SECONDS = 1.0  # for a terminal that is slower than what is to be shown, before lines are left out
 _PATIENCE_SECONDS = 2.0  # for what waits at the end
 _LEFT_OUT = "... {count:,} lines are left out here, for nobody read them; the run's log has them all ..."
 
@@ -34,6 +36,8 @@ class Terminal:
         self._thread: threading.Thread | None = None
         self._left_out = 0
         self._closing = False
+        self._shown = self._seen = 0  # what the thread has taken, and had when it was last waited for
+        self._budget, self._asked = _WAIT_SECONDS, time.monotonic()
 
     def line(self, text: str) -> None:
         """Print one line, above the bar if there is one; returns at once."""
@@ -59,12 +63,24 @@ class Terminal:
         with self._changed:
             if self._closing:
                 return
-            self._waiting.append(show)
-            if len(self._waiting) > _QUEUE:
-                self._waiting.popleft()
-                self._left_out += 1
             self._start()
-            self._changed.notify()
+            if len(self._waiting) >= _QUEUE:
+                self._make_room()
+            self._waiting.append(show)
+            self._changed.notify_all()
+
+    def _make_room(self) -> None:
+        """Wait for a terminal that is read, if slowly; leave the oldest out for one that is not."""
+        now = time.monotonic()
+        if self._shown != self._seen:  # it goes on: half of the time may be for it
+            self._budget = min(_WAIT_SECONDS, self._budget + (now - self._asked) / 2)
+        self._seen, self._asked = self._shown, now
+        if self._budget > 0:
+            self._changed.wait_for(lambda: len(self._waiting) <= _QUEUE // 2, self._budget)
+            self._budget -= time.monotonic() - now
+        if len(self._waiting) >= _QUEUE:
+            self._waiting.popleft()
+            self._left_out += 1
 
     def _start(self) -> None:
         if self._thread is None:
@@ -79,6 +95,9 @@ class Terminal:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 left_out, self._left_out = self._left_out, 0
                 show = self._waiting.popleft() if self._waiting else None
+                self._shown += 1
+                if len(self._waiting) == _QUEUE // 2:
+                    self._changed.notify_all()
             if left_out:
                 self._screen.line(_LEFT_OUT.format(count=left_out))
             if show is None:
@@ -160,6 +179,9 @@ def _new_bar(total: int) -> tuple[Progress, TaskID]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[text]}", markup=False),
         TimeRemainingColumn(),
+        # rich would lead standard error through the terminal too, where it may wait for ever.
+        redirect_stdout=False,
+        redirect_stderr=False,
     )
     bar.start()
     return bar, bar.add_task("steps", total=total, text="")

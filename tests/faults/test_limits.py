@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,6 +39,23 @@ class Opens(Paced):
     def step(self, model, batch):
         kept = [open("/dev/null") for _ in range(100_000 if RANK == 1 else 0)]
         return super().step(model, batch)
+
+
+class Talks(Paced):
+    # Prints two megabytes in rank 1.
+    def step(self, model, batch):
+        for _ in range(20_000 if RANK == 1 and time.sleep(0.1) is None else 0):
+            print("x" * 99)
+        return super().step(model, batch)
+
+
+class Grows(torch.optim.SGD):
+    # Keeps more than its class tells.
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["more"] = torch.zeros(1 << 19)
 
 
 class Big(Net):
@@ -227,10 +246,69 @@ def test_a_rank_that_runs_out_of_files_names_the_limit(recipe: Recipe, words: tu
 
 
 @pytest.mark.fault(23)
-def test_a_checkpoint_that_is_larger_than_a_file_may_be_names_the_limit(recipe: Recipe) -> None:
+def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_first_step(recipe: Recipe) -> None:
     ended = limited(recipe, "ulimit -f 1024", *EVERY, "model._target_=points.Big", "strategy.reduce_through=backend")
-    error = ended.failed(rank=0, within=12, says="File too large", step=False)
+    assert (ended.done.code, ended.done.result()["status"]) == (2, "failed")
+    assert ended.done.err == (
+        "ddpexp: a file of a checkpoint takes 4.2 MB and this shell allows 1,024 KiB a file (ulimit -f), so that nothing of this "
+        "run could be saved: raise that limit.\n"
+    )
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize(
+    ("words", "rank"),
+    [(("optimizer._target_=points.Grows",), 0), (("task._target_=points.Talks",), 1)],
+    ids=["checkpoint", "log"],
+)
+def test_a_file_that_grows_too_large_names_the_limit(recipe: Recipe, words: tuple[str, ...], rank: int) -> None:
+    ended = limited(recipe, "ulimit -f 1024", *EVERY, *words)
+    error = ended.failed(rank=rank, within=14, says="File too large", step=False)
     assert "this shell allows 1,024 KiB a file (ulimit -f): raise that limit" in error["message"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of twenty megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("every", ["epoch", "0"])
+def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(recipe: Recipe, disk: Path, every: str) -> None:
+    (disk / "full").write_bytes(bytes(14 << 20))
+    words = ("model._target_=points.Big", f"trainer.checkpoint_every={every}")
+    done = recipe(*EVERY, *words, run=disk / "run")
+    assert done.code == 2, done
+    wanted = r"ddpexp: a checkpoint takes 8\.4 MB and \S+/disk/run has 6\.\d MB free, so that nothing of this run could be saved: "
+    assert re.fullmatch(f"{wanted}make room, or choose another place with run.dir=... .\n", done.err), done.err
+    assert not (disk / "run/metrics.jsonl").exists() or not (disk / "run/metrics.jsonl").read_text()
+    (disk / "full").unlink()
+    assert recipe(*EVERY, *words, "trainer.keep_last=1", run=disk / "run").code == 0  # the same command, when there is room
+
+
+def test_a_full_disk_is_refused_with_one_sentence(recipe: Recipe, disk: Path) -> None:
+    with (disk / "full").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    done = recipe(run=disk / "run")
+    assert done.code == 2, done
+    first = "run.dir=disk/run cannot be written: No space left on device"
+    assert done.err.startswith(f"ddpexp: {first}") or f"\nddpexp: {first}" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: Recipe, disk: Path) -> None:
+    words = ("model._target_=points.Big", "trainer.epochs=1")
+    done = recipe("trainer.gpus=2", *words, run=disk / "run")
+    assert done.code == 0, done
+    assert done.out.count("and 3 checkpoints of 8.4 MB are there at the same time (trainer.keep_last=2): saving will fail") == 1
+    assert "saving will fail" not in recipe("trainer.gpus=2", *words).out
 
 
 @pytest.fixture
