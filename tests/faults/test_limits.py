@@ -310,7 +310,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(recipe: Recipe, disk:
     for run, words in ((disk / "run", ("trainer.max_steps=8",)), (disk / "other", ())):
         begin = time.monotonic()
         done = recipe(*words, run=run)
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 8  # one on a machine with nothing else to do
         assert done.code == 2, done
         assert "Read-only file system" in done.err
         assert done.err.count("\n") == 1
