@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--lightning", help="a Python with Lightning")
     parser.add_argument("which", nargs="*", help="words that the names of faults begin with, such as 3 or 7")
     words = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell all that is started would ignore it
     ways = [ours(), peer("torchrun", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])]
     if words.lightning:
         ways.append(peer("lightning", [words.lightning]))

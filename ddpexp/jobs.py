@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from ddpexp.config import Experiment, check_layout
 from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Asked, Crew, Job, Layout
+from ddpexp.launch import Asked, Crew, Job, Layout, typed_again
 from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.terminal import say
 from ddpexp.prepare import prepare
@@ -234,7 +235,7 @@ class Training(Job):
                 return
             self._kept = [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]
         rundir.write(run.config, self._text)
-        rundir.write(run.overrides, "".join(f"- {word}\n" for word in self._overrides) or "[]\n")
+        rundir.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
 
     def _put_back(self, run: RunDir) -> None:
         """Make the directory what it was before this start."""
@@ -253,6 +254,7 @@ class Training(Job):
         words = ["resume", rundir.typed(run.path)]
         words += [shlex.quote(word) for word in _options(self._argv)]
         words += [shlex.quote(word) for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
+        words += [shlex.quote(word) for word in typed_again(launcher)]
         if getattr(launcher, "is_told", False) and not self._is_member:
             name = type(launcher).__module__.rpartition(".")[2].replace("_", "-")
             return f"start it again in the same way, with the words: {' '.join(words)} launcher={name}"

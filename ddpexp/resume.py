@@ -12,7 +12,7 @@ import yaml
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.rundir import RunDir, complete_checkpoints
+from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints
 from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -138,6 +138,7 @@ def _tree(run: RunDir) -> dict[str, Any] | None:
     if not run.config.exists():
         return None
     try:
+        check_yaml(run.config)
         tree = _read(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"{run.config} cannot be read: {error}.") from None
@@ -152,6 +153,7 @@ def _read(text: str) -> Any:
 
 def _words(run: RunDir) -> list[str]:
     try:
+        check_yaml(run.overrides)
         words = _read(run.overrides.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return []

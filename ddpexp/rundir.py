@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -18,11 +19,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
+import yaml
+
 from ddpexp import lock
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
 from ddpexp.secrets import masked_tree
 
+JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
+_YAML_BYTES, _YAML_DEPTH = 4 << 20, 100
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
 _TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
 
@@ -102,9 +107,7 @@ class RunDir:
             RefusedError: it is missing or damaged, so this is not a run directory.
         """
         try:
-            if path.exists() and not path.is_file():
-                raise OSError("it is no plain file")  # a pipe would wait for a writer
-            found = json.loads(path.read_text())
+            found = read_json(path)
         except (OSError, ValueError) as error:
             raise RefusedError(f"{self.path} is not a run directory: {path.name} cannot be read ({error}).") from None
         if not isinstance(found, dict):
@@ -309,6 +312,40 @@ def _first_free_name(path: Path) -> Path:
     while os.path.lexists(path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that anybody may have made: a plain file of bounded size and depth.
+
+    Raises: OSError, ValueError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would keep this waiting
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        if found.st_size > JSON_BYTES:
+            raise ValueError(f"it has {found.st_size:,} bytes, more than {JSON_BYTES:,}")
+        try:
+            return json.loads(file.read())
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+
+def check_yaml(path: Path) -> None:
+    """See that a run's YAML file, which anybody may have made, can be read: of bounded size and depth, nothing said twice.
+
+    Raises: OSError, ValueError, yaml.YAMLError.
+    """
+    if path.stat().st_size > _YAML_BYTES or not path.is_file():
+        raise ValueError(f"it is no plain file of {_YAML_BYTES:,} bytes at most")
+    depth = 0
+    for event in yaml.parse(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _YAML_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if isinstance(event, yaml.AliasEvent):  # a few of them can stand for more than there is memory
+            raise ValueError("it refers to itself with *, which no run writes")
 
 
 def write(path: Path, text: str) -> None:

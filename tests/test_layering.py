@@ -83,6 +83,24 @@ def test_hydra_and_omegaconf_live_in_the_configuration_alone(path: Path) -> None
         assert not {name.split(".")[0] for name in imports(path)} & {"hydra", "omegaconf"}
 
 
+UNPICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+BY_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list",
+              "recv_object_list")  # fmt: skip
+
+
+@pytest.mark.fault("S7")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_unpickled(path: Path) -> None:
+    """Whoever reaches a port or a file of a run could run code with it. torch.load takes weights alone."""
+    tree = ast.parse(path.read_text())
+    assert not {name.partition(".")[0] for name in imports(path)} & UNPICKLING
+    for node in ast.walk(tree):
+        name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        assert name not in BY_OBJECTS, f"{name} in line {node.lineno}"  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            assert {word.arg: ast.unparse(word.value) for word in node.keywords}.get("weights_only") == "True"
+
+
 def test_recipes_know_nothing_of_us_but_the_task_protocol() -> None:
     for path in (ROOT / "recipes").rglob("*.py"):
         assert known_rooms(path) <= {"task", "data"}, path

@@ -29,6 +29,7 @@ from ddpexp.config import DATA_KEYS
 from ddpexp.config.build import did_you_mean, shown
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
+from ddpexp.rundir import check_yaml
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -357,6 +358,7 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
     """
     words = _words(argv)
     try:
+        check_yaml(path)
         cfg = OmegaConf.load(path)
     except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise RefusedError(f"{path} cannot be read: {_first_line(error)}.") from None

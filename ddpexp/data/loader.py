@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import faulthandler
 import mmap
-import multiprocessing.connection
 import os
 import secrets
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import connection
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,8 @@ from ddpexp.seeds import seed_everything
 
 Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
 
+_sockets: Any = connection
+_python_address = _sockets.arbitrary_address
 _SHARED = "/dev/shm"
 _SMALL = 64 << 20  # bytes of shared memory: what a container has unless it is given more
 _DUMP_SECONDS = 0.5  # for a worker to write where it is
@@ -261,9 +263,9 @@ def _dump(pid: int) -> None:
         time.sleep(_DUMP_SECONDS)
 
 
-def _address_without_file(_family: str) -> str:
-    """Return an address for a local socket. Source: unix(7), abstract sockets."""
-    return f"\0ddpexp-{os.getpid()}-{secrets.token_hex(8)}"
+def _address_without_file(family: str) -> Any:
+    """Return an address for a local socket in the kernel's own name space. Source: unix(7), abstract sockets."""
+    return f"\0ddpexp-{os.getpid()}-{secrets.token_hex(8)}" if family == "AF_UNIX" else _python_address(family)
 
 
 def _start_worker(parent: int, pids: memoryview, worker: int) -> None:
@@ -272,7 +274,7 @@ def _start_worker(parent: int, pids: memoryview, worker: int) -> None:
     pids[worker] = os.getpid()
     # Batches are handed over through a socket, whose file would outlive a worker that is killed: give it a name without a file.
     # Who connects must know the key that only the rank and its workers have.
-    multiprocessing.connection.arbitrary_address = _address_without_file  # type: ignore[attr-defined]
+    _sockets.arbitrary_address = _address_without_file
     faulthandler.disable()  # torch's handlers for crashes, which have no stack to show, came after the rank's
     faulthandler.enable()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

@@ -27,9 +27,11 @@ def run(
     passes: Sequence[int] = (),
     asks_with: int = signal.SIGTERM,
     ended: Callable[[], bool] = lambda: False,
+    lost: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run the program to its end and return its exit code, 128 + n after a signal; `ended` may ask to stop it before.
+    """Run the program to its end and return its exit code, 128 + n after a signal.
 
+    `ended` may ask to stop it before, and `lost` to kill it, for it would wait for ever.
     Signals in `passes` are the program's. A stop signal ends it: `asks_with` is what makes the program have its workers stop,
     and they have `grace_seconds` for that.
 
@@ -48,6 +50,8 @@ def run(
                 except subprocess.TimeoutExpired:
                     if ended():
                         _end(process, grace_seconds, asks_with)
+                    elif lost():
+                        process.kill()
         except StoppedError:
             _end(process, grace_seconds, asks_with)
             raise

@@ -6,12 +6,14 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, RefusedError, first_end
 from ddpexp.launch import Job, child
@@ -21,11 +23,15 @@ from ddpexp.launch.torchrun_env import TorchrunEnv
 
 _CODES = "DDPEXP_EXIT_CODES"  # the path where each rank of this machine leaves its exit code
 _CODE_BYTES = 4
+_PORT = "29400"  # torch's, where the endpoint names none
+_ANSWER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Elastic:
     """Type the same command on every machine; a range of machines, such as trainer.nodes=1:4, may come and go."""
+
+    typed_again: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles what it finds there
 
     max_restarts: int = 3
     rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"
@@ -48,6 +54,7 @@ class Elastic:
             except RefusedError as error:
                 raise RefusedError(f"with {nodes} of trainer.nodes={job.asked.nodes}: {error}") from None
         rendezvous = self._rendezvous(high)
+        keeper = _Keeper(self.rdzv_endpoint) if self.rdzv_endpoint is not None and self.rdzv_backend == "c10d" else None
         if server is not None:
             server.close()  # each worker's command has its own
         job.leads = False  # one of the commands that the agent starts does
@@ -62,7 +69,13 @@ class Elastic:
             code = child.run(
                 words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
                 ended=lambda: any(code == EXIT_REFUSED or code > 128 for code in _codes(codes)),  # else it would start again
+                lost=lambda: bool(_codes(codes)) and keeper is not None and keeper.is_lost(),  # it was there when the ranks began
             )  # fmt: skip
+            if keeper is not None and keeper.lost:
+                text = (
+                    f"launcher.rdzv_endpoint={self.rdzv_endpoint} does not answer any more, where the list of the machines is kept"
+                )
+                print(f"ddpexp: {text}: without it the ranks cannot be started again here", file=sys.stderr, flush=True)
             return code if code == EXIT_DONE else next(iter(_codes(codes)), EXIT_FAILED)
 
     def member(self, job: Job, server: Server | None = None) -> int:
@@ -99,6 +112,30 @@ class Elastic:
             return ["--standalone"]
         words = [f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}", f"--rdzv-id={self.rdzv_id}"]
         return [*words, *([f"--rdzv-conf={self.rdzv_conf}"] if self.rdzv_conf else [])]
+
+
+@dataclass
+class _Keeper:
+    """The port where one of the machines keeps the list of them. An agent that has lost it waits for minutes or for ever."""
+
+    endpoint: str
+    lost: bool = False
+    _failures: int = 0
+    _next: float = 0.0
+
+    def is_lost(self) -> bool:
+        """Look once a second whether somebody listens there; what does not answer twice is lost."""
+        if time.monotonic() < self._next:
+            return self.lost
+        host, _, port = self.endpoint.rpartition(":") if ":" in self.endpoint else (self.endpoint, "", _PORT)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+            self._failures = 0
+        except (OSError, ValueError):
+            self._failures += 1
+        self._next = time.monotonic() + _ANSWER_SECONDS
+        self.lost = self._failures > 1
+        return self.lost
 
 
 @contextmanager

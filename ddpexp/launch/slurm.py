@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
 from ddpexp.launch import Asked, Job, Layout, child, team
@@ -37,6 +37,8 @@ _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAI
 @dataclass(frozen=True)
 class Slurm:
     """One task a node, which forks the node's workers from a warm server; options have the names that Slurm gives them."""
+
+    typed_again: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
 
     partition: str | None = None
     account: str | None = None

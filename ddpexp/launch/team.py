@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 from ddpexp.errors import EXIT_FAILED, DdpexpError, Failure, FinishedError, RefusedError
@@ -68,6 +69,7 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
         "size": place.size,
         "host": platform.node(),
         "boot": boot_id(),
+        "versions": versions(),
         "identity": job.identity,
         "layout": asdict(layout),
         "workers": 1 if place.told else mine.world_size,
@@ -179,13 +181,31 @@ def _next(leader: Any, kind: str) -> dict[str, Any]:
     return message
 
 
+def versions() -> dict[str, str | None]:
+    """Return the versions of what all commands of a job must have alike, without importing it."""
+    found: dict[str, str | None] = {}
+    for name in ("ddpexp", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None  # run from a folder of its own
+    return {**found, "Python": "{}.{}".format(*sys.version_info)}
+
+
 def settle(hellos: Sequence[Mapping[str, Any]], threads: str | int, who: str) -> tuple[Layout, list[Seat]]:
     """Give every command its ranks, from what all have said of themselves, by index.
 
     Raises:
-        RefusedError: configurations that differ, devices that differ, or too few GPUs for the workers of a host.
+        RefusedError: versions or configurations that differ, devices that differ, or too few GPUs for the workers of a host.
     """
     for hello in hellos[1:]:
+        for name, version in hellos[0]["versions"].items():
+            if (found := hello.get("versions", {}).get(name)) != version:
+                raise RefusedError(
+                    f"{name} is {version or 'of no known version'} on {who} 0 ({hellos[0]['host']}) and "
+                    f"{found or 'of no known version'} on {who} {hello['index']} ({hello['host']}): install the same version "
+                    f"on all of them."
+                )
         difference = first_difference(hellos[0]["identity"], hello["identity"])
         if difference:
             key, one, other = difference

@@ -26,7 +26,7 @@ class Trouble(Items):
         self.trouble, self.index = trouble, index
 
     def __len__(self):
-        return super().__len__() + (24 if self.trouble == "lies" else 24 * RANK if self.trouble == "differs" else 0)
+        return super().__len__() + (24 if self.trouble == "lies" else 24 * (RANK == 1) if self.trouble == "differs" else 0)
 
     def __getitem__(self, index):
         if self.trouble == "lies" and index >= len(self.rows):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conftest import Ddpexp, ddpexp_processes, finish
-from tests.launch.starters import DDPEXP, free_port, host
+from tests.launch.starters import free_port
 from tests.launch.test_torchrun import CODE
 from tests.points import Recipe, wait_for
 
@@ -146,34 +144,3 @@ def test_a_signal_to_save_and_one_to_go_on_later_reach_the_ranks(recipe: Recipe)
     wait_for(lambda: not ddpexp_processes() - before, 8)
     assert done.result()["status"] == "interrupted"
     assert "starting again" not in done.err
-
-
-@pytest.mark.slurm
-@pytest.mark.parametrize("backend", ["c10d"])
-def test_a_lost_machine_leaves_the_others_training(recipe: Recipe, backend: str) -> None:
-    if "SLURM_CONF" not in os.environ:
-        pytest.skip("no cluster of hosts: SLURM_CONF is not set")
-    typed, run = recipe.words(
-        "launcher=elastic", "trainer.nodes=1:2", "trainer.gpus=1", "trainer.threads=1", "task._target_=points.Sleeps",
-        "trainer.epochs=25",
-        "launcher.rdzv_endpoint=node0:29740", "launcher.rdzv_id=lost", "launcher.rdzv_conf='last_call_timeout=2'",
-    )  # fmt: skip
-    environ = {**recipe.ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]}
-    started = [
-        subprocess.Popen(
-            [*host(node), *DDPEXP, *typed], cwd=recipe.folder, env=environ, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        )
-        for node in (0, 1)
-    ]  # fmt: skip
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, 60)
-    assert json.loads((run / "manifest.json").read_text())["world"] == {
-        "nodes": 2, "world_size": 2, "device": "cpu", "backend": "gloo", "threads": 1,
-    }  # fmt: skip
-    started[1].kill()  # and with it all of its machine's processes
-    first, second = (finish(process, run, 90) for process in started)
-    assert second.code == -9
-    assert first.code == 0, first.err
-    result = first.result()
-    assert (result["status"], result["world_size"], result["step"]) == ("done", 1, 100)
-    assert [one["step"] for one in first.metrics() if "train/loss" in one] == list(range(4, 101, 4))

@@ -174,6 +174,7 @@ def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
 # ------------------------------------------------------------------------------------------------------- who is missing
 
 
+@pytest.mark.fault(25)
 def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(way: Way, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, way, 4, 1.0, "node")
     joining = background.submit(join, way, hello(2, 4), 20.0, "node")
@@ -190,6 +191,7 @@ def test_of_many_missing_ten_are_named(fixed: Fixed) -> None:
         lead(fixed, 100, 0.1, "rank")
 
 
+@pytest.mark.fault(25)
 def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Path) -> None:
     said = f"nobody answered at 127.0.0.1:{fixed.port} (Connection refused)"
     shared = Published(tmp_path / "meeting")
@@ -207,6 +209,7 @@ def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Pat
         assert str(refused.value) == (f"node 1 did not find node 0 within 0.4 s: {seen}. Was it started, and is its host reached?")
 
 
+@pytest.mark.fault(26)
 def test_a_host_that_nobody_knows_is_named(fixed: Fixed) -> None:
     for host in ("no-such-host.invalid", "a..b"):
         with pytest.raises(RefusedError, match=f"node 1 did not find node 0 within 0.3 s: nobody answered at {host}:29500"):
@@ -216,6 +219,7 @@ def test_a_host_that_nobody_knows_is_named(fixed: Fixed) -> None:
 # ------------------------------------------------------------------------------------------------------- contradictions
 
 
+@pytest.mark.fault(27)
 def test_two_commands_with_one_number_are_refused_with_their_hosts(way: Way, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, way, 3, 20.0, "node")
     first = join(way, hello(1, 3), 20, "node")
@@ -227,6 +231,7 @@ def test_two_commands_with_one_number_are_refused_with_their_hosts(way: Way, bac
     first.close()
 
 
+@pytest.mark.fault(27)
 def test_a_second_leader_is_refused(fixed: Fixed, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, fixed, 2, 20.0, "rank")
     wait_for(lambda: is_open(fixed.port))
@@ -238,6 +243,7 @@ def test_a_second_leader_is_refused(fixed: Fixed, background: ThreadPoolExecutor
     leading.result(20)[0].close()
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize(("index", "size"), [(1, 3), (2, 3), (5, 6)])
 def test_commands_that_count_differently_are_refused(way: Way, background: ThreadPoolExecutor, index: int, size: int) -> None:
     leading = background.submit(lead, way, 2, 20.0, "node")
@@ -293,6 +299,7 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 }
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("does", STRANGERS)
 @pytest.mark.parametrize("kind", ["fixed", "named", "published"])
 def test_a_stranger_disturbs_nobody(tmp_path: Path, background: ThreadPoolExecutor, kind: str, does: str) -> None:
@@ -315,6 +322,7 @@ def test_a_stranger_disturbs_nobody(tmp_path: Path, background: ThreadPoolExecut
         stranger.close()
 
 
+@pytest.mark.fault(34)
 def test_a_stranger_that_says_nothing_is_turned_away_in_time(
     fixed: Fixed, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +335,7 @@ def test_a_stranger_that_says_nothing_is_turned_away_in_time(
     leading.result(20)[0].close()
 
 
+@pytest.mark.fault(24)
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"{}\n", b'{"kind": "welcome"}\n', b'{"kind": "refused"}\n', None]
 )
@@ -334,24 +343,63 @@ def test_a_port_of_another_program_is_not_taken_for_the_leader(
     fixed: Fixed, background: ThreadPoolExecutor, answer: bytes | None
 ) -> None:
     with socket.create_server((LOOPBACK, fixed.port)) as other:
-
-        def serve() -> None:
-            while True:
-                try:
-                    channel, _ = other.accept()
-                except OSError:
-                    return
-                with channel:
-                    if answer:
-                        channel.sendall(answer)
-
-        serving = background.submit(serve)
+        serving = background.submit(serve, other, answer or b"")
         with pytest.raises(
             RefusedError, match=f"did not find rank 0 within 0.5 s: what answers at 127.0.0.1:{fixed.port} is not it"
         ):
             join(fixed, hello(1), 0.5, "rank")
         other.shutdown(socket.SHUT_RDWR)
         serving.result(5)
+
+
+@pytest.mark.fault(24)
+@pytest.mark.parametrize("speaks", [True, False])
+def test_another_program_at_the_port_is_refused_soon_whether_it_speaks_or_not(
+    fixed: Fixed, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, speaks: bool
+) -> None:
+    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.4)
+    monkeypatch.setattr(meeting, "_STRANGE_SECONDS", 0.5)
+    with socket.create_server((LOOPBACK, fixed.port)) as other:
+        serving = background.submit(serve, other, b"220 mail.example\r\n") if speaks else None
+        begin = time.monotonic()
+        with pytest.raises(RefusedError) as refused:
+            join(fixed, hello(1), 60, "rank")
+        assert 0.5 <= time.monotonic() - begin < 10
+        other.shutdown(socket.SHUT_RDWR)
+        if serving is not None:
+            serving.result(5)
+    assert str(refused.value) == (
+        f"rank 1 did not find rank 0: another program answers at 127.0.0.1:{fixed.port}. Choose another launcher.master_port, the "
+        f"same for all, or end that program."
+    )
+
+
+def test_a_stranger_that_leaves_the_port_in_time_is_forgotten(
+    fixed: Fixed, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_STRANGE_SECONDS", 0.6)
+    with socket.create_server((LOOPBACK, fixed.port)) as other:  # such as a job before, which is just ending
+        serving = background.submit(serve, other, b"")
+        joining = background.submit(join, fixed, hello(1), 20.0, "rank")
+        time.sleep(0.4)
+        other.shutdown(socket.SHUT_RDWR)
+        serving.result(5)
+    time.sleep(0.4)
+    assert not joining.done()
+    found, _ = lead(fixed, 2, 20, "rank")
+    end([found, joining.result(20)])
+
+
+def serve(listener: socket.socket, answer: bytes) -> None:
+    """Answer who comes and close, until the listener is shut down."""
+    while True:
+        try:
+            channel, _ = listener.accept()
+        except OSError:
+            return
+        with channel:
+            if answer:
+                channel.sendall(answer)
 
 
 def test_a_port_that_answers_itself_is_not_taken_for_the_leader(fixed: Fixed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -564,6 +612,7 @@ def test_a_name_of_loopback_means_loopback_alone(host: str, background: ThreadPo
     end([join(way, hello(1), 20, "node"), leading.result(20)[0]])
 
 
+@pytest.mark.fault(24)
 def test_a_port_in_use_is_refused(fixed: Fixed) -> None:
     with socket.create_server((LOOPBACK, fixed.port)), pytest.raises(RefusedError) as refused:
         lead(fixed, 2, 5, "node")
@@ -573,6 +622,7 @@ def test_a_port_in_use_is_refused(fixed: Fixed) -> None:
     )
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("host", ["203.0.113.1", "198.51.100.7"])  # of documents, of no host
 def test_an_address_of_another_host_is_refused(host: str) -> None:
     with pytest.raises(RefusedError) as refused:
@@ -582,6 +632,7 @@ def test_an_address_of_another_host_is_refused(host: str) -> None:
     )
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "not a host"])
 def test_a_name_of_no_host_is_refused(host: str) -> None:
     with pytest.raises(RefusedError, match=rf"MASTER_ADDR={host} is not a known host: "):
@@ -595,6 +646,7 @@ def test_an_address_of_all_interfaces_is_refused(host: str) -> None:
     assert str(refused.value) == f"launcher.master_addr={host} is no address that the others could reach: name this host."
 
 
+@pytest.mark.fault(26)
 def test_a_name_that_stands_for_loopback_alone_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     # Debian gives a host's own name to 127.0.1.1: a fake of its /etc/hosts.
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))])
@@ -602,6 +654,7 @@ def test_a_name_that_stands_for_loopback_alone_is_explained(monkeypatch: pytest.
         lead(Fixed("box", free_port(), NAMES), 2, 0.1, "node")
 
 
+@pytest.mark.fault(28)
 def test_a_connection_that_the_network_cuts_is_known_to_be_gone_in_seconds(fixed: Fixed, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, fixed, 2, 20.0, "node")
     other = join(fixed, hello(1), 20, "node")

@@ -85,6 +85,7 @@ BY_SRUN = "srun gives it to every task; start the command with srun, in an envir
 BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables."
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 @pytest.mark.parametrize("value", [None, ""])
 def test_a_missing_variable_of_torchrun_is_named(name: str, value: str | None) -> None:
@@ -94,6 +95,7 @@ def test_a_missing_variable_of_torchrun_is_named(name: str, value: str | None) -
     assert str(refused.value) == f"{name} is not set: {NEEDS}"
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"])
 def test_a_missing_variable_of_srun_is_named(name: str) -> None:
     with pytest.raises(RefusedError) as refused:
@@ -109,6 +111,7 @@ def test_the_tasks_of_the_job_stand_in_for_those_of_the_step() -> None:
     assert str(refused.value) == f"SLURM_NTASKS is not set: {BY_SRUN}"
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize(("environ", "name"), [(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), (MPICH, "PMI_SIZE")])
 def test_a_missing_variable_of_mpirun_is_named(environ: dict[str, str], name: str) -> None:
     with pytest.raises(RefusedError) as refused:
@@ -171,6 +174,7 @@ CONTRADICTIONS: list[tuple[Callable[[Asked, Mapping[str, str]], Place], dict[str
 ]  # fmt: skip
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize(("read", "environ", "changed", "sentence"), CONTRADICTIONS)
 def test_variables_that_contradict_are_named_with_their_values(
     read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], changed: dict[str, str], sentence: str
@@ -234,6 +238,7 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
     return Ddpexp(ddpexp.folder, {key: text for key, text in ddpexp.environ.items() if not key.startswith(STARTERS)})
 
 
+@pytest.mark.fault(27)
 @pytest.mark.parametrize(
     ("words", "environ", "sentence"),
     [

@@ -85,6 +85,12 @@ class Shows(Sides):
     def __init__(self, folder):
         Path(folder, f"{RANK}.gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
         Path(folder, f"{RANK}.name").write_text(os.environ["SLURM_JOB_NAME"])
+
+
+class Keeps(Sides):
+    # Writes down what it was told.
+    def __init__(self, folder, text):
+        Path(folder, f"{RANK}.text").write_text(text)
 """
 
 NODES = ("node0", "node1")
@@ -280,6 +286,7 @@ def test_a_batch_that_does_not_split_is_refused_before_anything_is_written(recip
     assert not done.run.exists()
 
 
+@pytest.mark.fault(70)
 def test_a_machine_without_slurm_says_what_to_do(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", environ={"PATH": str(tmp_path)})
     assert (done.code, done.out) == (2, "")
@@ -319,6 +326,7 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
     ]
 
 
+@pytest.mark.fault(70)
 @pytest.mark.parametrize(
     ("option", "words"),
     [
@@ -351,10 +359,11 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(recipe: Recipe) -> None:
 
 HOSTILE = [
     "two  words", "\"double' quotes", "$(touch pwned)`touch pwned`;touch pwned", "back\\slash", "back\\%j", "\\", "ünï☃ ",
-    "-x --wrap=y", "#%j 100%", "~", "a JobState=COMPLETED Reason=None ExitCode=0:0",
+    "-x --wrap=y", "#%j 100%", "~", "a JobState=COMPLETED Reason=None ExitCode=0:0", "n" * 250,
 ]  # fmt: skip
 
 
+@pytest.mark.fault(71, "S9")
 @pytest.mark.parametrize("name", ["", *HOSTILE])
 def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -375,6 +384,7 @@ def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     assert not list(tmp_path.rglob("pwned"))
 
 
+@pytest.mark.fault(71, "S9")
 def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Recipe) -> None:
     hostile = 'it\'s "a" $(touch pwned);`touch pwned` 100% %j b\\s ünï☃'
     run = recipe.ddpexp.folder / hostile / "run"
@@ -387,6 +397,36 @@ def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Reci
     assert not list(recipe.ddpexp.folder.rglob("pwned"))
 
 
+@pytest.mark.fault(71, "S9")
+@pytest.mark.parametrize("where", ["sbatch", "salloc", "srun"])
+def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: Path, where: str) -> None:
+    text = "-x --wrap=y  \n$(touch pwned) `touch pwned`; touch pwned & 'one' \"two\": 100% # %j b\\s ünï☃ " + "long" * 75
+    quoted = text.replace("'", "\\'")
+    words = ("task._target_=points.Keeps", f"+task.folder={tmp_path}", f"+task.text='{quoted}'", "launcher.job_name=" + "n" * 300)
+    if where == "sbatch":
+        done = recipe(*WAIT, *TWO_BY_TWO, *words)
+    else:
+        done = typed(
+            recipe, TWO_HOSTS if where == "salloc" else FOUR_TASKS, *words, *(("trainer.gpus=2",) if where == "salloc" else ())
+        )
+    assert done.code == 0, done.err
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.text")} == {f"{rank}.text": text for rank in range(4)}
+    assert not [*recipe.ddpexp.folder.rglob("pwned"), *tmp_path.rglob("pwned"), *Path.cwd().glob("pwned")]
+    if where == "sbatch":
+        assert f"JobName={'n' * 300} " in ask("scontrol", "show", "job", "-o", job_of(done))
+
+
+@pytest.mark.fault(70)
+def test_a_controller_that_is_down_is_2_with_slurms_words(recipe: Recipe, cluster: str, tmp_path: Path) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(Path(cluster).read_text() + "SlurmctldPort=9\n")  # where nobody listens, as when it is down
+    done = recipe("launcher=slurm", environ={"SLURM_CONF": str(conf)}, timeout=90)
+    assert (done.code, done.out) == (2, "")
+    assert re.match(r"ddpexp: sbatch did not take the job: .*Unable to contact slurm controller", done.err), done.err
+    assert done.result()["status"] == "failed"
+
+
+@pytest.mark.fault(71, "S9")
 def test_a_line_break_is_refused_before_anything_is_written(recipe: Recipe) -> None:
     for word in ("launcher.job_name='a\nb'", "launcher.sbatch_args=['--comment=a\nb']"):
         done = recipe("launcher=slurm", word)

@@ -72,6 +72,7 @@ def test_a_process_without_a_terminal_has_none() -> None:
     os.close(outer)
 
 
+@pytest.mark.fault(71, "S9")
 @pytest.mark.parametrize(
     ("value", "quoted"),
     [
@@ -90,6 +91,7 @@ def test_a_value_is_quoted_as_slurm_reads_it(value: str, quoted: str) -> None:
     assert _quoted(value, "job-name") == quoted
 
 
+@pytest.mark.fault(71, "S9")
 @pytest.mark.parametrize(
     ("name", "key"),
     [("job-name", "launcher.job_name"), ("output", "run.dir"), ("chdir", "the path of the current folder")],
@@ -250,6 +252,7 @@ def test_an_allocation_by_task_gives_the_step_all_its_gpus(each: str, tasks: str
     assert _gpus_of_all_tasks(environ, nodes) == words
 
 
+@pytest.mark.fault(70)
 def test_a_member_without_srun_is_told_what_to_type_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path) -> None:
     recipe = Recipe(ddpexp)
     # What a Slurm that refuses without a word would do, only to get a run directory that waits for srun.

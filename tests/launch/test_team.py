@@ -30,9 +30,9 @@ LAYOUT = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
 def hello(index: int, host: str = "a", workers: int = 1, **more: Any) -> dict[str, Any]:
     """What a command says of itself."""
     return {
-        "index": index, "host": host, "boot": f"boot of {host}", "identity": {}, "layout": asdict(LAYOUT), "workers": workers,
-        "told": False, "local_rank": None, "local_world_size": None, "cores": list(range(8)), "quota": None, "gpus": [],
-        "owner": None, **more,
+        "index": index, "host": host, "boot": f"boot of {host}", "versions": {"ddpexp": "1.0", "torch": "2.13.0", "Python": "3.11"},
+        "identity": {}, "layout": asdict(LAYOUT), "workers": workers, "told": False, "local_rank": None, "local_world_size": None,
+        "cores": list(range(8)), "quota": None, "gpus": [], "owner": None, **more,
     }  # fmt: skip
 
 
@@ -152,11 +152,37 @@ def test_fewer_gpus_than_workers_are_refused(hellos: list[dict[str, Any]], sente
 # -------------------------------------------------------------------------------------------------- what must be equal
 
 
+@pytest.mark.fault(33)
 def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -> None:
     one = {"trainer": {"seed": 0, "gpus": 2}, "run": {"trust": ["a"]}}
     with pytest.raises(RefusedError) as refused:
         settle([hello(0, identity=one), hello(1, identity=one), hello(2, "b", identity={**one, "run": {"trust": []}})], 1, "node")
     assert str(refused.value) == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same words."
+
+
+@pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"torch": "2.12.0"}, "torch is 2.13.0 on rank 0 (a) and 2.12.0 on rank 1 (b)"),
+        ({"Python": "3.12"}, "Python is 3.11 on rank 0 (a) and 3.12 on rank 1 (b)"),
+        ({"ddpexp": "1.1", "torch": "1"}, "ddpexp is 1.0 on rank 0 (a) and 1.1 on rank 1 (b)"),
+        ({"ddpexp": None}, "ddpexp is 1.0 on rank 0 (a) and of no known version on rank 1 (b)"),
+    ],
+)
+def test_versions_that_differ_are_refused_before_configurations(changed: dict[str, Any], sentence: str) -> None:
+    other = hello(1, "b", identity={"a": 1})
+    other["versions"] = {**other["versions"], **changed}
+    with pytest.raises(RefusedError) as refused:
+        settle([hello(0), other], "auto", "rank")
+    assert str(refused.value) == f"{sentence}: install the same version on all of them."
+
+
+def test_a_command_of_a_time_before_versions_were_compared_is_refused() -> None:
+    other = hello(1, "b")
+    del other["versions"]
+    with pytest.raises(RefusedError, match=r"ddpexp is 1\.0 on rank 0 \(a\) and of no known version on rank 1 \(b\)"):
+        settle([hello(0), other], "auto", "rank")
 
 
 @pytest.mark.parametrize(("name", "value"), [("device", "cuda"), ("backend", "mpi")])
@@ -323,6 +349,7 @@ def test_machines_may_have_different_numbers_of_workers_when_each_says_so_itself
     assert done[0].manifest()["world"]["threads"] == max(1, cores // 4)
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -341,6 +368,7 @@ def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, words: s
     assert not both.run.exists()
 
 
+@pytest.mark.fault(27)
 def test_differing_numbers_of_machines_are_refused_by_both(recipe: Recipe) -> None:
     both = Nodes(recipe, own={1: ["trainer.nodes=3"]})
     one, other = both.start(0, 1).finish(30)
@@ -349,6 +377,7 @@ def test_differing_numbers_of_machines_are_refused_by_both(recipe: Recipe) -> No
     assert not both.run.exists()
 
 
+@pytest.mark.fault(27)
 def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
     three = Nodes(recipe, nodes=3, own={2: ["launcher.node_rank=1"]})
     codes = [done.code for done in three.start(0, 1, 2).finish(30)]
@@ -356,6 +385,7 @@ def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
     assert not three.run.exists()
 
 
+@pytest.mark.fault(25)
 @pytest.mark.parametrize(
     ("present", "sentence"),
     [
@@ -386,6 +416,7 @@ def test_a_machine_that_was_stopped_while_it_waited_may_be_started_again(recipe:
 FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0.1", "launcher.master_port=29500")
 
 
+@pytest.mark.fault(26, 27)
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -504,6 +535,7 @@ def test_what_only_workers_see_is_refused_by_both_in_one_sentence(recipe: Recipe
     assert one.err == "ddpexp: trainer.global_batch_size=128 is more than the 96 training samples. Use at most 96.\n"
 
 
+@pytest.mark.fault(24)
 def test_a_port_that_another_job_has_is_refused(recipe: Recipe) -> None:
     both = Nodes(recipe)
     port = int(both.typed[-1].partition("=")[2])
@@ -537,6 +569,7 @@ def listening(host: str) -> set[tuple[str, int]]:
     return {(socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else "IPv6", int(port, 16)) for one, port in found}
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.slurm
 def test_two_hosts_train_as_one_and_listen_on_the_interface_between_them_alone(recipe: Recipe) -> None:
     typed = (

@@ -130,6 +130,7 @@ def test_a_typed_directory_that_holds_something_else_is_refused_and_untouched(re
     assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine/file"]
 
 
+@pytest.mark.fault(33)
 def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe) -> None:
     first, second = shells(recipe, ["trainer.seed=0"], ["trainer.seed=1"])
     assert (first.code, second.code) == (2, 2)
@@ -139,6 +140,7 @@ def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe)
     assert not first.run.exists()
 
 
+@pytest.mark.fault(25)
 def test_a_rank_that_does_not_come_is_named(recipe: Recipe) -> None:
     [done] = shells(recipe, ["trainer.timeout.init_seconds=2"], WORLD_SIZE="3")
     assert done.code == 2
