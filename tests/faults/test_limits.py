@@ -259,8 +259,10 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
 @pytest.mark.fault(23)
 @pytest.mark.parametrize(
     ("words", "rank"),
-    [(("optimizer._target_=points.Grows",), 0), (("task._target_=points.Talks",), 1)],
-    ids=["checkpoint", "log"],
+    [
+        pytest.param(("optimizer._target_=points.Grows",), 0, marks=pytest.mark.slow, id="checkpoint"),
+        pytest.param(("task._target_=points.Talks",), 1, id="log"),
+    ],
 )
 def test_a_file_that_grows_too_large_names_the_limit(recipe: Recipe, words: tuple[str, ...], rank: int) -> None:
     ended = limited(recipe, "ulimit -f 1024", *EVERY, *words)
@@ -280,7 +282,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.parametrize("every", ["epoch", "0"])
+@pytest.mark.parametrize("every", ["0", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(recipe: Recipe, disk: Path, every: str) -> None:
     (disk / "full").write_bytes(bytes(14 << 20))
     words = ("model._target_=points.Big", f"trainer.checkpoint_every={every}")
