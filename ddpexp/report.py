@@ -9,6 +9,7 @@ from typing import Any
 from ddpexp.config import Experiment
 from ddpexp.data.batches import TrainBatches
 from ddpexp.launch import Layout
+from ddpexp.launch.hardware import usable_cores
 from ddpexp.loop import Outcome
 from ddpexp.printable import one_line
 from ddpexp.rundir import RunDir, dumps, relative, write
@@ -36,6 +37,8 @@ class Report:
         size = sum(p.numel() for module in self.models.values() for p in module.parameters())
         note = self.prepared.get("note") if self.prepared else None
         workers = _counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
+        cores, local = usable_cores(), layout.world_size // layout.nodes
+        crowded = f"; {local} share {_counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
         shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
         cut = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps} accumulated x {plan.world_size} workers"
@@ -45,7 +48,7 @@ class Report:
             "recipe": experiment.recipe.name,
             "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
             "model": f"{_short(experiment.model.target)}, {size:,} parameters, {experiment.trainer.precision}",
-            "world": f"{workers} ({layout.backend}{shared}), {_counted(layout.threads, 'thread')} each",
+            "world": f"{workers} ({layout.backend}{shared}), {_counted(layout.threads, 'thread')} each{crowded}",
             "batch": f"{plan.global_batch_size} = {cut}",
             "steps": f"{self.num_steps:,} ({epochs:.3g} epochs of {per_epoch:,})",
             "folder": relative(self.run.path),

@@ -28,15 +28,28 @@ def found(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
 
 def masked(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Write `${NAME}` where a text has the value of a secret variable, as it is or as Python and JSON quote it."""
-    for value, name in found(environ):
-        for form in {value, repr(value)[1:-1], value.replace("\\", "\\\\").replace('"', '\\"')}:
-            text = text.replace(form, f"${{{name}}}")
-    return text
+    return _masker(environ)(text)
+
+
+def _masker(environ: Mapping[str, str]) -> Callable[[str], str]:
+    """Look at the environment once, for many texts."""
+    known = [
+        (form, f"${{{name}}}")
+        for value, name in found(environ)
+        for form in {value, repr(value)[1:-1], value.replace("\\", "\\\\").replace('"', '\\"')}
+    ]
+
+    def mask(text: str) -> str:
+        for form, shown in known:
+            text = text.replace(form, shown)
+        return text
+
+    return mask
 
 
 def masked_tree(tree: Any, mask: Callable[[str], str] | None = None) -> Any:
     """Mask every text of a tree, its keys too."""
-    mask = mask or (masked if found() else str)
+    mask = mask or _masker(os.environ)
     if isinstance(tree, str):
         return mask(tree)
     if isinstance(tree, Mapping):

@@ -33,6 +33,7 @@ def written(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.fault(63, 65)
 @pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[words.split()[0] for words, _ in REFUSED])
 def test_a_wrong_word_ends_the_command_with_2_one_sentence_and_nothing_written(
     ddpexp: Ddpexp, tmp_path: Path, words: str, sentence: str
@@ -44,6 +45,7 @@ def test_a_wrong_word_ends_the_command_with_2_one_sentence_and_nothing_written(
     assert written(tmp_path) == []
 
 
+@pytest.mark.fault(64, "S4")
 def test_a_strangers_name_is_refused_without_being_imported(ddpexp: Ddpexp, tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()
@@ -55,6 +57,7 @@ def test_a_strangers_name_is_refused_without_being_imported(ddpexp: Ddpexp, tmp_
     assert written(tmp_path) == ["code", "code/stranger.py"]
 
 
+@pytest.mark.fault(64, "S4")
 def test_what_an_allowed_module_borrowed_is_refused_before_anything_is_written(ddpexp: Ddpexp, tmp_path: Path) -> None:
     done = ddpexp(*SMALL, "data._target_=ddpexp.data.order.os.system", f"+data.command=touch {tmp_path}/ran")
     assert done.code == 2
@@ -78,6 +81,7 @@ def test_what_only_the_workers_can_see_is_refused_by_them_with_2(ddpexp: Ddpexp)
     assert "Traceback" not in done.err
 
 
+@pytest.mark.fault(64)
 def test_a_key_that_the_model_does_not_take_is_refused_with_2(ddpexp: Ddpexp) -> None:
     done = ddpexp(*SMALL, "+model.depth=3", "trainer.gpus=2")
     assert done.code == 2

@@ -31,6 +31,16 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
     return len(shown)
 
 
+def why_none(environ: Mapping[str, str] = os.environ) -> str:
+    """Say why no GPU can be used, where this machine has some; nothing where it has none."""
+    present = _nvml_device_count()
+    if not present:
+        return ""
+    if not _torch_has_cuda():
+        return f" ({present} here, but the installed torch is built for CPUs alone)"
+    return f" ({present} here, but CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')} hides all)"
+
+
 def usable_cores() -> int:
     """Count the CPU cores that this process may use: its affinity, bounded by the control group's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

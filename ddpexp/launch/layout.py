@@ -6,7 +6,7 @@ from typing import Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.hardware import count_gpus, threads_per_worker
+from ddpexp.launch.hardware import count_gpus, threads_per_worker, why_none
 
 Auto = Literal["auto"]
 _MOST_WORKERS = 256  # with more the requests to the fork server fill its socket before it answers
@@ -27,7 +27,8 @@ def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int, to
         raise RefusedError(f"trainer.gpus={gpus} is more than the {_MOST_WORKERS} workers that one machine can start. Use fewer.")
     present = 0 if device == "cpu" else count_gpus()
     if device == "cuda" and present == 0:
-        raise RefusedError("trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers.")
+        why = why_none()
+        raise RefusedError(f"trainer.device=cuda, but this machine shows no GPU{why}. Use trainer.device=cpu for CPU workers.")
     kind = "cuda" if present else "cpu"
     workers = told or (max(1, present) if gpus == "auto" else gpus)
     if kind == "cuda" and workers > present and told is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.launch.hardware import usable_cores
 from ddpexp.launch.memory import Memory
 from tests.conftest import finish
 from tests.faults.harness import Ended, trained
@@ -258,8 +259,10 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
 @pytest.mark.fault(23)
 @pytest.mark.parametrize(
     ("words", "rank"),
-    [(("optimizer._target_=points.Grows",), 0), (("task._target_=points.Talks",), 1)],
-    ids=["checkpoint", "log"],
+    [
+        pytest.param(("optimizer._target_=points.Grows",), 0, marks=pytest.mark.slow, id="checkpoint"),
+        pytest.param(("task._target_=points.Talks",), 1, id="log"),
+    ],
 )
 def test_a_file_that_grows_too_large_names_the_limit(recipe: Recipe, words: tuple[str, ...], rank: int) -> None:
     ended = limited(recipe, "ulimit -f 1024", *EVERY, *words)
@@ -279,7 +282,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(place)], check=True)
 
 
-@pytest.mark.parametrize("every", ["epoch", "0"])
+@pytest.mark.parametrize("every", ["0", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(recipe: Recipe, disk: Path, every: str) -> None:
     (disk / "full").write_bytes(bytes(14 << 20))
     words = ("model._target_=points.Big", f"trainer.checkpoint_every={every}")
@@ -301,6 +304,27 @@ def test_a_full_disk_is_refused_with_one_sentence(recipe: Recipe, disk: Path) ->
     first = "run.dir=disk/run cannot be written: No space left on device"
     assert done.err.startswith(f"ddpexp: {first}") or f"\nddpexp: {first}" in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_place_that_cannot_be_written_is_refused_at_once(recipe: Recipe, disk: Path) -> None:
+    assert recipe("trainer.max_steps=4", run=disk / "run").code == 0
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    for run, words in ((disk / "run", ("trainer.max_steps=8",)), (disk / "other", ())):
+        begin = time.monotonic()
+        done = recipe(*words, run=run)
+        assert time.monotonic() - begin < 8  # one on a machine with nothing else to do
+        assert done.code == 2, done
+        assert "Read-only file system" in done.err
+        assert done.err.count("\n") == 1
+
+
+@pytest.mark.fault(65)
+def test_more_workers_than_cores_are_said_in_the_headline(recipe: Recipe) -> None:
+    cores = usable_cores()
+    done = recipe(f"trainer.gpus={cores + 1}", f"trainer.global_batch_size={8 * (cores + 1)}", "trainer.max_steps=2")
+    assert done.code == 0, done
+    [world] = [line for line in done.out.splitlines() if line.startswith("world ")]
+    assert world.endswith(f"1 thread each; {cores + 1} share {cores} core{'s' if cores > 1 else ''}")
 
 
 def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: Recipe, disk: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_run_that_fails_with_a_secret_in_its_error_does_not_tell_it(recipe: Re
 
 
 @pytest.mark.fault("S10")
-@pytest.mark.parametrize("how", ["warn", "metric"])
+@pytest.mark.parametrize("how", ["warn", pytest.param("metric", marks=pytest.mark.slow)])
 def test_a_run_its_interruption_its_resumption_and_its_evaluation_do_not_tell_a_secret(recipe: Recipe, how: str) -> None:
     asked = (*ASKED, f"+task.how={how}")
     environ = {"DDPEXP_FAULT": "backward:term:0:6", "PYTHONWARNINGS": "default"}

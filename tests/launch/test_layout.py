@@ -48,6 +48,7 @@ def test_a_typed_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve("auto", "auto", "gloo", "auto").backend == "gloo"
 
 
+@pytest.mark.fault(65)
 @pytest.mark.parametrize(
     ("gpus", "device", "backend", "threads", "present", "sentence"),
     [
@@ -90,6 +91,27 @@ def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch
 def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, shown: int) -> None:
     on_machine(monkeypatch, 4)
     assert count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == shown
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    ("built", "visible", "why"),
+    [
+        (True, "", "(4 here, but CUDA_VISIBLE_DEVICES= hides all)"),
+        (True, "-1", "(4 here, but CUDA_VISIBLE_DEVICES=-1 hides all)"),
+        (False, "0", "(4 here, but the installed torch is built for CPUs alone)"),
+    ],
+)
+def test_gpus_that_cannot_be_used_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, built: bool, visible: str, why: str
+) -> None:
+    on_machine(monkeypatch, 4)
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: built)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(RefusedError) as caught:
+        resolve("auto", "cuda", "auto", "auto")
+    sentence = f"trainer.device=cuda, but this machine shows no GPU {why}. Use trainer.device=cpu for CPU workers."
+    assert str(caught.value) == sentence
 
 
 def test_a_machine_without_gpus_shows_none_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

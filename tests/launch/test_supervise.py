@@ -127,6 +127,7 @@ def failed(done: Done) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.fault(1)
 @pytest.mark.fault(1, 2, 61)
 @pytest.mark.parametrize(
     ("words", "phase", "step"),
@@ -157,6 +158,7 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words:
     assert "no luck" in (done.run / "ranks/1.log").read_text()
 
 
+@pytest.mark.fault(3, 4, 18, 19)
 @pytest.mark.fault(3, 4, 18, 19)
 @pytest.mark.parametrize(
     ("rank", "how", "code", "kind", "signum", "message"),

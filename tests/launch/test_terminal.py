@@ -92,6 +92,7 @@ def test_a_command_that_was_stopped_for_a_while_shows_everything_in_order(ddpexp
     assert done.out.splitlines()[-1].startswith("done ")
 
 
+@pytest.mark.fault(22)
 def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:
     run = ddpexp.folder / "run"
     words = [sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={run}"]
