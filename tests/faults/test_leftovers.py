@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ddpexp_processes
+from tests.conftest import ddpexp_processes, finish
 from tests.faults.harness import trained
-from tests.launch.starters import SPAWN, Starter, params, skip_without
+from tests.launch.starters import DDPEXP, SPAWN, Starter, params, skip_without
 from tests.points import ITEMS, Recipe, wait_for
 
 LONG = (*ITEMS, "trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0", "trainer.checkpoint_every=0")
@@ -113,6 +115,66 @@ STARTED = ("torchrun", "elastic", "Open MPI", "MPICH", "srun")
 def test_nothing_outlives_a_killed_starter(recipe: Recipe, starter: Starter) -> None:
     skip_without(starter)
     kill_one(recipe, starter, "starter", lambda pids: pids[-1])
+
+
+STARTER = """\
+import subprocess, sys, threading, time
+started = []
+def start():
+    started.append(subprocess.Popen(sys.argv[1:]))
+    time.sleep(2)
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+sys.exit(started[0].wait())
+"""
+"""What mpirun does with many ranks: it starts them in threads that it ends. The variables are MPICH's."""
+
+
+def by_thread(recipe: Recipe, size: int, *words: str) -> tuple[subprocess.Popen[str], Path]:
+    typed, run = recipe.words("launcher=mpi", *words)
+    variables = {"PMI_RANK": "0", "PMI_SIZE": str(size), "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": str(size)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, *DDPEXP, *typed], cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return process, run
+
+
+def test_the_end_of_the_thread_that_started_a_command_is_not_its_starters_end(recipe: Recipe) -> None:
+    done = finish(*by_thread(recipe, 1, "trainer.epochs=40"), 60)
+    assert (done.code, done.err) == (0, "")
+
+
+def meeting_names() -> set[str]:
+    """Return the names at which ranks of this host meet now."""
+    words = Path("/proc/net/unix").read_text().split()
+    return {word for word in words if word.startswith("@ddpexp-")}
+
+
+@pytest.mark.fault(7)
+def test_a_command_that_waits_for_the_others_ends_with_its_starter_and_says_so(recipe: Recipe) -> None:
+    before, names = ddpexp_processes(), meeting_names()
+    process, run = by_thread(recipe, 2)
+    wait_for(lambda: meeting_names() > names)  # rank zero waits
+    process.kill()
+    wait_for(lambda: not ddpexp_processes() - before, SECONDS)
+    done = finish(process, run, 10)
+    assert done.err == (
+        f"ddpexp: mpirun (process {process.pid}), which started this command, is gone: it was killed, and its ranks end with it\n"
+    )
+    assert not run.exists()
+
+
+@pytest.mark.fault(7)
+def test_a_killed_starter_is_written_down(recipe: Recipe) -> None:
+    process, run = by_thread(recipe, 1, *LONG)
+    wait_for(lambda: trained(run, 3), 40)
+    process.kill()
+    finish(process, run, 10)
+    error = json.loads((run / "error.json").read_text())
+    assert (error["rank"], error["kind"]) == (0, "StarterLost")
+    assert json.loads((run / "result.json").read_text())["status"] == "failed"
 
 
 KINDS = ("starter", "command", "fork server", "worker")
