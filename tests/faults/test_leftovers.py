@@ -118,11 +118,12 @@ def test_nothing_outlives_a_killed_starter(recipe: Recipe, starter: Starter) -> 
 
 
 STARTER = """\
-import subprocess, sys, threading, time
+import os, subprocess, sys, threading, time
 started = []
 def start():
-    started.append(subprocess.Popen(sys.argv[1:]))
-    time.sleep(2)
+    started.append(subprocess.Popen(sys.argv[2:]))
+    while not os.path.exists(sys.argv[1]) and started[0].poll() is None:
+        time.sleep(0.05)
 thread = threading.Thread(target=start)
 thread.start()
 thread.join()
@@ -131,12 +132,13 @@ sys.exit(started[0].wait())
 """What mpirun does with many ranks: it starts them in threads that it ends. The variables are MPICH's."""
 
 
-def by_thread(recipe: Recipe, size: int, *words: str) -> tuple[subprocess.Popen[str], Path]:
-    typed, run = recipe.words("launcher=mpi", *words)
+def by_thread(recipe: Recipe, size: int, *own: str) -> tuple[subprocess.Popen[str], Path]:
+    typed, run = recipe.words("launcher=mpi", *own)
     variables = {"PMI_RANK": "0", "PMI_SIZE": str(size), "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": str(size)}
+    words = [sys.executable, "-c", STARTER, str(run / "metrics.jsonl"), *DDPEXP, *typed]
     process = subprocess.Popen(
-        [sys.executable, "-c", STARTER, *DDPEXP, *typed], cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables},
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        words, cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     return process, run
 
