@@ -58,7 +58,7 @@ class Family:
 
     def _above(self, found: set[int]) -> set[int]:
         """Return what has started the commands, up to these tests, and what stands beside it: srun has no task as its child."""
-        above = {pid for pid in found if name(pid) in ("srun", "salloc")}
+        above = {pid for pid in found if name(pid) == "salloc" or (name(pid) == "srun" and name(parent(pid)) != "srun")}
         for pid in self.commands:
             while (pid := parent(pid)) not in (0, 1, os.getpid()):
                 above.add(pid)
@@ -77,14 +77,19 @@ def kill_one(recipe: Recipe, starter: Starter, kind: str, which: Callable[[Seque
     try:
         wait_for(lambda: any(one.poll() is not None for one in started) or trained(run, 3), 40)
         family = Family(run, before)
-        assert len(family.workers) == size, [one.communicate() for one in started]
+        assert len(family.workers) == size, "\n".join(one.communicate(timeout=60)[1] for one in started)
         victim = which(family.of(kind))
-        # srun waits for ever for a step whose keeper is killed, unless it is told otherwise; its ranks may not.
-        spared = {"srun"} if name(victim) == "slurmstepd" else set()
+        # What waits for a step or a job waits long when Slurm has lost its keeper on a host. Its ranks may not.
+        spared = set()
+        if name(victim) == "slurmstepd":
+            waiting = {
+                pid for pid in ddpexp_processes() - before if "salloc" in (name(pid), name(parent(pid))) or name(pid) == "srun"
+            }
+            spared = waiting | {one.pid for one in started}
         who = f"{kind} {name(victim)}"
         os.kill(victim, signal.SIGKILL)
         deadline = time.monotonic() + SECONDS
-        while left := {pid for pid in ddpexp_processes() - before if name(pid) not in spared}:
+        while left := ddpexp_processes() - before - spared:
             for one in started:
                 one.poll()
             text = ", ".join(f"{name(pid)} {pid}" for pid in left)
