@@ -9,11 +9,17 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
+from functools import partial
 from types import FrameType
+from typing import TextIO
 
+from ddpexp import secrets
 from ddpexp.errors import DdpexpError, Failure, FinishedError, RefusedError, StoppedError, WorkerError, first_end
 from ddpexp.launch import Job, Launcher
 from ddpexp.launch.fork_server import Server
+from ddpexp.launch.limits import raise_files
+from ddpexp.launch.terminal import say, within_patience
 
 _FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
 _NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
@@ -21,13 +27,16 @@ _NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
 
 def main() -> int:
     """Run the command line and return the exit code."""
+    sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):
         return _say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.", 2)
     _stop_on_signals()
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
-    server = Server() if _will_fork(argv) else None
+    server = None
     try:
+        raise_files()
+        server = Server() if _will_fork(argv) else None
         if argv[:1] == ["evaluate"]:
             from ddpexp.verbs import evaluate
 
@@ -46,7 +55,7 @@ def main() -> int:
         return _train(argv, server)
     except FinishedError as error:
         if not error.quiet:
-            print(f"ddpexp: {error}", flush=True)
+            say(f"ddpexp: {error}", sys.stdout)
         return error.exit_code
     except WorkerError as error:
         _hear_no_more_signals()
@@ -128,6 +137,14 @@ def _take_local_rank(argv: list[str]) -> list[str]:
     return argv
 
 
+def _take_secrets(argv: list[str]) -> list[str]:
+    """Put references for the secrets that the shell has put into `key=$TOKEN`: what is typed is written down in many places."""
+    words, said = secrets.referenced(argv)
+    for text in said if os.environ.get("RANK", "0") == "0" else ():
+        say(f"ddpexp: {text}: the value stays out of the run's files")
+    return words
+
+
 def _tell_torchrun(error: DdpexpError) -> None:
     """Leave the error where torchrun looks for it, so that its summary shows it. Source: torch's ErrorHandler."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -138,7 +155,7 @@ def _tell_torchrun(error: DdpexpError) -> None:
     extra = {"py_callstack": f"{trace}{summary}" if trace else summary, "timestamp": str(int(time.time()))}
     try:
         with open(path, "w") as file:
-            json.dump({"message": {"message": summary, "extraInfo": extra}}, file)
+            json.dump(secrets.masked_tree({"message": {"message": summary, "extraInfo": extra}}), file)
     except OSError:
         pass  # its folder is gone with it
 
@@ -212,19 +229,33 @@ def _first_line(error: DdpexpError) -> str:
 
 
 def _say(text: str, code: int) -> int:
-    print(text, file=sys.stderr, flush=True)
+    say(text)
     return code
+
+
+def _open_standard_streams() -> None:
+    """Open what the shell has closed (`>&-`): the next file or socket would get its number, and what is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def run() -> None:
     """Leave with the exit code of `main`, without the interpreter's slow farewell."""
+    _open_standard_streams()
     code = main()
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            pass  # the reader has gone
+        within_patience(partial(_flush, stream))
     os._exit(code)
+
+
+def _flush(stream: TextIO) -> None:
+    with suppress(OSError, ValueError):  # the reader has gone
+        stream.flush()
 
 
 if __name__ == "__main__":

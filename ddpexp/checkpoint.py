@@ -27,8 +27,9 @@ from torch import Tensor, nn
 from ddpexp import __version__
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.faults import reach
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.plain import DTYPES, decode, encode
-from ddpexp.rundir import complete_checkpoints, dumps, write
+from ddpexp.rundir import JSON_BYTES, complete_checkpoints, dumps, read_json, write
 from ddpexp.world import World
 
 Models = Mapping[str, nn.Module]
@@ -135,6 +136,11 @@ class Writer:
             mine[f"rank-{self._world.rank:05}.safetensors"] = _serialised({name: t.detach().clone() for name, t in own.items()})
         if self._world.is_rank_zero:
             mine["state.json"] = json.dumps(plain).encode()
+            if len(mine["state.json"]) > JSON_BYTES:
+                raise CheckpointError(
+                    f"the plain values of the checkpoint of step {step} take {len(mine['state.json']):,} bytes, more than the "
+                    f"{JSON_BYTES:,} that are read back: keep large states as tensors."
+                )
         self._number += 1
         manifest = {
             "format": FORMAT, "ddpexp": __version__, "torch": torch.__version__, "step": step,
@@ -274,7 +280,7 @@ class Writer:
             free = f" ({shutil.disk_usage(self._folder.parent).free / 1e6:,.1f} MB free)"
         size = job.copied.numel() / 1e6
         return (
-            f"the checkpoint of step {job.step} could not be written in {self._folder}: {error.strerror or error}{free}, "
+            f"the checkpoint of step {job.step} could not be written in {self._folder}: {said_with_limit(error)}{free}, "
             f"rank {self._world.rank} writes {size:,.1f} MB of it; the checkpoints before it are as they were. "
             f"Make room or mend the disk, then resume."
         )
@@ -425,7 +431,7 @@ def _best(complete: Sequence[Path], keep_best: str) -> Iterator[Path]:
     mode, _, name = keep_best.partition(":")
     found: list[tuple[float, Path]] = []
     for folder in reversed(complete):
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = read_json(folder / "manifest.json")
         value = manifest.get("metrics", {}).get(name)
         if value is not None and manifest.get("evaluated_at") == manifest["step"]:
             found.append((value, folder))
@@ -458,7 +464,7 @@ class Checkpoint:
             for piece in pieces[rank::world_size]:
                 path = self.folder / piece["file"]
                 if path.name != piece["file"]:
-                    return f"{piece['file']} is no name of a file"
+                    return f"{piece['file']!r} is no name of a file"
                 digest = _sha256(path, piece["offset"], piece["num_bytes"])
                 if digest != piece["sha256"]:
                     return f"{path.name} is damaged: its hash is not the one in manifest.json"
@@ -470,10 +476,10 @@ class Checkpoint:
         """Return what was given to `Writer.save` as `state`. Raises RefusedError where it cannot be read."""
         tensors = self.tensors("state")
         try:
-            plain = json.loads((self.folder / "state.json").read_text())
-        except (OSError, ValueError) as error:
+            plain = read_json(self.folder / "state.json")
+            return decode(plain, lambda name: _known(tensors, name, self.folder))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise RefusedError(f"{self.folder / 'state.json'} cannot be read: {error}.") from None
-        return decode(plain, lambda name: _known(tensors, name, self.folder))
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors of `<name>.safetensors`, tied ones under each of their names. Raises RefusedError."""
@@ -494,7 +500,7 @@ def complete(folder: Path) -> list[Checkpoint]:
     found = []
     for path in complete_checkpoints(folder):
         try:
-            manifest = json.loads((path / "manifest.json").read_text())
+            manifest = read_json(path / "manifest.json")
             if int(manifest.get("format", 0)) > FORMAT:
                 raise RefusedError(
                     f"{path} was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "
@@ -502,6 +508,8 @@ def complete(folder: Path) -> list[Checkpoint]:
                 )
             if manifest["step"] != int(path.name.removeprefix("step-")) or "pieces" not in manifest:
                 raise ValueError("it is not that of a checkpoint of this step")
+            if int(manifest["world_size"]) < 1 or not all(size >= 0 for size in manifest.get("records", {}).values()):
+                raise ValueError("it holds numbers that cannot be")
             found.append(Checkpoint(path, manifest))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             logging.getLogger("ddpexp").warning("%s is left out: manifest.json cannot be read (%s).", path, error)
@@ -523,6 +531,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        _refuse_odd(path)
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             same = {name: kept for name, kept in (file.metadata() or {}).items() if kept in tensors and name not in tensors}
@@ -532,16 +541,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
-    """Copy tensors by name into those of the same shapes.
+    """Copy tensors by name into those of the same shapes and types.
 
     Raises:
-        RefusedError: a name or a shape that differs; names the first ones.
+        RefusedError: a name, a shape or a type that differs; names the first ones.
     """
+
+    def form(tensor: Tensor) -> str:
+        return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
     missing, extra = [name for name in target if name not in source], [name for name in source if name not in target]
     shapes = [
-        f"{name} is {tuple(source[name].shape)} there and {tuple(tensor.shape)} here"
+        f"{name} is {form(source[name])} there and {form(tensor)} here"
         for name, tensor in target.items()
-        if name in source and source[name].shape != tensor.shape
+        if name in source and (source[name].shape, source[name].dtype) != (tensor.shape, tensor.dtype)
     ]
     if missing or extra or shapes:
         parts = [*shapes, *([f"it lacks {_few(missing)}"] if missing else []), *([f"it has {_few(extra)} more"] if extra else [])]
@@ -566,6 +579,7 @@ def load_weights(models: Models, source: Path, asked: str, averaged: bool = Fals
         raise RefusedError(f"{asked} is one file, but there are several models: name the checkpoint's folder.")
     for name, path in files.items():
         try:
+            _refuse_odd(path)
             _check_hash(path)
             load_model(models[name], str(path))
         except (OSError, ValueError, SafetensorError) as error:
@@ -579,7 +593,7 @@ def _check_hash(path: Path) -> None:
     manifest = path.parent / "manifest.json"
     if not manifest.is_file():
         return
-    problem = Checkpoint(path.parent, json.loads(manifest.read_text())).problem(files=[path.name])
+    problem = Checkpoint(path.parent, read_json(manifest)).problem(files=[path.name])
     if problem is not None:
         raise OSError(problem)
 
@@ -596,6 +610,9 @@ def _few(names: Sequence[str], between: str = ", ") -> str:
 
 def _sha256(path: Path, offset: int, num_bytes: int) -> str:
     digest = hashlib.sha256()
+    if min(offset, num_bytes) < 0:
+        raise ValueError(f"a piece of {path.name} has {num_bytes} bytes at {offset}")
+    _refuse_odd(path)
     with path.open("rb") as file:
         file.seek(offset)
         while num_bytes:
@@ -605,6 +622,12 @@ def _sha256(path: Path, offset: int, num_bytes: int) -> str:
             digest.update(block)
             num_bytes -= len(block)
     return digest.hexdigest()
+
+
+def _refuse_odd(path: Path) -> None:
+    """Raise OSError where a path is there and no plain file: a pipe would keep its reader waiting."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path.name} is no plain file")
 
 
 def _sync(path: Path) -> None:

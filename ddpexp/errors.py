@@ -31,6 +31,18 @@ class FinishedError(DdpexpError):
     exit_code = EXIT_DONE
 
 
+class CodeError(DdpexpError):
+    """An error of the user's own code, under its own name and with its own traceback, and what it was about."""
+
+    def __init__(self, kind: str, message: str, trace: str) -> None:
+        """`kind` is the name of the error's class."""
+        super().__init__(kind, message, trace)  # all of them: it comes from other processes too
+        self.kind, self.message, self.trace = kind, message, trace
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class PeerError(DdpexpError):
     """A rank that this one waited for has died or is silent: mostly a consequence, whose cause that rank tells itself."""
 

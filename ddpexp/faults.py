@@ -18,7 +18,7 @@ VARIABLE = "DDPEXP_FAULT"
 Points: joined, data, forward, backward, step, evaluate, record, save, leave, and those of a checkpoint's write, all with the
 names that `reach` is called with. Actions: raise, exit=CODE (sys.exit), leave=CODE (at once), abort, segv, kill, stop, term, int,
 sleep (for ever), spin (for ever, with the interpreter lock held), ignore (signals from here on), pause=FILE (sleep, once the file
-is there), enospc, eio.
+is there), late=FILE (a second, once the file is there), enospc, eio.
 """
 _ASKED = os.environ.get(VARIABLE, "")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}
@@ -66,6 +66,10 @@ def _do(action: str, value: str, point: str) -> None:
         return
     if action == "spin":
         collections.deque(itertools.repeat(None), maxlen=0)  # a loop in C, which never lets go of the lock
+    if action == "late":
+        Path(value).touch()
+        time.sleep(1)
+        return
     if action in ("pause", "sleep"):
         if value:
             Path(value).touch()

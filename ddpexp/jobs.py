@@ -6,9 +6,9 @@ import hashlib
 import json
 import math
 import shlex
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ from ddpexp.config import Experiment, check_layout
 from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Asked, Crew, Job, Layout
+from ddpexp.launch import Asked, Crew, Job, Layout, typed_again
+from ddpexp.launch.limits import said_with_limit
+from ddpexp.launch.terminal import say
 from ddpexp.prepare import prepare
 from ddpexp.rundir import RunDir
 
@@ -82,7 +84,8 @@ class Training(Job):
         """Make the run directory, or take up the run in it, for a command that comes later."""
         run, earlier = self._claim(())
         self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
-        self._write_down(run, earlier)
+        with self._refusing(run):
+            self._write_down(run, earlier)
         self.close()  # it is for the later command, which may run before this one ends
         return run.path
 
@@ -113,8 +116,9 @@ class Training(Job):
             resume.refuse_other_data(earlier.manifest, data, self._called(run))
             layout, notes = resume.settle(earlier, layout, self.asked.threads)
         manifest = rundir.describe(layout, data, self._argv, crew, earlier.manifest if earlier else None)
-        self._write_down(run, earlier)
-        rundir.write(run.manifest, rundir.dumps(manifest))
+        with self._refusing(run):
+            self._write_down(run, earlier)
+            rundir.write(run.manifest, rundir.dumps(manifest))
         self._told = {"notes": notes, "config": _digest(run.config)}
         self._enter(run, data)
 
@@ -143,16 +147,18 @@ class Training(Job):
         """Write error.json and the result, unless the run is another's: finished, or without a result because it runs."""
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
-        if failure.kind == RefusedError.__name__ and self._before:
-            self._put_back(self.run)  # nothing of what was refused stays
-        else:
-            self.run.fail(failure)
+        with self._saying(self.run):
+            if failure.kind == RefusedError.__name__ and self._before:
+                self._put_back(self.run)  # nothing of what was refused stays
+            else:
+                self.run.fail(failure)
 
     def interrupt(self, step: int | None = None, saved: bool = False) -> str:
         """Write the result, and say what is typed to go on."""
         if self.run is None or not (self._began or self.run.status() == "submitted"):
             return "nothing was started"
-        self.run.interrupt(step)
+        with self._saying(self.run):
+            self.run.interrupt(step)
         place = rundir.relative(self.run.path)
         if self.run.status() == "done":
             return f"the run was finished by then, see {place}"
@@ -167,6 +173,22 @@ class Training(Job):
             self._lock.release()
             self._lock = None
 
+    @contextmanager
+    def _refusing(self, run: RunDir) -> Iterator[None]:
+        """Make one sentence of a disk that takes nothing."""
+        try:
+            yield
+        except OSError as error:
+            raise RefusedError(f"{self._called(run)} cannot be written: {said_with_limit(error)}.") from None
+
+    @contextmanager
+    def _saying(self, run: RunDir) -> Iterator[None]:
+        """Say that the end could not be written down: what it was is told all the same."""
+        try:
+            yield
+        except OSError as error:
+            say(f"ddpexp: warning: {self._called(run)} cannot be written ({said_with_limit(error)}): it does not tell of this end")
+
     def _there(self, owners: Sequence[str]) -> RunDir | None:
         """Return the run directory that is there already: made for this command, typed, or begun by what starts it again."""
         if self._home is not None:
@@ -180,6 +202,7 @@ class Training(Job):
         """Take the lock of the run directory, which is made where there is none; return what there is of a run in it."""
         there = self._there(owners)
         if there is not None:
+            rundir.refuse_links(there, self._called(there))
             self._look(there, owners)  # what is refused is refused without a trace
             self._lock = lock.take(there.path, there.ranks, self._called(there))
             return there, self._look(there, owners)  # it may have gone on until the lock was had
@@ -207,7 +230,7 @@ class Training(Job):
             }
             rundir.take_up(run)
             if earlier.manifest is not None:
-                print(f"ddpexp: going on in {rundir.relative(run.path)}", file=sys.stderr, flush=True)
+                say(f"ddpexp: going on in {rundir.relative(run.path)}")
             if not earlier.changes and run.config.exists() and run.overrides.exists():
                 return
             self._kept = [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]
@@ -231,6 +254,7 @@ class Training(Job):
         words = ["resume", rundir.typed(run.path)]
         words += [shlex.quote(word) for word in _options(self._argv)]
         words += [shlex.quote(word) for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
+        words += [shlex.quote(word) for word in typed_again(launcher)]
         if getattr(launcher, "is_told", False) and not self._is_member:
             name = type(launcher).__module__.rpartition(".")[2].replace("_", "-")
             return f"start it again in the same way, with the words: {' '.join(words)} launcher={name}"

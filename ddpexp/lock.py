@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import stat
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from ddpexp.errors import RefusedError
 from ddpexp.launch.log import held_logs
 from ddpexp.launch.network import boot_id
+from ddpexp.launch.terminal import say
 
 NAME = "lock"
 _WAIT_SECONDS = 10.0  # for the ranks of a command that was killed to go
@@ -103,7 +103,10 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
             raise RefusedError(f"{name}: its lock was removed while this command took it. Start the command again.")
         _wait_for_ranks(ranks, name, deadline)
         owner = Owner.here()
-        _write(descriptor, owner)
+        try:
+            _write(descriptor, owner)
+        except OSError as error:
+            raise RefusedError(f"{name} cannot be written: {error.strerror} ({path}).") from None
         if not flocked:
             time.sleep(_SETTLE_SECONDS)  # of two commands that found nobody, the one that wrote last has it
             if read(path) != owner:
@@ -188,7 +191,7 @@ def _say_that_we_wait(at: float, text: str) -> float:
     """Say once why nothing happens, when that takes a while."""
     if time.monotonic() < at:
         return at
-    print(f"ddpexp: {text}", file=sys.stderr, flush=True)
+    say(f"ddpexp: {text}")
     return float("inf")
 
 

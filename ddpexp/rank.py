@@ -12,9 +12,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, RefusedError
 from ddpexp.launch.control import SIGNALS, Control
+from ddpexp.launch.limits import reason
+from ddpexp.printable import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, printable
+from ddpexp.rundir import open_to_append
 from ddpexp.world import World
 
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -50,7 +54,9 @@ def run_rank(work: Callable[[Control], None]) -> int:
         code = EXIT_STOPPED
     except SystemExit as end:
         code = _exit_code(end)
-        _report(control, "SystemExit", f"the recipe ended the process: sys.exit({end.code!r})", code, None)
+        _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code, None)
+    except CodeError as error:
+        _report(control, error.kind, error.message, code, error.trace)
     except RefusedError as error:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, None)
@@ -58,7 +64,8 @@ def run_rank(work: Callable[[Control], None]) -> int:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, "")
     except BaseException as error:
-        _report(control, type(error).__name__, str(error), code, traceback.format_exc())
+        limit = reason(error)
+        _report(control, type(error).__name__, message_of(error) + (f" ({limit})" if limit else ""), code, _traceback_of(error))
     return _leave(code)
 
 
@@ -108,10 +115,29 @@ def _forget_signals() -> None:
 
 def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:
     """Tell the watcher, who shows it once; without one, print it here."""
-    limited = trace[-60_000:] if trace else trace
+    kind, message = one_line(kind), printable(message, MESSAGE_BYTES)
+    limited = printable(trace, TRACEBACK_BYTES) if trace else trace
     control.tell("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
     if not control.watched:
-        print(trace or f"{kind}: {message}", file=sys.stderr)
+        print(limited or f"{kind}: {message}", file=sys.stderr)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Format an exception with its causes; a text that is too long is cut where it stands, so that the causes stay readable."""
+    try:
+        lines = list(traceback.TracebackException.from_exception(error, compact=True).format())
+    except Exception as second:  # of a text that cannot be had, or of a class that lies about itself
+        where = "".join(traceback.format_tb(error.__traceback__))
+        text = f"{type(error).__name__}: {message_of(error)}"
+        lines = [f"Traceback (most recent call last):\n{where}{text}\n(and {type(second).__name__} while this was written down)\n"]
+    return "".join(cut(line, MESSAGE_BYTES) for line in lines)
+
+
+def _shown(code: object) -> str:
+    try:
+        return repr(code)
+    except Exception:
+        return f"a {type(code).__name__}"
 
 
 def _exit_code(end: SystemExit) -> int:
@@ -127,21 +153,32 @@ def open_log(world: World, control: Control, path: Path | None) -> logging.Logge
     log.propagate = False
     logging.captureWarnings(True)
     handlers: list[logging.Handler] = [_ToWatcher(control)]
+    shown: logging.StreamHandler[TextIO]
     if world.is_rank_zero:
         shown = logging.StreamHandler(sys.stdout)
         shown.addFilter(lambda record: not getattr(record, "watched", False))  # the watcher shows progress itself
         handlers.append(shown)
         if path is not None:
-            kept = logging.FileHandler(path)
-            kept.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+            kept = logging.StreamHandler(open_to_append(path))
+            kept.setFormatter(_Printable("%(asctime)s %(message)s"))
             handlers.append(kept)
     else:
         shown = logging.StreamHandler(sys.stderr)
         shown.setLevel(logging.WARNING)
         handlers.append(shown)
+    for handler in handlers:
+        if handler.formatter is None:
+            handler.setFormatter(_Printable())
     for logger in (log, logging.getLogger("py.warnings")):
         logger.handlers = handlers
     return log
+
+
+class _Printable(logging.Formatter):
+    """What is logged tells of names and errors that others have chosen; what a recipe prints itself passes as it is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _ToWatcher(logging.Handler):

@@ -10,7 +10,9 @@ from ddpexp.config import Experiment
 from ddpexp.data.batches import TrainBatches
 from ddpexp.launch import Layout
 from ddpexp.loop import Outcome
+from ddpexp.printable import one_line
 from ddpexp.rundir import RunDir, dumps, relative, write
+from ddpexp.secrets import masked_tree
 from ddpexp.strategy.replica import Models
 from ddpexp.track import Tracker
 
@@ -54,7 +56,7 @@ class Report:
         """Write the result; return the last line. Ranks: rank zero, when the last checkpoint is on the disk."""
         status = "interrupted" if outcome.interrupted else "done"
         if not outcome.interrupted:
-            tracker.hyperparameters(_hyperparameters(self.experiment), outcome.metrics)
+            tracker.hyperparameters(masked_tree(_hyperparameters(self.experiment)), masked_tree(outcome.metrics))
         samples = outcome.step * self.train.plan.global_batch_size
         seconds = outcome.train_seconds
         result = {
@@ -74,7 +76,7 @@ class Report:
         write(self.run.result, dumps(result))
         if outcome.interrupted:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
-        shown = "  ".join(f"{name} {_metric(name, value)}" for name, value in outcome.metrics.items())
+        shown = "  ".join(f"{one_line(name)} {_metric(name, value)}" for name, value in outcome.metrics.items())
         return f"done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
 
 

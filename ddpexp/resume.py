@@ -12,7 +12,8 @@ import yaml
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.rundir import RunDir, complete_checkpoints
+from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints
+from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _IDENTITY = ("name", "sha256", "hash")  # what `prepare` says of the data that tells it from other data
@@ -89,6 +90,7 @@ def refuse_other_data(manifest: Mapping[str, Any] | None, data: Mapping[str, Any
         RefusedError: it is other data.
     """
     before = manifest.get("data") if manifest else None
+    data = masked_tree(data)  # as it was written
     if not isinstance(before, Mapping) or data is None:
         return
     if any(key in before and before[key] != data.get(key) for key in _IDENTITY):
@@ -136,6 +138,7 @@ def _tree(run: RunDir) -> dict[str, Any] | None:
     if not run.config.exists():
         return None
     try:
+        check_yaml(run.config)
         tree = _read(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"{run.config} cannot be read: {error}.") from None
@@ -150,6 +153,7 @@ def _read(text: str) -> Any:
 
 def _words(run: RunDir) -> list[str]:
     try:
+        check_yaml(run.overrides)
         words = _read(run.overrides.read_text())
     except (OSError, ValueError, yaml.YAMLError):
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,18 +10,24 @@ import platform
 import re
 import secrets
 import shlex
+import stat
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import yaml
 
 from ddpexp import lock
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
+from ddpexp.secrets import masked_tree
 
+JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
+_YAML_BYTES, _YAML_DEPTH = 4 << 20, 100
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
 _TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
 
@@ -100,7 +107,7 @@ class RunDir:
             RefusedError: it is missing or damaged, so this is not a run directory.
         """
         try:
-            found = json.loads(path.read_text())
+            found = read_json(path)
         except (OSError, ValueError) as error:
             raise RefusedError(f"{self.path} is not a run directory: {path.name} cannot be read ({error}).") from None
         if not isinstance(found, dict):
@@ -242,6 +249,45 @@ def is_fresh(run: RunDir) -> bool:
     return {entry.name for entry in run.path.iterdir()} <= {lock.NAME, run.ranks.name}
 
 
+def refuse_links(run: RunDir, name: str) -> None:
+    """Look at everything that a start writes through: a directory that somebody else has made may lead anywhere.
+
+    Raises:
+        RefusedError: there is a link or a pipe where a file or a folder of ours belongs; `name` is what the run is called.
+    """
+    for path, wanted in _written(run):
+        try:
+            mode = path.lstat().st_mode
+        except OSError:
+            continue
+        kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else None
+        if kind is not None and kind in wanted:
+            continue
+        what = f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
+        raise RefusedError(
+            f"{name}: {path.relative_to(run.path)} is {what}, where this start would write to {' or '.join(wanted)} of the run's "
+            f"own: remove it, or copy the run without its links."
+        )
+
+
+def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Yield what a start may write to or through, with what it must be where it is there."""
+    files = (run.config, run.overrides, run.manifest, run.log, run.metrics, run.result, run.error)
+    for path in (*files, run.path / lock.NAME, run.path / "job.sbatch"):
+        yield path, ["a file"]
+    for folder in (run.ranks, run.tensorboard, run.checkpoints):
+        yield folder, ["a folder"]
+        for path in folder.iterdir() if folder.is_dir() else ():
+            yield path, ["a file", "a folder"]
+            if folder == run.checkpoints and path.name.startswith(".") and path.is_dir():
+                yield from ((inner, ["a file"]) for inner in path.iterdir())
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of the run's to write at its end; a link is not followed."""
+    return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
+
+
 def take_up(run: RunDir) -> None:
     """Make an unfinished run ready to go on; what it has recorded stays, and why it failed is kept beside."""
     if run.error.is_file():
@@ -268,6 +314,40 @@ def _first_free_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
+def read_json(path: Path) -> Any:
+    """Read a JSON file that anybody may have made: a plain file of bounded size and depth.
+
+    Raises: OSError, ValueError.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would keep this waiting
+    with open(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no plain file")
+        if found.st_size > JSON_BYTES:
+            raise ValueError(f"it has {found.st_size:,} bytes, more than {JSON_BYTES:,}")
+        try:
+            return json.loads(file.read())
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
+
+
+def check_yaml(path: Path) -> None:
+    """See that a run's YAML file, which anybody may have made, can be read: of bounded size and depth, nothing said twice.
+
+    Raises: OSError, ValueError, yaml.YAMLError.
+    """
+    if path.stat().st_size > _YAML_BYTES or not path.is_file():
+        raise ValueError(f"it is no plain file of {_YAML_BYTES:,} bytes at most")
+    depth = 0
+    for event in yaml.parse(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _YAML_DEPTH:
+            raise ValueError("it is nested too deeply")
+        if isinstance(event, yaml.AliasEvent):  # a few of them can stand for more than there is memory
+            raise ValueError("it refers to itself with *, which no run writes")
+
+
 def write(path: Path, text: str) -> None:
     """Replace a file as a whole: a reader sees the old text or the new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -284,8 +364,8 @@ def write(path: Path, text: str) -> None:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Format JSON for people; numbers that are not finite become null, for JSON has none."""
-    return json.dumps(_finite(value), indent=2, allow_nan=False) + "\n"
+    """Format JSON for people, secrets masked; numbers that are not finite become null, for JSON has none."""
+    return json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n"
 
 
 def describe(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import resource
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ddpexp.config import Trainer
 from ddpexp.errors import RefusedError
 from ddpexp.loop import Loop, Position
 from ddpexp.rundir import RunDir, relative
+from ddpexp.secrets import masked_tree
 from ddpexp.seeds import HostRandom
 from ddpexp.strategy.contract import Strategy
 from ddpexp.track import Tracker
@@ -63,7 +65,7 @@ class Saves:
                 files |= {f"{name}.ema": _tensors(self.average.tensors(name)) for name in states}
             whole = {
                 **state,
-                "position": asdict(position),
+                "position": {**asdict(position), "metrics": masked_tree(position.metrics)},
                 "hidden_buffers": hidden,
                 "extra": {name: _others(values) for name, values in states.items()},
             }
@@ -122,6 +124,64 @@ def choose(run: RunDir, world: World, required: bool) -> Checkpoint | None:
     return None
 
 
+def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: Average | None) -> None:
+    """Compare what a checkpoint takes with what the disk and the shell give. Ranks: rank zero.
+
+    Raises:
+        RefusedError: not even one fits, and a checkpoint that cannot be written ends the run.
+    """
+    files = _expected_bytes(loop, average)
+    wanted, largest = sum(files), max(files)
+    disk = os.statvfs(run.path)
+    free = disk.f_bavail * disk.f_frsize
+    problem = None
+    if free < wanted:
+        problem = f"a checkpoint takes {_mb(wanted)} and {run.path} has {_mb(free)} free"
+        cure = "make room, or choose another place with run.dir=... ."
+    elif (allowed := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY and largest > allowed:
+        problem = f"a file of a checkpoint takes {_mb(largest)} and this shell allows {allowed // 1024:,} KiB a file (ulimit -f)"
+        cure = "raise that limit."
+    if problem is not None and trainer.on_save_error == "stop":
+        raise RefusedError(f"{problem}, so that nothing of this run could be saved: {cure}")
+    there = sum(path.stat().st_size for path in run.checkpoints.glob("step-*/*") if path.is_file())
+    kept = (trainer.keep_last or 1) + 1  # the oldest goes when the newest is complete
+    if problem is not None:
+        logging.getLogger("ddpexp").warning("%s: %s", problem, cure)
+    elif free + there < kept * wanted:
+        text = "%s has %s free, and %d checkpoints of %s are there at the same time (trainer.keep_last=%s): saving will fail later"
+        shown = "null" if trainer.keep_last is None else trainer.keep_last
+        logging.getLogger("ddpexp").warning(text, relative(run.path), _mb(free + there), kept, _mb(wanted), shown)
+
+
+def _expected_bytes(loop: Loop, average: Average | None) -> list[int]:
+    """Return how much each file of a checkpoint takes, at least. Units: bytes."""
+    modules = [_num_bytes(_tensors(module.state_dict()).values()) for module in loop.strategy.bare.values()]
+    averaged = [_num_bytes(average.tensors(name).values()) for name in loop.strategy.bare] if average is not None else []
+    return [*modules, *averaged, sum(map(_state_bytes, loop.optimizers.values()))]
+
+
+def _num_bytes(tensors: Iterable[Any]) -> int:
+    """Add up tensors, of which some may be the same one."""
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor)}
+    return sum(sizes.values())
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return what an optimizer will keep for its parameters: torch's own ones take it with their first step."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return 0
+    total = 0
+    for group in optimizer.param_groups:
+        copies = 2 * ("betas" in group or "rho" in group) + bool(group.get("amsgrad")) + bool(group.get("momentum"))
+        copies += ("alpha" in group) + bool(group.get("centered"))
+        total += copies * _num_bytes(parameter for parameter in group["params"] if parameter.requires_grad)
+    return total
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
 def take_up(one: Checkpoint, loop: Loop, saves: Saves) -> None:
     """Give everything the state that the checkpoint holds.
 
@@ -169,11 +229,19 @@ def cut_back(run: RunDir, one: Checkpoint | None) -> dict[Path, int]:
             continue
         left[path] = sizes.get(path, 0)
         if path.stat().st_size > left[path]:
-            os.truncate(path, left[path])
+            _truncate(path, left[path])
         elif path.stat().st_size < left[path]:
             text = "%s is shorter than at the checkpoint: some of its records are lost"
             logging.getLogger("ddpexp").warning(text, path.name)
     return left
+
+
+def _truncate(path: Path, num_bytes: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, num_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _take_own(one: Checkpoint, strategy: Strategy, saves: Saves, world: World) -> None:

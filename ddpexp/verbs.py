@@ -18,7 +18,7 @@ from ddpexp.config.compose import compose, override_file
 from ddpexp.config.instantiate import targets
 from ddpexp.errors import RefusedError
 from ddpexp.jobs import Evaluation, Training
-from ddpexp.launch import Launcher, Starter
+from ddpexp.launch import Launcher, Starter, typed_again
 from ddpexp.rundir import RunDir
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
@@ -88,6 +88,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         home = next((folder for folder in run.path.resolve().parents if _is_run(folder)), None)
         advice = f" Did you mean {rundir.typed(home)}?" if home is not None else ""
         raise RefusedError(f"resume {source}: it is no run directory.{advice}")
+    rundir.refuse_links(run, f"resume {source}")
     if "run.resume=never" in words:
         raise RefusedError("resume goes on with a run, and run.resume=never refuses that: leave it out.")
     moved = next((word for word in words if word.startswith("run.dir=")), None)
@@ -97,6 +98,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     _refuse_untyped_code(run, values, command)
     typed = [word for i, word in enumerate(words) if "=" in word and word[0] != "-" and (i == 0 or words[i - 1] not in _OPTIONS)]
     experiment = parse(values)
+    _refuse_untyped_words(run, experiment.launcher, typed, command)
     return experiment.launcher, Training(experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run)
 
 
@@ -137,6 +139,22 @@ def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequen
                 f"{run.path} names code of its own ({key}={target}), which runs only when its place is typed again. If it is "
                 f"yours: python -m ddpexp {words}"
             )
+
+
+def _refuse_untyped_words(run: RunDir, launcher: Launcher, typed: Sequence[str], command: Sequence[str]) -> None:
+    """Refuse what a launcher would run, or connect to, on the word of a run directory alone.
+
+    Raises:
+        RefusedError: with what to type.
+    """
+    keys = {word.partition("=")[0] for word in typed}
+    missing = [word for word in typed_again(launcher) if word.partition("=")[0] not in keys]
+    if missing and "launcher" not in keys:  # a typed launcher brings its own settings
+        words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
+        raise RefusedError(
+            f"{run.path} says itself what its launcher runs or connects to ({missing[0]}), which counts only when it is typed "
+            f"again. If it is yours: python -m ddpexp {words}"
+        )
 
 
 def _recorded_trust(run: RunDir) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, hold_out
+from ddpexp.data.loader import shared_memory_warning
 from ddpexp.errors import RefusedError
 from ddpexp.faults import reach
 from ddpexp.launch import Layout
@@ -32,7 +33,7 @@ from ddpexp.precision import Precision
 from ddpexp.rank import Interrupted, open_log, run_rank
 from ddpexp.report import Report
 from ddpexp.rundir import RunDir, relative
-from ddpexp.saves import Saves, choose, cut_back, take_up
+from ddpexp.saves import Saves, choose, cut_back, refuse_without_room, take_up
 from ddpexp.strategy.contract import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact import Exact
@@ -67,10 +68,12 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     for note in told.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
     control.enter("build")
-    splits = _data(experiment, data)
+    _warn_of_little_room(experiment, log)
+    splits = _data(experiment, data, world)
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
     batches = TrainBatches(
-        splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers
+        splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers,
+        experiment.trainer.timeout.data_seconds,
     )  # fmt: skip
     newest = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
@@ -89,6 +92,8 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     report = Report(experiment, run, layout, data, strategy.bare, strategy.shares_memory, batches, num_steps)
     log.info(report.headline())
     fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, saves, average)
+    if world.is_rank_zero and (newest is None or newest.step < num_steps):
+        refuse_without_room(run, experiment.trainer, fit, average)
     if newest is None:
         tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
     else:
@@ -135,7 +140,8 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     world = _join(experiment, layout)
     log = open_log(world, control, None)
     control.enter("build")
-    evals = _evals(experiment, _data(experiment, described["data"]), world, described["batch_size"])
+    _warn_of_little_room(experiment, log)
+    evals = _evals(experiment, _data(experiment, described["data"], world), world, described["batch_size"])
     model = instantiate(experiment.model, experiment.trust, "model")
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
@@ -173,7 +179,13 @@ def _patience(experiment: Experiment) -> float:
     return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)
 
 
-def _data(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:
+def _warn_of_little_room(experiment: Experiment, log: logging.Logger) -> None:
+    warning = shared_memory_warning(experiment.data.num_workers)
+    if warning is not None:
+        log.warning(warning)  # on every rank: the same sentence is shown once
+
+
+def _data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
     data = experiment.data
     if data.prepare is None:
         node = Node(data.target, data.options)
@@ -183,8 +195,13 @@ def _data(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:
     if not isinstance(splits, Splits):
         raise RefusedError(f"data._target_={data.target} must return ddpexp.data.datasets.Splits, not {type(splits).__name__}.")
     for name, part in {"train": splits.train, **splits.evals}.items():
+        if not isinstance(part, Sized):
+            raise RefusedError(
+                f"data._target_={data.target} gave a {type(part).__name__} without a len() for `{name}`: give it one."
+            )
         if len(part) == 0:
             raise RefusedError(f"data._target_={data.target} gave no samples for `{name}`.")
+    _refuse_other_data(splits, data.target, world)
     if data.validation_fraction == 0:
         return splits
     if len(splits.train) < 2:
@@ -195,6 +212,21 @@ def _data(experiment: Experiment, prepared: Mapping[str, Any] | None) -> Splits:
         )
     kept, held = hold_out(splits.train, data.validation_fraction)
     return Splits(kept, {**splits.evals, "validation": held})
+
+
+def _refuse_other_data(splits: Splits, target: str, world: World) -> None:
+    """Compare the sizes of the sets with those that rank zero sees. Ranks: all; communicates.
+
+    Raises:
+        RefusedError: they are others; the ranks would not take the same steps, and would wait for one another for ever.
+    """
+    own = [len(splits.train), sum(len(part) for part in splits.evals.values())]
+    first = world.broadcast(torch.tensor(own, device=world.device)).tolist()
+    if own != first:
+        raise RefusedError(
+            f"data._target_={target} gave rank {world.rank} {own[0]:,} samples to train and {own[1]:,} to evaluate, and rank zero "
+            f"{first[0]:,} and {first[1]:,}: give every rank the same data, for each takes its own part of it."
+        )
 
 
 def _init_from(experiment: Experiment, newest: Checkpoint | None) -> Callable[[Models], None]:
@@ -263,9 +295,9 @@ def _loop(
 
 
 def _evals(experiment: Experiment, splits: Splits, world: World, batch_size: int) -> dict[str, EvalBatches]:
-    workers = experiment.data.num_workers
+    workers, seconds = experiment.data.num_workers, experiment.trainer.timeout.data_seconds
     return {
-        name: EvalBatches(part, batch_size, world.rank, world.world_size, world.device, workers)
+        name: EvalBatches(part, batch_size, world.rank, world.world_size, world.device, workers, seconds, name)
         for name, part in splits.evals.items()
     }
 

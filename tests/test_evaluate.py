@@ -105,6 +105,7 @@ def test_damaged_weights_are_refused(ddpexp: Ddpexp, copied: Path) -> None:
     refused(evaluate(ddpexp, copied), r"its hash is not the one in manifest\.json")
 
 
+@pytest.mark.fault("S5")
 @pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler"])
 def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path, key: str) -> None:
     text = (copied / "config.yaml").read_text()
@@ -114,6 +115,7 @@ def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path,
     refused(evaluate(ddpexp, copied), rf"^ddpexp: {key}\._target_=os\.system is not allowed: [^\n]*\n$")
 
 
+@pytest.mark.fault("S5")
 def test_a_run_directorys_own_word_of_trust_is_not_believed(ddpexp: Ddpexp, copied: Path, tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()

@@ -29,6 +29,7 @@ from ddpexp.config import DATA_KEYS
 from ddpexp.config.build import did_you_mean, shown
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
+from ddpexp.rundir import check_yaml
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 
@@ -318,6 +319,9 @@ def _sentence(error: Exception) -> str:
         return _first_line(error)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
+    unset = re.search(r"Environment variable '(\w+)' not found", str(error))
+    if unset and isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... first."
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -354,6 +358,7 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
     """
     words = _words(argv)
     try:
+        check_yaml(path)
         cfg = OmegaConf.load(path)
     except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise RefusedError(f"{path} cannot be read: {_first_line(error)}.") from None

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import signal
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing import connection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.datasets import IndexData
+from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
+from ddpexp.data.samples import called, code_error
 from ddpexp.errors import RefusedError
-from ddpexp.launch.process import die_with_parent
-from ddpexp.seeds import DATA, EVAL, seed_everything, seed_of, seed_torch
-
-_Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
+from ddpexp.seeds import DATA, EVAL, seed_of, seed_torch
 
 _BLOCK = 8192  # indices computed at once: large enough to amortise numpy's calls, small enough to stay in the cache
 
@@ -43,6 +36,7 @@ class TrainBatches:
     seed: int
     device: torch.device
     num_workers: int = 0
+    timeout_seconds: float = 0.0  # how long DataLoader workers may give nothing; 0: for ever
 
     def __post_init__(self) -> None:
         """Refuse a batch larger than the data."""
@@ -67,7 +61,8 @@ class TrainBatches:
                 parts = torch.split(torch.from_numpy(indices), self.plan.micro_batch_size)
                 yield [self._gather(step, number, part) for number, part in enumerate(parts)]
             return
-        micro_batches = iter(_loader(self.data, self._keys(from_step, to_step), self.num_workers, self.device))
+        keys = self._keys(from_step, to_step)
+        micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
         for _ in range(from_step, to_step):
             yield [to_device(next(micro_batches), self.device) for _ in range(self.plan.gradient_accumulation_steps)]
 
@@ -86,12 +81,12 @@ class TrainBatches:
 
     def _gather(self, step: int, number: int, indices: Tensor) -> Any:
         seed_torch(self._seed(step, number), self.device)
-        return self.data.gather(indices, self.device)
+        return _gather(self.data, "train", indices, self.device)
 
     def _seed(self, step: int, number: int) -> int:
         return seed_of(self.seed, DATA, step, self.rank * self.plan.gradient_accumulation_steps + number)
 
-    def _keys(self, from_step: int, to_step: int) -> Iterator[_Key]:
+    def _keys(self, from_step: int, to_step: int) -> Iterator[Key]:
         micro = self.plan.micro_batch_size
         for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
             for number in range(self.plan.gradient_accumulation_steps):
@@ -108,16 +103,18 @@ class EvalBatches:
     world_size: int
     device: torch.device
     num_workers: int = 0
+    timeout_seconds: float = 0.0  # as in TrainBatches
+    name: str = "eval"
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; another rank may have one more."""
         if isinstance(self.data, IndexData):
             for start, stop in self._ranges():
                 seed_torch(seed_of(0, EVAL, 0, start), self.device)
-                yield self.data.gather(torch.arange(start, stop), self.device)
+                yield _gather(self.data, self.name, torch.arange(start, stop), self.device)
         else:
             keys = ((seed_of(0, EVAL, 0, start), list(range(start, stop))) for start, stop in self._ranges())
-            for batch in _loader(self.data, keys, self.num_workers, self.device):
+            for batch in load(self.data, self.name, keys, self.num_workers, self.device, self.timeout_seconds):
                 yield to_device(batch, self.device)
 
     @property
@@ -127,12 +124,19 @@ class EvalBatches:
 
     def first(self) -> Any:
         """Return the first batch of the whole set, on whatever rank."""
-        return next(iter(EvalBatches(self.data, self.batch_size, 0, 1, self.device)))
+        return next(iter(replace(self, rank=0, world_size=1, num_workers=0)))
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         stride = self.batch_size * self.world_size
         for start in range(self.rank * self.batch_size, len(self.data), stride):
             yield start, min(start + self.batch_size, len(self.data))
+
+
+def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:
+    try:
+        return data.gather(indices, device)
+    except Exception as error:
+        raise code_error(error, called(data, indices.tolist(), name)) from error
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -145,51 +149,3 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = [to_device(value, device) for value in batch]
         return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch
-
-
-def _loader(data: Any, keys: Iterator[_Key], num_workers: int, device: torch.device) -> DataLoader[Any]:
-    """Adapt a map-style torch data set: one loader for the whole way, so its workers live across epochs."""
-    return DataLoader(
-        _Seeded(data),  # type: ignore[arg-type]
-        batch_sampler=_Once(keys),  # type: ignore[arg-type]
-        num_workers=num_workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=partial(_start_worker, os.getpid()) if num_workers else None,
-        generator=torch.Generator().manual_seed(0),  # its own draw must not move the global generator
-    )
-
-
-@dataclass(frozen=True)
-class _Seeded:
-    """A data set that seeds every generator before it fetches a batch, in whatever process."""
-
-    data: Any
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitems__(self, key: _Key) -> Any:
-        seed, indices = key
-        seed_everything(seed)
-        fetch = getattr(self.data, "__getitems__", None)  # torch's own optional protocol
-        return fetch(indices) if fetch else [self.data[index] for index in indices]
-
-
-@dataclass(frozen=True)
-class _Once:
-    """A batch sampler that is an iterator: it knows its place and has no state to save."""
-
-    keys: Iterator[_Key]
-
-    def __iter__(self) -> Iterator[_Key]:
-        return self.keys
-
-
-def _start_worker(parent: int, _worker: int) -> None:
-    """Live as long as the rank, whatever schedulers send to all processes of a job: it is the rank that is asked to stop."""
-    die_with_parent(parent)
-    # Its tensors' descriptors go through a socket, whose file in TMPDIR would outlive a worker that is killed: this name has none.
-    # Python 3.10 to 3.14 ask for it here, and use it as it is. Who connects must know the rank's key.
-    connection.arbitrary_address = lambda _family: f"\0ddpexp-{secrets.token_hex(16)}"  # type: ignore[attr-defined]
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)

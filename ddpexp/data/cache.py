@@ -9,6 +9,7 @@ import math
 import os
 import stat
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ CACHES = ".ddpexp-cache"  # the folder of all caches, in the data folder and in 
 _FORMAT = 1  # of identity.json
 _IDENTITY = "identity.json"
 _TEMP = ".tmp-"
+_POLL_SECONDS = 0.05
 _STALE_AFTER = 3600.0  # seconds: no living process keeps a temporary folder that long
 
 
@@ -110,6 +112,42 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
         f"the data could not be written ({'; '.join(problems)}), and training reads it from there: free about 70 MB, "
         f"or set XDG_CACHE_HOME to a folder that can be written"
     )
+
+
+@contextlib.contextmanager
+def alone(seconds: float) -> Iterator[None]:
+    """Let one command of this user at a time do what is inside; others wait for it, `seconds` at most.
+
+    The lock is the folder's own, and the kernel's: it ends with its process, however that ends, and leaves no file.
+    """
+    import fcntl  # late, as tempfile
+
+    folder = user_cache() / CACHES
+    try:
+        os.makedirs(folder.parent, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # what is inside will say why, if it has to write there
+        yield
+        return
+    try:
+        deadline = time.monotonic() + seconds
+        said = False
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not said:
+                    print("ddpexp: waiting for another command, which is downloading the data", file=sys.stderr, flush=True)
+                said = True
+                time.sleep(_POLL_SECONDS)
+            except OSError:  # a file system without such locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def put(base: Path, target: Path, content: bytes) -> None:

@@ -69,7 +69,11 @@ class Subset:
 
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Gather from the whole. Shapes: as the whole's."""
-        return self.data.gather(torch.from_numpy(self.shuffle(indices.numpy() + self.offset)), device)
+        return self.data.gather(self.places(indices), device)
+
+    def places(self, indices: Tensor) -> Tensor:
+        """Return where the samples are in the whole. Shapes: as `indices`."""
+        return torch.from_numpy(self.shuffle(indices.numpy() + self.offset))
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:

@@ -17,16 +17,16 @@ import functools
 import hashlib
 import os
 import stat
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ddpexp.data import idx
-from ddpexp.data.cache import CACHES, Cache, in_first, put, read_cache, update_cache, user_cache, write_cache
+from ddpexp.data.cache import CACHES, Cache, alone, in_first, put, read_cache, update_cache, user_cache, write_cache
 from ddpexp.data.mirrors import AUTO_PATIENCE, DOWNLOAD_PATIENCE, MIRRORS, DownloadError, Patience, download_unless_failed
 from ddpexp.errors import RefusedError
+from ddpexp.launch.terminal import say
 
 SOURCES = ("auto", "files", "download", "embedded")
 EMBEDDED_VERSION = 1  # raise it when digits.py draws differently: caches are named by it
@@ -100,50 +100,87 @@ def _data_folder(root: str | None) -> Path:
 
 
 def _to_stderr(text: str) -> None:
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+    say(f"WARNING: {text}")
 
 
 def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
-    """Get MNIST from the cache, the files or the network, in this order.
+    """Get MNIST from the cache, the files or the network, in this order; of several commands at once, one asks the network.
 
     Raises: DownloadError, where none of the files is there and they could not be downloaded.
     """
-    sha256 = _joint_hash([file.sha256 for file in idx.FILES])
-    name = f"mnist-{sha256[:12]}"
-    bases = list(dict.fromkeys((root, user_cache())))
-    caches = [cache for base in bases if (cache := read_cache(base / CACHES / name))]
+    identity = _at_hand(root, source)
+    if identity is None:
+        with alone(patience.total):
+            identity = _at_hand(root, source) or _fetched(root, source, mirrors, patience)
+    return identity
+
+
+def _at_hand(root: Path, source: str) -> dict[str, Any] | None:
+    """Get MNIST from the cache or the files; None where something must be downloaded."""
+    bases = _bases(root)
+    caches = _caches(bases)
     for cache in caches:
         if cache.record.get("root") == str(root) and _unchanged(cache.record):
             return _mnist_identity(cache, source)
-
     found = idx.find(bases if source != "files" else [root])
     missing = [file for file in idx.FILES if file.name not in found]
     if source == "files" and missing:
         raise RefusedError(_missing_text(root, missing, "or set data.source=download to fetch what is missing"))
     if not found and caches:  # checked once, and complete: the files themselves are no longer needed
         return _mnist_identity(caches[0], source)
-
-    loaded = {file.name: idx.load(path, file) for file in idx.FILES if (path := found.get(file.name))}
     if missing:
-        try:
-            for content, packed in download_unless_failed(missing, mirrors, patience, retry=source == "download"):
-                stamp = in_first(bases, functools.partial(_store, f"{content.file.name}.gz", packed))
-                loaded[content.file.name] = (content, stamp)
-        except DownloadError as error:
-            if not found:
-                raise
-            raise RefusedError(_missing_text(root, missing, f"as they could not be downloaded either ({error})")) from None
-    contents = [loaded[file.name][0] for file in idx.FILES]
+        return None
+    return _decoded(root, source, "files", {file.name: idx.load(found[file.name], file) for file in idx.FILES})
+
+
+def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
+    """Download what is missing. Raises: DownloadError, where none of the files is there."""
+    bases = _bases(root)
+    found = idx.find(bases)
+    missing = [file for file in idx.FILES if file.name not in found]
+    loaded = {file.name: idx.load(path, file) for file in idx.FILES if (path := found.get(file.name))}
+    try:
+        for content, packed in download_unless_failed(missing, mirrors, patience, retry=source == "download"):
+            stamp = in_first(bases, functools.partial(_store, f"{content.file.name}.gz", packed))
+            loaded[content.file.name] = (content, stamp)
+    except DownloadError as error:
+        if not found:
+            raise
+        raise RefusedError(_missing_text(root, missing, f"as they could not be downloaded either ({error})")) from None
+    return _decoded(root, source, "download", loaded)
+
+
+def _decoded(root: Path, source: str, way: str, loaded: Mapping[str, tuple[idx.Content, idx.Stamp]]) -> dict[str, Any]:
+    """Put the checked contents into a cache, unless one holds them already."""
     record = {
         "name": "mnist",
-        "source": "download" if missing else "files",
-        "sha256": sha256,
+        "source": way,
+        "sha256": _sha256(),
         "root": str(root),
         "stamps": [vars(loaded[file.name][1]) for file in idx.FILES],
     }
+    bases = _bases(root)
+    caches = _caches(bases)
     if caches:
         return _mnist_identity(update_cache(caches[0], record), source)
-    return _mnist_identity(in_first(bases, lambda base: write_cache(base, name, contents, record)), source)
+    contents = [loaded[file.name][0] for file in idx.FILES]
+    return _mnist_identity(in_first(bases, lambda base: write_cache(base, _cache_name(), contents, record)), source)
+
+
+def _bases(root: Path) -> list[Path]:
+    return list(dict.fromkeys((root, user_cache())))
+
+
+def _caches(bases: Sequence[Path]) -> list[Cache]:
+    return [cache for base in bases if (cache := read_cache(base / CACHES / _cache_name()))]
+
+
+def _sha256() -> str:
+    return _joint_hash([file.sha256 for file in idx.FILES])
+
+
+def _cache_name() -> str:
+    return f"mnist-{_sha256()[:12]}"
 
 
 def _missing_text(root: Path, missing: Sequence[idx.IdxFile], end: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,3 +153,12 @@ class Starter(Protocol):
     def member(self, job: Job, server: Server | None = None) -> int:
         """Do this command's part of the job, like `Launcher.launch`."""
         ...
+
+
+def typed_again(launcher: Launcher) -> list[str]:
+    """Return, as they are typed, the settings of a launcher that run code or connect to others, and that are set.
+
+    A launcher names them as `typed_again`: they never count on the word of a run directory.
+    """
+    names: Sequence[str] = getattr(launcher, "typed_again", ())
+    return [f"launcher.{name}={json.dumps(value)}" for name in names if (value := getattr(launcher, name))]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, RefusedError, first_end
 from ddpexp.launch import Job, child
@@ -30,6 +30,8 @@ _ANSWER_SECONDS = 1.0
 @dataclass(frozen=True)
 class Elastic:
     """Type the same command on every machine; a range of machines, such as trainer.nodes=1:4, may come and go."""
+
+    typed_again: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles what it finds there
 
     max_restarts: int = 3
     rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"

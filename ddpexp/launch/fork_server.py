@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpexp.errors import RefusedError
+from ddpexp.launch.limits import reason, said_with_limit
 from ddpexp.launch.log import Log
+from ddpexp.launch.memory import Memory
 
 # What a worker needs before its first step. A missing name would cost seconds in every worker, so the tests hold the
 # list against what workers import; nothing here may ask CUDA for devices, for that breaks every forked GPU worker.
@@ -31,12 +33,17 @@ class Server:
     def __init__(self, start_method: str = "forkserver", preload: Sequence[str] = PRELOAD) -> None:
         """Start the process; returns at once, while it imports."""
         self.start_method = start_method
+        self._code: int | None = None  # of its end
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
         wanted = list(preload) if start_method == "forkserver" else []
         words = json.dumps([theirs.fileno(), os.getpid(), start_method, sys.path, wanted])
         # posix_spawn, for it neither copies this process nor runs any of its code in the child.
-        self.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", _PROGRAM, words], os.environ)
+        self.memory = Memory()  # the counters before anything of this run can be killed
+        try:
+            self.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", _PROGRAM, words], os.environ)
+        except OSError as error:
+            raise RefusedError(f"The fork server could not be started: {said_with_limit(error)}.") from None
         theirs.close()
 
     def start(
@@ -85,23 +92,42 @@ class Server:
             self.start(-1, entry, arguments, {}, log.fileno(), {})
             while answer := self.receive():
                 refuse_broken(answer)
+                if answer["kind"] == "failed":
+                    raise RefusedError(f"{answer['message']}.")
                 if answer["kind"] == "exit":
                     return answer["code"], "\n".join(log.new_lines(last=True))
         finally:
             log.close()
-        raise RefusedError("The fork server is gone: it was killed before any worker started.")
+        raise RefusedError(f"The fork server is gone before any worker started: {self.lost()[0]}")
+
+    def lost(self) -> tuple[str, int | None]:
+        """Say how the process ended, once `receive` has found it gone, and by which signal."""
+        code = self._wait()
+        signum = -code if code < 0 else None
+        how = f"was killed by {signal.Signals(signum).name}" if signum is not None else f"ended with exit code {code}"
+        text = f"the process that starts the workers {how}, and they with it"
+        # Libraries abort where memory cannot be had, and the kernel kills.
+        why = self.memory.verdict() if signum == signal.SIGKILL else reason(MemoryError())
+        return f"{text}: {why}" if why else text, signum
+
+    def _wait(self) -> int:
+        if self._code is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._code
 
     def destroy(self) -> None:
         """End the server by force, and with it every worker, also when it does not answer."""
-        os.kill(self.pid, signal.SIGKILL)  # it is a zombie at worst: `close` waits for it
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)  # it is a zombie at worst: `close` waits for it
 
     def close(self) -> None:
         """End the server, and with it every worker that is left; returns when it is gone."""
         if self.channel.fileno() == -1:
             return  # closed before, and the process id may be another's by now
         self.channel.close()
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._wait()
 
 
 def refuse_broken(answer: Mapping[str, Any]) -> None:
@@ -112,4 +138,6 @@ def refuse_broken(answer: Mapping[str, Any]) -> None:
     """
     if answer["kind"] == "ready" and answer["failed"]:
         name, error = next(iter(answer["failed"].items()))
-        raise RefusedError(f"The fork server could not import {name}: {error}. Is the installation complete?")
+        limit = reason(error)
+        advice = f"{limit[0].upper()}{limit[1:]}." if limit else "Is the installation complete?"
+        raise RefusedError(f"The fork server could not import {name}: {error}. {advice}")

@@ -7,12 +7,15 @@ import errno
 import fcntl
 import math
 import os
+import stat
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from ddpexp.errors import RefusedError
+from ddpexp.launch.limits import said_with_limit
 
 _BLOCK = 1 << 16
 _LOCK_SECONDS = 10.0  # for the processes of a start before this one to end
@@ -31,8 +34,7 @@ class Log:
         if folder is None:
             self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = (folder / f"{rank}.log").open("a+b", buffering=0)  # an attempt before this one may have written
+            self._file = _open(folder / f"{rank}.log")
             _lock(self._file, folder / f"{rank}.log")
         self._begin()
 
@@ -80,11 +82,27 @@ class Log:
 
     def add(self, text: str) -> None:
         """Append what the watcher knows of the worker's end."""
-        self._file.write(text.encode())
+        with suppress(OSError):  # the disk is full: it is in error.json, and on the terminal
+            self._file.write(text.encode())
 
     def close(self) -> None:
         """Close the watcher's end."""
         self._file.close()
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open to append, for an attempt before this one may have written; a link or a pipe may lead anywhere."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else said_with_limit(error)
+        raise RefusedError(f"{path} cannot be written: {why}.") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise RefusedError(f"{path} cannot be written: it is no plain file.")
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "a+b", buffering=0)
 
 
 def held_logs(folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.process import die_with_parent
 
 _PACKET = 1 << 20
@@ -58,11 +59,16 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
                 os.kill(pid, request["signal"])
         else:
             start = _fork if start_method == "forkserver" else _exec
-            pid = start(request, fds, (channel, wake))
-            children.add(pid)
+            try:
+                pid = start(request, fds, (channel, wake))
+            except OSError as error:  # no more processes: the command says so, and ends those that there are
+                text = f"the process of rank {request['rank']} could not be started: {said_with_limit(error)}"
+                _send(channel, {"kind": "failed", "rank": request["rank"], "error": type(error).__name__, "message": text})
+            else:
+                children.add(pid)
+                _send(channel, {"kind": "started", "rank": request["rank"], "pid": pid})
             for number in fds:
                 os.close(number)
-            _send(channel, {"kind": "started", "rank": request["rank"], "pid": pid})
 
 
 def _import(names: Sequence[str]) -> dict[str, str]:

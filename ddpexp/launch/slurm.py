@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
 from ddpexp.launch import Asked, Job, Layout, child, team
@@ -26,7 +26,7 @@ from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Published, by_key
 from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.process import end_with_parent
-from ddpexp.launch.terminal import Terminal
+from ddpexp.launch.terminal import Terminal, say
 
 _POLL_SECONDS = 1.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
@@ -37,6 +37,8 @@ _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAI
 @dataclass(frozen=True)
 class Slurm:
     """One task a node, which forks the node's workers from a warm server; options have the names that Slurm gives them."""
+
+    typed_again: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
 
     partition: str | None = None
     account: str | None = None
@@ -94,7 +96,7 @@ class Slurm:
         """Be the task of one node: start the node's workers; like `Launcher.launch`."""
         if "SLURM_STEP_ID" not in os.environ:  # written down nowhere: a job may be running there
             text = f"{job.folder} waits for srun: type sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}"
-            print(f"ddpexp: {text}", file=sys.stderr, flush=True)
+            say(f"ddpexp: {text}")
             return EXIT_REFUSED
         job.vacant = partial(_refuse_running, job.folder)
         job.asked = replace(job.asked, nodes="auto", gpus=self._workers(job))
@@ -122,7 +124,7 @@ class Slurm:
         """Have the job start again later when it is stopped for that, and say which start this is."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
-            print(f"ddpexp: restart {restarts} of Slurm job {_job_id()}", file=sys.stderr, flush=True)
+            say(f"ddpexp: restart {restarts} of Slurm job {_job_id()}")
         try:
             yield
         except StoppedError as error:
@@ -144,15 +146,16 @@ class Slurm:
         done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, errors="replace")
         if done.returncode:
             raise RefusedError(f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})")
-        sys.stderr.write(done.stderr)  # what the cluster has to say
+        if done.stderr.strip():  # what the cluster has to say
+            say(done.stderr.rstrip())
         job_id = done.stdout.strip().split(";")[0]
         if _status(run) == "submitted":  # not begun yet
             job.note("submitted", job_id=job_id)
         output = run / _log_name(run, job_id)
-        print(f"submitted job {job_id}  run directory {os.path.relpath(run)}", flush=True)
+        say(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
         if not self.wait:
             shown = shlex.quote(os.path.relpath(output))
-            print(f"follow it: tail -F {shown}    queue: squeue -j {job_id}    end it: scancel {job_id}")
+            say(f"follow it: tail -F {shown}    queue: squeue -j {job_id}    end it: scancel {job_id}", sys.stdout)
             return EXIT_DONE
         return self._wait(job, job_id, run, output)
 
@@ -161,7 +164,7 @@ class Slurm:
         try:
             state, code = _follow(job_id, output)
         except StoppedError as error:  # of this command, which has nothing to do any more; not of the job
-            print(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}", file=sys.stderr, flush=True)
+            say(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}")
             return error.exit_code
         if state == "FORGOTTEN":  # long ago, while this command was not looking
             return EXIT_DONE if _status(run) == "done" else EXIT_FAILED
@@ -169,7 +172,7 @@ class Slurm:
             text = f"job {job_id} ended as {state} before its command began: see {output}"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
         if code:
-            print(f"ddpexp: job {job_id} ended as {state}", file=sys.stderr, flush=True)
+            say(f"ddpexp: job {job_id} ended as {state}")
         return code
 
     def _step(self, job: Job, nodes: int) -> int:
@@ -450,6 +453,7 @@ def _follow(job_id: str, output: Path) -> tuple[str, int]:
                 return state, EXIT_FAILED if code == EXIT_DONE and state != "COMPLETED" else code
             time.sleep(_POLL_SECONDS)
     finally:
+        terminal.close()
         if shown is not None:
             shown.close()
 

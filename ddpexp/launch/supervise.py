@@ -20,6 +20,7 @@ from ddpexp.launch.control import SIGNALS, Lines, Page
 from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Meeting, Peer
+from ddpexp.launch.memory import Memory
 from ddpexp.launch.terminal import Terminal
 from ddpexp.launch.watchdog import Watchdog, is_stack
 
@@ -36,13 +37,14 @@ _COMMAND, _ELSEWHERE = -1, 1 << 32  # sources of signals that are no rank; of an
 _LAST_LINES = 20
 _FAREWELL_SECONDS = 10.0  # for the other commands' last words, when this one's workers have ended
 _KILL_SECONDS = 2.0  # for the fork server to end its workers; one that does not is ended itself, and they with it
-_SERVER_LOST = "the process that starts the workers was killed, and they with it (is the machine out of memory?)"
+_LOADER_KILLED = "killed by signal: Killed"  # what torch says of a DataLoader worker
 
 
 class Server(Protocol):
     """What starts workers on request and reports their ends."""
 
     channel: socket.socket
+    memory: Memory
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next answer, or None when the server is gone."""
@@ -50,6 +52,10 @@ class Server(Protocol):
 
     def kill(self, signum: int, spared: int | None = None) -> None:
         """Send a signal to every living worker, but for the process `spared`."""
+        ...
+
+    def lost(self) -> tuple[str, int | None]:
+        """Say how it ended, once it is gone, and by which signal."""
         ...
 
     def destroy(self) -> None:
@@ -74,6 +80,7 @@ class Worker:
     trains: bool = False  # or did
     step: int | None = None
     failure: Failure | None = None
+    killed_for: str | None = None  # what the kernel has counted, where it was killed by SIGKILL
     failed_at: float = 0.0  # when the watcher heard of it
     dumps: int = 0  # SIGQUITs from here that it has not passed on yet
 
@@ -345,15 +352,25 @@ def _answer(server: Server, watch: _Watch, terminal: Terminal) -> bool:
         for worker in watch.workers:
             if worker.code is None:
                 worker.code = -signal.SIGKILL
-                worker.failure = worker.failure or replace(_failure(worker, "ServerLost", _SERVER_LOST), traceback=None)
+                if worker.failure is None and not worker.ended:
+                    worker.failure = _server_lost(worker, server)
         return False
     refuse_broken(message)
     if message["kind"] == "started":
         next(worker for worker in watch.workers if worker.rank == message["rank"]).pid = message["pid"]
+    elif message["kind"] == "failed":  # the server could not fork
+        worker = next(worker for worker in watch.workers if worker.rank == message["rank"])
+        worker.code, worker.failed_at = EXIT_FAILED, time.monotonic()
+        worker.failure = replace(_failure(worker, message["error"], message["message"]), traceback=None)
+        watch.failed_at = watch.failed_at or worker.failed_at
     elif message["kind"] == "exit":
         worker = next(worker for worker in watch.workers if worker.pid == message["pid"])
         worker.code = message["code"]
+        if worker.code == -signal.SIGKILL and not worker.ended:
+            worker.killed_for = server.memory.verdict()
         _listen(worker, watch, terminal)  # its last words
+        if worker.failure is not None and _LOADER_KILLED in worker.failure.message and (why := server.memory.verdict()):
+            worker.failure = replace(worker.failure, message=f"{worker.failure.message} ({why})")
         if not worker.well:
             worker.failed_at = worker.failed_at or time.monotonic()
             watch.failed_at = watch.failed_at or worker.failed_at
@@ -638,7 +655,13 @@ def _cause(worker: Worker) -> Failure:
         message = f"the process ended with exit code {code} before its work was done"
         return _failure(worker, "SystemExit", message, exit_code=code if 3 <= code <= 125 else EXIT_FAILED)
     kind = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-    return _failure(worker, kind, f"killed by {kind}", signum=-code)
+    why = f": {worker.killed_for}" if worker.killed_for else ""
+    return _failure(worker, kind, f"killed by {kind}{why}", signum=-code)
+
+
+def _server_lost(worker: Worker, server: Server) -> Failure:
+    text, signum = server.lost()
+    return replace(_failure(worker, "ServerLost", text, signum), traceback=None)
 
 
 def _failure(worker: Worker, kind: str, message: str, signum: int | None = None, exit_code: int = EXIT_FAILED) -> Failure:

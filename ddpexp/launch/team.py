@@ -20,6 +20,7 @@ from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lin
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.hardware import cores_quota, gpu_names, usable_core_numbers
 from ddpexp.launch.layout import resolve
+from ddpexp.launch.limits import refuse_few_files
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Meeting, Way, join, lead
 from ddpexp.launch.network import LOOPBACK, boot_id, interface_of, is_loopback
@@ -58,6 +59,7 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     world_size = place.size if place.told else mine.world_size * place.size
     layout = replace(mine, nodes=place.nodes or 1, world_size=world_size)
     job.check(layout)
+    refuse_few_files(1 if place.told else mine.world_size, world_size)
     if place.size == 1 or way is None:
         job.begin(layout, Crew([platform.node()], [place.owner] if place.owner else [], place.restarted))
         return _watch(job, layout, Seat(0, world_size, 0, world_size, 0, False, True), None, server)

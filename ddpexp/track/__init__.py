@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ddpexp.secrets import masked_tree
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -69,7 +71,8 @@ class Many:
         self._trackers = tuple(trackers)
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Tell each."""
+        """Tell each; the names, which the recipe chooses, without secrets."""
+        values = masked_tree(values)
         for tracker in self._trackers:
             tracker.scalars(step, epoch, values)
 

@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead anywhere
+
 
 class Appending:
     """Append to a file. What cannot be written now is tried again with the next record: training does not end for it."""
@@ -27,7 +29,7 @@ class Appending:
         """Try to bring everything to the file."""
         try:
             if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._descriptor = os.open(self.path, _FLAGS, 0o644)
             if self._waiting:
                 self._append(self._descriptor)
         except OSError as error:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from ddpexp.launch.control import Control
+from ddpexp.printable import one_line
 from ddpexp.track import Null
 
 
@@ -34,6 +35,7 @@ class Progress(Null):
 
 
 def _shown(name: str, value: float) -> str:
+    name = one_line(name)  # the recipe has chosen it
     if name.endswith("accuracy"):
         return f"{name} {value:.2%}"
     if name == "samples_per_second":

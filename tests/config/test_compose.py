@@ -178,7 +178,10 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
         ("run.code=/", "run.code=/ cannot be set: type --config-dir DIR to use the code beside DIR."),
         ("run=null", "run=None is not a section: set its keys, such as run.dir=... ."),
         ("optimizer.lr=${nope}", "optimizer.lr: Interpolation key 'nope' not found"),
-        ("optimizer.lr=${oc.env:DDPEXP_NOT_SET}", "optimizer.lr: \"Environment variable 'DDPEXP_NOT_SET' not found\""),
+        (
+            "optimizer.lr=${oc.env:DDPEXP_NOT_SET}",
+            "optimizer.lr is read from the environment, and DDPEXP_NOT_SET is not set there: export DDPEXP_NOT_SET=... first.",
+        ),
         ("task._target_=os.system", "task._target_=os.system is not allowed: a configuration may name"),
         ("+model.a={b:[{_target_:os.system}]}", "model.a.b[0]._target_=os.system is not allowed"),
         ("launcher._target_=subprocess.run", "launcher._target_=subprocess.run is not allowed"),

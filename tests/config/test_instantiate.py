@@ -65,6 +65,7 @@ STRANGERS = [
 ]
 
 
+@pytest.mark.fault("S4")
 @pytest.mark.parametrize("target", STRANGERS)
 @pytest.mark.parametrize("where", ["model", "model.layers[3].inner", "data", "task"])
 def test_names_outside_the_allowlist_are_refused_with_their_key(target: str, where: str) -> None:
@@ -94,6 +95,7 @@ def test_a_target_that_is_no_text_is_refused(target: Any) -> None:
         ({"model": ({"_target_": "os.system"},)}, "model[0]._target_"),
     ],
 )
+@pytest.mark.fault("S4")
 def test_a_stranger_is_found_anywhere_in_the_tree(tree: Any, key: str) -> None:
     with pytest.raises(RefusedError) as caught:
         refuse_untrusted(tree, Trust())

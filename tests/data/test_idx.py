@@ -63,6 +63,7 @@ WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
+@pytest.mark.fault(57, "S11")
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("source", ["files", "auto", "download"])
 def test_wrong_file_is_refused_with_its_name_and_fault(wrong: str, source: str, root: Path, small: Small, server: Server) -> None:
@@ -77,6 +78,7 @@ def test_wrong_file_is_refused_with_its_name_and_fault(wrong: str, source: str, 
     assert tree(root) == {f"{name}.gz" for name in NAMES}
 
 
+@pytest.mark.fault(57, "S11")
 def test_gzip_bomb_is_refused_after_a_little_of_it(root: Path, small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / f"{TEST_IMAGES}.gz").write_bytes(gzip.compress(small.unpacked[TEST_IMAGES][:16] + bytes(300_000_000), 1))
     unpacked = 0

@@ -71,6 +71,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
 }
 
 
+@pytest.mark.fault(57, 58)
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
 def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(bad: str, small: Small, server: Server, tmp_path: Path) -> None:
     make, fault = BAD_ANSWERS[bad]
@@ -84,6 +85,7 @@ def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(bad: str, small: S
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.fault(58)
 @pytest.mark.parametrize("bad", sorted(BAD_ANSWERS.keys() - {"dripping"}))  # which uses up the time of all mirrors
 def test_second_mirror_serves_where_the_first_is_bad(
     bad: str, small: Small, server: Server, other_server: Server, tmp_path: Path
@@ -97,6 +99,7 @@ def test_second_mirror_serves_where_the_first_is_bad(
     assert other_server.asked[0] == TRAIN_LABELS
 
 
+@pytest.mark.fault(58)
 def test_name_look_up_that_hangs_is_cut_off(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 

@@ -81,6 +81,6 @@ def _names_in(folder: Path, kept: tuple[str, ...]) -> Iterator[Path]:
 def _left_on_the_machine() -> set[Path]:
     """Return the names of shared memory, and the ports that processes of ours listen on."""
     listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=False).stdout.splitlines()
-    ours = {f"pid={pid}," for pid in ddpexp_processes()}
+    ours = [f"pid={pid}," for pid in ddpexp_processes()]
     ports = {Path(line.split()[3]) for line in listening if any(pid in line for pid in ours)}
     return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "ddpexp", "psm", "sem"))} | ports

@@ -76,7 +76,7 @@ def trained(run: Path, steps: int) -> bool:
 
 def pid_of(rank: int) -> int:
     """Return the process of a rank on this host; only one run may be there."""
-    found = _of_rank(rank)
+    found = processes_of(rank)
     return next(pid for pid, parent in found.items() if parent not in found)
 
 
@@ -85,7 +85,13 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def _of_rank(rank: int) -> dict[int, int]:
+def loader_workers(rank: int) -> list[int]:
+    """Return the DataLoader workers of a rank on this host; only one run may be there."""
+    found = processes_of(rank)
+    return sorted(pid for pid, parent in found.items() if parent in found)
+
+
+def processes_of(rank: int) -> dict[int, int]:
     """Return the processes that write to a rank's log, each with its parent; forks do not change what /proc calls environ."""
     found = {}
     for pid in ddpexp_processes():

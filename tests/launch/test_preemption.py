@@ -238,6 +238,7 @@ def polls(tmp_path: Path, environ: dict[str, str]) -> Polls:
 # ------------------------------------------------------------------------------------------------------------ the signals
 
 
+@pytest.mark.fault(8, 9, 15, 16)
 @pytest.mark.parametrize("whom", ["command", "rank", "all"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2], ids=lambda number: number.name)
 def test_a_signal_has_every_rank_stop_after_the_same_step(polls: Polls, number: signal.Signals, whom: str) -> None:
@@ -280,6 +281,7 @@ def test_rank_zeros_wishes_are_followed_by_all_and_the_end_is_an_end(polls: Poll
     assert len({line.split()[1] for line in told}) == len(told)
 
 
+@pytest.mark.fault(11)
 def test_a_signal_before_the_training_ends_all_at_once(polls: Polls) -> None:
     polls.start(2, "builds").signal(signal.SIGTERM, "command")
     [done] = polls.finish(5)
@@ -308,6 +310,7 @@ def test_the_end_of_the_job_replaces_the_stop_that_was_to_go_on_later(polls: Pol
 # ---------------------------------------------------------------------------------------------------- what does not go well
 
 
+@pytest.mark.fault(17)
 def test_what_does_not_save_in_time_is_killed(polls: Polls) -> None:
     polls.start(2, "long", grace_seconds=2)
     wait_for(lambda: bool(polls.marks("long")))
@@ -316,6 +319,7 @@ def test_what_does_not_save_in_time_is_killed(polls: Polls) -> None:
     assert (done.code, done.err) == (143, "interrupted by SIGTERM; step 5 saved: False\n")
 
 
+@pytest.mark.fault(13)
 @pytest.mark.parametrize("whom", ["command", "rank zero"])
 def test_a_second_signal_within_two_seconds_is_the_same_and_a_later_one_ends_at_once(polls: Polls, whom: str) -> None:
     polls.start(2, "long")

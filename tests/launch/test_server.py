@@ -61,6 +61,7 @@ def test_nothing_outlives_a_killed_command(recipe: Recipe, moment: str) -> None:
     assert finish(process, run).code == -signal.SIGKILL
 
 
+@pytest.mark.fault(7)
 @pytest.mark.parametrize("moment", ["importing", "training"])
 def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, moment: str) -> None:
     count, begun = MOMENTS[moment]

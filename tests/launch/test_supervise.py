@@ -127,6 +127,7 @@ def failed(done: Done) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.fault(1, 2, 61)
 @pytest.mark.parametrize(
     ("words", "phase", "step"),
     [
@@ -156,6 +157,7 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words:
     assert "no luck" in (done.run / "ranks/1.log").read_text()
 
 
+@pytest.mark.fault(3, 4, 18, 19)
 @pytest.mark.parametrize(
     ("rank", "how", "code", "kind", "signum", "message"),
     [
@@ -201,6 +203,7 @@ def recorded(run: Path) -> bool:
     return (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 3
 
 
+@pytest.mark.fault(8, 10, 16)
 @pytest.mark.parametrize(
     ("signum", "group", "moment"),
     [
@@ -240,6 +243,7 @@ def stopped(done: Done, signum: signal.Signals) -> None:
     assert [record["step"] for record in written] == list(range(1, len(written) + 1))
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("items", [(), ITEMS], ids=["", "with loaders"])
 @pytest.mark.parametrize("last", [True, False], ids=["the command last", "the command first"])
 def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_signal(
@@ -259,6 +263,7 @@ def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_si
     assert f"; saved at step {done.result()['step']} in " in done.err
 
 
+@pytest.mark.fault(11)
 def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
     process, run = slow(recipe, tmp_path)
     wait_for(lambda: len(session(process.pid)) == 2)
@@ -269,6 +274,7 @@ def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_
     assert "Traceback" not in done.err
 
 
+@pytest.mark.fault(11)
 def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
     process, run = slow(recipe, tmp_path)
     wait_for((run / "ranks").exists)  # the command has asked for workers, the server has still to import
@@ -281,6 +287,7 @@ def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe
     assert "Traceback" not in done.err
 
 
+@pytest.mark.fault(14)
 def test_ctrl_c_in_a_terminal_ends_the_run_cleanly(recipe: Recipe, tmp_path: Path) -> None:
     words, run = recipe.words("task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=500", "trainer.gpus=2")
     environ: Any = recipe.ddpexp.environ
@@ -296,6 +303,7 @@ def test_ctrl_c_in_a_terminal_ends_the_run_cleanly(recipe: Recipe, tmp_path: Pat
     stopped(done, signal.SIGINT)
 
 
+@pytest.mark.fault(13, 17)
 def test_a_second_signal_after_two_seconds_kills_a_rank_that_ignores_the_first(recipe: Recipe) -> None:
     process, run = recipe.start("task._target_=points.Act", "+task.how=hang", "trainer.gpus=2")
     wait_for((recipe.ddpexp.folder / "hangs").exists)

@@ -1,0 +1,282 @@
+"""torch's DataLoader for one rank, and what is said when one of its workers fails."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import mmap
+import os
+import secrets
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate, get_worker_info
+
+from ddpexp.data.samples import called, code_error, form, odd_one, origin, tensors_of
+from ddpexp.errors import CodeError, DdpexpError
+from ddpexp.launch.process import die_with_parent
+from ddpexp.seeds import seed_everything
+
+Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
+
+_sockets: Any = connection
+_python_address = _sockets.arbitrary_address
+_SHARED = "/dev/shm"
+_SMALL = 64 << 20  # bytes of shared memory: what a container has unless it is given more
+_DUMP_SECONDS = 0.5  # for a worker to write where it is
+
+
+class LoaderError(DdpexpError):
+    """A DataLoader worker died, hangs, or has no room for its batches."""
+
+
+def load(
+    data: Any, name: str, keys: Iterator[Key], num_workers: int, device: torch.device, timeout_seconds: float
+) -> Iterator[Any]:
+    """Yield a batch for each key, in order: one loader for the whole way, so its workers live across epochs.
+
+    `name` is what the set is called in messages; `timeout_seconds` is how long workers may give nothing, 0 for ever.
+
+    Raises:
+        CodeError: the data set raised an error. LoaderError: a worker died, hangs, or has no room for its batches.
+    """
+    asked: deque[list[int]] = deque()
+    page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast("q")  # shared: of each worker its process and its sample
+    pids, places = page[:num_workers], page[num_workers:]
+    loader: DataLoader[Any] = DataLoader(
+        _Fetch(data, name, places),  # type: ignore[arg-type]
+        batch_sampler=_Noted(keys, asked),  # type: ignore[arg-type]
+        num_workers=num_workers,
+        collate_fn=_as_it_is,
+        pin_memory=device.type == "cuda",
+        timeout=timeout_seconds if num_workers else 0,
+        worker_init_fn=partial(_start_worker, os.getpid(), pids) if num_workers else None,
+        generator=torch.Generator().manual_seed(0),  # its own draw must not move the global generator
+    )
+    try:
+        batches = iter(loader)
+    except OSError as error:  # its semaphores are there too
+        raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
+    received = 0
+    with _deaths(pids):
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if isinstance(error.__cause__, LoaderError):  # torch catches what a signal's handler raises while it waits
+                    raise error.__cause__ from None
+                if "timed out" not in str(error):
+                    raise
+                worker = received % num_workers  # torch asks the workers in turn
+                _dump(pids[worker])
+                stuck = [places[worker]] if places[worker] in asked[0] else asked[0]
+                raise _silent(worker, called(data, stuck, name), timeout_seconds) from None
+            received += 1
+            asked.popleft()
+            if isinstance(batch, DdpexpError):
+                raise batch
+            yield batch
+
+
+def shared_memory_warning(num_workers: int) -> str | None:
+    """Return a sentence where DataLoader workers will have little room for their batches, else None."""
+    size, _ = _shared_memory()
+    if not num_workers or size is None or size >= _SMALL:
+        return None
+    return (
+        f"{_SHARED} has {size / 1e6:,.1f} MB on this host, little for the batches of data.num_workers={num_workers} "
+        f"DataLoader workers a rank: enlarge it (docker run --shm-size=1g), or use data.num_workers=0"
+    )
+
+
+def _shared_memory() -> tuple[int | None, int | None]:
+    """Return the size of this host's shared memory and what is free of it. Units: bytes."""
+    try:
+        found = os.statvfs(_SHARED)
+    except OSError:
+        return None, None
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """A data set that makes whole batches, with every generator seeded first, in whatever process.
+
+    An error is returned, for torch would wrap one that is raised in a text of its own and lose its name.
+    """
+
+    data: Any
+    name: str
+    places: memoryview  # where a worker says which sample it is at, where they are fetched one by one
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitems__(self, key: Key) -> Any:
+        seed, indices = key
+        seed_everything(seed)
+        try:
+            return self._collated(self._samples(indices), indices)
+        except (CodeError, LoaderError) as error:
+            return error
+
+    def _samples(self, indices: list[int]) -> Any:
+        data, places = origin(self.data, indices)
+        fetch = getattr(data, "__getitems__", None)  # torch's own optional protocol
+        info = get_worker_info()
+        worker = info.id if info is not None else 0
+        samples: list[Any] = []
+        try:
+            if fetch:
+                self.places[worker] = -1
+                return fetch(places)
+            for index, place in zip(indices, places, strict=True):
+                self.places[worker] = index
+                samples.append(data[place])
+            return samples
+        except Exception as error:
+            raise code_error(error, self._called(indices if fetch else [indices[len(samples)]])) from None
+
+    def _collated(self, samples: Any, indices: list[int]) -> Any:
+        try:
+            return _in_shared_memory(default_collate(samples))
+        except Exception as error:
+            if get_worker_info() is not None and _is_no_room(error):
+                raise _no_room() from None
+            other = odd_one(samples)
+            if other is None:
+                raise code_error(error, self._called(indices)) from None
+            pair = [indices[0], indices[other]]
+            differs = f"{self._called(pair)} do not fit into one batch: {form(samples[0])} and {form(samples[other])}"
+            raise code_error(error, differs) from None
+
+    def _called(self, indices: list[int]) -> str:
+        info = get_worker_info()
+        where = f", in DataLoader worker {info.id}" if info is not None else ""
+        return f"{called(self.data, indices, self.name)}{where}"
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """A batch sampler that is an iterator: it knows its place and has no state to save. Notes what it was asked for."""
+
+    keys: Iterator[Key]
+    asked: deque[list[int]]
+
+    def __iter__(self) -> Iterator[Key]:
+        for key in self.keys:
+            self.asked.append(key[1])
+            yield key
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _in_shared_memory(batch: Any) -> Any:
+    """Move what a worker hands over into shared memory here: in torch's own thread a lack of room would only be printed."""
+    if get_worker_info() is None:
+        return batch
+    for tensor in tensors_of(batch):
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
+    return batch
+
+
+def _is_no_room(error: Exception) -> bool:
+    return isinstance(error, RuntimeError | OSError) and any(word in str(error) for word in ("shared memory", "shm"))
+
+
+def _no_room() -> LoaderError:
+    size, free = _shared_memory()
+    found = f"{size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB of it free" if size is not None and free is not None else "too little"
+    return LoaderError(
+        f"the batches of the DataLoader workers do not fit into shared memory: {_SHARED} of this host has {found}. "
+        f"Enlarge it (docker run --shm-size=1g), or use data.num_workers=0, or a smaller trainer.micro_batch_size."
+    )
+
+
+@contextmanager
+def _deaths(pids: memoryview) -> Iterator[None]:
+    """Raise an error in this process as soon as one of its workers dies; torch's own text knows neither its number nor why."""
+    if not pids.nbytes or threading.current_thread() is not threading.main_thread():  # signals are for the main thread
+        yield
+        return
+
+    def look(number: int, frame: FrameType | None) -> None:
+        for worker, pid in enumerate(pids):
+            problem = _death(pid)
+            if problem is not None:
+                raise _no_room() if problem == "was killed by SIGBUS" else LoaderError(_told(worker, problem))
+        if callable(before):
+            before(number, frame)
+
+    before = signal.signal(signal.SIGCHLD, look)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def _death(pid: int) -> str | None:
+    """Say how a child ended that should be alive; leaves it to be waited for."""
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if pid else None
+    except ChildProcessError:  # waited for already, or that of another process: a worker's own children have this handler too
+        return None
+    if found is None or (found.si_code == os.CLD_EXITED and found.si_status == 0):
+        return None
+    if found.si_code == os.CLD_EXITED:
+        return f"ended with exit code {found.si_status}"
+    return f"was killed by {signal.Signals(found.si_status).name}"
+
+
+def _silent(worker: int, samples: str, seconds: float) -> LoaderError:
+    return LoaderError(
+        f"DataLoader worker {worker} has given nothing for {seconds:g} s (trainer.timeout.data_seconds={seconds:g}): it is at "
+        f"{samples}, and its stack is in the log of this rank. Raise trainer.timeout.data_seconds if a batch takes that long."
+    )
+
+
+def _told(worker: int, problem: str) -> str:
+    text = f"DataLoader worker {worker} {problem}, and its batches are lost"
+    if problem.endswith("SIGKILL"):
+        return f"{text}: out of memory? Fewer data.num_workers need less."
+    return f"{text}: what it said last is in the log of this rank."
+
+
+def _dump(pid: int) -> None:
+    """Have a worker write its stack, where this process has prepared that before the worker was forked."""
+    if pid and callable(signal.getsignal(signal.SIGQUIT)):
+        os.kill(pid, signal.SIGQUIT)
+        time.sleep(_DUMP_SECONDS)
+
+
+def _address_without_file(family: str) -> Any:
+    """Return an address for a local socket in the kernel's own name space. Source: unix(7), abstract sockets."""
+    return f"\0ddpexp-{os.getpid()}-{secrets.token_hex(8)}" if family == "AF_UNIX" else _python_address(family)
+
+
+def _start_worker(parent: int, pids: memoryview, worker: int) -> None:
+    """Live as long as the rank, whatever schedulers send to all processes of a job: it is the rank that is asked to stop."""
+    die_with_parent(parent)
+    pids[worker] = os.getpid()
+    # Batches are handed over through a socket, whose file would outlive a worker that is killed: give it a name without a file.
+    # Who connects must know the key that only the rank and its workers have.
+    _sockets.arbitrary_address = _address_without_file
+    faulthandler.disable()  # torch's handlers for crashes, which have no stack to show, came after the rank's
+    faulthandler.enable()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the rank's looks after its own children

@@ -1,0 +1,75 @@
+"""Which samples an error of the user's data is about."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpexp.data.datasets import Subset
+from ddpexp.errors import CodeError
+
+_SHOWN = 5  # indices of a batch
+
+
+def code_error(error: Exception, called: str) -> CodeError:
+    """Return the user's error under its own name, with the samples it is about; call where it is caught."""
+    return CodeError(type(error).__name__, f"{error} ({called})".strip(), traceback.format_exc())
+
+
+def called(data: Any, indices: Sequence[int], name: str) -> str:
+    """Return what samples of a set are called in a message: their numbers in it, and in the set that it is a part of."""
+    text = f"{'sample' if len(indices) == 1 else 'samples'} {_few(indices)} of {len(data):,} in `{name}`"
+    whole, places = origin(data, indices)
+    if whole is data:
+        return text
+    return f"{text}, which {'is' if len(indices) == 1 else 'are'} {_few(places)} of the {len(whole):,} in the whole set"
+
+
+def origin(data: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
+    """Return the set that parts were taken from, and the samples' numbers in it."""
+    while True:
+        if type(data) is torch.utils.data.Subset:
+            data, indices = data.dataset, [data.indices[index] for index in indices]
+        elif isinstance(data, Subset):
+            data, indices = data.data, data.places(torch.tensor(indices)).tolist()
+        else:
+            return data, indices
+
+
+def odd_one(samples: Sequence[Any]) -> int | None:
+    """Return the first sample that is of another form than the one at 0, or None."""
+    return next((number for number, sample in enumerate(samples) if form(sample) != form(samples[0])), None)
+
+
+def form(sample: Any) -> str:
+    """Describe a sample: types and shapes, as in `(float32[28, 28], int)`."""
+    if isinstance(sample, Mapping):
+        return f"{{{', '.join(f'{key}: {form(value)}' for key, value in sample.items())}}}"
+    if isinstance(sample, tuple | list):
+        return f"({', '.join(map(form, sample))})"
+    if isinstance(sample, Tensor):
+        return f"{str(sample.dtype).removeprefix('torch.')}{list(sample.shape)}"
+    if hasattr(sample, "dtype") and hasattr(sample, "shape"):  # an array or a number of numpy
+        return f"{sample.dtype}{list(sample.shape)}"
+    return type(sample).__name__
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Yield every tensor of a nest of tuples, lists and mappings."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_of(value)
+    elif isinstance(batch, tuple | list):
+        for value in batch:
+            yield from tensors_of(value)
+
+
+def _few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(str(number) for number in numbers[:_SHOWN])
+    return shown + (f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else "")

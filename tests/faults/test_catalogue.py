@@ -1,0 +1,38 @@
+"""Every fault and threat of the catalogue has a test that puts it into a real run, and a line that says what users see."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+CATALOGUE = [
+    *map(str, [*range(1, 29), *range(31, 36), *range(54, 67), 70, 71]),
+    *(f"S{number}" for number in (1, 4, 5, 6, 7, 9, 10, 11, 16, 17, 18)),
+]
+LEFT_OUT = {"66"}  # of sweeps, which are not there yet
+
+
+def tested() -> dict[str, set[str]]:
+    """Return the files of the tests that are marked with each number."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.fault":
+                for argument in node.args:
+                    found.setdefault(str(ast.literal_eval(argument)), set()).add(path.name)
+    return found
+
+
+def test_every_fault_has_a_test() -> None:
+    found = tested()
+    assert set(CATALOGUE) - set(found) == LEFT_OUT
+    assert set(found) <= set(CATALOGUE)
+
+
+def test_every_fault_stands_in_the_documentation() -> None:
+    rows = re.findall(r"^\| ([S\d, ]+?) \|", Path(ROOT / "docs/reliability.md").read_text(), re.MULTILINE)
+    named = [number for row in rows for number in row.split(", ")]
+    assert sorted(named) == sorted(CATALOGUE)

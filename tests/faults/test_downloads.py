@@ -1,0 +1,211 @@
+"""Files of data that are wrong, mirrors that fail, and commands that all want the same data at once."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Done, finish
+from tests.data.conftest import NAMES, TEST_IMAGES, TEST_LABELS, Server, serve
+
+# The real command, but for the addresses of the mirrors and its patience with them, which no user can set.
+PROGRAM = """\
+import sys
+from ddpexp.data import mirrors, mnist_files
+
+address, stall, *words = sys.argv[1:]
+patience = mirrors.Patience(first=10.0, stall=float(stall), total=20.0)
+mnist_files.prepare.__kwdefaults__.update(mirrors=(address,), patience=patience)
+sys.argv[1:] = words
+from ddpexp.__main__ import run
+run()
+"""
+SHORT = ("recipe=mnist", "model=linear", "trainer.max_steps=1", "trainer.eval_every=0", "logger=none", "trainer.gpus=1")
+
+
+@pytest.fixture
+def mirror(mnist_root: Path) -> Iterator[Server]:
+    """A mirror with the real files."""
+    for server in serve():
+        server.answers |= {name: (mnist_root / f"{name}.gz").read_bytes() for name in NAMES}
+        yield server
+
+
+class Commands:
+    """Commands of one user of one host."""
+
+    def __init__(self, folder: Path, environ: dict[str, str]) -> None:
+        self.folder, self.root = folder, folder / "data"
+        self.environ = {**environ, "XDG_CACHE_HOME": str(folder / "cache"), "no_proxy": "*"}
+        self._count = 0
+
+    def start(self, address: str, *words: str, stall: float = 1.0) -> tuple[subprocess.Popen[str], Path]:
+        self._count += 1
+        run = self.folder / f"run{self._count}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(stall), *SHORT, f"data.root={self.root}", f"run.dir={run}", *words],
+            cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        return process, run
+
+    def __call__(self, address: str, *words: str) -> Done:
+        return finish(*self.start(address, *words), timeout=40)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, environ: dict[str, str]) -> Commands:
+    return Commands(tmp_path, environ)
+
+
+@pytest.fixture
+def files(commands: Commands, mnist_root: Path) -> Path:
+    """A data.root with files that a test may change."""
+    commands.root.mkdir()
+    for name in NAMES:
+        shutil.copy(mnist_root / f"{name}.gz", commands.root)
+    return commands.root
+
+
+def refused(done: Done) -> str:
+    """Check that the command was refused with one sentence, and left nothing behind."""
+    assert (done.code, done.out) == (2, ""), (done.out, done.err)
+    assert done.err.count("\n") == 1, done.err
+    assert not done.run.exists()
+    return done.err
+
+
+def bomb(size: int) -> bytes:
+    """Make gzip data that unpacks to `size` zeros and more, a thousand times as many as it has bytes."""
+    pack = zlib.compressobj(9, zlib.DEFLATED, -15)
+    million = pack.compress(bytes(1 << 20)) + pack.flush(zlib.Z_FULL_FLUSH)
+    return b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + million * (size >> 20)
+
+
+# --- Files ---
+
+WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "truncated": (lambda packed: packed[:1000], "is cut off: its gzip data ends before the 10,008 bytes it must unpack to"),
+    "web page": (
+        lambda packed: b"<!DOCTYPE html><p>Sign in</p>",
+        "is a web page (it begins with b'<!DOCTYPE html><p>Si'), not data",
+    ),
+    "bomb with a true beginning": (
+        lambda packed: gzip.compress(gzip.decompress(packed)) + bomb(4 << 30),
+        "has more than 10,008 bytes once unpacked",
+    ),
+}
+
+
+@pytest.mark.fault(57, "S11")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_file_is_refused_before_any_worker_starts(commands: Commands, files: Path, wrong: str) -> None:
+    spoil, fault = WRONG[wrong]
+    path = files / f"{TEST_LABELS}.gz"
+    path.write_bytes(spoil(path.read_bytes()))
+    process, run = commands.start("http://127.0.0.1:9/", "data.source=files")
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    text = refused(finish(process, run))
+    assert text.startswith(f"ddpexp: {path} {fault}")
+    assert f"replace it by the true {TEST_LABELS}, or delete it and set data.source=download" in text
+    assert used.ru_maxrss < 1 << 20, "a gigabyte"  # the bombs are of four; torch is in the fork server, which is counted too
+    assert sorted(entry.name for entry in files.iterdir()) == sorted(f"{name}.gz" for name in NAMES)
+
+
+# --- Mirrors ---
+
+
+def hang_up(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000000")
+    handler.end_headers()
+    handler.wfile.write(gzip.compress(os.urandom(2000))[:1003])
+
+
+def unavailable(handler: BaseHTTPRequestHandler) -> None:
+    handler.send_error(503)
+
+
+def stall(handler: BaseHTTPRequestHandler) -> None:
+    hang_up(handler)
+    handler.wfile.flush()
+    time.sleep(2)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "cut": (hang_up, "is cut off|broke off"),
+    "503": (unavailable, "HTTP Error 503: Service Unavailable"),
+    "slow": (stall, "stopped coming after 1,003 bytes"),
+    "bomb": (bomb(4 << 30), "goes on after 7,840,016 bytes|magic number 0"),
+}
+
+
+@pytest.mark.fault(57, 58, "S11")
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_mirror_is_refused_with_its_address_and_nothing_is_kept(commands: Commands, mirror: Server, bad: str) -> None:
+    answer, fault = BAD[bad]
+    mirror.answers[TEST_IMAGES] = answer
+    begin = time.monotonic()
+    text = refused(commands(mirror.address, "data.source=download"))
+    assert time.monotonic() - begin < 8
+    assert f"MNIST could not be downloaded ({mirror.address}: " in text
+    assert re.search(fault, text), text
+    assert not commands.root.exists()
+
+
+# --- Several at once ---
+
+
+@pytest.mark.fault(59)
+def test_of_several_commands_without_data_one_downloads_and_all_train(commands: Commands, mirror: Server) -> None:
+    several = [commands.start(mirror.address, "data.source=download") for _ in range(3)]
+    ends = [finish(*one, timeout=60) for one in several]
+    assert [done.code for done in ends] == [0, 0, 0], [done.err for done in ends]
+    assert sorted(mirror.asked) == sorted(NAMES), "each file once"
+    assert len({done.result()["weights_sha256"] for done in ends}) == 1
+
+
+@pytest.mark.fault(59)
+def test_a_command_killed_in_its_download_does_not_hold_the_next_one_up(commands: Commands, mirror: Server) -> None:
+    asked = threading.Event()
+    goes_on = threading.Event()
+    content = mirror.answers[NAMES[0]]
+    assert isinstance(content, bytes)
+    answer = b"HTTP/1.0 200 OK\r\n\r\n" + content
+
+    def wait(handler: BaseHTTPRequestHandler) -> None:
+        if asked.is_set():
+            handler.wfile.write(answer)
+            return
+        asked.set()
+        goes_on.wait(20)
+
+    mirror.answers[NAMES[0]] = wait
+    process, run = commands.start(mirror.address, "data.source=download", stall=15)
+    assert asked.wait(20)
+    other, others_run = commands.start(mirror.address, "data.source=download")
+    assert other.stderr is not None
+    assert other.stderr.readline() == "ddpexp: waiting for another command, which is downloading the data\n"
+    begin = time.monotonic()
+    process.send_signal(signal.SIGKILL)
+    done = finish(other, others_run, timeout=30)
+    goes_on.set()
+    assert done.code == 0, done.err
+    assert time.monotonic() - begin < 8
+    assert finish(process, run).code == -signal.SIGKILL
+    assert mirror.asked.count(NAMES[1]) == 1

@@ -1,0 +1,111 @@
+"""Thirty faults in one run, at random: it ends with the weights of the undisturbed run, and every step is recorded once."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ddpexp_processes, finish
+from tests.faults.harness import loader_workers, parent_of, pid_of
+from tests.points import ITEMS, Recipe
+
+WORDS = (
+    "trainer.log_every=1", "trainer.epochs=null", "trainer.checkpoint_every=20", "trainer.eval_every=50",
+    "trainer.timeout.init_seconds=20", "trainer.timeout.step_seconds=2", "logger=tensorboard", *ITEMS[:1], "data.num_workers=1",
+)  # fmt: skip
+POINTS = ("begun", "written", "share", "recorded", "manifest", "renamed", "pruning")
+
+
+def steps(run: Path) -> int:
+    try:
+        return int(json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def kill_rank(chance: random.Random, process: subprocess.Popen[str]) -> None:
+    os.kill(pid_of(chance.randrange(3)), signal.SIGKILL)
+
+
+def stop_rank(chance: random.Random, process: subprocess.Popen[str]) -> None:
+    os.kill(pid_of(chance.randrange(3)), signal.SIGSTOP)
+
+
+def end_command(chance: random.Random, process: subprocess.Popen[str]) -> None:
+    process.send_signal(chance.choice([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
+
+
+def kill_command(chance: random.Random, process: subprocess.Popen[str]) -> None:
+    process.kill()
+
+
+def kill_server(chance: random.Random, process: subprocess.Popen[str]) -> None:
+    os.kill(parent_of(pid_of(0)), signal.SIGKILL)
+
+
+def kill_loader(chance: random.Random, process: subprocess.Popen[str]) -> None:
+    os.kill(chance.choice(loader_workers(chance.randrange(3))), signal.SIGKILL)
+
+
+def kill_everything(chance: random.Random, process: subprocess.Popen[str]) -> None:
+    for pid in sorted(ddpexp_processes(), key=lambda _: chance.random()):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+FAULTS: tuple[Callable[[random.Random, subprocess.Popen[str]], None], ...] = (
+    kill_rank, stop_rank, end_command, kill_command, kill_server, kill_loader, kill_everything,
+)  # fmt: skip
+
+
+@pytest.mark.fault(3, 5, 7, 8, 54)
+@pytest.mark.parametrize(
+    ("seed", "count"),
+    [(0, 4), *(pytest.param(seed, 30, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]) for seed in (1, 2, 3))],
+)
+def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> None:
+    chance = random.Random(seed)
+    words = (*WORDS, "trainer.gpus=3", f"trainer.max_steps={count * 40}")
+    quick = recipe(*words, environ={"PACE": "0"}, timeout=120)
+    assert quick.code == 0, quick.err
+    seen: Counter[str] = Counter()
+    run: Path | None = None
+    while seen.total() < count:
+        planned = chance.random() < 0.3  # a rank dies at a point of a checkpoint's write
+        fault = f"checkpoint.{chance.choice(POINTS)}:kill:0:{chance.randrange(1, 3)}"
+        process, run = recipe.start(*words, run=run, environ={"PACE": "0.01", **({"DDPEXP_FAULT": fault} if planned else {})})
+        before, deadline = steps(run), time.monotonic() + 30
+        while process.poll() is None and steps(run) <= before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 1.2))
+        if not planned and process.poll() is None:
+            strike = chance.choice(FAULTS)
+            try:
+                strike(chance, process)
+            except (ProcessLookupError, StopIteration, IndexError):
+                pass  # it ended just then
+            seen[strike.__name__] += 1
+        done = finish(process, run, 60)
+        seen["a checkpoint's write"] += planned and done.code != 0
+        if done.code == 0:
+            break
+    print(dict(seen), "faults,", steps(run) if run else 0, "steps")
+    done = recipe(*words, run=run, environ={"PACE": "0"}, timeout=120)
+    assert done.code == 0, done.err
+    assert seen.total() >= count, "the run ended before all faults had come"
+    assert done.result()["weights_sha256"] == quick.result()["weights_sha256"]
+    own, expected = (
+        [(line["step"], line.get("train/loss"), line.get("eval/loss")) for line in one.metrics()] for one in (done, quick)
+    )
+    assert own == expected

@@ -1,0 +1,199 @@
+"""A secret of the environment: in no file of a run, and never on the terminal, whatever becomes of the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddpexp.secrets import found, masked, masked_tree, referenced
+from tests.conftest import Done, finish
+from tests.points import Recipe
+
+CANARY = 'canary-"5f3c\\0b9d'  # what JSON and Python quote differently is found all the same
+CODE = """\
+import warnings
+
+
+def keyed(rows, token=None):
+    assert rows or token == os.environ["TOKEN"]  # the recipe gets the value itself
+
+
+class KeyedNet(Net):
+    def __init__(self, token=None, **options):
+        keyed((), token)
+        super().__init__(**options)
+
+
+class KeyedOptimizer(torch.optim.SGD):
+    def __init__(self, parameters, token=None, **options):
+        keyed((), token)
+        super().__init__(parameters, **options)
+
+
+def load_keyed(token=None, **options):
+    keyed((), token)
+    return load(**options)
+
+
+class Keyed(Paced):
+    def __init__(self, token=None, how="run"):
+        keyed((), token)
+        self.token, self.how = token, how
+
+    def step(self, model, batch):
+        if self.how == "warn":
+            warnings.warn(f"no luck with {self.token}", RuntimeWarning)
+        if self.how == "raise" and RANK == 1:
+            raise ValueError({"token": self.token, "url": f"https://me:{self.token}@host/"})
+        if self.how == "exit" and RANK == 1:
+            sys.exit(f"no luck with {self.token}")
+        loss, count, metrics = super().step(model, batch)
+        return loss, count, {**metrics, self.token: metrics["accuracy"]} if self.how == "metric" else metrics
+"""
+ASKED = (
+    "model._target_=points.KeyedNet", "+model.token=${oc.env:TOKEN}", "data._target_=points.load_keyed",
+    "+data.token=${oc.env:TOKEN}", "optimizer._target_=points.KeyedOptimizer", "+optimizer.token=${oc.env:TOKEN}",
+    "task._target_=points.Keyed", "+task.token=${oc.env:TOKEN}", "logger=tensorboard", "trainer.gpus=2",
+    "trainer.checkpoint_every=2",
+)  # fmt: skip
+
+
+@pytest.fixture
+def recipe(recipe: Recipe) -> Recipe:
+    recipe.ddpexp.environ["TOKEN"] = CANARY
+    with (recipe.folder / "points.py").open("a") as file:
+        file.write(f"\n\n{CODE}")
+    return recipe
+
+
+def forms(canary: str) -> list[bytes]:
+    """Return the ways in which the value may be written."""
+    return [canary.encode(), json.dumps(canary)[1:-1].encode(), repr(canary)[1:-1].encode(), b"5f3c"]
+
+
+def is_kept(done: Done, canary: str = CANARY) -> None:
+    """Check that the value is in no file of the run, in no name of one, and not on the terminal."""
+    shown = (done.out + done.err).encode()
+    for form in forms(canary):
+        assert form not in shown, shown
+        for path in done.run.rglob("*"):
+            assert form not in bytes(path), path
+            assert not path.is_file() or form not in path.read_bytes(), path
+
+
+def verb(recipe: Recipe, run: Path, *words: str, environ: dict[str, str] | None = None) -> Done:
+    process, _ = recipe.ddpexp.start(*words, "--config-dir", str(recipe.folder / "conf"), environ=environ)
+    return finish(process, run, 60)
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    ("how", "code", "shows"),
+    [("raise", 1, "ValueError: {'token': '${TOKEN}', 'url': 'https://me:${TOKEN}@host/'}"), ("exit", 1, "no luck with ${TOKEN}")],
+)
+def test_a_run_that_fails_with_a_secret_in_its_error_does_not_tell_it(recipe: Recipe, how: str, code: int, shows: str) -> None:
+    done = recipe(*ASKED, f"+task.how={how}")
+    assert done.code == code, done.err
+    assert shows in done.err
+    is_kept(done)
+    assert "${oc.env:TOKEN}" in (done.run / "config.yaml").read_text()
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize("how", ["warn", "metric"])
+def test_a_run_its_interruption_its_resumption_and_its_evaluation_do_not_tell_a_secret(recipe: Recipe, how: str) -> None:
+    asked = (*ASKED, f"+task.how={how}")
+    environ = {"DDPEXP_FAULT": "backward:term:0:6", "PYTHONWARNINGS": "default"}
+    done = recipe(*asked, "trainer.log_every=1", environ=environ)
+    assert done.code == 143, done
+    is_kept(done)
+    done = verb(recipe, done.run, "resume", str(done.run), environ={"PYTHONWARNINGS": "default"})
+    assert done.code == 0, done
+    is_kept(done)
+    evaluated = verb(recipe, done.run, "evaluate", str(done.run), environ={"PYTHONWARNINGS": "default"})
+    assert evaluated.code == 0, evaluated
+    is_kept(evaluated)
+    if how == "metric":
+        assert "${TOKEN}" in evaluated.out
+
+
+@pytest.mark.fault("S10")
+def test_a_value_that_the_shell_has_put_in_is_written_as_a_reference(recipe: Recipe) -> None:
+    """`data.token=$TOKEN`; a value without quotes in it, which Hydra's grammar would want to have escaped."""
+    canary = recipe.ddpexp.environ["TOKEN"] = "canary-5f3c-0b9d"
+    typed = [word.replace("${oc.env:TOKEN}", canary) for word in ASKED]
+    done = recipe(*typed, "trainer.max_steps=4")
+    assert done.code == 0, done
+    for key in ("model.token", "data.token", "optimizer.token", "task.token"):
+        assert f"ddpexp: {key} is written as ${{oc.env:TOKEN}}: the value stays out of the run's files\n" in done.err
+    is_kept(done, canary)
+    assert yaml.safe_load((done.run / "config.yaml").read_text())["data"]["token"] == "${oc.env:TOKEN}"
+    assert "+data.token=${oc.env:TOKEN}" in yaml.safe_load((done.run / "overrides.yaml").read_text())
+    assert "+data.token=${oc.env:TOKEN}" in done.manifest()["command"]
+    del recipe.ddpexp.environ["TOKEN"]
+    refused = verb(recipe, done.run, "resume", str(done.run), "trainer.max_steps=8")
+    assert refused.code == 2, refused
+    assert refused.err.startswith("ddpexp: ")
+    assert "TOKEN is not set" in refused.err
+    assert refused.err.count("\n") == 1
+    recipe.ddpexp.environ["TOKEN"] = canary
+    longer = verb(recipe, done.run, "resume", str(done.run), "trainer.max_steps=8", f"data.token={canary}")
+    assert (longer.code, longer.result()["step"]) == (0, 8), longer
+    is_kept(longer, canary)
+
+
+@pytest.mark.fault("S10")
+def test_a_refusal_that_shows_a_value_does_not_show_a_secret(recipe: Recipe) -> None:
+    for words in (["trainer.seed=${oc.env:TOKEN}"], ["model.hidden=${oc.env:TOKEN}"], ["trainer.precision=${oc.env:TOKEN}"]):
+        done = recipe(*words)
+        assert (done.code, done.run.exists()) == (2, False)
+        assert "${TOKEN}" in done.err
+        is_kept(done)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("TOKEN", "abcdefgh", True),
+        ("HF_TOKEN", "hf_abcdefgh", True),
+        ("wandb_api_key", "0123456789abcdef", True),
+        ("AWS_SECRET_ACCESS_KEY", "a/b+c/d+e/f", True),
+        ("DB_PASSWORD_2", "correct horse", True),
+        ("TOKEN", "/lZ8s0aQ9x", True),  # as base64 may begin
+        ("TOKEN", "short", False),
+        ("TOKEN", "123456789.5", False),
+        ("SSH_AUTH_SOCK", "/tmp/ssh-x/agent.1", False),
+        ("KEY_FILE", "~/key/file", False),
+        ("KEYBOARD", "abcdefgh", False),
+        ("MONKEY", "abcdefgh", False),
+        ("PWD", "abcdefgh", False),
+        ("HOSTNAME", "abcdefgh", False),
+    ],
+)
+def test_what_looks_like_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str, secret: bool) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "key").mkdir()
+    value = value.replace("/tmp/ssh-x", str(tmp_path))
+    assert found({name: value}) == ([(value, name)] if secret else [])
+
+
+def test_the_longer_of_two_secrets_is_masked_first() -> None:
+    environ = {"A_KEY": "abcdefgh", "B_KEY": "abcdefgh-ijkl"}
+    assert masked("x abcdefgh-ijkl abcdefgh", environ) == "x ${B_KEY} ${A_KEY}"
+
+
+def test_a_tree_is_masked_with_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "abcdefgh")
+    tree = {"abcdefgh": [1, None, ("x abcdefgh", 2.5)], 3: True}
+    assert masked_tree(tree) == {"${A_KEY}": [1, None, ["x ${A_KEY}", 2.5]], 3: True}
+
+
+def test_only_values_of_overrides_become_references() -> None:
+    environ = {"A_KEY": "abcdefgh"}
+    words = ["resume", "runs/abcdefgh", "+data.url=https://me:abcdefgh@host", "--config-dir=abcdefgh", "model.x=1"]
+    changed, said = referenced(words, environ)
+    assert changed == [*words[:2], "+data.url=https://me:${oc.env:A_KEY}@host", *words[3:]]
+    assert said == ["data.url is written as ${oc.env:A_KEY}"]

@@ -1,0 +1,116 @@
+"""What nothing in ddpexp or its recipes may call: each of these runs code that somebody else has written."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ddpexp.data.idx import FILES
+from ddpexp.data.mirrors import MIRRORS
+from tests.conftest import ROOT
+
+SOURCES = sorted(path for folder in ("ddpexp", "recipes") for path in (ROOT / folder).rglob("*.py"))
+
+FORBIDDEN = {
+    "torch.load", "torch.jit.load", "torch.export.load", "torch.hub.load", "torch.package.PackageImporter",
+    "torch.serialization.load", "pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.loads", "dill.load", "dill.loads",
+    "cloudpickle.load", "cloudpickle.loads", "joblib.load", "marshal.load", "marshal.loads", "shelve.open",
+    "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
+    "subprocess.getstatusoutput", "commands.getoutput", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all",
+    "yaml.unsafe_load_all", "runpy.run_path", "runpy.run_module",
+}  # fmt: skip
+COLLECTIVES_OF_OBJECTS = {
+    "broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
+}  # fmt: skip
+SAFE_LOADERS = ("CSafeLoader", "SafeLoader", "_LOADER", "get_yaml_loader()")
+
+
+def problems(text: str) -> Iterator[str]:
+    """Yield what a module calls that it must not, under whatever name it imports it."""
+    tree = ast.parse(text)
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):  # not calls alone: a function can be handed on
+            head, _, rest = ast.unparse(node).partition(".")
+            name = ".".join(filter(None, (names.get(head, head), rest)))
+            if name in FORBIDDEN:
+                yield name
+            if name.rpartition(".")[2] in COLLECTIVES_OF_OBJECTS:
+                yield name
+        if not isinstance(node, ast.Call):
+            continue
+        for keyword in node.keywords:
+            value = ast.unparse(keyword.value)
+            if (keyword.arg, value) in (("shell", "True"), ("weights_only", "False")) or (
+                keyword.arg == "allow_pickle" and value != "False"
+            ):
+                yield f"{keyword.arg}={value}"
+        if ast.unparse(node.func) in ("yaml.load", "yaml.parse", "yaml.scan"):
+            loader = " ".join(ast.unparse(argument) for argument in [*node.args[1:], *(word.value for word in node.keywords)])
+            if not any(safe in loader for safe in SAFE_LOADERS) or "Unsafe" in loader or "FullLoader" in loader:
+                yield ast.unparse(node)
+
+
+@pytest.mark.fault("S1", "S4", "S7", "S9")
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_that_runs_others_code_is_called(path: Path) -> None:
+    assert list(problems(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.load(path)",
+        "from torch import load\nload(path)",
+        "import torch as t\nread = t.load",
+        "import pickle\npickle.loads(text)",
+        "from pickle import loads as read\nread(text)",
+        "import marshal\nmarshal.loads(text)",
+        "import shelve\nshelve.open(path)",
+        "import numpy as np\nnp.load(path, allow_pickle=True)",
+        "eval(text)",
+        "exec(text)",
+        "import subprocess\nsubprocess.run(text, shell=True)",
+        "import os\nos.system(text)",
+        "import torch\ntorch.export.load(path)",
+        "import yaml\nyaml.load(text, Loader=yaml.Loader)",
+        "import yaml\nyaml.load(text, yaml.UnsafeLoader)",
+        "import yaml\nyaml.unsafe_load(text)",
+        "import torch.distributed as dist\ndist.broadcast_object_list(values)",
+        "from torch.distributed import all_gather_object\nall_gather_object(found, value)",
+        "import torch\ntorch.distributed.scatter_object_list(found, values)",
+        "group.gather_object(value)",
+    ],
+)
+def test_the_policy_sees_what_it_forbids(text: str) -> None:
+    assert list(problems(text))
+
+
+def test_the_policy_lets_pass_what_is_safe() -> None:
+    lines = ["import yaml, json, numpy as np", "yaml.load(t, Loader=yaml.SafeLoader)", "np.load(p, mmap_mode='c')", "model.eval()"]
+    assert list(problems("\n".join(lines))) == []
+
+
+@pytest.mark.fault("S11")
+def test_what_is_downloaded_is_known_by_its_hash_and_comes_over_https() -> None:
+    """The configurations name no address at all, and the code only those of the mirrors, whose files have hashes."""
+    for path in (ROOT / "conf").rglob("*.yaml"):
+        values = re.sub(r"(^|\s)#.*", "", path.read_text())
+        assert not re.search(r"https?://|ftp://|s3://", values), path
+    addresses = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"\w+://\S+", node.value):
+                addresses[node.value] = path.name
+    assert {address for address, name in addresses.items() if address.startswith(("http", "ftp", "s3"))} == set(MIRRORS)
+    assert all(address.startswith("https://") for address in MIRRORS)
+    assert all(re.fullmatch("[0-9a-f]{64}", file.sha256) and file.size > 0 for file in FILES)
