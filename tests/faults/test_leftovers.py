@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ddpexp_processes
+from tests.conftest import ddpexp_processes, finish
 from tests.faults.harness import trained
-from tests.launch.starters import SPAWN, Starter, params, skip_without
+from tests.launch.starters import DDPEXP, SPAWN, Starter, params, skip_without
 from tests.points import ITEMS, Recipe, wait_for
 
 LONG = (*ITEMS, "trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0", "trainer.checkpoint_every=0")
@@ -56,7 +58,7 @@ class Family:
 
     def _above(self, found: set[int]) -> set[int]:
         """Return what has started the commands, up to these tests, and what stands beside it: srun has no task as its child."""
-        above = {pid for pid in found if name(pid) in ("srun", "salloc")}
+        above = {pid for pid in found if name(pid) == "salloc" or (name(pid) == "srun" and name(parent(pid)) != "srun")}
         for pid in self.commands:
             while (pid := parent(pid)) not in (0, 1, os.getpid()):
                 above.add(pid)
@@ -75,14 +77,19 @@ def kill_one(recipe: Recipe, starter: Starter, kind: str, which: Callable[[Seque
     try:
         wait_for(lambda: any(one.poll() is not None for one in started) or trained(run, 3), 40)
         family = Family(run, before)
-        assert len(family.workers) == size, [one.communicate() for one in started]
+        assert len(family.workers) == size, "\n".join(one.communicate(timeout=60)[1] for one in started)
         victim = which(family.of(kind))
-        # srun waits for ever for a step whose keeper is killed, unless it is told otherwise; its ranks may not.
-        spared = {"srun"} if name(victim) == "slurmstepd" else set()
+        # What waits for a step or a job waits long when Slurm has lost its keeper on a host. Its ranks may not.
+        spared = set()
+        if name(victim) == "slurmstepd":
+            waiting = {
+                pid for pid in ddpexp_processes() - before if "salloc" in (name(pid), name(parent(pid))) or name(pid) == "srun"
+            }
+            spared = waiting | {one.pid for one in started}
         who = f"{kind} {name(victim)}"
         os.kill(victim, signal.SIGKILL)
         deadline = time.monotonic() + SECONDS
-        while left := {pid for pid in ddpexp_processes() - before if name(pid) not in spared}:
+        while left := ddpexp_processes() - before - spared:
             for one in started:
                 one.poll()
             text = ", ".join(f"{name(pid)} {pid}" for pid in left)
@@ -113,6 +120,68 @@ STARTED = ("torchrun", "elastic", "Open MPI", "MPICH", "srun")
 def test_nothing_outlives_a_killed_starter(recipe: Recipe, starter: Starter) -> None:
     skip_without(starter)
     kill_one(recipe, starter, "starter", lambda pids: pids[-1])
+
+
+STARTER = """\
+import os, subprocess, sys, threading, time
+started = []
+def start():
+    started.append(subprocess.Popen(sys.argv[2:]))
+    while not os.path.exists(sys.argv[1]) and started[0].poll() is None:
+        time.sleep(0.05)
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+sys.exit(started[0].wait())
+"""
+"""What mpirun does with many ranks: it starts them in threads that it ends. The variables are MPICH's."""
+
+
+def by_thread(recipe: Recipe, size: int, *own: str) -> tuple[subprocess.Popen[str], Path]:
+    typed, run = recipe.words("launcher=mpi", *own)
+    variables = {"PMI_RANK": "0", "PMI_SIZE": str(size), "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": str(size)}
+    words = [sys.executable, "-c", STARTER, str(run / "metrics.jsonl"), *DDPEXP, *typed]
+    process = subprocess.Popen(
+        words, cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return process, run
+
+
+def test_the_end_of_the_thread_that_started_a_command_is_not_its_starters_end(recipe: Recipe) -> None:
+    done = finish(*by_thread(recipe, 1, "trainer.epochs=40"), 60)
+    assert (done.code, done.err) == (0, "")
+
+
+def meeting_names() -> set[str]:
+    """Return the names at which ranks of this host meet now."""
+    words = Path("/proc/net/unix").read_text().split()
+    return {word for word in words if word.startswith("@ddpexp-")}
+
+
+@pytest.mark.fault(7)
+def test_a_command_that_waits_for_the_others_ends_with_its_starter_and_says_so(recipe: Recipe) -> None:
+    before, names = ddpexp_processes(), meeting_names()
+    process, run = by_thread(recipe, 2)
+    wait_for(lambda: meeting_names() > names)  # rank zero waits
+    process.kill()
+    wait_for(lambda: not ddpexp_processes() - before, SECONDS)
+    done = finish(process, run, 10)
+    assert done.err == (
+        f"ddpexp: mpirun (process {process.pid}), which started this command, is gone: it was killed, and its ranks end with it\n"
+    )
+    assert not run.exists()
+
+
+@pytest.mark.fault(7)
+def test_a_killed_starter_is_written_down(recipe: Recipe) -> None:
+    process, run = by_thread(recipe, 1, *LONG)
+    wait_for(lambda: trained(run, 3), 40)
+    process.kill()
+    finish(process, run, 10)
+    error = json.loads((run / "error.json").read_text())
+    assert (error["rank"], error["kind"]) == (0, "StarterLost")
+    assert json.loads((run / "result.json").read_text())["status"] == "failed"
 
 
 KINDS = ("starter", "command", "fork server", "worker")

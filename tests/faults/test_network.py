@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpexp.rundir import newest_checkpoint
 from tests.conftest import Done, finish
 from tests.faults.harness import trained
 from tests.faults.hosts import Both, Hosts
@@ -101,8 +102,8 @@ def test_a_port_that_another_program_has_is_refused_by_all_ranks_in_seconds(reci
 
 @pytest.mark.fault(26)
 @pytest.mark.slurm
-@pytest.mark.parametrize("address", ["203.0.113.7", "no-such-host.invalid"])
-def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts: Hosts, address: str) -> None:
+def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts: Hosts) -> None:
+    address = "203.0.113.7"  # of documents, of no host
     words = ("trainer.nodes=2", "launcher.node_rank=1", f"launcher.master_addr={address}", "launcher.master_port=29811")
     typed, run = recipe.words("trainer.timeout.init_seconds=2", *words)
     begin = time.monotonic()
@@ -119,13 +120,13 @@ def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts:
 def test_two_ranks_zero_are_refused_with_the_one_that_was_first(recipe: Recipe) -> None:
     run = recipe.words()[1]
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
-    first = shell(recipe, run, "trainer.timeout.init_seconds=5", **variables)
+    first = shell(recipe, run, "trainer.timeout.init_seconds=3", **variables)
     wait_for(lambda: is_open(int(variables["MASTER_PORT"])))
     second = finish(shell(recipe, run, **variables), run, 20)
     assert second.code == 2
     assert f"Address already in use by python (process {first.pid}). Choose" in second.err
     done = finish(first, run, 30)
-    assert (done.code, done.err.startswith("ddpexp: rank 1 of 2 did not come within 5 s")) == (2, True), done.err
+    assert (done.code, done.err.startswith("ddpexp: rank 1 of 2 did not come within 3 s")) == (2, True), done.err
 
 
 def is_open(port: int) -> bool:
@@ -172,16 +173,17 @@ def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_la
     error = json.loads((both.run / "error.json").read_text())
     assert (error["rank"], error["host"], error["kind"]) == (1, "node1", "CommandLost")
     assert first.result()["status"] == "failed"
-    steps = first.result()["step"]
+    newest = newest_checkpoint(both.run / "checkpoints")
     hosts.heal(1)
     recipe.ddpexp.environ["PACE"] = "0"
     again = Both(recipe, [*MACHINES, *STEPS], run=both.run).finish(60)
     assert [one.code for one in again] == [0, 0], again[0].err
-    assert f"resumed after step {steps // 10 * 10} of 120" in (both.run / "run.log").read_text()
+    assert f"resumed after step {int(newest.name[5:])} of 120" in (both.run / "run.log").read_text()
     assert again[0].result()["weights_sha256"] == undisturbed(recipe, *STEPS).result()["weights_sha256"]
 
 
 @pytest.mark.fault(28)
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_short_cut_is_sat_out(recipe: Recipe, hosts: Hosts) -> None:
     recipe.ddpexp.environ["PACE"] = "0.02"
@@ -221,6 +223,7 @@ def test_a_host_that_vanishes_leaves_the_other_training_from_its_last_checkpoint
 
 
 @pytest.mark.fault(32)
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_vanished_host_that_keeps_the_list_of_hosts_ends_the_other_saying_so(recipe: Recipe, hosts: Hosts) -> None:
     both = Both(recipe, [*ELASTIC, *STEPS[:1], "trainer.max_steps=10000", *STEPS[2:], "launcher.rdzv_id=store"])
