@@ -11,6 +11,8 @@ from typing import Any
 import pexpect
 import pytest
 
+from ddpexp.errors import RefusedError
+from ddpexp.rundir import RunDir, refuse_links
 from tests.conftest import Done
 from tests.faults.harness import faulted
 from tests.points import Recipe
@@ -69,12 +71,27 @@ def state(folder: Path) -> dict[str, Any]:
     }
 
 
-# All in one run, one after the other: each start is refused before it changes anything.
 LINKS = [
     "ranks/0.log", "ranks/1.log", "run.log", "metrics.jsonl", "lock", "result.json", "error.json", "manifest.json", "config.yaml",
     "overrides.yaml", "tb/{events}", "tb/events.out.tfevents.9.x", "checkpoints/.step-00000006.partial/model.safetensors",
     "checkpoints/.step-00000006.partial/", "checkpoints/step-00000006/", "ranks/", "tb/", "checkpoints/",
 ]  # fmt: skip
+
+
+@pytest.mark.fault("S16")
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_is_found_wherever_a_start_writes(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path / "run")
+    path = run.path / name.format(events="events.out.tfevents.1.x")
+    path.parent.mkdir(parents=True)
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(RefusedError) as caught:
+        refuse_links(run, "run.dir=run")
+    assert str(caught.value).startswith(f"run.dir=run: {path.relative_to(run.path)} is a symbolic link to {tmp_path}/outside, ")
+
+
+# All in one run, one after the other: each start is refused before it changes anything.
+SOME_LINKS = ("ranks/0.log", "metrics.jsonl", "lock", "config.yaml", "tb/{events}", "checkpoints/.step-00000006.partial/", "ranks/")
 
 
 @pytest.mark.fault("S16")
@@ -86,7 +103,7 @@ def test_a_link_where_a_start_would_write_is_refused_and_not_followed(recipe: Re
     folder.mkdir()
     (folder / "mine.txt").write_text(KEPT)
     [events] = [path.name for path in (run / "tb").iterdir()]
-    for name in LINKS if verb == "start" else ("ranks/0.log", "config.yaml", "checkpoints/"):
+    for name in SOME_LINKS if verb == "start" else ("ranks/0.log", "config.yaml", "checkpoints/"):
         path = run / name.format(events=events)
         aside = run.parent / "aside"
         made = None if path.parent.exists() else path.parent
