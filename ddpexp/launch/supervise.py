@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import selectors
 import signal
 import socket
@@ -13,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, PeerError, RefusedError, StoppedError, WorkerError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
 from ddpexp.launch import Asked
 from ddpexp.launch.agreement import Agreement
-from ddpexp.launch.control import SIGNALS, Lines, Page
+from ddpexp.launch.causes import Heard, Worker, cause_of, failure_of, keep, rank_causes, weight
+from ddpexp.launch.control import SIGNALS, Lines
 from ddpexp.launch.fork_server import refuse_broken
-from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Meeting, Peer
 from ddpexp.launch.memory import Memory
 from ddpexp.launch.terminal import Terminal
@@ -34,7 +33,6 @@ _HOLD_SECONDS = 0.3  # a warning of another rank waits this long for the same on
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_SIGNALS = (*_END_SIGNALS, signal.SIGUSR2)  # SIGUSR2: to go on later, in another start
 _COMMAND, _ELSEWHERE = -1, 1 << 32  # sources of signals that are no rank; of another command its number is added
-_LAST_LINES = 20
 _FAREWELL_SECONDS = 10.0  # for the other commands' last words, when this one's workers have ended
 _KILL_SECONDS = 2.0  # for the fork server to end its workers; one that does not is ended itself, and they with it
 _LOADER_KILLED = "killed by signal: Killed"  # what torch says of a DataLoader worker
@@ -64,38 +62,6 @@ class Server(Protocol):
 
 
 @dataclass
-class Worker:
-    """One rank as seen from outside."""
-
-    rank: int
-    control: Lines
-    log: Log
-    page: Page
-    signals: socket.socket  # what it gets itself
-    pid: int | None = None
-    code: int | None = None  # exit code, or minus the signal's number
-    done: bool = False
-    stopped: bool = False  # it has left by itself, as it was asked to
-    ended: bool = False  # by us
-    trains: bool = False  # or did
-    step: int | None = None
-    failure: Failure | None = None
-    killed_for: str | None = None  # what the kernel has counted, where it was killed by SIGKILL
-    failed_at: float = 0.0  # when the watcher heard of it
-    dumps: int = 0  # SIGQUITs from here that it has not passed on yet
-
-    @property
-    def last_step(self) -> int | None:
-        """Return the steps that it had done when it was last heard of."""
-        return self.step if self.page.step is None else self.page.step
-
-    @property
-    def well(self) -> bool:
-        """Tell whether it has ended as it should."""
-        return (self.done and self.code == EXIT_DONE) or (self.stopped and self.code == 128 + signal.SIGTERM)
-
-
-@dataclass
 class _Other:
     """Another command of the job, as heard over the meeting."""
 
@@ -112,15 +78,6 @@ class _Got:
 
 
 @dataclass
-class _Heard:
-    """A failure that another command has reported."""
-
-    failure: Failure
-    weight: int
-    at: float
-
-
-@dataclass
 class _Watch:
     workers: Sequence[Worker]
     agreement: Agreement
@@ -129,7 +86,7 @@ class _Watch:
     others: Sequence[_Other] = ()  # of the leading command all, of another one the leading one
     leads: bool = True
     speaks: bool = True  # somebody looks at this terminal who does not see the leading command's
-    heard: list[_Heard] = field(default_factory=list)
+    heard: list[Heard] = field(default_factory=list)
     passed_on: set[int] = field(default_factory=set)  # ranks whose failure the leading command has been told
     leader_lost: bool = False
     parted: bool = False  # the leading command has been told how this one ended, and may go
@@ -216,7 +173,7 @@ def supervise(
                 _show_warnings(watch, terminal, held_since=math.inf)
                 _show_output(shown, terminal, last=True)
             for worker in workers:
-                _keep(worker)
+                keep(worker)
             _part(watch, look)
         finally:
             terminal.close()
@@ -232,7 +189,7 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
     for message in messages:
         kind = message["kind"]
         if kind == "failed":
-            watch.heard.append(_Heard(Failure(**message["failure"]), message["weight"], time.monotonic()))
+            watch.heard.append(Heard(Failure(**message["failure"]), message["weight"], time.monotonic()))
             watch.failed_at = watch.failed_at or time.monotonic()
         elif kind == "warning":
             _hold(watch, message["rank"], message["text"])
@@ -257,7 +214,7 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
             if message["signal"] is not None:
                 _stopped_by(watch, message["signal"])
             if message["cause"] is not None:
-                watch.heard.append(_Heard(Failure(**message["cause"]), -1, time.monotonic()))
+                watch.heard.append(Heard(Failure(**message["cause"]), -1, time.monotonic()))
             _kill(server, watch)
     if not open_ and not other.ended:
         other.ended = True
@@ -265,7 +222,7 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
         if watch.leads:
             text = f"the command of rank {other.peer.index} on {other.peer.host} is gone: it was killed, or its host is cut off"
             failure = Failure(rank=other.peer.index, host=other.peer.host, kind="CommandLost", message=text)
-            watch.heard.append(_Heard(failure, 1, now))
+            watch.heard.append(Heard(failure, 1, now))
             watch.failed_at = watch.failed_at or now
         else:
             watch.leader_lost = not watch.parted
@@ -282,8 +239,8 @@ def _pass_on(watch: _Watch) -> None:
         known = worker.failure is not None or (worker.code is not None and not worker.well)
         if known and not worker.ended and worker.rank not in watch.passed_on and not watch.at_once:
             watch.passed_on.add(worker.rank)
-            cause = _cause(worker)
-            leader.peer.send({"kind": "failed", "failure": cause.as_dict(), "weight": _weight(cause)})
+            cause = cause_of(worker)
+            leader.peer.send({"kind": "failed", "failure": cause.as_dict(), "weight": weight(cause)})
 
 
 def _part(watch: _Watch, look: Callable[[], None]) -> None:
@@ -311,18 +268,18 @@ def _may_be_stopped(watch: _Watch) -> bool:
     """Tell whether a stop signal has ended workers and may be on its way here: schedulers send it to every process."""
     if watch.stopped_by is not None or watch.failed_at is None or time.monotonic() - watch.failed_at > _FAILURE_SECONDS:
         return False
-    causes = [_cause(worker) for worker in watch.workers if not worker.well]
+    causes = [cause_of(worker) for worker in watch.workers if not worker.well]
     causes += [heard.failure for heard in watch.heard]
     by_signal = [cause.signal in _STOP_SIGNALS for cause in causes]
-    return any(by_signal) and all(stopped or _weight(cause) > 1 for stopped, cause in zip(by_signal, causes, strict=True))
+    return any(by_signal) and all(stopped or weight(cause) > 1 for stopped, cause in zip(by_signal, causes, strict=True))
 
 
 def _may_hear_the_cause(watch: _Watch) -> bool:
     """Tell whether only consequences are known yet, and not for long."""
     if watch.failed_at is None or time.monotonic() - watch.failed_at > _FAILURE_SECONDS:
         return False
-    causes = [_cause(worker) for worker in watch.workers if not worker.well]
-    return all(_weight(cause) > 1 for cause in causes) and all(heard.weight > 1 for heard in watch.heard)
+    causes = [cause_of(worker) for worker in watch.workers if not worker.well]
+    return all(weight(cause) > 1 for cause in causes) and all(heard.weight > 1 for heard in watch.heard)
 
 
 @contextmanager
@@ -361,7 +318,7 @@ def _answer(server: Server, watch: _Watch, terminal: Terminal) -> bool:
     elif message["kind"] == "failed":  # the server could not fork
         worker = next(worker for worker in watch.workers if worker.rank == message["rank"])
         worker.code, worker.failed_at = EXIT_FAILED, time.monotonic()
-        worker.failure = replace(_failure(worker, message["error"], message["message"]), traceback=None)
+        worker.failure = replace(failure_of(worker, message["error"], message["message"]), traceback=None)
         watch.failed_at = watch.failed_at or worker.failed_at
     elif message["kind"] == "exit":
         worker = next(worker for worker in watch.workers if worker.pid == message["pid"])
@@ -541,7 +498,7 @@ def _end_hangs(server: Server, watch: _Watch) -> None:
         watch.failed_at = time.monotonic()
         for other in watch.others:
             other.ended |= other.peer.index in watch.watchdog.absent  # nobody waits for its farewell
-        watch.heard.append(_Heard(cause, 0, watch.failed_at))
+        watch.heard.append(Heard(cause, 0, watch.failed_at))
         _kill(server, watch)
     elif watch.watchdog.leader_is_silent:
         watch.failed_at, watch.leader_lost = time.monotonic(), True
@@ -562,7 +519,7 @@ def _kill(server: Server, watch: _Watch) -> None:
 
 def _end_others(watch: _Watch) -> None:
     """Have the other commands end their workers, and tell them why: the first cause is everybody's."""
-    known = _ranked(watch)
+    known = rank_causes(watch.workers, watch.heard, watch.at_once)
     cause = known[0].as_dict() if known and _failed(watch) else None
     _tell_others(watch, {"kind": "end", "cause": cause, "signal": watch.stopped_by})
 
@@ -576,11 +533,11 @@ def _failed(watch: _Watch) -> bool:
     if watch.stopped_by is None:
         return True
     bad = [worker for worker in watch.workers if (worker.failure or worker.code is not None) and not worker.well]
-    known = [(worker.failed_at, _cause(worker)) for worker in bad if not worker.ended]
+    known = [(worker.failed_at, cause_of(worker)) for worker in bad if not worker.ended]
     known += [(heard.at, heard.failure) for heard in watch.heard]
     causes = [cause for at, cause in known if not watch.at_once or 0 < at < watch.stopped_at]
     by_signal = any(cause.signal in _STOP_SIGNALS for cause in causes)
-    weights = [_weight(cause) for cause in causes if cause.signal not in _STOP_SIGNALS]
+    weights = [weight(cause) for cause in causes if cause.signal not in _STOP_SIGNALS]
     return any(weight < 2 or (weight == 2 and not by_signal and not watch.at_once) for weight in weights)
 
 
@@ -590,7 +547,7 @@ def _verdict(watch: _Watch) -> int:
         return EXIT_DONE  # a signal that came when all was done changes nothing
     if watch.stopped_by is not None and not _failed(watch) and not (watch.leader_lost and not watch.at_once):
         raise _stopped(watch)
-    failures = _ranked(watch)
+    failures = rank_causes(watch.workers, watch.heard, watch.at_once)
     if watch.leader_lost:
         host = watch.others[0].peer.host
         text = f"the command of rank zero on {host} is gone: it was killed or stopped, or its host is cut off"
@@ -614,71 +571,6 @@ def _stopped(watch: _Watch) -> StoppedError:
     return StoppedError(watch.stopped_by, step=step, saved=first.stopped, began=watch.began)
 
 
-def _ranked(watch: _Watch) -> list[Failure]:
-    """Return what is known of failures here and elsewhere, the most genuine first.
-
-    A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
-    """
-    ended = [worker for worker in watch.workers if worker.failure is not None or worker.code is not None]
-    bad = [worker for worker in ended if not worker.well]
-    ranked = [
-        (3 if watch.at_once and worker.failure is None else _weight(_cause(worker)), worker.failed_at, worker.rank, _cause(worker))
-        for worker in bad  # one without an error of its own that was to leave did as it was told
-    ]
-    ranked += [(heard.weight, heard.at, heard.failure.rank, heard.failure) for heard in watch.heard]
-    return [cause for *_, cause in sorted(ranked, key=lambda one: one[:3])]
-
-
-def _weight(failure: Failure) -> int:
-    if failure.kind == "Ended":
-        return 3  # by us, after another's failure
-    if failure.signal is not None:
-        return 0
-    if failure.kind == PeerError.__name__:
-        return 2
-    text = failure.message.lower()
-    of_torch = failure.kind in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-    return 2 if of_torch and any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "store")) else 1
-
-
-def _cause(worker: Worker) -> Failure:
-    """Return what the worker itself said, or what its end tells."""
-    if worker.failure is not None:
-        return worker.failure
-    code = worker.code if worker.code is not None else EXIT_FAILED
-    if worker.ended:
-        return _failure(worker, "Ended", "ended because another rank failed")
-    if code > 128:
-        kind = signal.Signals(code - 128).name
-        return _failure(worker, kind, f"ended by {kind}, which did not come through the command", signum=code - 128)
-    if code >= 0:
-        message = f"the process ended with exit code {code} before its work was done"
-        return _failure(worker, "SystemExit", message, exit_code=code if 3 <= code <= 125 else EXIT_FAILED)
-    kind = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-    why = f": {worker.killed_for}" if worker.killed_for else ""
-    return _failure(worker, kind, f"killed by {kind}{why}", signum=-code)
-
-
 def _server_lost(worker: Worker, server: Server) -> Failure:
     text, signum = server.lost()
-    return replace(_failure(worker, "ServerLost", text, signum), traceback=None)
-
-
-def _failure(worker: Worker, kind: str, message: str, signum: int | None = None, exit_code: int = EXIT_FAILED) -> Failure:
-    return Failure(
-        rank=worker.rank,
-        host=os.uname().nodename,
-        kind=kind,
-        message=message,
-        step=worker.last_step,
-        phase=worker.page.phase,
-        signal=signum,
-        traceback=worker.log.last_lines(_LAST_LINES),
-        exit_code=exit_code,
-    )
-
-
-def _keep(worker: Worker) -> None:
-    """Keep a rank's own error with its output; the terminal shows the first cause alone, once."""
-    if worker.failure is not None:
-        worker.log.add(f"{worker.failure.traceback or ''}{worker.failure.kind}: {worker.failure.message}\n")
+    return replace(failure_of(worker, "ServerLost", text, signum), traceback=None)

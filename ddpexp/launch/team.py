@@ -16,6 +16,7 @@ from typing import Any
 
 from ddpexp.errors import EXIT_FAILED, DdpexpError, Failure, FinishedError, RefusedError
 from ddpexp.launch import Crew, Job, Layout
+from ddpexp.launch.causes import Worker
 from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.hardware import cores_quota, gpu_names, usable_core_numbers
@@ -26,7 +27,7 @@ from ddpexp.launch.meeting import Meeting, Way, join, lead
 from ddpexp.launch.network import LOOPBACK, boot_id, interface_of, is_loopback
 from ddpexp.launch.place import Place
 from ddpexp.launch.process import end_with_parent
-from ddpexp.launch.supervise import Worker, supervise
+from ddpexp.launch.supervise import supervise
 from ddpexp.launch.terminal import Terminal
 
 _PARTING_SECONDS = 10.0  # for the leading command to say why before this one leaves

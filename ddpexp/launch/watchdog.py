@@ -21,7 +21,7 @@ from ddpexp.errors import Failure
 from ddpexp.launch import Timeout
 
 if TYPE_CHECKING:
-    from ddpexp.launch.supervise import Worker
+    from ddpexp.launch.causes import Worker
 
 _LOOK_SECONDS = 0.25
 _GAP_SECONDS = 1.0  # what a look counts at most: a command that was stopped itself, or a host, has seen no silence meanwhile

@@ -17,6 +17,9 @@ from tests.points import Recipe
 
 EVERY = ("trainer.gpus=2", "trainer.log_every=1", "trainer.epochs=4")
 LONG = """\
+import threading
+
+
 class Looks(Sides):
     def on_eval(self, model, batch, tracker, step):
         for _ in range(30):
@@ -46,6 +49,17 @@ class Slow(Sides):
         return super().step(model, batch)
 
 
+class Follows(Sides):
+    # Rank zero fails; a library of the other one aborts a moment later, as some do when a connection breaks.
+    def step(self, model, batch):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 5 and RANK == 0:
+            raise ValueError("the cause")
+        if self.steps == 5:
+            threading.Timer(0.2, os.abort).start()
+        return super().step(model, batch)
+
+
 class Parts(Sides):
     def step(self, model, batch):
         if RANK:
@@ -66,6 +80,20 @@ def test_an_exception_is_shown_once_with_its_traceback(recipe: Recipe, rank: int
     error = ended.failed(rank=rank, within=8, says="RuntimeError: injected at forward")
     assert error["step"] == 4
     assert "faults.py" in error["traceback"]
+
+
+@pytest.mark.fault(4)
+def test_an_abort_is_told_as_one(recipe: Recipe) -> None:
+    error = faulted(recipe, "forward:abort:1:5", *EVERY).failed(rank=1, within=8, says="SIGABRT: killed by SIGABRT")
+    assert (error["step"], error["signal"]) == (4, signal.SIGABRT)
+    assert "Fatal Python error: Aborted" in error["traceback"]
+
+
+@pytest.mark.fault(2)
+def test_what_a_failure_brings_about_is_not_taken_for_the_cause(recipe: Recipe) -> None:
+    add(recipe, LONG)
+    done = recipe("trainer.gpus=2", "task._target_=points.Follows")
+    assert re.search(r"^ddpexp: rank 0 on \S+ failed \(train at step 4\): ValueError: the cause", done.err, re.MULTILINE), done.err
 
 
 @pytest.mark.fault(5, 6)
