@@ -72,9 +72,11 @@ class Log:
         return [line.removesuffix("\r") for line in lines]
 
     def last_lines(self, count: int) -> str:
-        """Return the end of what was written."""
+        """Return the end of what was written; of a crash all that Python has said of it."""
         begin = max(0, self.size() - _BLOCK)
-        return "\n".join(os.pread(self.fileno(), _BLOCK, begin).decode(errors="replace").splitlines()[-count:])
+        text = os.pread(self.fileno(), _BLOCK, begin).decode(errors="replace")
+        lines, crash = text.splitlines(), text.rfind("Fatal Python error")
+        return "\n".join(lines[-max(count, text[crash:].count("\n") if crash >= 0 else 0) :])
 
     def text(self, begin: int) -> str:
         """Return what was written from a place on, as far as it is sensible to look at."""
