@@ -163,15 +163,24 @@ STARTERS: Sequence[Starter] = (
 )
 
 
-def params(sizes: bool = True) -> list[Any]:
-    """Return each way, with each of its sizes or alone, for `pytest.mark.parametrize`."""
+OFTEN = ("spawn on two machines", "torchrun", "variables in shells", "elastic", "sbatch", "srun", "Open MPI")
+"""Of the ways those that differ most; the others' longer tests run with -m slow."""
+
+
+def params(sizes: bool = True, often: Sequence[str] = tuple(map(str, STARTERS))) -> list[Any]:
+    """Return each way, with each of its sizes or alone, for `pytest.mark.parametrize`.
+
+    In the ordinary run are those named `often`, and of their sizes the largest.
+    """
     found = []
     for starter in STARTERS:
-        marks = [pytest.mark.slurm] if starter.cluster else []
-        if sizes:
-            found += [pytest.param(starter, size, marks=marks, id=f"{starter}, {size}") for size in starter.sizes]
-        else:
+        marks = [*([pytest.mark.slurm] if starter.cluster else []), *([] if starter.name in often else [pytest.mark.slow])]
+        if not sizes:
             found.append(pytest.param(starter, marks=marks, id=str(starter)))
+            continue
+        for size in starter.sizes:
+            more = [] if size == starter.sizes[-1] else [pytest.mark.slow]
+            found.append(pytest.param(starter, size, marks=[*marks, *more], id=f"{starter}, {size}"))
     return found
 
 
