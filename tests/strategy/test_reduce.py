@@ -147,7 +147,7 @@ def carriers(world):
 
 def stress(world):
     # Thousands of small sums, the ranks out of step with one another: a store that is seen late would be a wrong sum.
-    memory = share(world, 4096, 60.0)
+    memory = share(world, 4096)
     carrier = ThroughSharedMemory(memory, world)
     common, own = random.Random(0), random.Random(world.rank)
     for number in range(2000):
