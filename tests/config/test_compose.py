@@ -75,12 +75,12 @@ def write(path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("recipe", options("recipe"))
 def test_every_shipped_recipe_composes_with_every_option_of_every_group(recipe: str) -> None:
-    groups = ["optimizer", "scheduler", "model", "strategy", "logger", "launcher"]
-    for choice in itertools.product(*map(options, groups)):
-        words = [f"{group}={option}" for group, option in zip(groups, choice, strict=True)]
-        made = composed(f"recipe={recipe}", *words)
-        for group, option in zip(groups, choice, strict=True):
-            assert made.values[group] == yaml.safe_load((conf_folder() / group / f"{option}.yaml").read_text()), words
+    together, alone = ["optimizer", "scheduler", "model"], ["strategy", "logger", "launcher"]
+    choices = [dict(zip(together, choice, strict=True)) for choice in itertools.product(*map(options, together))]
+    for choice in [*choices, *({group: option} for group in alone for option in options(group))]:
+        made = composed(f"recipe={recipe}", *(f"{group}={option}" for group, option in choice.items()))
+        for group, option in choice.items():
+            assert made.values[group] == yaml.safe_load((conf_folder() / group / f"{option}.yaml").read_text()), choice
         assert parse(made.values).recipe.name == recipe
 
 

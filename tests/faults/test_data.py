@@ -141,7 +141,7 @@ def test_a_dataloader_worker_that_its_data_ends_is_named(recipe: Recipe, trouble
 
 
 @pytest.mark.fault(55)
-@pytest.mark.parametrize("part", ["train", "eval"])
+@pytest.mark.parametrize("part", ["train", pytest.param("eval", marks=pytest.mark.slow)])
 def test_a_dataloader_worker_that_hangs_is_named_with_its_sample_and_the_key(recipe: Recipe, part: str) -> None:
     where = ("data.train=sleeps",) if part == "train" else ("data.test=sleeps", "trainer.eval_every=1")
     ended = troubled(recipe, *where, "data.num_workers=2", "trainer.timeout.data_seconds=1")
@@ -225,7 +225,13 @@ def test_data_that_cannot_be_divided_is_refused_by_all_ranks_at_once(recipe: Rec
 
 
 @pytest.mark.fault(62)
-@pytest.mark.parametrize("words", ["data.num_workers=0", "data.num_workers=1", "data.kind=Gathered"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data.num_workers=1",
+        *(pytest.param(word, marks=pytest.mark.slow) for word in ("data.num_workers=0", "data.kind=Gathered")),
+    ],
+)
 def test_a_nan_on_one_rank_stops_all_or_is_skipped_by_all(recipe: Recipe, words: str) -> None:
     three = ("trainer.gpus=3", "data.train=poison", *words.split())
     stopped = troubled(recipe, *three, "trainer.nonfinite=stop", "trainer.log_every=4")

@@ -24,7 +24,7 @@ FAULTS = {
     "dies": ("forward:kill:1:5", r"SIGKILL: killed by SIGKILL", 1),
     "leaves": ("forward:leave=0:1:5", r"SystemExit: the process ended with exit code 0 before its work was done", 1),
 }
-FEW = ("torchrun", "variables in shells", "elastic", "sbatch", "Open MPI")
+FEW = ("torchrun", "elastic", "sbatch")
 
 
 def ways() -> list[Any]:
@@ -62,7 +62,7 @@ def test_a_rank_is_the_cause_for_all(recipe: Recipe, starter: Starter, fault: st
 
 
 @pytest.mark.fault(5)
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_command_that_is_stopped_with_its_rank_is_named_by_the_other(recipe: Recipe, rank: int) -> None:
     starter = next(one for one in STARTERS if one.name == "variables in shells")
     started, run = starter.start(recipe, 2, *EVERY, "trainer.epochs=200")

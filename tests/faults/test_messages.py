@@ -198,7 +198,11 @@ class Unread:
 @pytest.mark.fault(22)
 @pytest.mark.parametrize(
     ("kind", "streams"),
-    [("terminal", "stdout"), ("pipe", "both"), pytest.param("terminal", "both", marks=pytest.mark.slow)],
+    [
+        ("terminal", "stdout"),
+        pytest.param("pipe", "both", marks=pytest.mark.slow),
+        pytest.param("terminal", "both", marks=pytest.mark.slow),
+    ],
 )
 def test_a_terminal_that_nobody_reads_does_not_hold_up_the_watch(recipe: Recipe, kind: str, streams: str) -> None:
     words, run = recipe.words(

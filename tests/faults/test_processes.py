@@ -100,9 +100,9 @@ def test_what_a_failure_brings_about_is_not_taken_for_the_cause(recipe: Recipe) 
     [
         ("forward:stop:1:5", "train", r"Hang: no progress for \d s \(trainer.timeout.step_seconds=2\): its process \d+ is stopped"),
         ("backward:spin:0:5", "train", r"Hang: .*: it is busy in _train_step \(.*/loop.py:\d+\), and the others wait"),
-        ("step:sleep:1:5", "train", r"Hang: .*: it waits in fit "),
+        pytest.param("step:sleep:1:5", "train", r"Hang: .*: it waits in fit ", marks=pytest.mark.slow),
         ("data:sleep:0:5", "data", r"Hang: .*\(trainer.timeout.data_seconds=2\): it waits in "),
-        ("evaluate:stop:1:1", "evaluate", r"Hang: .*stopped"),
+        pytest.param("evaluate:stop:1:1", "evaluate", r"Hang: .*stopped", marks=pytest.mark.slow),
         ("save:sleep:1:1", "save", r"Hang: .*\(trainer.timeout.save_seconds=3\): it waits in "),
     ],
 )
@@ -121,9 +121,11 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
     [
         ("task._target_=points.Looks",),  # rank zero looks longer at an evaluation than a step may take
         ("model._target_=points.Computes",),  # a rank builds, and is busy with that
-        ("data._target_=points.load_slow",),  # a rank waits, and less than it may
+        pytest.param(("data._target_=points.load_slow",), marks=pytest.mark.slow),  # a rank waits, and less than it may
         ("trainer.micro_batch_size=2", "trainer.max_steps=2", "task._target_=points.Slow"),  # a step of many micro-batches
-        ("trainer.max_steps=2", "task._target_=points.Slow", "data.test=240"),  # an evaluation of many batches
+        pytest.param(  # an evaluation of many batches
+            ("trainer.max_steps=2", "task._target_=points.Slow", "data.test=240"), marks=pytest.mark.slow
+        ),
     ],
     ids=["rank zero", "building", "data", "accumulation", "evaluation"],
 )
@@ -143,7 +145,7 @@ def test_a_rank_whose_checkpoint_takes_long_holds_up_nobody_before_its_time(reci
 
 
 @pytest.mark.fault(5)
-@pytest.mark.parametrize("whole", [True, False], ids=["everything", "the ranks"])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["everything", "the ranks"])
 def test_what_was_stopped_as_a_whole_goes_on(recipe: Recipe, whole: bool) -> None:
     running = Running(recipe, *EVERY, "trainer.epochs=10", "trainer.timeout.step_seconds=2.5")
     pids = ddpexp_processes() if whole else {running.pid(0), running.pid(1)}

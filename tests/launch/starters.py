@@ -163,7 +163,7 @@ STARTERS: Sequence[Starter] = (
 )
 
 
-OFTEN = ("spawn on two machines", "torchrun", "variables in shells", "elastic", "sbatch", "srun", "Open MPI")
+OFTEN = ("spawn on two machines", "torchrun", "elastic", "sbatch", "srun", "Open MPI")
 """Of the ways those that differ most; the others' longer tests run with -m slow."""
 
 

@@ -410,7 +410,14 @@ def test_two_commands_leave_at_once_before_the_training(polls: Polls) -> None:
 # ------------------------------------------------------------------------------------------------------ at random moments
 
 
-@pytest.mark.parametrize(("size", "how"), [(1, []), (2, ["wishes"]), (4, []), (3, ["apart", "wishes"])], ids=str)
+OTHERS: list[tuple[int, list[str]]] = [(1, []), (2, ["wishes"]), (4, [])]
+
+
+@pytest.mark.parametrize(
+    ("size", "how"),
+    [(3, ["apart", "wishes"]), *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)],
+    ids=str,
+)
 def test_the_ranks_never_part(polls: Polls, size: int, how: list[str]) -> None:
     count, seed = 50, random.randrange(1 << 30)
     process = polls.run("again", [str(polls.folder), size, how, count, seed])

@@ -445,11 +445,10 @@ def digest(recipe: Recipe, *words: str) -> str:
 @pytest.mark.parametrize(
     ("way", "size"),
     [
-        ("layers", 2),
         ("layers", 3),
-        ("layers", 4),
-        *((way, 3) for way in WAYS if way not in ("layers", "two models")),
         ("two models", 2),
+        *(pytest.param("layers", size, marks=pytest.mark.slow) for size in (2, 4)),
+        *(pytest.param(way, 3, marks=pytest.mark.slow) for way in WAYS if way not in ("layers", "two models")),
     ],
 )
 def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(recipe: Recipe, way: str, size: int) -> None:
