@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, RefusedError, first_end
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, RefusedError, StoppedError, first_end
 from ddpexp.launch import Job, child
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.layout import resolve
 from ddpexp.launch.torchrun_env import TorchrunEnv
 
 _CODES = "DDPEXP_EXIT_CODES"  # the path where each rank of this machine leaves its exit code
+_END_SECONDS = 2.0  # for the command to end the agent
 _CODE_BYTES = 4
 _PORT = "29400"  # torch's, where the endpoint names none
 _ANSWER_SECONDS = 1.0
@@ -68,7 +69,7 @@ class Elastic:
             environ = {"OMP_NUM_THREADS": "1", **os.environ, _CODES: str(codes)}
             code = child.run(
                 words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
-                ended=lambda: any(code == EXIT_REFUSED or code > 128 for code in _codes(codes)),  # else it would start again
+                ended=lambda: any(map(_ends_all, _codes(codes))),
                 lost=lambda: bool(_codes(codes)) and keeper is not None and keeper.is_lost(),  # it was there when the ranks began
             )  # fmt: skip
             if keeper is not None and keeper.lost:
@@ -91,6 +92,8 @@ class Elastic:
             raise
         finally:
             _leave_code(code)
+            if _ends_all(code):
+                _wait_for_the_end()
 
     def _range(self, nodes: int | str) -> tuple[int, int]:
         low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
@@ -153,6 +156,17 @@ def _leave_code(code: int) -> None:
     """Leave this rank's exit code where the command that has started the agent looks for it."""
     with suppress(OSError), open(os.environ[_CODES], "r+b", buffering=0) as codes:  # that command may be gone
         os.pwrite(codes.fileno(), code.to_bytes(_CODE_BYTES, "little"), int(os.environ["LOCAL_RANK"]) * _CODE_BYTES)
+
+
+def _ends_all(code: int) -> bool:
+    """Tell whether the ranks are not to be started again: nothing would be different, or somebody has stopped them."""
+    return code == EXIT_REFUSED or code > 128
+
+
+def _wait_for_the_end() -> None:
+    """Let the command end the agent while all is quiet: one that sees a rank leave starts it again, and may miss a signal then."""
+    with suppress(StoppedError):
+        time.sleep(_END_SECONDS)
 
 
 def _codes(place: Path) -> list[int]:
