@@ -176,7 +176,7 @@ def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-@pytest.mark.parametrize("delay", [0.3, 0.9])
+@pytest.mark.parametrize("delay", [0.9, pytest.param(0.3, marks=pytest.mark.slow)])
 def test_no_end_leaves_a_temporary_file(ddpexp: Ddpexp, trained: Done, tmp_path: Path, number: int, delay: float) -> None:
     (tmp_path / "tmp").mkdir()
     process, _ = ddpexp.start("evaluate", str(trained.run), environ={"TMPDIR": str(tmp_path / "tmp")})

@@ -24,7 +24,7 @@ FAULTS = {
     "dies": ("forward:kill:1:5", r"SIGKILL: killed by SIGKILL", 1),
     "leaves": ("forward:leave=0:1:5", r"SystemExit: the process ended with exit code 0 before its work was done", 1),
 }
-FEW = ("torchrun", "elastic", "sbatch")
+FEW = ("torchrun", "sbatch")
 
 
 def ways() -> list[Any]:

@@ -98,7 +98,7 @@ CASES = [
     *(pytest.param(one.values[0], stop, id=f"{one.id}, stop", marks=one.marks) for one in params(sizes=False, often=OFTEN)),
     *(
         pytest.param(one.values[0], kill_a_rank, id=f"{one.id}, kill", marks=one.marks)
-        for one in params(sizes=False)
+        for one in params(sizes=False, often=KILLED[:1])
         if str(one.values[0]) in KILLED
     ),
 ]
