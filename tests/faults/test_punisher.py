@@ -76,7 +76,7 @@ FAULTS: tuple[Callable[[random.Random, subprocess.Popen[str]], None], ...] = (
 )
 def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> None:
     chance = random.Random(seed)
-    words = (*WORDS, "trainer.gpus=3", f"trainer.max_steps={count * 40}")
+    words = (*WORDS, "trainer.gpus=3", f"trainer.max_steps={count * 200}")
     quick = recipe(*words, environ={"PACE": "0"}, timeout=120)
     assert quick.code == 0, quick.err
     seen: Counter[str] = Counter()
