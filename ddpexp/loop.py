@@ -82,6 +82,7 @@ class Update:
     precision: Precision
     optimizers: Mapping[str, Optimizer]
     world: World
+    control: Control
     plan: BatchPlan
     seed: int
     reduction: Literal["fast", "exact"]
@@ -114,6 +115,8 @@ class Update:
 
         Random numbers are a function of seed, step and micro-batch inside, not of what happened before.
         """
+        self.control.beat()
+        reach("forward")
         self._seed()
         self._passes += 1
         self._inside = True
@@ -143,6 +146,7 @@ class Update:
         Raises:
             DdpexpError: with `trainer.reduction=exact`, outside of `micro_batch`.
         """
+        reach("backward")
         if not self._inside and self.reduction == "exact":
             raise DdpexpError(
                 "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, where "
@@ -216,8 +220,8 @@ class Loop:
         self._peaks = [group["lr"] for group in self._groups()]
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
         self._update = Update(
-            self.strategy, self.precision, self.optimizers, self.world, self.train.plan, self.options.seed, self.options.reduction,
-            self.options.clip_grad_norm,
+            self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan, self.options.seed,
+            self.options.reduction, self.options.clip_grad_norm,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -350,12 +354,9 @@ class Loop:
         if self._by_hand is not None:
             return [self._by_hand.train_step(update, micro_batches)]
         for number, batch in enumerate(micro_batches):
-            self.control.beat()
-            reach("forward")
             with update.micro_batch(last=number == len(micro_batches) - 1):
                 loss_sum, count, sums = update.forward(self.task, batch)
                 self._check_count(count)
-                reach("backward")
                 update.backward(loss_sum, count)
             seen.append((loss_sum, count, sums))
         update.apply()

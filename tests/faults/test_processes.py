@@ -42,8 +42,18 @@ def load_slow(train=96, test=33):
 
 class Slow(Sides):
     def step(self, model, batch):
-        time.sleep(0.3)
+        time.sleep(0.4 if model.training else 0.1)
         return super().step(model, batch)
+
+
+class ByHand(Slow):
+    def train_step(self, update, micro_batches):
+        for number, batch in enumerate(micro_batches):
+            with update.micro_batch(last=number == len(micro_batches) - 1):
+                loss, count, sums = update.forward(self, batch)
+                update.backward(loss, count)
+        update.apply()
+        return loss, count, sums
 
 
 class Follows(Sides):
@@ -121,13 +131,24 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
     [
         ("task._target_=points.Looks",),  # rank zero looks longer at an evaluation than a step may take
         ("model._target_=points.Computes",),  # a rank builds, and is busy with that
+        (
+            "trainer.micro_batch_size=2",
+            "trainer.max_steps=2",
+            "task._target_=points.ByHand",
+            "data.test=8",
+        ),  # the same, in a step of its own
         pytest.param(("data._target_=points.load_slow",), marks=pytest.mark.slow),  # a rank waits, and less than it may
-        ("trainer.micro_batch_size=2", "trainer.max_steps=2", "task._target_=points.Slow"),  # a step of many micro-batches
+        (
+            "trainer.micro_batch_size=2",
+            "trainer.max_steps=2",
+            "task._target_=points.Slow",
+            "data.test=8",
+        ),  # a step of many micro-batches
         pytest.param(  # an evaluation of many batches
-            ("trainer.max_steps=2", "task._target_=points.Slow", "data.test=240"), marks=pytest.mark.slow
+            ("trainer.max_steps=2", "task._target_=points.Slow", "data.test=960"), marks=pytest.mark.slow
         ),
     ],
-    ids=["rank zero", "building", "data", "accumulation", "evaluation"],
+    ids=["rank zero", "building", "by hand", "data", "accumulation", "evaluation"],
 )
 def test_a_rank_that_goes_on_is_left_alone(recipe: Recipe, words: tuple[str, ...]) -> None:
     add(recipe, LONG)
