@@ -1,0 +1,1 @@
+"""Many experiments from one command: slots, resume, table; sits beside `__main__`."""
