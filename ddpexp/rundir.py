@@ -197,7 +197,7 @@ def create(asked: str | None, recipe: str) -> RunDir:
     try:
         if not asked:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return RunDir(_first_free(path))
+            return RunDir(first_free(path))
         if path.is_file():
             raise taken
         path.mkdir(parents=True, exist_ok=True)
@@ -403,7 +403,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _first_free(path: Path) -> Path:
+def first_free(path: Path) -> Path:
+    """Make a folder of this name, or of the first free one with a number behind it."""
     for number in range(1, 10_000):
         candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")
         try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import signal
 import sys
 from argparse import ArgumentError, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +18,13 @@ from typing import Any, cast
 
 import hydra
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -32,6 +38,8 @@ from ddpexp.errors import RefusedError
 from ddpexp.rundir import check_yaml
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
+_MODE = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
+_OF_SWEEPS = re.compile(r"\+*hydra(\.sweep\.dir=|/sweeper\b|\.sweeper\b)")  # Hydra's settings that sweeps understand
 
 
 @dataclass(frozen=True)
@@ -64,25 +72,138 @@ def compose(argv: list[str]) -> Composed | None:
         print(f"ddpexp {__version__}")
         return None
     words = _words(argv)
-    if words.multirun or any(word.lstrip("+").lower().startswith("hydra.mode=multirun") for word in words.overrides):
-        raise RefusedError("Sweeps (-m, --multirun) are not there yet: start one run at a time.")
+    for_hydra = _asks_hydra(words)
+    _refuse_words(words.overrides, bool(for_hydra))
+    with _one_sentence():
+        if words.help:
+            print(_help(words.overrides, words.config_dir))
+            return None
+        if for_hydra:
+            _let_hydra_answer([*(word for word in argv if word not in words.overrides), *words.overrides])
+            return None
+        of_sweeps = next((word for word in words.overrides if re.match(r"\+*sweep\.", word)), None)
+        if of_sweeps is not None:
+            raise RefusedError(f"{of_sweeps} is for sweeps: add -m, or leave it out.")
+        added = _added(words.config_dir)
+        return _composed(*_without_hydra(_hydra_composes(words.overrides, added)), words.overrides, added)
+
+
+def is_sweep(argv: list[str]) -> bool:
+    """Tell whether a command line asks for a sweep; not where it is a question, such as --help."""
+    if {"--version", "--help", "-h"} & set(argv):
+        return False
+    words = _words(argv)
+    return bool(words.multirun or any(map(_MODE.match, words.overrides))) and not _asks_hydra(words)
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep as it was typed, before its jobs are known."""
+
+    cfg: DictConfig  # composed without the words that sweep, and with Hydra's own section
+    loader: ConfigLoader  # what Hydra's sweepers look groups up with
+    settings: Mapping[str, Any]  # the section `sweep`
+    keys: frozenset[str]  # that are swept
+    words: tuple[str, ...]  # as typed
+    folder: str | None  # hydra.sweep.dir, where it was typed
+    config_dir: str | None
+    warnings: tuple[str, ...]
+
+
+def compose_sweep(argv: list[str]) -> Swept:
+    """Compose what a sweep's jobs have in common.
+
+    Raises:
+        RefusedError: whatever Hydra or OmegaConf refuses, and Hydra's settings that would have no effect.
+    """
+    words = _words(argv)
+    _asks_hydra(words)
+    overrides = [word for word in words.overrides if not _MODE.match(word)]
+    for word in overrides:
+        _refuse_in_sweep(word)
+    _refuse_words([word for word in overrides if not _OF_SWEEPS.match(word)], False)
+    with _one_sentence(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+        found = GlobalHydra.instance().hydra
+        assert found is not None
+        parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
+        cfg = found.compose_config(
+            "config", [*_searched(_added(words.config_dir)), *overrides], RunMode.MULTIRUN, with_log_configuration=False,
+            validate_sweep_overrides=False,
+        )  # fmt: skip
+        of_sweeper = cfg.hydra.sweeper.get("params") or {}
+        settings = OmegaConf.to_container(cfg.sweep, resolve=True)
+    swept = {one.get_key_element() for one in parsed if one.is_sweep_override()}
+    for key in swept:
+        if re.match(r"\+*(sweep\.|hydra)", key):
+            raise RefusedError(f"{key} is a setting of the sweep itself: give it one value.")
+    assert isinstance(settings, dict)
+    return Swept(
+        cfg=cfg,
+        loader=found.config_loader,
+        settings={str(key): value for key, value in settings.items()},
+        keys=frozenset({*swept, *map(str, of_sweeper)}),
+        words=tuple(overrides),
+        folder=next((word.partition("=")[2] for word in overrides if word.startswith("hydra.sweep.dir=")), None),
+        config_dir=words.config_dir,
+        warnings=_warnings(_added(words.config_dir)),
+    )
+
+
+class JobComposer:
+    """Composes the jobs of a sweep; the files are read once for each choice of options, and values put into a copy."""
+
+    def __init__(self, swept: Swept) -> None:
+        """Take the sweep."""
+        self._swept = swept
+        self._bases: dict[tuple[str, ...], tuple[DictConfig, Mapping[str, str]]] = {}
+        self._parser = OverridesParser.create(swept.loader)
+
+    def compose(self, words: Sequence[str], run: Path) -> Composed:
+        """Compose one job from all its words; it will lie in the directory `run`.
+
+        Raises:
+            RefusedError: whatever Hydra or OmegaConf refuses.
+        """
+        # What has a dot is the key of a value: groups are paths with slashes.
+        values = [word for word in words if (key := word.partition("=")[0]) in self._swept.keys and re.match(r"\w+\.", key)]
+        rest = tuple(word for word in words if word not in values)
+        added = _added(self._swept.config_dir)
+        with _one_sentence():
+            if rest not in self._bases:
+                self._bases[rest] = _without_hydra(_hydra_composes(list(rest), added))
+            cfg, choices = self._bases[rest]
+            cfg = copy.deepcopy(cfg)
+            ConfigLoaderImpl._apply_overrides_to_config(self._parser.parse_overrides(values), cfg)
+            return _composed(cfg, choices, words, added, run)
+
+
+def _asks_hydra(words: Namespace) -> bool:
+    """Tell whether the words are a question to Hydra; refuse its options that do not apply."""
     if words.config_path or words.config_name or words.experimental_rerun:
         raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
-    for_hydra = words.hydra_help or words.cfg or words.info or words.shell_completion
-    _refuse_words(words.overrides, bool(for_hydra))
+    return bool(words.hydra_help or words.cfg or words.info or words.shell_completion)
+
+
+@contextmanager
+def _one_sentence() -> Iterator[None]:
+    """Make one sentence of what Hydra and OmegaConf refuse."""
     with _signals_wait(), _full_errors():
         try:
-            if words.help:
-                print(_help(words.overrides, words.config_dir))
-                return None
-            if for_hydra:
-                _let_hydra_answer([*(word for word in argv if word not in words.overrides), *words.overrides])
-                return None
-            return _composed(words.overrides, words.config_dir)
+            yield
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
             if os.environ.get(_FULL_ERROR) == "asked":
                 raise
             raise RefusedError(_sentence(error)) from None
+
+
+def _refuse_in_sweep(word: str) -> None:
+    key = word.lstrip("+~").partition("=")[0]
+    if key == "run.dir":
+        raise RefusedError(f"{word}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... .")
+    if key == "hydra.sweep.subdir":
+        raise RefusedError(f"{word}: the jobs' directories are named by their number and what is their own.")
+    if key == "hydra/launcher" or key.startswith("hydra.launcher."):
+        raise RefusedError(f"{word}: ddpexp starts the jobs of a sweep itself. sweep.slots=... says how many at once.")
 
 
 def _words(argv: list[str]) -> Namespace:
@@ -148,26 +269,41 @@ def _added(directory: str | None) -> Path | None:
 
 def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
-    folders = [*([added] if added else []), *plugin_folders()]
-    search = [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
     with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
-        return hydra.compose("config", [*search, *overrides], return_hydra_config=True)
+        return hydra.compose("config", [*_searched(added), *overrides], return_hydra_config=True)
 
 
-def _composed(overrides: list[str], directory: str | None) -> Composed:
-    added = _added(directory)
-    cfg = _hydra_composes(overrides, added)
+def _searched(added: Path | None) -> list[str]:
+    """Return the word that tells Hydra where else there are configs."""
+    folders = [*([added] if added else []), *plugin_folders()]
+    return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
+
+
+def _without_hydra(cfg: DictConfig) -> tuple[DictConfig, Mapping[str, str]]:
+    """Take Hydra's own section and that of sweeps out; return also which options of the groups were chosen."""
     choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
     with open_dict(cfg):
         del cfg["hydra"]
+        del cfg["sweep"]
+    return cfg, choices
+
+
+def _composed(
+    cfg: DictConfig, choices: Mapping[str, str], overrides: Sequence[str], added: Path | None, run: Path | None = None
+) -> Composed:
     values, kept = _plain(cfg), _resolved_but_secrets(cfg)
     _refuse_untyped_trust(values, overrides)
     for tree in (values, kept):
         tree["run"]["code"] = str(added.parent) if added else None
+        if run is not None:
+            tree["run"]["dir"] = str(run)
         tree.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
     _refuse_other_types(values, choices, [folder for folder in (conf_folder(), added) if folder is not None])
-    warnings = [warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder)]
-    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), tuple(warnings))
+    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), _warnings(added))
+
+
+def _warnings(added: Path | None) -> tuple[str, ...]:
+    return tuple(warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder))
 
 
 @contextmanager
@@ -235,7 +371,7 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in cast(dict[Any, Any], values).items()}
 
 
-def _refuse_untyped_trust(values: Mapping[str, Any], typed: list[str]) -> None:
+def _refuse_untyped_trust(values: Mapping[str, Any], typed: Sequence[str]) -> None:
     run = values.get("run")
     if not isinstance(run, Mapping):
         raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
@@ -312,7 +448,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, ConfigCompositionException):
         several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
         if several:
-            return f"{several[1]} gives several values: start one run at a time, or write a list as key=[a,b]."
+            return f"{several[1]} gives several values: add -m for a run with each, or write a list as key=[a,b]."
         unknown = re.match(r"Could not override '([^']+)'", str(error))
         if unknown and isinstance(error.__cause__, OmegaConfBaseException):
             return _unknown_key(unknown[1], error.__cause__)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ddpexp.errors import RefusedError
@@ -33,7 +35,6 @@ class Server:
     def __init__(self, start_method: str = "forkserver", preload: Sequence[str] = PRELOAD) -> None:
         """Start the process; returns at once, while it imports."""
         self.start_method = start_method
-        self._code: int | None = None  # of its end
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
         wanted = list(preload) if start_method == "forkserver" else []
@@ -44,7 +45,33 @@ class Server:
             self.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", _PROGRAM, words], os.environ)
         except OSError as error:
             raise RefusedError(f"The fork server could not be started: {said_with_limit(error)}.") from None
+        self._process: _Process | None = _Process(self.pid)
         theirs.close()
+
+    @classmethod
+    def of(cls, channel: socket.socket) -> Server:
+        """Return the handle on a server that `clone` has made for this command, at the other end of a channel.
+
+        Raises:
+            RefusedError: it is gone already.
+        """
+        server = object.__new__(cls)
+        server.start_method, server.channel, server.memory = "forkserver", channel, Memory()
+        server.pid, server._process = 0, None
+        answer = server.receive()
+        if answer is None:
+            raise RefusedError("The fork server is gone before any worker started.")
+        server.pid, server._process = answer["pid"], _Process(answer["pid"], is_child=False)
+        return server
+
+    def clone(self, channel: int, environ: Mapping[str, str]) -> None:
+        """Ask for a server like this one that answers on the other end of `channel`, for a command that has its environment.
+
+        The answers `started` and `exit` arrive here.
+        """
+        request = {"op": "clone", "rank": -1, "environ": dict(environ)}
+        with suppress(OSError):  # the server is gone, which the next answer says
+            socket.send_fds(self.channel, [json.dumps(request).encode()], [channel])
 
     def start(
         self, rank: int, entry: str, arguments: Sequence[str], environ: Mapping[str, str], log: int, descriptors: Mapping[str, int]
@@ -102,32 +129,59 @@ class Server:
 
     def lost(self) -> tuple[str, int | None]:
         """Say how the process ended, once `receive` has found it gone, and by which signal."""
-        code = self._wait()
-        signum = -code if code < 0 else None
-        how = f"was killed by {signal.Signals(signum).name}" if signum is not None else f"ended with exit code {code}"
+        code = self._process.wait() if self._process is not None else None
+        signum = -code if code is not None and code < 0 else None
+        if signum is not None:
+            how = f"was killed by {signal.Signals(signum).name}"
+        else:
+            how = "is gone" if code is None else f"ended with exit code {code}"
         text = f"the process that starts the workers {how}, and they with it"
         # Libraries abort where memory cannot be had, and the kernel kills.
-        why = self.memory.verdict() if signum == signal.SIGKILL else reason(MemoryError())
+        why = self.memory.verdict() if signum in (signal.SIGKILL, None) else reason(MemoryError())
         return f"{text}: {why}" if why else text, signum
-
-    def _wait(self) -> int:
-        if self._code is None:
-            self._code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._code
 
     def destroy(self) -> None:
         """End the server by force, and with it every worker, also when it does not answer."""
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)  # it is a zombie at worst: `close` waits for it
+        if self._process is not None:
+            self._process.kill()
 
     def close(self) -> None:
         """End the server, and with it every worker that is left; returns when it is gone."""
         if self.channel.fileno() == -1:
-            return  # closed before, and the process id may be another's by now
+            return  # closed before
         self.channel.close()
-        if self._code is None:
-            os.kill(self.pid, signal.SIGKILL)
-            self._wait()
+        self.destroy()
+        if self._process is not None:
+            self._process.wait()
+
+
+class _Process:
+    """The process itself, which no other can be mistaken for."""
+
+    def __init__(self, pid: int, is_child: bool = True) -> None:
+        self._pid, self._is_child = pid, is_child
+        self._handle: int | None = None if is_child else os.pidfd_open(pid)
+        self._code: int | None = None
+        self._gone = False
+
+    def kill(self) -> None:
+        if self._gone:
+            return
+        if self._handle is None:
+            os.kill(self._pid, signal.SIGKILL)  # a child is a zombie at worst, until it is waited for
+        else:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+
+    def wait(self) -> int | None:
+        """Wait for its end and return its exit code, -n after signal n; None: only its parent knows."""
+        if not self._gone and self._handle is None:
+            self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        elif not self._gone and self._handle is not None:
+            select.select([self._handle], [], [])
+            os.close(self._handle)
+        self._gone = True
+        return self._code
 
 
 def refuse_broken(answer: Mapping[str, Any]) -> None:

@@ -9,26 +9,33 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+CORES = "DDPEXP_CORES"  # the variable with which a sweep gives each of its jobs a share of the cores
+
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """Count the NVIDIA GPUs that a worker would see.
+    """Count the NVIDIA GPUs that a worker would see."""
+    return len(visible_gpus(environ))
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the NVIDIA GPUs that a worker would see, as CUDA_VISIBLE_DEVICES calls them.
 
     Asks the driver's management library, never CUDA: initialising CUDA here would break every forked worker.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     present = _nvml_device_count() if _torch_has_cuda() else 0
     if visible is None or present == 0:
-        return present
+        return [str(number) for number in range(present)]
     # CUDA stops at the first entry that names no device, so `0,1,-1,2` shows two and Slurm's `NoDevFiles` none; an entry
     # that comes twice hides all.
     shown: list[str] = []
     for entry in (part.strip() for part in visible.split(",")):
         if entry in shown:
-            return 0
+            return []
         if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < present)):
             break
         shown.append(entry)
-    return len(shown)
+    return shown
 
 
 def why_none(environ: Mapping[str, str] = os.environ) -> str:
@@ -44,7 +51,7 @@ def why_none(environ: Mapping[str, str] = os.environ) -> str:
 def usable_cores() -> int:
     """Count the CPU cores that this process may use: its affinity, bounded by the control group's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cgroup_quota()
+    quota = cores_quota()
     return max(1, min(cores, quota) if quota else cores)
 
 
@@ -53,9 +60,11 @@ def usable_core_numbers() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-def cores_quota() -> int | None:
-    """Return the whole cores that the control group allows, or None without a limit."""
-    return _cgroup_quota()
+def cores_quota(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the whole cores that the control group allows, or `CORES` beside other jobs; None without a limit."""
+    share = environ.get(CORES, "")
+    limits = [limit for limit in (_cgroup_quota(), int(share) if share.isdecimal() else None) if limit]
+    return min(limits, default=None)
 
 
 def gpu_names(environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -39,9 +39,11 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
     for signum in _OF_THE_COMMAND:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, for the workers too
             signal.signal(signum, lambda *_: None)
-    channel = socket.socket(fileno=fd)
-    failed = _import(preload)
-    _send(channel, {"kind": "ready", "failed": failed})
+    _serve(socket.socket(fileno=fd), start_method, _import(preload))
+
+
+def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) -> None:
+    _send(channel, {"kind": "ready", "failed": failed, "pid": os.getpid()})
     wake, children = _watch_children()
     while True:
         _reap(channel, children)
@@ -58,7 +60,7 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
             for pid in children - {request["spared"]}:
                 os.kill(pid, request["signal"])
         else:
-            start = _fork if start_method == "forkserver" else _exec
+            start = {"clone": _clone}.get(request["op"], _fork if start_method == "forkserver" else _exec)
             try:
                 pid = start(request, fds, (channel, wake))
             except OSError as error:  # no more processes: the command says so, and ends those that there are
@@ -116,12 +118,16 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         os._exit(0)  # the command is gone, and the workers die with us
 
 
-def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
-    server = os.getpid()
+def _forked() -> int:
     with warnings.catch_warnings():
         # Python 3.12 warns of threads at a fork. Those that linear algebra libraries start on import are fork-safe.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+        return os.fork()
+
+
+def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
+    server = os.getpid()
+    pid = _forked()
     if pid:
         return pid
     code = 1
@@ -139,6 +145,26 @@ def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
+    """Fork a server of its own for another command, which is served through the first descriptor."""
+    server = os.getpid()
+    pid = _forked()
+    if pid:
+        return pid
+    try:
+        signal.set_wakeup_fd(-1)
+        die_with_parent(server)
+        os.setpgid(0, 0)
+        for one in private:
+            one.close()
+        os.environ.update(request["environ"])
+        _serve(socket.socket(fileno=os.dup(fds[0])), "forkserver", {})
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:

@@ -122,7 +122,7 @@ def supervise(
         watch.leads, watch.speaks = meeting.leads, meeting.speaks
         watch.others = [_Other(peer, peer.lines()) for peer in meeting.peers]
     shown = next((worker for worker in workers if worker.rank == 0), None)
-    with selectors.DefaultSelector() as selector, _signals() as signals:
+    with selectors.DefaultSelector() as selector, signals_as_bytes() as signals:
         selector.register(server.channel, selectors.EVENT_READ, "server")
         selector.register(signals, selectors.EVENT_READ, "signals")
         for worker in workers:
@@ -283,7 +283,7 @@ def _may_hear_the_cause(watch: _Watch) -> bool:
 
 
 @contextmanager
-def _signals() -> Iterator[socket.socket]:
+def signals_as_bytes() -> Iterator[socket.socket]:
     """Turn the signals of the table in docs/launchers.md into bytes on a socket for the time of the watch."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)

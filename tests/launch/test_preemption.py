@@ -96,7 +96,7 @@ import threading
 import time
 from pathlib import Path
 
-from ddpexp.__main__ import _launch, _stop_on_signals
+from ddpexp.command import launch, stop_on_signals
 from ddpexp.errors import DdpexpError, StoppedError
 from ddpexp.launch import Asked, Job, team
 from ddpexp.launch.fork_server import Server
@@ -117,9 +117,9 @@ class Polls(Job):
 
 def main():
     folder, size, how, grace_seconds, launcher, nodes = json.loads(sys.argv[1])
-    _stop_on_signals()
+    stop_on_signals()
     try:
-        code = _launch(Spawn(**launcher), Polls(folder, size, how, grace_seconds, nodes), None)
+        code = launch(Spawn(**launcher), Polls(folder, size, how, grace_seconds, nodes), None)
     except DdpexpError as error:
         print(error, file=sys.stderr, flush=True)
         code = error.exit_code

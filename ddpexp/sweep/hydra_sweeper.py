@@ -1,0 +1,76 @@
+"""Hydra's sweepers (its own, Optuna's) say which jobs there are; here is the launcher that they give them to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra._internal.callbacks import Callbacks
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import HydraContext
+from omegaconf import OmegaConf, open_dict
+
+from ddpexp.config.compose import Swept
+from ddpexp.errors import DdpexpError
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    status: str  # done, failed, interrupted, stopped or submitted
+    objective: float | None = None
+    message: str = ""
+
+
+RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
+
+
+class _Launcher:
+    """What a sweeper takes for Hydra's launcher: runs a batch of jobs with the sweep's own function."""
+
+    def __init__(self, run_batch: RunBatch) -> None:
+        self._run_batch = run_batch
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        """Run the jobs of a batch and return their objectives."""
+        ended = self._run_batch(job_overrides)
+        return [_returned(words, one) for words, one in zip(job_overrides, ended, strict=True)]
+
+
+def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
+    """Have the sweeper that was chosen run its jobs; each batch is the words of several jobs.
+
+    Raises: what `run_batch` raises, and the sweeper's own errors.
+    """
+    cfg, loader, plugins = swept.cfg, swept.loader, Plugins.instance()
+    with open_dict(cfg):
+        cfg.hydra.sweep.dir = str(folder)
+    # Sweepers ask for a launcher by name, of an installed package in a namespace of Hydra's: they get this one.
+    plugins.instantiate_launcher = lambda **_: _Launcher(run_batch)  # type: ignore[method-assign,assignment]
+    # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of them.
+    loader.load_sweep_config = lambda master_config, sweep_overrides: master_config  # type: ignore[method-assign]
+    sweeper = plugins.instantiate_sweeper(
+        config=cfg, hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_batch
+    )
+    words = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
+    assert isinstance(words, list)
+    sweeper.sweep(arguments=[str(word) for word in words])
+
+
+def is_grid(swept: Swept) -> bool:
+    """Tell whether the jobs are Hydra's own grid, which wants no objective back."""
+    return str(swept.cfg.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
+
+
+class JobFailed(DdpexpError):
+    """A job failed, told to sweepers that count failures; Hydra's own would stop after the first batch with one."""
+
+
+def _returned(words: Sequence[str], ended: Ended) -> JobReturn:
+    found = JobReturn(overrides=words, status=JobStatus.COMPLETED, _return_value=ended.objective)
+    if ended.status == "failed":
+        found.status, found._return_value = JobStatus.FAILED, JobFailed(ended.message)
+    return found

@@ -1,0 +1,136 @@
+"""One job of a sweep: an experiment of its own, run by a process of its own, as if its command had been typed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+from ddpexp import command
+from ddpexp.config import Experiment
+from ddpexp.jobs import Training
+from ddpexp.launch.fork_server import Server
+from ddpexp.launch.process import die_with_parent
+from ddpexp.rundir import RunDir
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job that is composed and checked."""
+
+    number: int
+    name: str  # of its directory
+    overrides: tuple[str, ...]  # its own words
+    words: tuple[str, ...]  # all of them
+    experiment: Experiment
+    text: str  # config.yaml
+    run: RunDir
+    workers: int | None  # on this machine, each of which takes a slot; None: it takes all slots
+    on_gpus: bool = False
+
+    @property
+    def forks_here(self) -> bool:
+        """Tell whether its workers are forked from a warm server on this machine."""
+        return getattr(self.experiment.launcher, "start_method", None) == "forkserver"
+
+    def training(self, options: Sequence[str]) -> Training:
+        """Return what its launcher runs; `options` are the words of the sweep's command line that say where configs are."""
+        return Training(self.experiment, self.text, self.words, ["ddpexp", *options, *self.words, f"run.dir={self.run.path}"])
+
+
+@dataclass(frozen=True)
+class Started:
+    """The process that runs a job."""
+
+    pid: int
+    handle: int  # readable when it has ended
+
+    def send(self, number: int) -> None:
+        """Send it a signal."""
+        signal.pidfd_send_signal(self.handle, number)
+
+    def wait(self) -> int:
+        """Return its exit code once it has ended, -n after signal n."""
+        os.close(self.handle)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def start(job: Planned, options: Sequence[str], server: Server | None, environ: Mapping[str, str], log: Path) -> Started:
+    """Start the process of a job: a fork of this one, which has everything imported and no torch.
+
+    `server` forks it a server of its own, where its launcher can use one; what it prints goes to `log`.
+    """
+    channel = None
+    if server is not None and job.forks_here:
+        channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server.clone(theirs.fileno(), environ)
+        theirs.close()
+    parent = os.getpid()
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the new process hears them itself
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a thread that writes to a terminal nobody reads is no harm
+            pid = os.fork()
+        if pid == 0:
+            _be(job, options, channel, environ, log, parent)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+    if channel is not None:
+        channel.close()
+    return Started(pid, os.pidfd_open(pid))
+
+
+def _be(
+    job: Planned, options: Sequence[str], channel: socket.socket | None, environ: Mapping[str, str], log: Path, parent: int
+) -> NoReturn:
+    """Be the process: away from the terminal, with an environment of its own."""
+    code = 1
+    try:
+        die_with_parent(parent)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        kept = channel.fileno() if channel is not None else 2
+        os.closerange(3, kept)  # the sweep's lock, its server, its terminal
+        os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX") if kept < 3 else 1 << 16)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(source, target)
+        os.close(nothing)
+        os.close(output)
+        sys.stdout, sys.stderr = _text(1), _text(2)
+        os.environ.update(environ)
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, signal.SIG_DFL)
+        command.stop_on_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        code = command.told(lambda: _run(job, options, channel))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _text(number: int) -> TextIO:
+    return open(number, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+
+
+def _run(job: Planned, options: Sequence[str], channel: socket.socket | None) -> int:
+    server = Server.of(channel) if channel is not None else None
+    try:
+        return command.launch(job.experiment.launcher, job.training(options), server)
+    finally:
+        if server is not None:
+            server.close()

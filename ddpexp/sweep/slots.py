@@ -1,0 +1,71 @@
+"""Which workers can run at once on this machine: slots, each on a GPU or a share of the cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch.hardware import CORES, usable_cores, visible_gpus
+
+
+class Slots:
+    """The slots of a machine, and who has them."""
+
+    def __init__(self, count: Literal["auto"] | int = "auto", gpus: Sequence[str] | None = None, cores: int | None = None) -> None:
+        """Make `count` slots; `gpus` are the GPUs' names as CUDA_VISIBLE_DEVICES has them, and `cores` how many cores there are.
+
+        With more slots than GPUs several share one.
+        """
+        self.gpus = tuple(visible_gpus() if gpus is None else gpus)
+        self.cores = usable_cores() if cores is None else cores
+        self.count = count if count != "auto" else len(self.gpus) or self.cores
+        self._free = list(range(self.count))
+
+    def __str__(self) -> str:
+        """Say what they are."""
+        what = f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}" if self.gpus else f"{self.cores} CPU cores"
+        return f"{self.count} slot{'s' if self.count > 1 else ''} ({what})"
+
+    def refuse_more(self, workers: int, on_gpus: bool) -> None:
+        """Look at whether a job with so many workers on this machine can ever run.
+
+        Raises:
+            RefusedError: it cannot.
+        """
+        if workers > self.count:
+            more = "" if on_gpus else f"sweep.slots={workers}, or "
+            raise RefusedError(
+                f"trainer.gpus={workers} takes {workers} slots at once, and there are {self}: use {more}fewer workers."
+            )
+        if on_gpus and workers > len(self.gpus):
+            raise RefusedError(f"trainer.gpus={workers} wants as many GPUs, and this machine shows {len(self.gpus)}: use fewer.")
+
+    def take(self, workers: int | None, on_gpus: bool) -> list[int] | None:
+        """Take a slot for each worker, on GPUs of their own; None while there are too few. `workers` None takes all slots."""
+        wanted = self.count if workers is None else workers
+        if not on_gpus or workers is None:
+            taken = self._free[:wanted]
+        else:
+            places: dict[int, list[int]] = {}
+            for slot in self._free:
+                places.setdefault(slot % len(self.gpus), []).append(slot)
+            emptiest = sorted(places.values(), key=len, reverse=True)
+            taken = sorted(slots[0] for slots in emptiest[:wanted])
+        if len(taken) < wanted:
+            return None
+        self._free = [slot for slot in self._free if slot not in taken]
+        return taken
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Free the slots of a job that has ended."""
+        self._free = sorted([*self._free, *slots])
+
+    def environ(self, slots: Sequence[int], on_gpus: bool) -> dict[str, str]:
+        """Return the variables with which a job sees its own GPUs and its share of the cores."""
+        share = {CORES: str(max(1, self.cores * len(slots) // self.count))}
+        return {**share, "CUDA_VISIBLE_DEVICES": ",".join(self.names(slots))} if on_gpus else share
+
+    def names(self, slots: Sequence[int]) -> list[str]:
+        """Return the GPUs of slots."""
+        return list(dict.fromkeys(self.gpus[slot % len(self.gpus)] for slot in slots)) if self.gpus else []
