@@ -46,9 +46,8 @@ def look(run: RunDir, start: Start) -> Earlier:
         FinishedError: there is nothing to do. RefusedError: it cannot or should not be gone on with.
     """
     manifest, result = run.found(run.manifest), run.found(run.result) or {}
-    stored = _tree(run)
     new = _read(start.text)
-    changes = compare(stored, new, start.typed, _words(run)) if stored is not None else []
+    changes = changes_of(run, start)
     refuse(changes, start.name)
     status = result.get("status")
     if status == "done" and not _is_longer(changes, new["trainer"], result):
@@ -64,6 +63,16 @@ def look(run: RunDir, start: Start) -> Earlier:
         require(run, start.name)
     notes = result.get("notes")
     return Earlier(manifest, changes, [str(note) for note in notes] if isinstance(notes, list) else [])
+
+
+def changes_of(run: RunDir, start: Start) -> list[Change]:
+    """Return in what the stored configuration differs from what is asked now.
+
+    Raises:
+        RefusedError: the stored one cannot be read.
+    """
+    stored = _tree(run)
+    return compare(stored, _read(start.text), start.typed, _words(run)) if stored is not None else []
 
 
 def require(run: RunDir, name: str) -> None:

@@ -74,7 +74,7 @@ def compose(argv: list[str]) -> Composed | None:
     words = _words(argv)
     for_hydra = _asks_hydra(words)
     _refuse_words(words.overrides, bool(for_hydra))
-    with _one_sentence():
+    with _signals_wait(), one_sentence():
         if words.help:
             print(_help(words.overrides, words.config_dir))
             return None
@@ -122,7 +122,7 @@ def compose_sweep(argv: list[str]) -> Swept:
     for word in overrides:
         _refuse_in_sweep(word)
     _refuse_words([word for word in overrides if not _OF_SWEEPS.match(word)], False)
-    with _one_sentence(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+    with _signals_wait(), one_sentence(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         found = GlobalHydra.instance().hydra
         assert found is not None
         parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
@@ -168,7 +168,7 @@ class JobComposer:
         values = [word for word in words if (key := word.partition("=")[0]) in self._swept.keys and re.match(r"\w+\.", key)]
         rest = tuple(word for word in words if word not in values)
         added = _added(self._swept.config_dir)
-        with _one_sentence():
+        with _signals_wait(), one_sentence():
             if rest not in self._bases:
                 self._bases[rest] = _without_hydra(_hydra_composes(list(rest), added))
             cfg, choices = self._bases[rest]
@@ -185,9 +185,9 @@ def _asks_hydra(words: Namespace) -> bool:
 
 
 @contextmanager
-def _one_sentence() -> Iterator[None]:
+def one_sentence() -> Iterator[None]:
     """Make one sentence of what Hydra and OmegaConf refuse."""
-    with _signals_wait(), _full_errors():
+    with _full_errors():
         try:
             yield
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:

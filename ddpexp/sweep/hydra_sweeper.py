@@ -12,7 +12,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
-from ddpexp.config.compose import Swept
+from ddpexp.config.compose import Swept, one_sentence
 from ddpexp.errors import DdpexpError
 
 
@@ -31,13 +31,18 @@ RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
 class _Launcher:
     """What a sweeper takes for Hydra's launcher: runs a batch of jobs with the sweep's own function."""
 
-    def __init__(self, run_batch: RunBatch) -> None:
-        self._run_batch = run_batch
+    def __init__(self, run_batch: RunBatch, counts_failures: bool) -> None:
+        self._run_batch, self._counts_failures = run_batch, counts_failures
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs of a batch and return their objectives."""
         ended = self._run_batch(job_overrides)
-        return [_returned(words, one) for words, one in zip(job_overrides, ended, strict=True)]
+        return [self._returned(words, one) for words, one in zip(job_overrides, ended, strict=True)]
+
+    def _returned(self, words: Sequence[str], ended: Ended) -> JobReturn:
+        if ended.status == "failed" and self._counts_failures:
+            return JobReturn(overrides=words, status=JobStatus.FAILED, _return_value=JobFailed(ended.message))
+        return JobReturn(overrides=words, status=JobStatus.COMPLETED, _return_value=ended.objective)
 
 
 def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
@@ -48,16 +53,21 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     cfg, loader, plugins = swept.cfg, swept.loader, Plugins.instance()
     with open_dict(cfg):
         cfg.hydra.sweep.dir = str(folder)
+    launcher = _Launcher(run_batch, counts_failures=not is_grid(swept))  # a grid goes on whatever fails, batch after batch
     # Sweepers ask for a launcher by name, of an installed package in a namespace of Hydra's: they get this one.
-    plugins.instantiate_launcher = lambda **_: _Launcher(run_batch)  # type: ignore[method-assign,assignment]
+    plugins.instantiate_launcher = lambda **_: launcher  # type: ignore[method-assign,assignment]
     # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of them.
     loader.load_sweep_config = lambda master_config, sweep_overrides: master_config  # type: ignore[method-assign]
-    sweeper = plugins.instantiate_sweeper(
-        config=cfg, hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_batch
-    )
     words = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     assert isinstance(words, list)
-    sweeper.sweep(arguments=[str(word) for word in words])
+    with one_sentence():
+        try:
+            sweeper = plugins.instantiate_sweeper(
+                config=cfg, hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_batch
+            )
+            sweeper.sweep(arguments=[str(word) for word in words])
+        except JobFailed:
+            return  # more have failed than the sweeper takes, which the sweep itself says
 
 
 def is_grid(swept: Swept) -> bool:
@@ -66,11 +76,4 @@ def is_grid(swept: Swept) -> bool:
 
 
 class JobFailed(DdpexpError):
-    """A job failed, told to sweepers that count failures; Hydra's own would stop after the first batch with one."""
-
-
-def _returned(words: Sequence[str], ended: Ended) -> JobReturn:
-    found = JobReturn(overrides=words, status=JobStatus.COMPLETED, _return_value=ended.objective)
-    if ended.status == "failed":
-        found.status, found._return_value = JobStatus.FAILED, JobFailed(ended.message)
-    return found
+    """A job failed, told to sweepers that count failures."""

@@ -112,6 +112,7 @@ class Sweep:
     # ------------------------------------------------------------------------------------------ before anything runs
 
     def _plan(self, words: Sequence[str]) -> Planned:
+        words = [word for word in words if not word.startswith("sweep.")]
         own = tuple(word for word in words if word.lstrip("+~").partition("=")[0].partition("@")[0] in self._keys)
         number = self._numbers.setdefault(_key(own), len(self._numbers))
         if number in self.planned:
@@ -151,8 +152,8 @@ class Sweep:
                 f"command. Use launcher=slurm for jobs of several machines"
             )
         layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
-        check_layout(experiment, layout)
         self._slots.refuse_more(layout.world_size, layout.device == "cuda")
+        check_layout(experiment, layout)
         return layout.world_size, layout.device == "cuda"
 
     def _begin(self, jobs: Sequence[Planned]) -> None:
@@ -160,6 +161,7 @@ class Sweep:
         if self._record is None:
             self.folder.logs.mkdir(exist_ok=True)
             asked = {"words": list(self._swept.words), "options": self._options}
+            say(f"sweep of {len(jobs)} jobs on {self._slots} in {rundir.relative(self.folder.path)}")
             rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
             self._record = Record(self.folder)
             facts = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
@@ -178,14 +180,18 @@ class Sweep:
             return Ended("stopped", self._objective(job), str(before.get("message")))
         if not rundir.is_ours(job.run.path):
             return None
+        asked = resume.Start(job.name, job.text, job.words)
         try:
-            resume.look(job.run, resume.Start(rundir.relative(job.run.path), job.text, job.words))
+            resume.look(job.run, asked)
         except FinishedError:
             return Ended("done", self._objective(job))
-        except RefusedError as error:
+        except RefusedError:
             if job.run.status() != "done":
                 return None  # its own command says so
-            say(f"ddpexp: warning: {error} It stays as it is.")
+            drift = ", ".join(str(change) for change in resume.changes_of(job.run, asked) if change.kind != "free")
+            say(
+                f"ddpexp: warning: {job.name} is finished, and its configuration would be another now ({drift}): it stays as it is."
+            )
             return Ended("done", self._objective(job))
         return None
 
@@ -327,7 +333,6 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     try:
         held = lock.take(folder.path, folder.path / "none", rundir.relative(folder.path))
         sweep = Sweep(swept, settings, folder, server)
-        say(f"sweep in {rundir.relative(folder.path)}")
         try:
             sweep_with(swept, folder.path, sweep.run)
         except StoppedError as error:

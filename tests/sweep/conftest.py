@@ -1,0 +1,140 @@
+"""Sweeps of the recipe of a second."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Ddpexp, Done, finish
+from tests.points import Recipe
+
+CODE = """\
+class Wide(Net):
+    # Refuses a width that the configuration has no way to know to be wrong.
+    def __init__(self, hidden=8, dropout=0.0):
+        if hidden == 13:
+            raise ValueError("13 units bring bad luck")
+        super().__init__(hidden, dropout)
+
+
+class Paced(Sides):
+    # A step takes a moment, so that something can happen meanwhile.
+    def step(self, model, batch):
+        time.sleep(0.05)
+        return super().step(model, batch)
+
+
+class Once(Sides):
+    # Fails at the sixth step of a job's first attempt.
+    count = 0
+
+    def step(self, model, batch):
+        if model.training:
+            Once.count += 1
+            mark = f"{os.environ['MARKS']}/failed"
+            if Once.count == 6 and not os.path.exists(mark):
+                open(mark, "w").close()
+                raise RuntimeError("the first attempt")
+        return super().step(model, batch)
+"""
+
+
+@dataclass(frozen=True)
+class SweepDone:
+    """How a sweep ended."""
+
+    done: Done
+    path: Path
+
+    @property
+    def code(self) -> int:
+        return self.done.code
+
+    @property
+    def out(self) -> str:
+        return self.done.out
+
+    @property
+    def err(self) -> str:
+        return self.done.err
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.path / "sweep.jsonl").read_text().splitlines()]
+        return [line for line in lines if kind in ("", line["event"])]
+
+    def jobs(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("[0-9]*_*"))
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        return {path.name: json.loads((path / "result.json").read_text()) for path in self.jobs()}
+
+    def statuses(self) -> list[str]:
+        return [result["status"] for result in self.results().values()]
+
+
+class Sweeps:
+    """Runs sweeps of a recipe, each in a directory of its own."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._count = 0
+
+    def words(self, *words: str, path: Path | None = None) -> tuple[list[str], Path]:
+        if path is None:
+            self._count += 1
+            path = self.recipe.ddpexp.folder / f"sweep{self._count}"
+        folder = [] if any(word.startswith("hydra.sweep.dir") for word in words) else [f"hydra.sweep.dir={path}"]
+        conf = ["--config-dir", str(self.recipe.folder / "conf")]
+        return ["-m", *conf, "recipe=points", *folder, "sweep.slots=2", *words], path
+
+    def start(
+        self, *words: str, path: Path | None = None, environ: dict[str, str] | None = None
+    ) -> tuple[subprocess.Popen[str], Path]:
+        typed, path = self.words(*words, path=path)
+        return self.recipe.ddpexp.start(*typed, environ=environ)[0], path
+
+    def __call__(
+        self, *words: str, path: Path | None = None, timeout: float = 60, environ: dict[str, str] | None = None
+    ) -> SweepDone:
+        process, path = self.start(*words, path=path, environ=environ)
+        return SweepDone(finish(process, path, timeout), path)
+
+    def again(self, path: Path, *words: str, trusted: bool = True) -> SweepDone:
+        """Go on with `ddpexp resume`."""
+        options = ["--config-dir", str(self.recipe.folder / "conf")] if trusted else []
+        process, _ = self.recipe.ddpexp.start("resume", str(path), *options, *words)
+        return SweepDone(finish(process, path), path)
+
+    def solo(self, *words: str) -> str:
+        """Train one run alone, with the threads that a slot's worker has, and return the hash of its weights."""
+        done = self.recipe("trainer.threads=1", *words)
+        assert done.code == 0, done.err
+        return str(done.result()["weights_sha256"])
+
+
+@pytest.fixture
+def sweeps(ddpexp: Ddpexp) -> Sweeps:
+    return Sweeps(Recipe(ddpexp, CODE))
+
+
+def most_at_once(events: Sequence[dict[str, Any]]) -> int:
+    """Return how many slots were taken at most at any time, by what the sweep has recorded."""
+    held: dict[int, int] = {}
+    most = 0
+    for event in events:
+        if event["event"] == "started":
+            held[event["job"]] = len(event["slots"])
+        elif event["event"] == "ended":
+            held.pop(event["job"], None)
+        most = max(most, sum(held.values()))
+    return most
+
+
+END = (signal.SIGINT, signal.SIGTERM)

@@ -1,0 +1,234 @@
+"""Sweeps as typed: jobs side by side, each with the numbers of the same run alone; what fails, stops and goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ddpexp_processes, finish
+from tests.points import wait_for
+from tests.sweep.conftest import SweepDone, Sweeps, most_at_once
+
+GRID = ("optimizer.lr=0.05,0.2", "trainer.seed=range(2)")
+
+
+def test_a_grid_fills_the_slots_and_every_job_has_the_weights_of_the_same_run_alone(sweeps: Sweeps) -> None:
+    sweep = sweeps(*GRID)
+    assert (sweep.code, sweep.err.count("warning")) == (0, 0)
+    names = [path.name for path in sweep.jobs()]
+    assert names == [
+        "0000_optimizer.lr=0.05,trainer.seed=0", "0001_optimizer.lr=0.05,trainer.seed=1",
+        "0002_optimizer.lr=0.2,trainer.seed=0", "0003_optimizer.lr=0.2,trainer.seed=1",
+    ]  # fmt: skip
+    assert sweep.statuses() == ["done"] * 4
+    for name, result in sweep.results().items():
+        assert result["weights_sha256"] == sweeps.solo(*name.partition("_")[2].split(","))
+    assert len({result["weights_sha256"] for result in sweep.results().values()}) == 4
+    assert most_at_once(sweep.events()) == 2
+    # From the sweep's own record: the slot of a job that has ended is at once the next one's.
+    ends, starts = sweep.events("ended"), sweep.events("started")
+    held = {start["job"]: start["slots"] for start in starts}
+    assert [start["slots"] for start in starts[2:]] == [held[end["job"]] for end in ends[:2]]
+
+
+def test_jobs_of_different_size_share_the_machine(sweeps: Sweeps) -> None:
+    sweep = sweeps("trainer.gpus=2,1", "trainer.seed=0,1")
+    assert sweep.code == 0, sweep.err
+    assert most_at_once(sweep.events()) == 2
+    assert sorted(len(event["slots"]) for event in sweep.events("started")) == [1, 1, 2, 2]
+    hashes = [result["weights_sha256"] for result in sweep.results().values()]
+    assert hashes[0] == sweeps.solo("trainer.gpus=2", "trainer.seed=0")
+    assert [result["world_size"] for result in sweep.results().values()] == [2, 2, 1, 1]
+
+
+def test_a_job_that_fails_leaves_the_others_alone_and_is_listed(sweeps: Sweeps) -> None:
+    sweep = sweeps("model._target_=points.Wide", "model.hidden=13,8,9,13")
+    assert sweep.code == 1
+    assert [event["status"] for event in sorted(sweep.events("ended"), key=lambda event: event["job"])] == [
+        "failed",
+        "done",
+        "done",
+    ]
+    assert "1 of 3 jobs failed:\n" in sweep.err
+    assert re.search(r"^  0000_model\.hidden=13: rank 0: ValueError: 13 units bring bad luck$", sweep.err, re.MULTILINE)
+    assert "13 units bring bad luck" in (sweep.path / "logs" / "0000.log").read_text()
+    assert (sweep.jobs()[0] / "error.json").is_file()
+
+
+def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
+    sweep = sweeps("sweep.on_failure=stop", "model._target_=points.Wide", "task._target_=points.Paced", "model.hidden=8,13,9,10,11")
+    assert sweep.code == 1
+    statuses = {event["job"]: event["status"] for event in sweep.events("ended")}
+    assert statuses == {0: "interrupted", 1: "failed"}
+    assert len(sweep.events("started")) == 2
+    again = sweeps.again(sweep.path, "model.hidden=8,9")
+    assert again.code == 0, again.err
+    assert {path.name: (path / "result.json").read_text().count('"done"') for path in again.jobs()} == {
+        "0000_model.hidden=8": 1, "0001_model.hidden=13": 0, "0002_model.hidden=9": 1,
+    }  # fmt: skip
+
+
+def test_a_job_that_failed_is_started_again_and_goes_on_from_its_checkpoint(sweeps: Sweeps, tmp_path: Path) -> None:
+    words = ("sweep.retries=1", "trainer.checkpoint_every=2", "trainer.seed=choice(3)")
+    sweep = sweeps(*words, "task._target_=points.Once", environ={"MARKS": str(tmp_path)})
+    assert sweep.code == 0, sweep.err
+    assert [event["status"] for event in sweep.events("ended")] == ["failed", "done"]
+    assert "going on in" in (sweep.path / "logs" / "0000.log").read_text()
+    [result] = sweep.results().values()
+    assert result["weights_sha256"] == sweeps.solo("trainer.seed=3")
+
+
+@pytest.mark.fault(67)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_same_weights(sweeps: Sweeps, number: int) -> None:
+    words = ("task._target_=points.Paced", "trainer.epochs=8", "trainer.seed=range(3)")
+    process, path = sweeps.start(*words)
+    wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
+    process.send_signal(number)
+    stopped = SweepDone(finish(process, path), path)
+    assert stopped.code == 128 + number
+    assert stopped.err.splitlines()[-1].startswith(f"go on with: python -m ddpexp resume {path.name} --config-dir ")
+    assert stopped.statuses() == ["interrupted", "interrupted"]
+    again = sweeps.again(path) if number == signal.SIGINT else sweeps(*words, path=path)
+    assert again.code == 0, again.err
+    assert again.statuses() == ["done"] * 3
+    alone = sweeps.solo("trainer.epochs=8", "trainer.seed=0")
+    assert again.results()["0000_trainer.seed=0"]["weights_sha256"] == alone
+
+
+@pytest.mark.fault(67)
+def test_after_sigkill_nothing_lives_and_no_finished_job_is_run_again(sweeps: Sweeps) -> None:
+    words = ("task._target_=points.Paced", "trainer.epochs=1,8", "trainer.seed=0,1")
+    before = ddpexp_processes()
+    process, path = sweeps.start(*words)
+    wait_for(lambda: len([1 for result in path.glob("*/result.json") if '"done"' in result.read_text()]) == 2)
+    wait_for(lambda: len(list(path.glob("000[23]*/metrics.jsonl"))) == 2)
+    process.kill()
+    process.communicate()
+    begin = time.monotonic()
+    wait_for(lambda: ddpexp_processes() == before, 5)
+    assert time.monotonic() - begin < 2
+    finished = {path: os.stat(path / "result.json").st_mtime_ns for path in path.glob("000[01]*")}
+    again = sweeps(*words, path=path)
+    assert again.code == 0, again.err
+    assert again.statuses() == ["done"] * 4
+    assert {path: os.stat(path / "result.json").st_mtime_ns for path in finished} == finished
+    alone = sweeps.solo("trainer.epochs=8", "trainer.seed=1")
+    assert again.results()["0003_trainer.epochs=8,trainer.seed=1"]["weights_sha256"] == alone
+
+
+def test_a_job_whose_command_is_killed_is_a_failure_and_no_end_of_the_sweep(sweeps: Sweeps) -> None:
+    process, path = sweeps.start("task._target_=points.Paced", "trainer.epochs=3", "trainer.seed=0,1,2")
+    wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
+    [pid] = [pid for pid in ddpexp_processes() if _holds(pid, path / "0000_trainer.seed=0" / "lock")]
+    os.kill(pid, signal.SIGKILL)
+    sweep = SweepDone(finish(process, path), path)
+    assert sweep.code == 1
+    assert "  0000_trainer.seed=0: its command was killed by SIGKILL" in sweep.err
+    assert sorted(event["status"] for event in sweep.events("ended")) == ["done", "done", "failed"]
+    again = sweeps.again(path)
+    assert (again.code, again.statuses()) == (0, ["done"] * 3)
+
+
+def _holds(pid: int, path: Path) -> bool:
+    try:
+        return any(os.readlink(link) == str(path) for link in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False
+
+
+def test_a_sweep_that_is_done_does_nothing_more_and_takes_more_jobs(sweeps: Sweeps) -> None:
+    sweep = sweeps("trainer.seed=0,1")
+    again = sweeps.again(sweep.path)
+    assert (again.code, len(again.events("started"))) == (0, 2)
+    more = sweeps.again(sweep.path, "trainer.seed=0,1,2")
+    assert (more.code, len(more.events("started"))) == (0, 3)
+    assert [path.name for path in more.jobs()] == ["0000_trainer.seed=0", "0001_trainer.seed=1", "0002_trainer.seed=2"]
+
+
+def test_a_finished_job_whose_configuration_is_another_now_is_told_and_left(sweeps: Sweeps) -> None:
+    sweep = sweeps("trainer.seed=0,1")
+    net = sweeps.recipe.folder / "conf/model/net.yaml"
+    net.write_text(net.read_text().replace("hidden: 8", "hidden: 9"))
+    again = sweeps.again(sweep.path)
+    assert (again.code, len(again.events("started"))) == (0, 2)
+    assert again.err.count("model.hidden 8 -> 9") == 2
+
+
+BAD = [
+    (("optimizer.lrr=1,2",), r"^ddpexp: optimizer\.lrr is not a known key\. Did you mean optimizer\.lr\?$"),
+    (("optimizer.lr=0.1,fast",), r"optimizer\.lr=fast.* \(job 0001_optimizer\.lr=fast\)"),
+    (("trainer.gpus=1,16",), r"trainer\.gpus=16 takes 16 slots at once, and there are 2 slots .*use sweep\.slots=16"),
+    (("trainer.global_batch_size=24,25", "trainer.gpus=2"), r"trainer\.global_batch_size=25 .*\(job 0001_"),
+    (("trainer.seed=0,1", "run.dir=here"), r"run\.dir=here: every job of a sweep has a run directory of its own"),
+    (("trainer.seed=0,1", "hydra/launcher=joblib"), r"hydra/launcher=joblib: ddpexp starts the jobs of a sweep itself"),
+    (("trainer.seed=0,1", "hydra.sweep.subdir=x"), r"hydra\.sweep\.subdir=x: the jobs' directories are named"),
+    (("sweep.retries=1,2",), r"sweep\.retries is a setting of the sweep itself: give it one value"),
+    (("trainer.seed=0,1", "sweep.slot=3"), r"sweep\.slot is not a known key\. Did you mean sweep\.slots"),
+    (("trainer.seed=0,1", "sweep.slots=0"), r"sweep\.slots=0 runs nothing"),
+    (("trainer.seed=range(0)",), r"the sweep has no jobs"),
+    (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env does not go with -m"),
+    (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi does not go with -m"),
+    (("trainer.seed=0,1", "trainer.nodes=2"), r"trainer\.nodes=2 with launcher=spawn wants a command on every machine"),
+    (("trainer.seed=interval(0,1)",), r"BasicSweeper does not support sweep type"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_what_is_wrong_is_refused_before_anything_starts_and_leaves_nothing(
+    sweeps: Sweeps, words: tuple[str, ...], says: str
+) -> None:
+    sweep = sweeps(*words)
+    assert (sweep.code, sweep.out) == (2, "")
+    assert re.search(says, sweep.err), sweep.err
+    assert "Traceback" not in sweep.err
+    assert not sweep.path.exists()
+
+
+def test_settings_of_sweeps_without_a_sweep_are_refused(sweeps: Sweeps) -> None:
+    done = sweeps.recipe("sweep.slots=2")
+    assert (done.code, done.err) == (2, "ddpexp: sweep.slots=2 is for sweeps: add -m, or leave it out.\n")
+
+
+def test_two_sweeps_in_one_directory_are_refused_and_the_first_goes_on(sweeps: Sweeps) -> None:
+    process, path = sweeps.start("task._target_=points.Paced", "trainer.epochs=4", "trainer.seed=0,1")
+    wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
+    second = sweeps("trainer.seed=5,6", path=path)
+    assert second.code == 2
+    assert re.search(rf"ddpexp: .*{path.name} is in use by process {process.pid} on ", second.err)
+    first = SweepDone(finish(process, path), path)
+    assert (first.code, first.statuses()) == (0, ["done", "done"])
+
+
+@pytest.mark.fault(68)
+def test_two_sweeps_of_one_second_get_two_directories(sweeps: Sweeps) -> None:
+    words, _ = sweeps.words("hydra.sweep.dir=null", "trainer.seed=choice(0)")
+    words.remove("hydra.sweep.dir=null")
+    both = [sweeps.recipe.ddpexp.start(*words)[0] for _ in range(2)]
+    for process in both:
+        assert finish(process, sweeps.recipe.ddpexp.folder).code == 0
+    found = sorted((sweeps.recipe.ddpexp.folder / "outputs" / "sweeps").iterdir())
+    assert [len(list(path.glob("0000_*/result.json"))) for path in found] == [1, 1]
+
+
+def test_a_directory_of_something_else_is_refused(sweeps: Sweeps, tmp_path: Path) -> None:
+    path = tmp_path / "mine"
+    path.mkdir()
+    (path / "thesis.tex").write_text("\\end")
+    sweep = sweeps("trainer.seed=0,1", path=path)
+    assert sweep.code == 2
+    assert f"hydra.sweep.dir={path} holds something else than a sweep" in sweep.err
+    assert [entry.name for entry in path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_sweeps_own_word_of_whose_code_runs_does_not_count(sweeps: Sweeps) -> None:
+    sweep = sweeps("trainer.seed=0,1")
+    refused = sweeps.again(sweep.path, trusted=False)
+    assert refused.code == 2
+    assert "which counts only when it is typed again" in refused.err
+    assert f"--config-dir {sweeps.recipe.folder / 'conf'}" in refused.err
