@@ -17,6 +17,7 @@ import yaml
 
 from ddpexp import lock, resume, rundir
 from ddpexp.config import Experiment, check_layout, parse
+from ddpexp.config.build import did_you_mean
 from ddpexp.config.compose import JobComposer, Swept
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch.fork_server import Server
@@ -25,6 +26,7 @@ from ddpexp.launch.supervise import signals_as_bytes
 from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
 from ddpexp.sweep.again import again_words
+from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
 from ddpexp.sweep.folder import Record, SweepDir, job_name, latest
 from ddpexp.sweep.hydra_sweeper import Ended, is_grid, sweep_with
 from ddpexp.sweep.job import Planned, Started, start
@@ -43,6 +45,7 @@ class _Running:
     slots: list[int]
     process: Started
     since: float = field(default_factory=time.monotonic)
+    hopeless: str | None = None  # why it was asked to stop
 
 
 class SweepFailed(DdpexpError):
@@ -66,9 +69,11 @@ class Sweep:
         self._record: Record | None = None
         self._running: dict[int, _Running] = {}
         self._attempts: dict[int, int] = {}
+        self._curves: dict[int, Curve] = {}
         self.ended: dict[int, Ended] = {}  # of this start
         self.planned: dict[int, Planned] = {}
         self._stopped_by: int | None = None
+        self._warned = False  # that a job does not report the objective
         self._stops = False  # no more jobs are started
 
     @property
@@ -98,7 +103,19 @@ class Sweep:
             self._run(waiting)
         if self._stopped_by is not None:
             raise StoppedError(self._stopped_by)
+        self._refuse_lost_objective(jobs)
         return [self.ended.get(job.number, Ended("waiting")) for job in jobs]
+
+    def _refuse_lost_objective(self, jobs: Sequence[Planned]) -> None:
+        """Raises SweepFailed where none of the jobs that ended well reports the objective."""
+        done = [job for job in jobs if job.number in self.ended and self.ended[job.number].status == "done"]
+        if self.settings.objective is not None and done and all(self.ended[job.number].objective is None for job in done):
+            raise SweepFailed(f"{self._no_objective(done[0])} The jobs are done; `ddpexp table` shows them by another one.")
+
+    def _no_objective(self, job: Planned) -> str:
+        assert self.settings.objective is not None
+        meant = did_you_mean(self.settings.objective, names_of(job.run), "sweep.objective=")
+        return f"sweep.objective={self.settings.objective} is no metric that job {job.name} reports.{meant}"
 
     def words_again(self) -> list[str]:
         """Return the words that go on with this sweep."""
@@ -176,7 +193,7 @@ class Sweep:
     def _known(self, job: Planned) -> Ended | None:
         """Return how a job ended in an earlier start, where that is its end."""
         before = latest(self._earlier, "ended").get(job.number)
-        if before is not None and before.get("status") == "stopped":
+        if before is not None and before.get("status") == "stopped" and self.settings.early_stop is not None:
             return Ended("stopped", self._objective(job), str(before.get("message")))
         if not rundir.is_ours(job.run.path):
             return None
@@ -213,6 +230,7 @@ class Sweep:
                     self._start_what_fits(waiting, selector)
                 if not self._running:
                     return  # what waits is left for another start
+                self._stop_hopeless()
                 for key, _ in selector.select(_LOOK_SECONDS):
                     if key.data == "signals":
                         self._hear(signals)
@@ -263,11 +281,33 @@ class Sweep:
                 for running in self._running.values():
                     running.process.send(number)
 
+    def _stop_hopeless(self) -> None:
+        """Have the jobs that need not be finished save and leave."""
+        settings = self.settings
+        if settings.early_stop is None or settings.objective is None:
+            return
+        for number in self._running.keys() | self.ended.keys():
+            if number in self._running or number not in self._curves:
+                self._curves[number] = curve_of(self.planned[number].run.metrics, settings.objective)
+        for number, running in self._running.items():
+            if running.hopeless is None:
+                running.hopeless = why_hopeless(
+                    settings.early_stop, settings.mode, settings.early_stop_after, settings.early_stop_factor, number, self._curves
+                )
+                if running.hopeless is not None:
+                    running.process.send(signal.SIGTERM)
+
     def _end(self, running: _Running, waiting: deque[Planned]) -> None:
         """Write down how a job ended; start it again, or no other, as the settings say."""
         self._slots.give_back(running.slots)
         job, code = running.job, running.process.wait()
         ended = self._judge(job, code)
+        if ended.status == "interrupted" and running.hopeless is not None and self._stopped_by is None:
+            ended = Ended("stopped", ended.objective, running.hopeless)
+        self._curves.pop(job.number, None)  # it may have grown since
+        if ended.status == "done" and ended.objective is None and self.settings.objective is not None and not self._warned:
+            self._warned = True
+            say(f"ddpexp: warning: {self._no_objective(job)}")
         if ended.status == "failed" and code != EXIT_REFUSED and running.attempt <= self.settings.retries and not self._stops:
             waiting.append(job)
         else:
@@ -288,7 +328,7 @@ class Sweep:
         if code == EXIT_DONE:
             return Ended("done", self._objective(job))
         if status == "interrupted":
-            return Ended("interrupted", self._objective(job), "it was stopped, and goes on with the sweep")
+            return Ended("interrupted", self._objective(job), "it was stopped by a signal, and saved")
         return Ended("failed", self._objective(job), self._why(job, code))
 
     def _why(self, job: Planned, code: int) -> str:
@@ -323,10 +363,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     settings = settings_of(swept.settings)
     for warning in swept.warnings:
         say(f"ddpexp: warning: {warning}")
-    if not is_grid(swept) and settings.objective is None:
-        raise RefusedError(
-            "hydra/sweeper chooses jobs by their results: say by which with sweep.objective=eval/accuracy sweep.mode=max."
-        )
+    _refuse_sweeper(swept, settings)
     folder, made = _folder(swept)
     held = None
     sweep = None
@@ -347,6 +384,20 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             shutil.rmtree(folder.path, ignore_errors=True)  # nothing of what was refused stays
 
 
+def _refuse_sweeper(swept: Swept, settings: Settings) -> None:
+    """Look at whether a sweeper that chooses jobs by their results has one to choose by."""
+    if is_grid(swept):
+        return
+    if settings.objective is None:
+        raise RefusedError(
+            "hydra/sweeper chooses jobs by their results: say by which with sweep.objective=eval/accuracy sweep.mode=max."
+        )
+    direction = swept.cfg.hydra.sweeper.get("direction")
+    name = getattr(direction, "name", direction)
+    if name in ("minimize", "maximize") and not name.startswith(settings.mode):
+        raise RefusedError(f"hydra.sweeper.direction={name} and sweep.mode={settings.mode} contradict: type both, to the same end.")
+
+
 def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     """Return the sweep's directory, and whether it was made just now."""
     path = Path(str(swept.cfg.hydra.sweep.dir))
@@ -365,10 +416,11 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
 
 
 def _told_end(sweep: Sweep) -> int:
-    failed = [(sweep.planned[number].name, ended) for number, ended in sorted(sweep.ended.items()) if ended.status == "failed"]
+    ended = [(sweep.planned[number].name, one) for number, one in sorted(sweep.ended.items())]
+    failed = [(name, one) for name, one in ended if one.status in ("failed", "interrupted")]
     if failed:
         lines = [f"{len(failed)} of {len(sweep.planned)} jobs failed:"]
-        lines += [f"  {name}: {ended.message}" for name, ended in failed]
+        lines += [f"  {name}: {one.message}" for name, one in failed]
         raise SweepFailed("\n".join([*lines, _how_to_go_on(sweep)]))
     return EXIT_DONE
 

@@ -18,6 +18,9 @@ class Settings:
     objective: str | None = None
     mode: Literal["min", "max"] = "min"
     on_failure: Literal["continue", "stop"] = "continue"
+    early_stop: Literal["median", "halving"] | None = None
+    early_stop_after: int = 1
+    early_stop_factor: int = 3
     retries: int = 0
 
 
@@ -32,4 +35,10 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
         raise RefusedError(f"sweep.slots={settings.slots} runs nothing: use 1 or more, or auto.")
     if settings.retries < 0:
         raise RefusedError(f"sweep.retries={settings.retries}: use 0 or more.")
+    if settings.early_stop is not None and settings.objective is None:
+        raise RefusedError(f"sweep.early_stop={settings.early_stop} compares objectives: say which with sweep.objective=eval/loss.")
+    if settings.early_stop_after < 1:
+        raise RefusedError(f"sweep.early_stop_after={settings.early_stop_after}: use a step from 1.")
+    if settings.early_stop_factor < 2:
+        raise RefusedError(f"sweep.early_stop_factor={settings.early_stop_factor} stops nothing: use 2 or more.")
     return settings

@@ -1,0 +1,94 @@
+"""Stop jobs that are hopeless: rules that compare a job's objective so far with that of the others at the same step."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.rundir import RunDir
+
+_OTHERS = 4  # so many must have come as far before a median says anything
+
+Curve = Sequence[tuple[int, float]]
+"""The objective of one job after each evaluation: step and value, in the order of steps."""
+
+
+def why_hopeless(
+    rule: Literal["median", "halving"], mode: Literal["min", "max"], after: int, factor: int, job: int, curves: Mapping[int, Curve]
+) -> str | None:
+    """Return why a job should be stopped, None where it may go on; `curves` are those of all jobs, by number.
+
+    median: its best value is worse than the median of the others' best values up to the same step.
+    halving: at the steps after, after * factor, after * factor^2, ... only the best of each `factor` jobs that have come there
+    so far go on.
+
+    Source: median, Golovin et al., Google Vizier, KDD 2017, 3.2.2; halving, Li et al., ASHA, MLSys 2020, without its queue:
+    every job starts, and is judged by those that came to a step before it.
+    """
+    curve = curves.get(job) or ()
+    reached = [step for step, _ in curve if step >= after]
+    if not reached:
+        return None
+    sign = 1.0 if mode == "min" else -1.0
+    if rule == "median":
+        step = reached[-1]
+        others = [_best(other, step, sign) for number, other in curves.items() if number != job and other and other[-1][0] >= step]
+        mine = _best(curve, step, sign)
+        if len(others) >= _OTHERS and mine > (median := statistics.median(others)):
+            return f"{sign * mine:.4g} at step {step} is worse than the median {sign * median:.4g} of {len(others)} others"
+        return None
+    rung = after
+    while rung <= reached[-1]:
+        values = {number: value for number, other in curves.items() if (value := _at(other, rung, sign)) is not None}
+        place = sorted(values.values()).index(values[job])
+        if len(values) >= factor and place >= len(values) // factor:
+            return f"{sign * values[job]:.4g} at step {rung} is number {place + 1} of {len(values)}: one in {factor} goes on"
+        rung *= factor
+    return None
+
+
+def curve_of(metrics: Path, objective: str) -> Curve:
+    """Read the objective after each evaluation from a run's metrics.jsonl."""
+    found = []
+    for record in _records(metrics):
+        try:
+            found.append((int(record["step"]), float(record[objective])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def names_of(run: RunDir) -> list[str]:
+    """Return the metrics that a run reports."""
+    return list(dict.fromkeys(name for record in _records(run.metrics) for name in record if "/" in name))
+
+
+def _records(metrics: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = metrics.read_text(errors="replace").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # not written to its end yet
+        if isinstance(record, dict):
+            yield record
+
+
+def _best(curve: Curve, until: int, sign: float) -> float:
+    return min((_comparable(sign * value) for step, value in curve if step <= until), default=math.inf)
+
+
+def _at(curve: Curve, rung: int, sign: float) -> float | None:
+    """Return the value of the first evaluation at a step or after it."""
+    return next((_comparable(sign * value) for step, value in curve if step >= rung), None)
+
+
+def _comparable(value: float) -> float:
+    return math.inf if math.isnan(value) else value

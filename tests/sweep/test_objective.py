@@ -1,0 +1,66 @@
+"""What a job returns to Hydra's sweepers: its objective; Optuna's plugin in its documented form."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from tests.sweep.conftest import Sweeps, most_at_once
+
+OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=6", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
+          "hydra.sweeper.direction=maximize", "sweep.mode=max", "sweep.objective=eval/accuracy",
+          "optimizer.lr=interval(0.001,0.5)", "trainer.max_steps=4")  # fmt: skip
+
+
+def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Sweeps) -> None:
+    sweep = sweeps(*OPTUNA)
+    assert sweep.code == 0, sweep.err
+    assert sweep.statuses() == ["done"] * 6
+    assert most_at_once(sweep.events()) == 2
+    found = yaml.safe_load((sweep.path / "optimization_results.yaml").read_text())
+    values = [result["metrics"]["eval/accuracy"] for result in sweep.results().values()]
+    assert found["best_value"] == max(values)
+    assert [event["objective"] for event in sorted(sweep.events("ended"), key=lambda event: event["job"])] == values
+    # The same command with a seed asks for the same trials, which are done.
+    again = sweeps(*OPTUNA, "hydra.sweeper.n_trials=8", path=sweep.path)
+    assert again.code == 0, again.err
+    assert len(again.events("started")) == 8
+
+
+def test_a_trial_that_fails_is_told_to_optuna_and_listed(sweeps: Sweeps) -> None:
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
+             "hydra.sweeper.max_failure_rate=1.0", "sweep.objective=eval/loss", "model._target_=points.Wide",
+             "model.hidden=choice(8,13)")  # fmt: skip
+    sweep = sweeps(*words)
+    assert sweep.code == 1
+    assert sorted({event["status"] for event in sweep.events("ended")}) == ["done", "failed"]
+    assert "1 of 2 jobs failed:" in sweep.err  # a trial that was had before is not run again
+    assert "13 units bring bad luck" in sweep.err
+
+
+def test_an_objective_that_no_job_reports_is_told_at_once_with_the_right_word(sweeps: Sweeps) -> None:
+    sweep = sweeps("sweep.objective=eval/acuracy", "sweep.mode=max", "trainer.seed=0,1,2")
+    assert sweep.code == 1
+    assert sweep.statuses() == ["done"] * 3
+    says = r"eval/acuracy is no metric that job 000\d_trainer\.seed=\d reports\. Did you mean sweep\.objective=eval/accuracy\?"
+    assert len(re.findall(says, sweep.err)) == 2
+    assert sweep.err.index("ddpexp: warning: sweep.objective") < sweep.err.index("3/3")
+    right = sweeps.again(sweep.path, "sweep.objective=eval/accuracy")
+    assert (right.code, len(right.events("started"))) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("hydra/sweeper=optuna",), r"hydra/sweeper chooses jobs by their results: say by which with sweep\.objective="),
+        (("hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "sweep.mode=max"),
+         r"hydra\.sweeper\.direction=minimize and sweep\.mode=max contradict"),
+        (("hydra/sweeper=optuma", "sweep.objective=eval/loss"), r"hydra/sweeper=optuma is not a known option"),
+    ],
+)  # fmt: skip
+def test_a_sweeper_that_has_nothing_to_choose_by_is_refused(sweeps: Sweeps, words: tuple[str, ...], says: str) -> None:
+    sweep = sweeps(*words, "optimizer.lr=interval(0.001,0.5)")
+    assert (sweep.code, re.search(says, sweep.err) is not None) == (2, True), sweep.err
+    assert not sweep.path.exists()
