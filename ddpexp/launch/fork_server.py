@@ -64,6 +64,11 @@ class Server:
         server.pid, server._process = answer["pid"], _Process(answer["pid"], is_child=False)
         return server
 
+    def load(self, names: Sequence[str]) -> None:
+        """Have it import more, which every process that it starts from now on then has."""
+        with suppress(OSError):  # the server is gone, which the next answer says
+            self.channel.send(json.dumps({"op": "load", "names": list(names)}).encode())
+
     def clone(self, channel: int, environ: Mapping[str, str]) -> None:
         """Ask for a server like this one that answers on the other end of `channel`, for a command that has its environment.
 

@@ -59,6 +59,8 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
         if request["op"] == "kill":
             for pid in children - {request["spared"]}:
                 os.kill(pid, request["signal"])
+        elif request["op"] == "load":
+            _import(request["names"])  # what cannot be imported fails again where it is used
         else:
             start = {"clone": _clone}.get(request["op"], _fork if start_method == "forkserver" else _exec)
             try:

@@ -42,6 +42,17 @@ class Planned:
         """Tell whether its workers are forked from a warm server on this machine."""
         return getattr(self.experiment.launcher, "start_method", None) == "forkserver"
 
+    @property
+    def modules(self) -> set[str]:
+        """Return what its workers import beyond what every worker does, of ours and torch's alone: a user's may keep state."""
+        experiment = self.experiment
+        targets = [node.target for node in (experiment.task, experiment.model, experiment.data, experiment.optimizer)]
+        found = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
+        logs = (
+            ("ddpexp.track.tensorboard", "tensorboard.plugins.hparams.summary") if experiment.logger.kind == "tensorboard" else ()
+        )
+        return {*found, *logs, type(experiment.launcher).__module__}
+
     def training(self, options: Sequence[str]) -> Training:
         """Return what its launcher runs; `options` are the words of the sweep's command line that say where configs are."""
         return Training(self.experiment, self.text, self.words, ["ddpexp", *options, *self.words, f"run.dir={self.run.path}"])

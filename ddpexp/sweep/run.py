@@ -63,6 +63,7 @@ class Sweep:
         self._composer = JobComposer(swept)
         self._slots = Slots(settings.slots)
         self._server = server
+        self._loaded: set[str] = set()  # what that has imported beyond what every server does
         self._earlier = list(folder.events())
         self._numbers = {_key(event["overrides"]): job for job, event in latest(self._earlier, "planned").items()}
         self._names = {job: str(event["name"]) for job, event in latest(self._earlier, "planned").items()}
@@ -259,7 +260,10 @@ class Sweep:
     def _warm(self, selector: selectors.BaseSelector) -> Server:
         """Return the server that forks each job one of its own; a new one where it is gone."""
         if self._server is None or self._server.channel.fileno() == -1:
-            self._server = Server()
+            self._server, self._loaded = Server(), set()
+        if more := {name for job in self.planned.values() if job.forks_here for name in job.modules} - self._loaded:
+            self._server.load(sorted(more))
+            self._loaded |= more
         if self._server.channel not in {key.fileobj for key in selector.get_map().values()}:
             selector.register(self._server.channel, selectors.EVENT_READ, "server")
         return self._server
