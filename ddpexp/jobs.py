@@ -53,6 +53,7 @@ class Training(Job):
         self.experiment, self.asked = experiment, asked(experiment)
         self.name = experiment.recipe.name
         self.identity = _identity(text)
+        self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
         self.run = run
         home = run or goes_on
         self.folder = run.path if run else goes_on.path.absolute().parent if goes_on else self._parent()

@@ -15,6 +15,7 @@ from pathlib import Path
 from ddpexp.errors import RefusedError
 from ddpexp.launch.log import held_logs
 from ddpexp.launch.network import boot_id
+from ddpexp.launch.slurm_commands import is_id, is_over, own_id
 from ddpexp.launch.terminal import say
 
 NAME = "lock"
@@ -40,15 +41,13 @@ class Owner:
     def here(cls) -> Owner:
         """Describe this process."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return cls(platform.node(), boot_id(), pid, _started(pid) or "", os.environ.get("SLURM_JOB_ID"), since)
+        return cls(platform.node(), boot_id(), pid, _started(pid) or "", own_id(), since)
 
     def lives(self) -> bool | None:
         """Tell whether the command is there; None: it cannot be told from here."""
         if self.host == platform.node():
             return self.boot_id == boot_id() and _started(self.pid) == self.started
         if self.slurm_job is not None:
-            from ddpexp.launch.slurm import is_over  # an import that only a directory shared by hosts needs
-
             over = is_over(self.slurm_job)
             return None if over is None else not over
         return None
@@ -206,8 +205,7 @@ def _owner(descriptor: int) -> Owner | None:
         owner = Owner(**{name: found[name] for name in Owner.__dataclass_fields__})
     except (ValueError, TypeError, KeyError):
         return None
-    job = owner.slurm_job
-    return owner if isinstance(owner.pid, int) and (job is None or (isinstance(job, str) and job.isdecimal())) else None
+    return owner if isinstance(owner.pid, int) and (owner.slurm_job is None or is_id(owner.slurm_job)) else None
 
 
 def _write(descriptor: int, owner: Owner) -> None:

@@ -19,7 +19,6 @@ import pytest
 
 from ddpexp import lock
 from ddpexp.errors import RefusedError
-from ddpexp.launch import slurm
 from ddpexp.launch.log import held_logs
 from ddpexp.lock import Owner, read, take
 from tests.conftest import Ddpexp, finish
@@ -174,9 +173,9 @@ def test_without_locks_of_the_file_system_the_words_decide(folder: Path, monkeyp
     )
     write(folder, replace(elsewhere, slurm_job="12"))
     for over, lives in ((None, "cannot be told"), (False, "is in use by process")):
-        monkeypatch.setattr(slurm, "is_over", lambda job, over=over: over)
+        monkeypatch.setattr(lock, "is_over", lambda job, over=over: over)
         assert lives in refused(folder)
-    monkeypatch.setattr(slurm, "is_over", lambda job: job == "12")
+    monkeypatch.setattr(lock, "is_over", lambda job: job == "12")
     taken(folder).release()
 
 

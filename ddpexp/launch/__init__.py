@@ -83,6 +83,7 @@ class Job:
     identity: Mapping[str, Any] = {}  # what must be the same for all commands of the job
     leads: bool = True  # this command begins the job; False once it has entered what another one began
     vacant: Callable[[], None] | None = None  # raises RefusedError while somebody else has the folder; asked when all have met
+    needs: object = None  # what `prepare` makes ready; of jobs that need the same one prepares. None: not known
     folder: Path = Path()  # one that every host sees, where the commands of several hosts find one another
 
     def check(self, layout: Layout) -> None:
@@ -152,6 +153,48 @@ class Starter(Protocol):
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Do this command's part of the job, like `Launcher.launch`."""
+        ...
+
+
+@runtime_checkable
+class Submitter(Protocol):
+    """A launcher that hands jobs to a scheduler, many at once, and need not wait for them."""
+
+    @property
+    def submits(self) -> bool:
+        """Tell whether it does so here: elsewhere, such as inside an allocation, `launch` runs a job."""
+        ...
+
+    @property
+    def wait(self) -> bool:
+        """Tell whether the command is asked to stay until the jobs have ended."""
+        ...
+
+    @property
+    def dry_run(self) -> bool:
+        """Tell whether `submit` is asked to print what it would do, and to write nothing."""
+        ...
+
+    def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
+        """Submit jobs, each with its own launcher of this kind; `folder` is for the scripts and their logs.
+
+        Calls `submitted` with a job's place in `jobs` and its id as soon as it has one; the job has noted it by then, or soon.
+        A job that is finished is left out.
+
+        Raises:
+            RefusedError: a job cannot be submitted; of those that have no id each that was made says why it failed.
+            StoppedError: a signal to this process; those that have no id are interrupted.
+        """
+        ...
+
+    def follow(self, job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> None:
+        """Wait until all have ended; call `ended` once for each with its place in `job_ids`, its last state and exit code.
+
+        The exit code is 0 alone for what ended well, and for what the scheduler has FORGOTTEN: the run directory tells.
+
+        Raises:
+            StoppedError: a signal to this process, which leaves the jobs alone and says so.
+        """
         ...
 
 

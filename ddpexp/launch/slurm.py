@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,18 +19,17 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
-from ddpexp.launch import Asked, Job, Layout, child, team
+from ddpexp.launch import Asked, Job, Launcher, Layout, child, slurm_array, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Published, by_key
 from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.process import end_with_parent
+from ddpexp.launch.slurm_array import status
+from ddpexp.launch.slurm_commands import ENDED, RUNNING, own_id, sbatch, signals_wait, state, states
 from ddpexp.launch.terminal import Terminal, say
 
 _POLL_SECONDS = 1.0
-_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
-_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
-          "FORGOTTEN")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,7 @@ class Slurm:
     srun_args: tuple[str, ...] = ()
     requeue: bool = True
     signal_seconds: int | None = None
+    array_parallelism: int | None = None
     wait: bool = False
     dry_run: bool = False
 
@@ -83,14 +82,32 @@ class Slurm:
             return self._task(job, server)
         if server is not None:
             server.close()
-        for program in ("srun",) if here == "allocation" else ("sbatch", "srun"):
-            if shutil.which(program) is None and not self.dry_run:
-                raise RefusedError(
-                    f"launcher=slurm: there is no {program} on this machine, it is not in a Slurm cluster. Use launcher=spawn."
-                )
+        self._refuse_without(("srun",) if here == "allocation" else ("sbatch", "srun"))
         nodes = self._nodes(job, here)
         self._check(job, nodes)
         return self._submit(job, nodes) if here == "login" else self._step(job, nodes)
+
+    @property
+    def submits(self) -> bool:
+        """Tell whether this is the login node, where jobs are submitted and nothing runs."""
+        return where() == "login"
+
+    def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
+        """Submit many jobs as one array, or a few; like `Submitter.submit`."""
+        self._refuse_without(("sbatch", "srun"))
+        kinds = []
+        for launcher, job in jobs:
+            assert isinstance(launcher, Slurm)
+            kinds.append(launcher.kind(job, launcher._nodes(job, "login"), folder.resolve()))
+        jobs_of = slurm_array.by_kind(kinds, [job for _, job in jobs])
+        if self.dry_run:
+            slurm_array.show(jobs_of, folder.resolve())
+        else:
+            slurm_array.submit(jobs_of, folder.resolve(), submitted)
+
+    def follow(self, job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> None:
+        """Wait for jobs that were submitted; like `Submitter.follow`."""
+        slurm_array.follow(job_ids, ended)
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be the task of one node: start the node's workers; like `Launcher.launch`."""
@@ -124,13 +141,13 @@ class Slurm:
         """Have the job start again later when it is stopped for that, and say which start this is."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
-            say(f"ddpexp: restart {restarts} of Slurm job {_job_id()}")
+            say(f"ddpexp: restart {restarts} of Slurm job {own_id()}")
         try:
             yield
         except StoppedError as error:
             end = first_end(error)
             if isinstance(end, StoppedError) and end.signum == signal.SIGUSR2:
-                end.then = partial(_requeue, end) if self.requeue else lambda: f"job {_job_id()} ends: launcher.requeue=false"
+                end.then = partial(_requeue, end) if self.requeue else lambda: f"job {own_id()} ends: launcher.requeue=false"
             raise
 
     def _submit(self, job: Job, nodes: int) -> int:
@@ -143,14 +160,16 @@ class Slurm:
         script = run / "job.sbatch"
         script.write_bytes(os.fsencode(self.script(job, nodes, run)))
         job.note("submitted")  # before: it may begin at once
-        done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, errors="replace")
-        if done.returncode:
-            raise RefusedError(f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})")
-        if done.stderr.strip():  # what the cluster has to say
-            say(done.stderr.rstrip())
-        job_id = done.stdout.strip().split(";")[0]
-        if _status(run) == "submitted":  # not begun yet
-            job.note("submitted", job_id=job_id)
+        job_id = ""
+        try:
+            with signals_wait():
+                job_id = sbatch(script)
+                if status(run) == "submitted":  # not begun yet
+                    job.note("submitted", job_id=job_id)
+        except StoppedError as error:
+            if not job_id:
+                raise
+            return _goes_on(job_id, error)
         output = run / _log_name(run, job_id)
         say(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
         if not self.wait:
@@ -162,17 +181,16 @@ class Slurm:
     def _wait(self, job: Job, job_id: str, run: Path, output: Path) -> int:
         """Show what the job says, write down its end where it could not itself, and return its exit code."""
         try:
-            state, code = _follow(job_id, output)
-        except StoppedError as error:  # of this command, which has nothing to do any more; not of the job
-            say(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}")
-            return error.exit_code
-        if state == "FORGOTTEN":  # long ago, while this command was not looking
-            return EXIT_DONE if _status(run) == "done" else EXIT_FAILED
-        if code and _status(run) == "submitted":
-            text = f"job {job_id} ended as {state} before its command began: see {output}"
+            found, code = _follow(job_id, output)
+        except StoppedError as error:
+            return _goes_on(job_id, error)
+        if found == "FORGOTTEN":  # long ago, while this command was not looking
+            return EXIT_DONE if status(run) == "done" else EXIT_FAILED
+        if code and status(run) == "submitted":
+            text = f"job {job_id} ended as {found} before its command began: see {output}"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
         if code:
-            say(f"ddpexp: job {job_id} ended as {state}")
+            say(f"ddpexp: job {job_id} ended as {found}")
         return code
 
     def _step(self, job: Job, nodes: int) -> int:
@@ -190,18 +208,40 @@ class Slurm:
             passed = (signal.SIGUSR1, signal.SIGUSR2)
             code = child.run(words, environ, job.asked.grace_seconds, passed, asks_with=signal.SIGINT)
         except StoppedError as error:
-            error.told = _status(run) == "interrupted"
+            error.told = status(run) == "interrupted"
             raise
-        if code and _status(run) == "submitted":
+        if code and status(run) == "submitted":
             text = f"srun ended with exit code {code} before the job began: see what it says above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
         return code
 
     def script(self, job: Job, nodes: int, run: Path) -> str:
         """Return the text of job.sbatch: the options, the setup lines, and the step."""
+        return (
+            "#!/bin/bash\n"
+            f"# Written by ddpexp. To submit it again: sbatch {shlex.quote(str(run / 'job.sbatch'))}\n"
+            + "".join(f"{line}\n" for line in self._options(job, nodes, _output(run)))
+            + "\n"
+            + "".join(f"{line}\n" for line in self.setup)
+            + f"exec {shlex.join(self.srun(job, nodes, run))}\n"
+        )
+
+    def kind(self, job: Job, nodes: int, folder: Path) -> slurm_array.Kind:
+        """Return what this job and others may have in common, to be tasks of one array whose log lies in `folder`.
+
+        Raises:
+            RefusedError: what no script can hold, or Slurm would not take.
+        """
+        self._check(job, nodes)
+        options = self._options(job, nodes, _output(folder / "logs", "slurm-%A.log"))
+        step = shlex.join(self.srun(job, nodes, folder)[:-1])
+        return slurm_array.Kind(tuple(options), self.setup, step, self.array_parallelism)
+
+    def _options(self, job: Job, nodes: int, log: str) -> list[str]:
+        """Return the lines of a script that are for Slurm."""
         options = {
             "job-name": job.name if self.job_name is None else self.job_name,
-            "output": _output(run),
+            "output": log,
             "open-mode": "append",
             "chdir": str(Path.cwd()),
             "nodes": nodes,
@@ -212,14 +252,7 @@ class Slurm:
         }
         lines = [f"#SBATCH --{name}={_quoted(str(value), name)}" for name, value in options.items() if value is not None]
         lines.append("#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue")
-        lines += [f"#SBATCH {_quoted(word, 'sbatch_args')}" for word in self.sbatch_args]
-        setup = "".join(f"{line}\n" for line in self.setup)
-        return (
-            "#!/bin/bash\n"
-            f"# Written by ddpexp. To submit it again: sbatch {shlex.quote(str(run / 'job.sbatch'))}\n"
-            + "\n".join(lines)
-            + f"\n\n{setup}exec {shlex.join(self.srun(job, nodes, run))}\n"
-        )
+        return lines + [f"#SBATCH {_quoted(word, 'sbatch_args')}" for word in self.sbatch_args]
 
     def srun(self, job: Job, nodes: int, run: Path) -> list[str]:
         """Return the words of the step: one task a node, all ended when one fails."""
@@ -268,6 +301,13 @@ class Slurm:
             raise RefusedError(f"trainer.nodes={asked}, but this allocation has {there}: ask for more with salloc or sbatch.")
         return there if asked == "auto" else int(asked)
 
+    def _refuse_without(self, programs: Sequence[str]) -> None:
+        for program in programs:
+            if shutil.which(program) is None and not self.dry_run:
+                raise RefusedError(
+                    f"launcher=slurm: there is no {program} on this machine, it is not in a Slurm cluster. Use launcher=spawn."
+                )
+
     def _check(self, job: Job, nodes: int) -> None:
         """Refuse what the words alone show; the devices are looked at on the nodes."""
         if nodes < 1:
@@ -276,6 +316,8 @@ class Slurm:
             raise RefusedError(f"launcher.cpus_per_task={self.cpus_per_task}: use 1 or more.")
         if not 0 <= self._signal_seconds(job) < 1 << 16:
             raise RefusedError(f"launcher.signal_seconds={self._signal_seconds(job)}: Slurm takes 0 to 65535.")
+        if self.array_parallelism is not None and self.array_parallelism < 1:
+            raise RefusedError(f"launcher.array_parallelism={self.array_parallelism} lets no job run: use 1 or more, or null.")
         limit = _limit_seconds(self.time)
         if self.requeue and limit is not None and limit <= self._signal_seconds(job):
             raise RefusedError(
@@ -338,17 +380,9 @@ def _is_of_salloc(parent: int) -> bool:
         return False
 
 
-def _job_id() -> str:
-    """Return the job as scontrol knows it."""
-    names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
-    if all(name in os.environ for name in names):
-        return "_".join(os.environ[name] for name in names)
-    return os.environ["SLURM_JOB_ID"]
-
-
 def _requeue(error: StoppedError) -> str:
     """Put the job back into the queue, unless it would only do the same again."""
-    job_id = _job_id()
+    job_id = own_id() or ""  # it is in one
     if not error.saved or error.step is None or error.step <= (error.began or 0):
         return f"job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
     try:
@@ -390,26 +424,15 @@ def _has_terminal(pid: str) -> bool:
 
 def _refuse_running(run: Path) -> None:
     """Refuse a run directory in which another job runs, such as the same script submitted twice."""
-    others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {os.environ["SLURM_JOB_ID"]}
-    if not others or shutil.which("scontrol") is None:
-        return
-    for job_id in sorted(others):
-        if _state(job_id)[0] in _RUNNING:
+    others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {own_id(), os.environ["SLURM_JOB_ID"]}
+    for job_id, found in sorted(states(others).items()):
+        if found in RUNNING:
             raise RefusedError(f"job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.")
 
 
 def _step_key() -> str:
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     return "slurm " + ".".join(os.environ.get(name, "0") for name in names)
-
-
-def _status(run: Path) -> str | None:
-    """Return how far the job says it is, or None before it says anything."""
-    try:
-        status: str = json.loads((run / "result.json").read_text())["status"]
-        return status
-    except (OSError, ValueError):
-        return None
 
 
 _NAMES = {"output": "run.dir", "chdir": "the path of the current folder"}
@@ -431,11 +454,17 @@ def _log_name(run: Path, job_id: str) -> str:
     return "slurm.log" if "\\" in str(run) else f"slurm-{job_id}.log"
 
 
-def _output(run: Path) -> str:
-    """Return the job's log as Slurm's pattern."""
-    if "\\" in str(run):
-        return str(run / _log_name(run, "")).replace("\\", "\\\\")
-    return str(run).replace("%", "%%") + "/" + _log_name(run, "%j")
+def _output(folder: Path, name: str = "slurm-%j.log") -> str:
+    """Return the log of a job, or of an array, as Slurm's pattern."""
+    if "\\" in str(folder):
+        return str(folder / _log_name(folder, "")).replace("\\", "\\\\")
+    return str(folder).replace("%", "%%") + f"/{name}"
+
+
+def _goes_on(job_id: str, error: StoppedError) -> int:
+    """Say that a signal to the command, which has nothing more to do, is none to the job; return the exit code."""
+    say(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}")
+    return error.exit_code
 
 
 def _follow(job_id: str, output: Path) -> tuple[str, int]:
@@ -444,38 +473,15 @@ def _follow(job_id: str, output: Path) -> tuple[str, int]:
     shown: Log | None = None
     try:
         while True:
-            state, code = _state(job_id)
+            found, code = state(job_id)
             if shown is None and output.is_file():
                 shown = Log.reading(output)
-            for line in shown.new_lines(last=state in _ENDED) if shown is not None else ():
+            for line in shown.new_lines(last=found in ENDED) if shown is not None else ():
                 terminal.line(line)
-            if state in _ENDED:
-                return state, EXIT_FAILED if code == EXIT_DONE and state != "COMPLETED" else code
+            if found in ENDED:
+                return found, EXIT_FAILED if code == EXIT_DONE and found != "COMPLETED" else code
             time.sleep(_POLL_SECONDS)
     finally:
         terminal.close()
         if shown is not None:
             shown.close()
-
-
-def _state(job_id: str) -> tuple[str, int]:
-    """Ask Slurm for a job's state and exit code; scontrol knows them without an accounting database.
-
-    Each line is asked for by its first word: what users choose, such as the job's name, begins none.
-    """
-    done = subprocess.run(["scontrol", "show", "job", job_id], capture_output=True, text=True, errors="replace")
-    state = re.search(r"^ +JobState=(\w+)", done.stdout, re.MULTILINE)
-    code = re.search(r"^ +Requeue=.* ExitCode=(\d+):(\d+)", done.stdout, re.MULTILINE)
-    if done.returncode or state is None:
-        return ("FORGOTTEN", EXIT_DONE) if "Invalid job id" in done.stderr else ("UNKNOWN", EXIT_DONE)
-    if code is None:
-        return state[1], EXIT_DONE
-    return state[1], 128 + int(code[2]) if int(code[2]) else int(code[1])
-
-
-def is_over(job_id: str) -> bool | None:
-    """Tell whether a job has ended; None: Slurm is not here, or does not answer."""
-    if shutil.which("scontrol") is None:
-        return None
-    state = _state(job_id)[0]
-    return None if state == "UNKNOWN" else state in _ENDED

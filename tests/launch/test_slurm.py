@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import pexpect
 import pytest
 
 from ddpexp.launch import Job
-from ddpexp.launch.slurm import Slurm, _follow, _log_name, _state
+from ddpexp.launch.slurm import Slurm, _follow, _log_name
+from ddpexp.launch.slurm_commands import state
 from tests.conftest import Ddpexp, Done, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
 
@@ -378,7 +380,7 @@ def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
     assert state_of(job_id) == ("FAILED", "5:0")
-    assert (_state(job_id), _follow(job_id, run / "none")) == (("FAILED", 5), ("FAILED", 5))
+    assert (state(job_id), _follow(job_id, run / "none")) == (("FAILED", 5), ("FAILED", 5))
     assert (run / _log_name(run, job_id)).read_text() == f"{name}\n{run.parent}"
     assert sorted(path.name for path in run.iterdir()) == ["job.sbatch", _log_name(run, job_id)]
     assert not list(tmp_path.rglob("pwned"))
@@ -708,11 +710,17 @@ def restarts(job_id: str) -> int:
     return int(found[1])
 
 
-def go_on_now(job_id: str) -> None:
-    """Wait until a job is in the queue again, and spare it the two minutes that Slurm has it wait."""
-    wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, seconds=40)
+def is_requeued(job_id: str) -> bool:
+    return "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1
+
+
+def go_on_now(*job_ids: str) -> None:
+    """Wait until jobs are in the queue again, and spare them the two minutes that Slurm has them wait."""
+    for job_id in job_ids:
+        wait_for(partial(is_requeued, job_id), seconds=40)
     time.sleep(2.1)  # a start in the second of the end is taken for the old one
-    ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+    for job_id in job_ids:
+        ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
 
 def steps(run: Path) -> list[int]:
