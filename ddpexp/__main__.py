@@ -52,6 +52,10 @@ def main() -> int:
 
             launcher, job = member(argv[1:])
             return _launch(launcher, job, server, as_member=True)
+        if argv[:1] in (["table"], ["status"]):
+            from ddpexp.sweep import verbs
+
+            return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
         return _train(argv, server)
     except FinishedError as error:
         if not error.quiet:
@@ -183,6 +187,8 @@ def _will_fork(argv: list[str]) -> bool:
     """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if argv[:1] == ["member"]:
         return True
+    if argv[:1] in (["table"], ["status"]):
+        return False
     chosen = [word.partition("=")[2] for word in argv if word.startswith("launcher=")]
     if argv[:1] == ["resume"]:
         chosen = chosen or _launcher_of_run(argv[1:])

@@ -204,7 +204,7 @@ def _owner(descriptor: int) -> Owner | None:
     try:
         found = json.loads(os.pread(descriptor, 1 << 16, 0))
         owner = Owner(**{name: found[name] for name in Owner.__dataclass_fields__})
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OSError, RecursionError):
         return None
     job = owner.slurm_job
     return owner if isinstance(owner.pid, int) and (job is None or (isinstance(job, str) and job.isdecimal())) else None

@@ -48,7 +48,7 @@ def look(run: RunDir, start: Start) -> Earlier:
     manifest, result = run.found(run.manifest), run.found(run.result) or {}
     stored = _tree(run)
     new = _read(start.text)
-    changes = compare(stored, new, start.typed, _words(run)) if stored is not None else []
+    changes = compare(stored, new, start.typed, run.words()) if stored is not None else []
     refuse(changes, start.name)
     status = result.get("status")
     if status == "done" and not _is_longer(changes, new["trainer"], result):
@@ -126,7 +126,7 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
 def merged(run: RunDir, typed: Sequence[str]) -> list[str]:
     """Return the words that a run was started with, and those that change it."""
     keys = {_key(word) for word in typed}
-    return [word for word in _words(run) if _key(word) not in keys] + list(typed)
+    return [word for word in run.words() if _key(word) not in keys] + list(typed)
 
 
 def _key(word: str) -> str:
@@ -149,15 +149,6 @@ def _tree(run: RunDir) -> dict[str, Any] | None:
 
 def _read(text: str) -> Any:
     return yaml.load(text, Loader=_LOADER)
-
-
-def _words(run: RunDir) -> list[str]:
-    try:
-        check_yaml(run.overrides)
-        words = _read(run.overrides.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Mapping[str, Any]) -> bool:

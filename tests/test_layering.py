@@ -26,7 +26,7 @@ ROWS = [
     ["loop"],
     ["rank", "report", "prepare", "saves", "resume"],
     ["worker", "jobs"],
-    ["verbs"],
+    ["verbs", "sweep"],
     ["__main__"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}

@@ -28,6 +28,7 @@ from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.process import end_with_parent
 from ddpexp.launch.terminal import Terminal, say
 
+_ANSWER_SECONDS = 10.0  # for squeue
 _POLL_SECONDS = 1.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
@@ -479,3 +480,14 @@ def is_over(job_id: str) -> bool | None:
         return None
     state = _state(job_id)[0]
     return None if state == "UNKNOWN" else state in _ENDED
+
+
+def queue(uid: int) -> dict[str, str] | None:
+    """Return the states of a user's jobs in the queue by their ids, those of arrays by both names; None: Slurm does not answer."""
+    words = ["squeue", "--noheader", "--array", f"--user={uid}", "--format=%i %A %T"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = [line.split() for line in done.stdout.splitlines()]
+    return {name: line[2] for line in found if len(line) == 3 for name in line[:2]}

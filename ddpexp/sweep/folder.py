@@ -66,7 +66,7 @@ class SweepDir:
             while line := file.readline(_LINE_BYTES):
                 try:
                     event = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(event, dict) and isinstance(event.get("event"), str):
                     yield event
