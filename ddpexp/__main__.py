@@ -59,6 +59,10 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
 
         launcher, job = member(argv[1:])
         return command.launch(launcher, job, server, as_member=True)
+    if argv[:1] in (["table"], ["status"]):
+        from ddpexp.sweep import verbs
+
+        return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
     return _train(argv, server)
 
 
@@ -103,6 +107,8 @@ def _will_fork(argv: list[str]) -> bool:
     """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if argv[:1] == ["member"]:
         return True
+    if argv[:1] in (["table"], ["status"]):
+        return False
     chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
     if argv[:1] == ["resume"]:
         chosen = chosen or _launcher_of_run(argv[1:])

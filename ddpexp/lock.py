@@ -203,7 +203,7 @@ def _owner(descriptor: int) -> Owner | None:
     try:
         found = json.loads(os.pread(descriptor, 1 << 16, 0))
         owner = Owner(**{name: found[name] for name in Owner.__dataclass_fields__})
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OSError, RecursionError):
         return None
     return owner if isinstance(owner.pid, int) and (owner.slurm_job is None or is_id(owner.slurm_job)) else None
 

@@ -55,11 +55,21 @@ class Report:
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
+    def hyperparameters(self) -> dict[str, bool | float | str]:
+        """Return what was chosen, by the keys as they are typed: the usual things, and whatever else was typed."""
+        typed = {}
+        for word in self.run.words():
+            key, _, value = word.lstrip("+").partition("=")
+            if not key.startswith(("~", "run.", "hydra.", "sweep.", "launcher.")):
+                typed[key] = _value(value)
+        found: dict[str, bool | float | str] = masked_tree({**typed, **_hyperparameters(self.experiment)})
+        return found
+
     def finish(self, outcome: Outcome, tracker: Tracker) -> str:
         """Write the result; return the last line. Ranks: rank zero, when the last checkpoint is on the disk."""
         status = "interrupted" if outcome.interrupted else "done"
         if not outcome.interrupted:
-            tracker.hyperparameters(masked_tree(_hyperparameters(self.experiment)), masked_tree(outcome.metrics))
+            tracker.done()
         samples = outcome.step * self.train.plan.global_batch_size
         seconds = outcome.train_seconds
         result = {
@@ -83,19 +93,35 @@ class Report:
         return f"done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
 
 
-def _hyperparameters(experiment: Experiment) -> dict[str, Any]:
+def _hyperparameters(experiment: Experiment) -> dict[str, bool | float | str]:
     trainer = experiment.trainer
-    return {
+    found = {
         "recipe": experiment.recipe.name,
         "model": _short(experiment.model.target),
         "optimizer": _short(experiment.optimizer.target),
         **{f"optimizer.{key}": value for key, value in experiment.optimizer.kwargs.items()},
         "scheduler": type(experiment.scheduler).__name__,
-        "global_batch_size": trainer.global_batch_size,
-        "epochs": trainer.epochs or 0,
-        "precision": trainer.precision,
-        "seed": trainer.seed,
+        "trainer.global_batch_size": trainer.global_batch_size,
+        "trainer.epochs": trainer.epochs,
+        "trainer.max_steps": trainer.max_steps,
+        "trainer.precision": trainer.precision,
+        "trainer.seed": trainer.seed,
     }
+    return {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in found.items()
+        if value is not None
+    }
+
+
+def _value(text: str) -> bool | float | str:
+    """Return a typed value as what it is, for a column of numbers takes no texts."""
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _short(target: str) -> str:

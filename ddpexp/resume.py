@@ -72,7 +72,7 @@ def changes_of(run: RunDir, start: Start) -> list[Change]:
         RefusedError: the stored one cannot be read.
     """
     stored = _tree(run)
-    return compare(stored, _read(start.text), start.typed, _words(run)) if stored is not None else []
+    return compare(stored, _read(start.text), start.typed, run.words()) if stored is not None else []
 
 
 def require(run: RunDir, name: str) -> None:
@@ -135,7 +135,7 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
 def merged(run: RunDir, typed: Sequence[str]) -> list[str]:
     """Return the words that a run was started with, and those that change it."""
     keys = {_key(word) for word in typed}
-    return [word for word in _words(run) if _key(word) not in keys] + list(typed)
+    return [word for word in run.words() if _key(word) not in keys] + list(typed)
 
 
 def _key(word: str) -> str:
@@ -158,15 +158,6 @@ def _tree(run: RunDir) -> dict[str, Any] | None:
 
 def _read(text: str) -> Any:
     return yaml.load(text, Loader=_LOADER)
-
-
-def _words(run: RunDir) -> list[str]:
-    try:
-        check_yaml(run.overrides)
-        words = _read(run.overrides.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return []
-    return [str(word) for word in words] if isinstance(words, list) else []
 
 
 def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Mapping[str, Any]) -> bool:

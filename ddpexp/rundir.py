@@ -122,6 +122,15 @@ class RunDir:
         """
         return self.read(path) if os.path.lexists(path) else None
 
+    def words(self) -> list[str]:
+        """Return what was typed for the run; nothing where that cannot be read."""
+        try:
+            check_yaml(self.overrides)
+            words = yaml.load(self.overrides.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return []
+        return [str(word) for word in words] if isinstance(words, list) else []
+
     def status(self) -> str | None:
         """Return what the result says of how far the run is; None while there is none."""
         try:
@@ -348,13 +357,13 @@ def check_yaml(path: Path) -> None:
             raise ValueError("it refers to itself with *, which no run writes")
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str | bytes) -> None:
     """Replace a file as a whole: a reader sees the old text or the new one, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text if isinstance(text, bytes) else text.encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -96,6 +96,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         refuse_without_room(run, experiment.trainer, fit, average)
     if newest is None:
         tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
+        tracker.hyperparameters(report.hyperparameters())
     else:
         take_up(newest, fit, saves)
         log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")

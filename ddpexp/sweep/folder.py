@@ -11,11 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ddpexp import rundir
+from ddpexp.errors import RefusedError
 from ddpexp.rundir import open_to_append
 from ddpexp.secrets import masked_tree
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
+
+# What a sweeper understands that is no more than a number or a name.
+_HARMLESS = re.compile(
+    r"hydra/sweeper(/sampler)?=\w+$|"
+    r"hydra\.sweeper\.(n_trials|n_jobs|direction|study_name|max_batch_size|max_failure_rate|sampler\.seed|params\.[\w.]+)="
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class SweepDir:
             while line := file.readline(_LINE_BYTES):
                 try:
                     event = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
                 if isinstance(event, dict) and isinstance(event.get("event"), str):
                     yield event
@@ -108,3 +118,38 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
 def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
     """Return each job's newest event of a kind, by the job's number."""
     return {event["job"]: event for event in events if event["event"] == kind and isinstance(event.get("job"), int)}
+
+
+def again_words(words: Sequence[str]) -> list[str]:
+    """Return those words of a sweep that have to be typed again with `ddpexp resume`."""
+    return [word for word in words if runs_code(word)]
+
+
+def runs_code(word: str) -> bool:
+    """Tell whether a word says what code runs, or whom the sweep connects to."""
+    key = key_of(word)
+    if key.startswith("hydra"):
+        return not _HARMLESS.match(word) and key != "hydra.sweep.dir"
+    return key == "run.trust" or key.startswith("launcher.")
+
+
+def key_of(word: str) -> str:
+    """Return the key of a typed word."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
+    """Return the words of a sweep, and those that say where its configs are.
+
+    Raises:
+        RefusedError: the file is damaged.
+    """
+    try:
+        rundir.check_yaml(folder.asked)
+        found = yaml.safe_load(folder.asked.read_text())
+        words, options = found["words"], found["options"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise RefusedError(f"{folder.asked} cannot be read: {error}.") from None
+    if not all(isinstance(part, list) and all(isinstance(word, str) for word in part) for part in (words, options)):
+        raise RefusedError(f"{folder.asked} cannot be read: it holds no words.")
+    return words, options

@@ -25,9 +25,8 @@ from ddpexp.launch.layout import resolve
 from ddpexp.launch.supervise import signals_as_bytes
 from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
-from ddpexp.sweep.again import again_words
 from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
-from ddpexp.sweep.folder import Record, SweepDir, job_name, latest
+from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, latest
 from ddpexp.sweep.hydra_sweeper import Ended, is_grid, sweep_with
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.settings import Settings, settings_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ddpexp.secrets import masked_tree
 
@@ -27,8 +27,12 @@ class Tracker(Protocol):
         """Record a picture. Shapes: (height, width, 3) uint8."""
         ...
 
-    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Record what was chosen beside what came out."""
+    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
+        """Record what was chosen, once, at the start."""
+        ...
+
+    def done(self) -> None:
+        """Record that the run has reached its end."""
         ...
 
     def flush(self) -> Mapping[Path, int]:
@@ -52,7 +56,10 @@ class Null:
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Do nothing."""
 
-    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
+        """Do nothing."""
+
+    def done(self) -> None:
         """Do nothing."""
 
     def flush(self) -> Mapping[Path, int]:
@@ -86,10 +93,15 @@ class Many:
         for tracker in self._trackers:
             tracker.image(name, pixels, step)
 
-    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Tell each."""
         for tracker in self._trackers:
-            tracker.hyperparameters(values, metrics)
+            tracker.hyperparameters(values)
+
+    def done(self) -> None:
+        """Tell each."""
+        for tracker in self._trackers:
+            tracker.done()
 
     def flush(self) -> Mapping[Path, int]:
         """Flush each, and name the files of all."""

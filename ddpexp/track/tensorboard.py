@@ -11,6 +11,13 @@ from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams.metadata import (
+    NULL_TENSOR,
+    SESSION_END_INFO_TAG,
+    SESSION_START_INFO_TAG,
+    create_summary_metadata,
+)
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 from torch.utils.tensorboard import summary
@@ -50,11 +57,26 @@ class TensorBoard:
         """Write a picture for the Images tab. Shapes: (height, width, 3) uint8."""
         self._add(summary.image(name, pixels.numpy(), dataformats="HWC"), step)  # type: ignore[no-untyped-call]
 
-    def hyperparameters(self, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Write for the HParams tab, into this run's own file (the writer's own method would make a run beside it)."""
-        known = {name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in values.items()}
-        for one in summary.hparams(known, dict.fromkeys(metrics, 0.0)):  # type: ignore[no-untyped-call]
-            self._add(one, 0)
+    def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
+        """Write for the HParams tab.
+
+        The start of a session alone, without the description of an experiment that torch's own function writes into every run:
+        the plugin takes the first one that it finds for all of them, and no other run's columns then.
+        """
+        session = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
+        for name, value in values.items():
+            if isinstance(value, bool):
+                session.hparams[name].bool_value = value
+            elif isinstance(value, int | float):
+                session.hparams[name].number_value = value
+            else:
+                session.hparams[name].string_value = value
+        self._add_session(SESSION_START_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_start_info=session))
+
+    def done(self) -> None:
+        """Write that the session has succeeded."""
+        end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
+        self._add_session(SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
 
     def flush(self) -> dict[Path, int]:
         """Tell how long the file is."""
@@ -64,6 +86,9 @@ class TensorBoard:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _add_session(self, tag: str, data: Any) -> None:
+        self._add(Summary(value=[Summary.Value(tag=tag, metadata=create_summary_metadata(data), tensor=NULL_TENSOR)]), 0)
 
     def _add(self, what: Any, step: int) -> None:
         self._write(Event(wall_time=time.time(), step=step, summary=what))

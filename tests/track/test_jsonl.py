@@ -17,7 +17,8 @@ def test_each_record_is_one_line_of_json_that_is_there_at_once(tmp_path: Path) -
     assert abs(record.pop("time") - path.stat().st_mtime) < 60
     assert record == {"step": 5, "epoch": 1.2346, "train/loss": 0.5, "train/lr": 1e-9}
     lines.text("config", "not for this file")
-    lines.hyperparameters({"lr": 1}, {"loss": 2})
+    lines.hyperparameters({"lr": 1})
+    lines.done()
     lines.close()
     assert len(path.read_text().splitlines()) == 1
 

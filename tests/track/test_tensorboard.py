@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-from tensorboard.plugins.hparams import plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.util import tensor_util
 
 from tests.conftest import SMALL, Ddpexp, Done
@@ -63,20 +63,20 @@ def test_the_configuration_is_there_as_text(done: Done, board: EventAccumulator)
     assert text.decode() == f"```yaml\n{(done.run / 'config.yaml').read_text()}\n```"
 
 
-def test_the_hyperparameters_stand_beside_the_final_metrics(done: Done, board: EventAccumulator) -> None:
+def test_the_hyperparameters_are_there_once_and_so_is_the_end(done: Done, board: EventAccumulator) -> None:
     parts = {}
     for tag, content in board.summary_metadata.items():
         if content.plugin_data.plugin_name == "hparams":
             parts[tag.rpartition("/")[2]] = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content)
-    values = parts["session_start_info"].session_start_info.hparams
-    assert values["model"].string_value == "Linear"
-    assert values["optimizer.lr"].number_value == 0.1
-    assert values["global_batch_size"].number_value == 128
-    named = {metric.name.tag for metric in parts["experiment"].experiment.metric_infos}
-    assert named == set(done.result()["metrics"])
-    for name, value in done.result()["metrics"].items():  # the plugin takes the last point of the scalar of that name
-        last = board.Tensors(name)[-1]
-        assert tensor_util.make_ndarray(last.tensor_proto).item() == pytest.approx(value, rel=1e-6)
+    assert set(parts) == {"session_start_info", "session_end_info"}  # one that describes the experiment would hide other runs' own
+    session = parts["session_start_info"].session_start_info
+    assert session.hparams["model"].string_value == "Linear"
+    assert session.hparams["optimizer.lr"].number_value == 0.1
+    assert session.hparams["trainer.global_batch_size"].number_value == 128
+    assert session.hparams["data.embedded_train"].number_value == 640  # no usual one, but typed
+    assert "trainer.epochs" not in session.hparams or session.hparams["trainer.epochs"].HasField("number_value")
+    assert parts["session_end_info"].session_end_info.status == api_pb2.STATUS_SUCCESS
+    assert session.start_time_secs < parts["session_end_info"].session_end_info.end_time_secs
 
 
 def test_the_pictures_of_predictions_decode(done: Done, board: EventAccumulator) -> None:

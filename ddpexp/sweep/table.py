@@ -1,0 +1,412 @@
+"""Tables of jobs: on the terminal, while they run and after, and as files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddpexp import rundir
+from ddpexp.printable import one_line
+from ddpexp.sweep.rows import STATUSES, Goal, Row
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.measure import Measurement
+    from rich.table import Table
+
+SEED = "trainer.seed"
+_DIRECTORY = "directory"
+_LEFT_OUT = ("time", "step", _DIRECTORY)  # columns that a narrow terminal has no room for, in this order
+_LEAST = 8  # characters of a directory, which hold its number
+_SHORT = 24  # characters of a name that is shown beside other things
+_PADDING = 3  # characters between columns
+_METRICS = 4  # columns, where nobody has said which metric counts
+_MESSAGES = 10  # of failures, below a table
+_LIVE_MESSAGES = 3
+_SMALL = 20  # lines of a terminal that has none to spare for them
+_AROUND = 4  # lines of a live table: two of its header, an empty one, and the cursor's
+_STYLES = {
+    "running": "cyan", "done": "green", "failed": "red", "broken": "red", "killed": "red", "interrupted": "yellow",
+    "stopped": "magenta", "submitted": "blue", "waiting": "dim",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """The jobs that differ in their seed alone."""
+
+    overrides: Mapping[str, str]
+    jobs: int
+    values: Sequence[float]  # of those that are done
+
+    @property
+    def mean(self) -> float | None:
+        """Return the mean; nan when a value is."""
+        return sum(self.values) / len(self.values) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Return the sample standard deviation, which one value does not have."""
+        if len(self.values) < 2:
+            return None
+        return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as texts."""
+
+    header: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    right: Sequence[bool]  # columns of numbers
+    best: int | None = None  # a line
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Return the keys that were not typed with the same value for all rows, in the order of typing."""
+    keys = dict.fromkeys(key for row in rows for key in row.overrides)
+    return [key for key in keys if len({row.overrides.get(key) for row in rows}) > 1]
+
+
+def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
+    """Return the best of the rows that are done, and while none is, of those that are on their way."""
+    for statuses in (("done",), ("running", "interrupted", "killed", "stopped")):
+        place = goal.best([row.objective if row.status in statuses else None for row in rows])
+        if place is not None:
+            return rows[place]
+    return None
+
+
+def over_seeds(rows: Sequence[Row]) -> list[Group]:
+    """Return what the seeds have in common, for each combination of the other values; nothing where the seed does not vary."""
+    keys = varying(rows)
+    if SEED not in keys:
+        return []
+    keys.remove(SEED)
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.overrides.get(key, "") for key in keys), []).append(row)
+    return [
+        Group(
+            dict(zip(keys, values, strict=True)),
+            len(group),
+            [row.objective for row in group if row.status == "done" and row.objective is not None],
+        )
+        for values, group in groups.items()
+    ]
+
+
+def jobs_grid(rows: Sequence[Row], goal: Goal, every: Sequence[Row] | None = None, full: bool = False) -> Grid:
+    """Lay out some rows, with the columns that all of them (`every`) need; `full` is for files, where paths are not cut."""
+    every = rows if every is None else every
+    keys, best = varying(every), best_of(every, goal)
+    metrics = [goal.metric] if goal.metric is not None else metrics_of(every)[:_METRICS]
+    names = _names(every, full)
+    header = [*keys, *metrics, *([""] if best else []), "status", "step", "time", _DIRECTORY]
+    lines = []
+    for row in rows:
+        values = [row.objective if goal.metric is not None else row.metrics.get(name) for name in metrics]
+        mark = ["best" if row is best else ""] if best else []
+        lines.append([
+            *(one_line(row.overrides.get(key, "")) for key in keys),
+            *(shown(name, value) for name, value in zip(metrics, values, strict=True)),
+            *mark, row.status, "" if row.step is None else f"{row.step:,}", duration(row.seconds), names[row.path],
+        ])  # fmt: skip
+    numeric = [all(_is_number(row.overrides.get(key, "0")) for row in every) for key in keys]
+    right = [*numeric, *[True] * len(metrics), *([False] if best else []), False, True, True, False]
+    place = next((number for number, row in enumerate(rows) if row is best), None)
+    return Grid([one_line(name) for name in header], lines, right, place)
+
+
+def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
+    """Lay out means over seeds; None where no seeds vary or nothing is to be compared."""
+    groups = over_seeds(rows)
+    if not groups or goal.metric is None:
+        return None
+    best = goal.best([group.mean for group in groups])
+    order = _sorted([group.mean for group in groups], goal)
+    lines = [
+        [
+            *map(one_line, groups[place].overrides.values()),
+            shown(goal.metric, groups[place].mean),
+            shown(goal.metric, groups[place].deviation, "-"),
+            _count(groups[place]),
+            "best" if place == best else "",
+        ]
+        for place in order
+    ]
+    keys = list(groups[0].overrides)
+    numeric = [all(_is_number(group.overrides[key]) for group in groups) for key in keys]
+    header = [*keys, f"mean {goal.metric}", "deviation", "seeds", ""]
+    place = order.index(best) if best is not None else None
+    return Grid([one_line(name) for name in header], lines, [*numeric, True, True, True, False], place)
+
+
+def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
+    """Return the rows, the best first; those that have nothing to compare come last, as they are."""
+    return [rows[place] for place in _sorted([row.objective for row in rows], goal)]
+
+
+def render(rows: Sequence[Row], goal: Goal, limit: int | None = None) -> RenderableType:
+    """Return the tables of jobs for the terminal, the best first, at most `limit` rows of them."""
+    from rich.console import Group as Lines
+    from rich.text import Text
+
+    ordered = sorted_rows(rows, goal)
+    first = ordered if limit is None else ordered[:limit]
+    parts: list[RenderableType] = [Fitted(jobs_grid(first, goal, rows))]
+    if len(first) < len(ordered):
+        parts.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
+    seeds = seeds_grid(rows, goal)
+    if seeds is not None:
+        parts += ["", Fitted(seeds)]
+    return Lines(*parts, "", *summary(rows, goal))
+
+
+def live(rows: Sequence[Row], goal: Goal, height: int) -> RenderableType:
+    """Return what fits into `height` lines: what runs, what has ended last, what comes next, and how many there are of all."""
+    from rich.console import Group as Lines
+
+    below = summary(rows, goal, _LIVE_MESSAGES if height > _SMALL else 0, cut=True)
+    room = max(1, height - _AROUND - len(below))
+    best = best_of(rows, goal)
+    chosen = sorted(rows, key=lambda row: (*_turn(row), row.number))[:room]
+    if best is not None and all(row is not best for row in chosen):
+        chosen[-1] = best
+    return Lines(Fitted(jobs_grid(chosen, goal, rows)), "", *below)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Return one line a job, with everything that was typed for any and every metric, as plain numbers."""
+    keys = dict.fromkeys(key for row in rows for key in row.overrides)
+    metrics = dict.fromkeys(name for row in rows for name in row.metrics)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    facts = ("step", "seconds", "started", "ended", "job_id", "message", "directory")
+    writer.writerow(map(one_line, ("job", "status", *keys, *metrics, *facts)))
+    for row in rows:
+        last = (row.step, row.seconds, _iso(row.started), _iso(row.ended), row.job_id, row.message, os.path.abspath(row.path))
+        cells = (row.number, row.status, *(row.overrides.get(key) for key in keys), *(row.metrics.get(name) for name in metrics))
+        writer.writerow(one_line(cell) if isinstance(cell, str) else cell for cell in (*cells, *last))
+    return text.getvalue()
+
+
+def as_markdown(rows: Sequence[Row], goal: Goal) -> str:
+    """Return the tables as GitHub shows them."""
+    parts = [_markdown(jobs_grid(sorted_rows(rows, goal), goal, rows, full=True))]
+    seeds = seeds_grid(rows, goal)
+    if seeds is not None:
+        parts.append(_markdown(seeds))
+    return "\n".join([*parts, f"{_escaped(_counts(rows))}.{_escaped(_best_sentence(rows, goal))}\n"])
+
+
+def save(folder: Path, rows: Sequence[Row], goal: Goal) -> None:
+    """Write sweep.csv and sweep.md into a folder, each as a whole.
+
+    Raises: OSError.
+    """
+    rundir.write(folder / "sweep.csv", as_csv(rows))
+    rundir.write(folder / "sweep.md", as_markdown(rows, goal))
+
+
+def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool = False) -> list[RenderableType]:
+    """Return what stands below a table: how many there are of each status, the best, some messages; `cut` to one line."""
+    from rich.text import Text
+
+    said = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
+    lines = [f"{_called(row)} {row.status}: {one_line(row.message or '')}" for row in said[:limit]]
+    if limit and len(said) > limit:
+        lines.append(f"... and {len(said) - limit:,} more like these")
+    counts = Text(f"{_counts(rows)}.{_best_sentence(rows, goal)}", no_wrap=cut, overflow="ellipsis" if cut else "fold")
+    return [counts, *(Text(line, style="red", no_wrap=True, overflow="ellipsis") for line in lines)]
+
+
+class Fitted:
+    """A table for the terminal, with as much of it as the terminal is wide."""
+
+    def __init__(self, grid: Grid) -> None:
+        """Keep it; the terminal is known when it is drawn."""
+        self._grid = grid
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Take short names first, then leave out what says least."""
+        grid = self._grid
+        fewer: list[Callable[[Grid], Grid]] = [_with_short_names, *(partial(_without, name=name) for name in _LEFT_OUT)]
+        for less in fewer:
+            if _width(grid) <= options.max_width:
+                break
+            grid = less(grid)
+        yield _table(grid)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        """Tell how wide it is as a whole."""
+        from rich.measure import Measurement
+
+        return Measurement.get(console, options, _table(self._grid))
+
+
+def _table(grid: Grid) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    for name, right in zip(grid.header, grid.right, strict=True):
+        gives_way = name == _DIRECTORY
+        table.add_column(Text(name), justify="right" if right else "left", no_wrap=not gives_way, overflow="ellipsis", min_width=4)
+    status = grid.header.index("status") if "status" in grid.header else None
+    for number, line in enumerate(grid.lines):
+        cells = [Text(cell) for cell in line]
+        if status is not None:
+            cells[status].stylize(_STYLES.get(line[status], ""))
+        table.add_row(*cells, style="bold" if number == grid.best else None)
+    return table
+
+
+def _width(grid: Grid) -> int:
+    """Return how many characters a table needs; directories are cut to what is left."""
+    from rich.cells import cell_len
+
+    columns = zip(grid.header, *grid.lines, strict=True)
+    widths = [max(map(cell_len, column)) if column[0] != _DIRECTORY else _LEAST for column in columns]
+    return sum(widths) + _PADDING * (len(widths) - 1)
+
+
+def _with_short_names(grid: Grid) -> Grid:
+    """Leave out the first parts of keys where the last part tells them apart."""
+    short = [name.rpartition(".")[2] for name in grid.header]
+    return replace(grid, header=[last if short.count(last) == 1 else name for name, last in zip(grid.header, short, strict=True)])
+
+
+def _without(grid: Grid, name: str) -> Grid:
+    """Leave out a column."""
+    if name not in grid.header:
+        return grid
+    place = grid.header.index(name)
+
+    def rest(line: Sequence[Any]) -> list[Any]:
+        return [*line[:place], *line[place + 1 :]]
+
+    return replace(grid, header=rest(grid.header), lines=[rest(line) for line in grid.lines], right=rest(grid.right))
+
+
+def metrics_of(rows: Sequence[Row]) -> list[str]:
+    """Return the metrics that rows can be compared by: those of evaluations, or else of training."""
+    names = dict.fromkeys(name for row in rows for name in row.metrics)
+    return [name for name in names if not name.startswith("train/")] or list(names)
+
+
+def shown(name: str, value: float | None, missing: str = "") -> str:
+    """Write a metric's value for people."""
+    if value is None:
+        return missing
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Write a time for people."""
+    if seconds is None or not 0 <= seconds < 1e9:
+        return ""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _called(row: Row) -> str:
+    """Return what a job is called where room is scarce: its number, where its name is long."""
+    return one_line(row.name if len(row.name) <= _SHORT else f"{row.number:04d}")
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    found = Counter(row.status for row in rows)
+    parts = ", ".join(f"{found[status]:,} {status}" for status in sorted(found, key=list(STATUSES).index))
+    return f"{len(rows):,} {'job' if len(rows) == 1 else 'jobs'}: {parts}" if rows else "no jobs"
+
+
+def _best_sentence(rows: Sequence[Row], goal: Goal) -> str:
+    best = best_of(rows, goal)
+    if goal.metric is None:
+        return ""
+    if best is None:
+        return f" None has {one_line(goal.metric)} yet."
+    word = "lowest" if goal.mode == "min" else "highest"
+    return f" Best ({word} {one_line(goal.metric)}): {shown(goal.metric, best.objective)}, {one_line(best.name)}"
+
+
+def _markdown(grid: Grid) -> str:
+    lines = [grid.header, ["---:" if right else "---" for right in grid.right], *grid.lines]
+    texts = []
+    for number, line in enumerate(lines):
+        cells = line if number == 1 else [_escaped(cell) for cell in line]
+        if grid.best is not None and number == grid.best + 2:
+            cells = [f"**{cell}**" if cell else "" for cell in cells]
+        texts.append(f"| {' | '.join(cells)} |\n")
+    return "".join(texts)
+
+
+def _escaped(text: str) -> str:
+    """Return a text that Markdown shows as it is, in one cell."""
+    return re.sub(r"([\\|`*<>\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
+
+
+def _turn(row: Row) -> tuple[int, float]:
+    """Return what orders a live table: what runs by its start, what has ended (the last first), what waits."""
+    if row.status == "running":
+        return 0, row.started or 0.0
+    if row.status == "submitted":
+        return 2, 0.0
+    if row.status == "waiting":
+        return 3, 0.0
+    return 1, -(row.ended or 0.0)
+
+
+def _sorted(values: Sequence[float | None], goal: Goal) -> list[int]:
+    """Return places, that of the best value first; those of nothing comparable last, in their order."""
+    if goal.metric is None:
+        return list(range(len(values)))
+    sign = 1 if goal.mode == "min" else -1
+
+    def key(place: int) -> tuple[bool, float]:
+        value = values[place]
+        return (False, sign * value) if value is not None and math.isfinite(value) else (True, 0.0)
+
+    return sorted(range(len(values)), key=key)
+
+
+def _names(rows: Sequence[Row], full: bool) -> dict[Path, str]:
+    """Return what directories are called: by their own names, where they all lie in one folder."""
+    together = len({row.path.parent for row in rows}) == 1
+    return {row.path: one_line(row.name if together else str(row.path) if full else rundir.relative(row.path)) for row in rows}
+
+
+def _count(group: Group) -> str:
+    done = len(group.values)
+    return str(done) if done == group.jobs else f"{done} of {group.jobs}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _iso(moment: float | None) -> str | None:
+    if moment is None or not 0 <= moment < 1e11:
+        return None
+    return datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,217 @@
+"""The verbs that look at directories: `ddpexp table` and `ddpexp status`. They read, and start nothing but the drawing."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddpexp import lock, rundir
+from ddpexp.config.build import did_you_mean
+from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.launch.slurm_commands import states
+from ddpexp.launch.terminal import say, within_patience
+from ddpexp.printable import one_line
+from ddpexp.sweep import table as tables
+from ddpexp.sweep.asked import Asked, look
+from ddpexp.sweep.folder import SweepDir, again_words, asked_of
+from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_TABLE = """usage: ddpexp table DIR... [sweep.objective=METRIC] [sweep.mode=min|max] [--out FOLDER]
+
+Show what is in directories as a table, the best first: a sweep, runs, or a folder that holds some, such as outputs/mnist.
+Columns are the values that differ, then the metric. With seeds among them a second table has their mean and deviation.
+Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its directory, of anything into the FOLDER behind --out."""
+
+_STATUS = """usage: ddpexp status DIR
+
+Show how far a run or the jobs of a sweep are, where they run, and what to type to go on.
+""" + "".join(f"\n  {name:<13}{meaning}" for name, meaning in STATUSES.items())
+
+_DRAWING_SECONDS = 120.0
+
+
+def table(argv: Sequence[str]) -> int:
+    """Print the table of the directories in `argv`, and write it to files where that is asked for or it is of one sweep.
+
+    Raises:
+        RefusedError: words that do not fit, or nothing there.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(_TABLE)
+        return EXIT_DONE
+    asked = Asked.of("table", argv)
+    goal = asked.goal()
+    rows = asked.rows(goal.metric)
+    known = tables.metrics_of(rows)
+    if goal.metric is not None and known and all(row.objective is None for row in rows):
+        raise RefusedError(f"sweep.objective={goal.metric}: none of these has recorded that.{did_you_mean(goal.metric, known)}")
+    _show(tables.render(rows, goal, _limit()))
+    if goal.metric is None and known:
+        say(f"to have the best marked: sweep.objective={known[0]}, with sweep.mode=max where more is better", sys.stdout)
+    folder = asked.out or asked.sweep
+    if folder is not None:
+        _save(folder, asked, rows, goal)
+    return EXIT_DONE
+
+
+def status(argv: Sequence[str]) -> int:
+    """Print how far the run or the sweep in `argv` is.
+
+    Raises:
+        RefusedError: words that do not fit, or nothing there.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(_STATUS)
+        return EXIT_DONE
+    if len(argv) != 1:
+        raise RefusedError("status takes one directory, of a run or of a sweep, and nothing else: ddpexp status DIR.")
+    if argv[0].startswith("-"):
+        raise RefusedError(f"status {argv[0]}: no such option.{did_you_mean(argv[0], ['--help'])}")
+    place = Path(argv[0])
+    found = look(place)
+    if found != [place]:
+        one = rundir.typed(found[-1])
+        raise RefusedError(f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table.")
+    rows = rows_of(place)
+    queue = states([row.job_id for row in rows if row.status == "submitted" and row.job_id is not None])
+    _show(_sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue))
+    return EXIT_DONE
+
+
+def _save(folder: Path, asked: Asked, rows: Sequence[Row], goal: Goal) -> None:
+    """Write the files, and say where they are, or why they are not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tables.save(folder, rows, goal)
+    except OSError as error:
+        say(f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with --out FOLDER.")
+        return
+    names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, asked, goal) else [])]
+    say(f"written: {', '.join(names)} in {rundir.typed(folder)}", sys.stdout)
+
+
+def _draw(folder: Path, asked: Asked, goal: Goal) -> bool:
+    """Draw the picture in a process of its own: what draws is large, and has a farewell of its own."""
+    words = [sys.executable, "-m", "ddpexp.sweep.picture", *map(rundir.shortest, asked.found), "--out", str(folder)]
+    words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
+    try:
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"ddpexp: sweep.png is left out: {error}")
+        return False
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        say(f"ddpexp: sweep.png is left out: {said[-1] if said else f'drawing ended with {done.returncode}'}")
+    return done.returncode == 0
+
+
+def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> RenderableType:
+    from rich.console import Group as Lines
+    from rich.text import Text
+
+    order = ["running", "submitted", "failed", "broken", "killed", "interrupted", "stopped", "done", "waiting"]
+    ordered = sorted(rows, key=lambda row: (order.index(row.status), row.number))
+    limit = _limit()
+    first = ordered if limit is None else ordered[:limit]
+    lines: list[RenderableType] = [tables.Fitted(_status_grid(first, goal, queue))]
+    if len(first) < len(ordered):
+        lines.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
+    lines += ["", *tables.summary(rows, goal)]
+    owner = lock.read(path / lock.NAME)
+    if owner is not None and owner.lives() is not False:
+        lines.append(Text(f"the sweep runs: {one_line(str(owner))}, since {one_line(owner.since)}"))
+    elif any(row.status in (*UNFINISHED, "waiting") for row in rows):
+        lines.append(Text(f"go on: {_again(path)}"))
+    return Lines(*lines)
+
+
+def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> tables.Grid:
+    metrics = [goal.metric] if goal.metric is not None else tables.metrics_of(rows)[:1]
+    header = ["status", "step", *map(one_line, metrics), "since", "where", "directory"]
+    lines = [
+        [
+            row.status,
+            "" if row.step is None else f"{row.step:,}",
+            *(tables.shown(name, row.metrics.get(name, row.objective)) for name in metrics),
+            _since(row),
+            _where(row, queue),
+            one_line(row.name),
+        ]
+        for row in rows
+    ]
+    return tables.Grid(header, lines, [False, True, *[True] * len(metrics), False, False, False])
+
+
+def _run_status(row: Row, queue: Mapping[str, str]) -> RenderableType:
+    from rich.console import Group as Lines
+    from rich.text import Text
+
+    facts = {
+        "status": f"{row.status}: {STATUSES[row.status]}",
+        "step": "" if row.step is None else f"{row.step:,}",
+        "metrics": "  ".join(f"{name} {tables.shown(name, value)}" for name, value in row.metrics.items()),
+        "since": _since(row),
+        "where": _where(row, queue),
+        "why": row.message or "",
+        "go on": f"python -m ddpexp resume {rundir.typed(row.path)}" if row.status in UNFINISHED else "",
+        "folder": rundir.relative(row.path),
+    }
+    return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))
+
+
+def _since(row: Row) -> str:
+    """Say when what the status says began."""
+    moment = row.ended if row.ended is not None else row.started
+    if moment is None or not 0 <= moment < 1e11:
+        return ""
+    ago = tables.duration(max(0.0, time.time() - moment))
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(moment))}{f' ({ago} ago)' if ago else ''}"
+
+
+def _where(row: Row, queue: Mapping[str, str]) -> str:
+    """Say where it runs, or waits."""
+    if row.status == "running":
+        owner = lock.read(row.path / lock.NAME)
+        return one_line(str(owner)) if owner is not None else ""
+    if row.status == "submitted" and row.job_id is not None:
+        state = queue.get(row.job_id, "UNKNOWN")
+        said = {"UNKNOWN": "Slurm does not answer here", "FORGOTTEN": "not in the queue"}.get(state, state)
+        return f"Slurm job {one_line(row.job_id)}: {one_line(said)}"
+    return ""
+
+
+def _again(path: Path) -> str:
+    """Return the command that goes on with a sweep, with those of its words that count only when they are typed."""
+    words, options = asked_of(SweepDir(path))
+    return one_line(f"python -m ddpexp {shlex.join(['resume', rundir.shortest(path), *options, *again_words(words)])}")
+
+
+def _limit() -> int | None:
+    """Return how many rows a terminal shows at once; None where a program or a file takes them."""
+    return max(10, shutil.get_terminal_size().lines - 8) if sys.stdout.isatty() else None
+
+
+def _show(what: RenderableType) -> None:
+    """Print to a terminal as it is wide, to anything else as wide as it takes."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, emoji=False, width=max(80, console.measure(what).maximum))
+
+    def write() -> None:
+        try:
+            console.print(what)
+        except (OSError, ValueError):  # the reader has gone
+            pass
+
+    within_patience(write)

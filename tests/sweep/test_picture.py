@@ -1,0 +1,147 @@
+"""The picture of a sweep: it is drawn from any directories, by a process of its own, and nobody else pays for it."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from ddpexp.sweep import picture
+from ddpexp.sweep.rows import rows_of
+from tests.conftest import ROOT
+from tests.sweep.made import Made
+from tests.test_layering import loaded_by, tops
+
+
+def process(*words: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ddpexp.sweep.picture", *map(str, words)], cwd=ROOT, env={**os.environ, **(environ or {})},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def size(path: Path) -> tuple[int, int]:
+    with Image.open(path) as image:
+        image.load()
+        assert image.format == "PNG"
+        return image.size
+
+
+def colors(path: Path) -> set[tuple[int, ...]]:
+    with Image.open(path) as image:
+        return {color for _, color in image.convert("RGB").getcolors(1 << 24) or []}  # type: ignore[misc]
+
+
+BEST = (0xD6, 0x27, 0x28)
+
+
+def sweep(path: Path, jobs: int) -> Made:
+    made = Made(path)
+    for number in range(jobs):
+        rate, seed = 10 ** (-4 + 4 * (number // 3) / max(1, jobs // 3)), number % 3
+        points = [(step, (1 + math.log10(rate) ** 2 / 4) / step + seed / 50) for step in range(1, 12)]
+        made.job(f"optimizer.lr={rate:.3g}", f"model={'abc'[number % 2]}", f"trainer.seed={seed}", points=points)
+    return made
+
+
+def test_the_picture_of_a_real_sweep_has_a_panel_for_each_value_and_its_best(trained: Path, tmp_path: Path) -> None:
+    """As the sweep itself has it drawn."""
+    done = process(trained, "--out", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert size(tmp_path / "sweep.png") == (1500, round(150 * (4.0 + 2.7)))
+    assert BEST in colors(tmp_path / "sweep.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.png"]
+
+
+@pytest.mark.parametrize("jobs", [1, 3, 60])
+def test_any_number_of_jobs_is_drawn(tmp_path: Path, jobs: int) -> None:
+    made = sweep(tmp_path / "sweep", jobs)
+    picture.draw(rows_of(made.path), "eval/loss", "min", tmp_path / "sweep.png")
+    width, height = size(tmp_path / "sweep.png")
+    assert (width, height > 800) == (1500, jobs > 1)
+    assert BEST in colors(tmp_path / "sweep.png")
+
+
+def test_without_a_mode_none_is_the_best(tmp_path: Path) -> None:
+    made = sweep(tmp_path / "sweep", 3)
+    picture.draw(rows_of(made.path), "eval/loss", None, tmp_path / "sweep.png")
+    assert BEST not in colors(tmp_path / "sweep.png")
+
+
+ODD: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
+    "nothing recorded": [(["a=1"], {"points": ()}), (["a=2"], {"points": (), "status": "failed"})],
+    "one point": [(["a=1"], {"points": ((5, 0.5),)}), (["a=2"], {"points": ((5, 0.4),)})],
+    "not finite": [(["a=1"], {"points": ((5, math.nan), (6, math.inf))}), (["a=2"], {"points": ((5, 1e300), (6, -1e300))})],
+    "constant": [(["a=0"], {"points": ((5, 0.0), (6, 0.0))}), (["a=0.0"], {"points": ((5, 0.0),)})],
+    "odd values": [
+        (["a=$x_{^"], {}),
+        (["a=\x1b[2J\n"], {}),
+        (["a=nan"], {}),
+        (["a=" + "long" * 50], {}),
+        (["b=1"], {}),
+        (["a=∑漢"], {}),
+    ],
+    "many values": [([f"a={'x' * (number % 7)}{number}", f"b={number}", f"c={1.1**number}"], {}) for number in range(40)],
+    "many keys": [([f"k{key}={number}" for key in range(12)], {}) for number in range(2)],
+    "negative and huge": [([f"a={value}"], {}) for value in ("-5", "0", "1e300", "1e-300", "5")],
+}
+
+
+@pytest.mark.parametrize("jobs", ODD.values(), ids=ODD.keys())
+def test_odd_sweeps_are_drawn_without_a_word(tmp_path: Path, jobs: list[tuple[list[str], dict[str, Any]]]) -> None:
+    made = Made(tmp_path / "sweep")
+    for words, facts in jobs:
+        made.job(*words, **facts)
+    picture.draw(rows_of(made.path), "eval/loss", "min", made.path / "sweep.png")
+    width, _ = size(made.path / "sweep.png")
+    assert width == 1500
+
+
+def test_a_home_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
+    made = sweep(tmp_path / "sweep", 3)
+    (tmp_path / "file").touch()
+    nowhere = {name: str(tmp_path / "file/none") for name in ("HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    (tmp_path / "tmp").mkdir()
+    done = process(made.path, environ={**nowhere, "TMPDIR": str(tmp_path / "tmp")})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (made.path / "sweep.png").is_file()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_style_that_lies_about_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sweep(tmp_path / "sweep", 3)
+    picture.draw(rows_of(made.path), "eval/loss", "min", tmp_path / "one.png")
+    style = tmp_path / "matplotlibrc"
+    style.write_text("font.size: 30\nlines.linewidth: 9\naxes.facecolor: red\nno.such.key: 1\n")
+    done = process(made.path, environ={"MATPLOTLIBRC": str(style)})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (made.path / "sweep.png").read_bytes() == (tmp_path / "one.png").read_bytes()
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    made = sweep(tmp_path / "sweep", 3)
+    done = process(made.path, "--out", tmp_path / "none")
+    assert done.returncode == 2
+    assert done.stderr.startswith("sweep.png cannot be drawn: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_wrong_words_are_one_sentence(tmp_path: Path) -> None:
+    for words in ([], [tmp_path], ["--what"], [sweep(tmp_path / "sweep", 1).path, "sweep.mode=least"]):
+        done = process(*words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("sweep.png cannot be drawn: ")
+        assert "Traceback" not in done.stderr
+
+
+def test_only_drawing_imports_what_draws() -> None:
+    names = ("rows", "table", "picture", "verbs", "asked", "folder")
+    loaded = tops(loaded_by(*(f"ddpexp.sweep.{name}" for name in names), "ddpexp.__main__"))
+    assert not loaded & {"matplotlib", "numpy", "torch", "hydra", "omegaconf", "rich"}
+    assert "yaml" in loaded  # the check can see what is loaded

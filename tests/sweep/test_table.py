@@ -1,0 +1,242 @@
+"""Tables: which columns, which rows, which one is best; on the terminal, in CSV, in Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ddpexp.sweep import table
+from ddpexp.sweep.rows import Goal, Row, rows_of
+from tests.sweep.made import Made
+
+LOSS = Goal("eval/loss", "min")
+
+
+def row(number: int, objective: float | None = None, status: Any = "done", **changed: Any) -> Row:
+    facts: dict[str, Any] = {
+        "name": f"{number:04d}", "path": Path(f"/sweep/{number:04d}"), "overrides": {"optimizer.lr": f"0.{number}"},
+        "metrics": {} if objective is None else {"eval/loss": objective}, "step": 100, "seconds": 1.5, "job_id": None,
+        "message": None, "started": 1e9, "ended": 1e9 + number,
+    }  # fmt: skip
+    return Row(number=number, status=status, objective=objective, **{**facts, **changed})
+
+
+def text_of(what: Any, width: int = 120, terminal: bool = False) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, highlight=False)
+    console.print(what)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert isinstance(shown, str)
+    return shown
+
+
+def test_columns_are_what_varies() -> None:
+    rows = [
+        row(0, overrides={"recipe": "points", "optimizer.lr": "0.1", "model": "a"}),
+        row(1, overrides={"recipe": "points", "optimizer.lr": "0.1", "model": "b", "data.train": "7"}),
+    ]
+    assert table.varying(rows) == ["model", "data.train"]
+    assert table.varying(rows[:1]) == []
+
+
+def test_the_best_is_marked_by_the_mode_and_nan_never_is() -> None:
+    rows = [row(0, 0.5), row(1, math.nan), row(2, 0.25), row(3), row(4, 0.75), row(5, math.inf), row(6, -math.inf)]
+    for mode, number in (("min", 2), ("max", 4)):
+        goal = Goal("eval/loss", mode)  # type: ignore[arg-type]
+        found = table.best_of(rows, goal)
+        assert found is rows[number]
+        [marked] = [line for line in text_of(table.render(rows, goal)).splitlines() if " best " in line]
+        assert f"000{number}" in marked
+    assert table.best_of([row(0, math.nan), row(1)], LOSS) is None
+    assert table.best_of(rows, Goal()) is None
+
+
+def test_a_job_that_failed_is_never_the_best_and_one_that_runs_only_while_none_is_done() -> None:
+    rows = [row(0, 0.1, "failed"), row(1, 0.5, "running"), row(2, 0.9, "done")]
+    assert table.best_of(rows, LOSS) is rows[2]
+    assert table.best_of(rows[:2], LOSS) is rows[1]
+    assert table.best_of(rows[:1], LOSS) is None
+
+
+def test_the_best_comes_first_and_what_has_no_value_last() -> None:
+    rows = [row(0), row(1, math.nan), row(2, 0.5), row(3, 0.25)]
+    assert [one.number for one in table.sorted_rows(rows, LOSS)] == [3, 2, 0, 1]
+    assert [one.number for one in table.sorted_rows(rows, Goal("eval/loss", "max"))] == [2, 3, 0, 1]
+    assert [one.number for one in table.sorted_rows(rows, Goal())] == [0, 1, 2, 3]
+
+
+def seeded(values: dict[tuple[str, str], float | None], status: str = "done") -> list[Row]:
+    return [
+        row(number, value, status if value is not None else "failed", overrides={"optimizer.lr": rate, "trainer.seed": seed})
+        for number, ((rate, seed), value) in enumerate(values.items())
+    ]
+
+
+def test_seeds_have_a_mean_and_a_sample_deviation() -> None:
+    rows = seeded({("0.1", "0"): 0.5, ("0.2", "0"): 0.2, ("0.1", "1"): 0.1, ("0.2", "1"): 0.3, ("0.2", "2"): None})
+    one, two = table.over_seeds(rows)
+    assert (one.overrides, one.jobs, one.mean) == ({"optimizer.lr": "0.1"}, 2, pytest.approx(0.3))
+    assert one.deviation == pytest.approx(statistics.stdev([0.5, 0.1]))
+    assert (two.overrides, two.jobs, two.mean, len(two.values)) == ({"optimizer.lr": "0.2"}, 3, pytest.approx(0.25), 2)
+    grid = table.seeds_grid(rows, LOSS)
+    assert grid is not None
+    assert grid.header == ["optimizer.lr", "mean eval/loss", "deviation", "seeds", ""]
+    assert grid.lines == [["0.2", "0.25", "0.07071", "2 of 3", "best"], ["0.1", "0.3", "0.2828", "2", ""]]
+    shown = text_of(table.render(rows, LOSS))
+    assert "mean eval/loss" in shown
+    assert shown.count(" best") == 2  # of the jobs, and of the means: they need not be the same
+
+
+def test_a_mean_with_nan_is_nan_and_one_seed_has_no_deviation() -> None:
+    rows = seeded({("0.1", "0"): math.nan, ("0.1", "1"): 0.1, ("0.2", "0"): 0.9})
+    grid = table.seeds_grid(rows, LOSS)
+    assert grid is not None
+    assert grid.lines == [["0.2", "0.9", "-", "1", "best"], ["0.1", "nan", "nan", "2", ""]]
+
+
+def test_seeds_alone_are_one_group_and_no_seeds_are_none() -> None:
+    rows = [row(number, number / 10, overrides={"trainer.seed": str(number), "model": "a"}) for number in range(3)]
+    [group] = table.over_seeds(rows)
+    assert (group.overrides, group.mean) == ({}, pytest.approx(0.1))
+    assert table.over_seeds([row(0, 0.5), row(1, 0.5)]) == []
+    assert table.seeds_grid([row(0, 0.5), row(1, 0.5)], LOSS) is None
+
+
+def test_accuracy_is_shown_in_percent_and_written_raw() -> None:
+    rows = [row(0, 0.975, metrics={"eval/accuracy": 0.975, "eval/loss": 0.12345})]
+    assert "97.50%" in text_of(table.render(rows, Goal("eval/accuracy", "max")))
+    [line] = csv.DictReader(io.StringIO(table.as_csv(rows)))
+    assert (line["eval/accuracy"], line["eval/loss"]) == ("0.975", "0.12345")
+
+
+def test_csv_has_one_line_a_job_and_everything_that_is_known() -> None:
+    rows = [
+        row(0, 0.5, overrides={"recipe": "points", "model.name": 'a,"b"'}, metrics={"eval/loss": 0.5, "train/loss": 0.25}),
+        row(1, None, "failed", overrides={"recipe": "points"}, message="rank 0: no luck", job_id="12_1", step=None, seconds=None),
+    ]
+    first, second = csv.DictReader(io.StringIO(table.as_csv(rows)))
+    assert list(first) == [
+        "job", "status", "recipe", "model.name", "eval/loss", "train/loss", "step", "seconds", "started", "ended", "job_id",
+        "message", "directory",
+    ]  # fmt: skip
+    assert (first["model.name"], first["eval/loss"], first["train/loss"], first["step"]) == ('a,"b"', "0.5", "0.25", "100")
+    assert (second["status"], second["eval/loss"], second["message"], second["job_id"]) == ("failed", "", "rank 0: no luck", "12_1")
+    assert second["directory"] == "/sweep/0001"
+
+
+def test_markdown_is_a_table_whatever_the_values_hold() -> None:
+    rows = [
+        row(0, 0.5, overrides={"model.name": "a|b\n| c", "path": "<b>*x*"}, name="0000_a|b"),
+        row(1, 0.25, overrides={"model.name": "[x](y)`", "path": "p\\q"}),
+    ]
+    lines = table.as_markdown(rows, LOSS).splitlines()
+    assert lines[1] == "| --- | --- | ---: | --- | --- | ---: | ---: | --- |"
+    for line in lines[:4]:
+        assert len(re.findall(r"(?<!\\)\|", line.replace("\\\\", ""))) == 9, line
+    assert lines[2].startswith(r"| **\[x\](y)\`** | **p\\q** | **0.25** | **best** |")
+    assert r"a\|b\\n\| c" in lines[3]
+    assert r"\<b\>\*x\*" in lines[3]
+
+
+CONTROLS = "a\x1b[2Jb\u202ec\rd"
+
+
+def test_nothing_prints_control_characters() -> None:
+    rows = [
+        row(0, 0.5, overrides={CONTROLS: CONTROLS, "trainer.seed": "0"}, name=CONTROLS, metrics={CONTROLS: 0.5}, message=CONTROLS),
+        row(1, 0.4, "failed", overrides={CONTROLS: "x", "trainer.seed": "1"}, name="0001"),
+    ]
+    for goal in (Goal(CONTROLS), Goal()):
+        every = (
+            text_of(table.render(rows, goal)), text_of(table.live(rows, goal, 30)), table.as_csv(rows),
+            table.as_markdown(rows, goal),
+        )  # fmt: skip
+        for text in every:
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", text)
+            assert r"\x1b" in text.replace("\\\\", "\\").replace("\\[", "[")
+
+
+def test_a_value_that_looks_like_markup_is_shown_as_it_is() -> None:
+    rows = [row(0, 0.5, overrides={"a": "[red]x[/red]"}), row(1, 0.6, overrides={"a": ":smile:"})]
+    shown = text_of(table.render(rows, LOSS), terminal=True)
+    assert "[red]x[/red]" in shown
+    assert ":smile:" in shown
+
+
+@pytest.mark.parametrize("height", [10, 24, 60])
+@pytest.mark.parametrize("width", [60, 120])
+def test_a_live_table_of_a_thousand_jobs_fits_the_terminal(height: int, width: int) -> None:
+    statuses = ["running"] * 8 + ["done"] * 500 + ["failed"] * 3 + ["waiting"] * 489
+    rows = [
+        row(number, number / 1000 if status != "waiting" else None, status, message="no luck " * 40 if status == "failed" else None,
+            overrides={"optimizer.lr": str(number), "data.augmentation.strength": f"{number} of a lot"},
+            name=f"{number:04d}_optimizer.lr={number},data.augmentation.strength={number}-of-a-lot")
+        for number, status in enumerate(statuses)
+    ]  # fmt: skip
+    shown = text_of(table.live(rows, LOSS, height), width)
+    lines = shown.splitlines()
+    assert len(lines) < height
+    assert len(lines) >= height - 4  # and no room is wasted
+    assert max(map(len, lines)) <= width
+    assert "1,000 jobs: 489 waiting, 8 running, 500 done, 3 failed" in shown or width == 60
+    running = sum("running" in line for line in lines[:-1])
+    if height > 20:
+        assert running == 8
+        assert "0510" in shown  # the last that has ended
+        assert "0008" in shown  # the best
+    assert not any(" waiting " in line for line in lines[:-4])
+
+
+def test_a_long_table_is_cut_after_the_best_and_says_so() -> None:
+    shown = text_of(table.render([row(number, 1 - number / 100) for number in range(30)], LOSS, 5))
+    assert "... and 25 more" in shown
+    assert "0029" in shown
+    assert "0024" not in shown
+
+
+def test_without_an_objective_all_metrics_are_shown_and_none_is_best() -> None:
+    rows = [
+        row(0, None, metrics={"eval/loss": 0.5, "eval/accuracy": 0.75, "train/loss": 1.0}),
+        row(1, None, metrics={"eval/loss": 0.25}),
+    ]
+    shown = text_of(table.render(rows, Goal()))
+    assert "eval/loss" in shown
+    assert "75.00%" in shown
+    assert "train/loss" not in shown
+    assert "best" not in shown.lower()
+
+
+def test_a_table_of_nothing_is_a_sentence() -> None:
+    assert "no jobs" in text_of(table.render([], LOSS))
+    assert "no jobs" in text_of(table.live([], LOSS, 24))
+    assert table.as_csv([]).startswith("job,status")
+    assert "no jobs" in table.as_markdown([], LOSS)
+
+
+def test_files_are_replaced_as_a_whole_and_a_link_is_not_followed(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    made.job("optimizer.lr=0.1")
+    kept = tmp_path / "kept.txt"
+    kept.write_text("mine")
+    (made.path / "sweep.csv").symlink_to(kept)
+    table.save(made.path, rows_of(made.path), LOSS)
+    assert kept.read_text() == "mine"
+    assert (made.path / "sweep.csv").read_text() == table.as_csv(rows_of(made.path))
+    assert (made.path / "sweep.md").read_text() == table.as_markdown(rows_of(made.path), LOSS)
+    assert not [path for path in made.path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, ""), (0.0, "0.0 s"), (59.94, "59.9 s"), (59.96, "1:00"), (61.4, "1:01"), (3599.6, "1:00:00"), (90061, "25:01:01"),
+     (math.nan, ""), (-1.0, "")],
+)  # fmt: skip
+def test_times_are_for_people(seconds: float | None, text: str) -> None:
+    assert table.duration(seconds) == text

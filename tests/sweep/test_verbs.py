@@ -1,0 +1,159 @@
+"""`ddpexp table` and `ddpexp status`, as they are typed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.sweep.made import Made, hold, hold_dead, run
+
+
+def ddpexp(*words: str | Path, cwd: Path = ROOT, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ddpexp", *map(str, words)], cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **(environ or {})},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_the_table_of_a_real_sweep_is_printed_and_written(trained: Path) -> None:
+    done = ddpexp("table", trained)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].split() == ["optimizer.lr", "model.hidden", "task._target_", "eval/loss", "status", "step", "time", "directory"]
+    assert " best " in lines[2]
+    assert "3 jobs: 2 done, 1 failed. Best (lowest eval/loss): " in done.stdout
+    assert r"rank 0 at step 0: ValueError: no\x1b[31m luck" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("written: sweep.csv, sweep.md, sweep.png in ")
+    with open(trained / "sweep.csv") as file:
+        assert [line["status"] for line in csv.DictReader(file)] == ["done", "done", "failed"]
+    assert (trained / "sweep.md").read_text().startswith("| optimizer.lr | model.hidden |")
+    assert (trained / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_metric_and_another_folder_can_be_typed(trained: Path, tmp_path: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in trained.iterdir()}
+    done = ddpexp("table", trained, "sweep.objective=eval/accuracy", "--out", tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    assert "Best (highest eval/accuracy): " in done.stdout  # more of it is better, unless typed otherwise
+    assert "%" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
+    assert {path.name: path.stat().st_mtime_ns for path in trained.iterdir()} == before
+    assert "Best (lowest eval/accuracy): " in ddpexp("table", *sorted(trained.glob("000*")), "sweep.objective=eval/accuracy",
+                                                     "sweep.mode=min").stdout  # fmt: skip
+
+
+def test_any_runs_make_a_table_with_what_was_not_typed_too(tmp_path: Path) -> None:
+    outputs = tmp_path / "outputs/mnist"
+    run(outputs / "a", ["optimizer.lr=0.1"], points=((1, 0.5),))
+    run(outputs / "b", ["optimizer.nesterov=false"], points=((1, 0.25),))
+    made = Made(outputs / "c", objective=None)
+    made.job("optimizer.lr=0.7", points=((1, 0.125),))
+    done = ddpexp("table", "outputs", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "best" not in done.stdout.split("to have the best")[0].lower()
+    assert "to have the best marked: sweep.objective=eval/loss" in done.stdout
+    [line] = [line.split() for line in done.stdout.splitlines() if line.endswith("outputs/mnist/b")]
+    assert line[:3] == ["0.5", "false", "0.25"]  # optimizer.lr is from its config.yaml
+    assert not list(outputs.glob("*.csv"))
+    done = ddpexp("table", "outputs", "sweep.objective=eval/loss", "--out=there", cwd=tmp_path)
+    assert "Best (lowest eval/loss): 0.125" in done.stdout
+    assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
+
+
+def test_a_directory_that_cannot_be_written_is_said_and_the_table_is_shown(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    made.job("optimizer.lr=0.1")
+    (tmp_path / "file").touch()
+    done = ddpexp("table", made.path, "--out", tmp_path / "file")
+    assert done.returncode == 0
+    assert "Best (lowest eval/loss): 0.5" in done.stdout
+    assert "cannot be written (File exists)" in done.stderr
+    assert "--out FOLDER" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["table"], "table of what?"),
+        (["table", "SWEEP", "sweep.objectve=eval/loss"], "Did you mean sweep.objective?"),
+        (["table", "SWEEP", "sweep.mode=least"], "sweep.mode=least is not one of min, max."),
+        (["table", "SWEEP", "sweep.objective=eval/los"], "none of these has recorded that. Did you mean eval/loss?"),
+        (["table", "SWEEP", "--uot", "x"], "Did you mean --out?"),
+        (["table", "SWEEP", "--out"], "--out needs a folder"),
+        (["table", "SWEPE"], "there is no such directory. Did you mean ./SWEEP?"),
+        (["table", "empty"], "empty holds no sweep and no run"),
+        (["status"], "status takes one directory"),
+        (["status", "SWEEP", "SWEEP"], "status takes one directory"),
+        (["status", "--hlep"], "Did you mean --help?"),
+        (["status", "nowhere"], "nowhere: there is no such directory."),
+        (["status", "."], "holds 2: name one, such as SWEEP"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_right_ones(tmp_path: Path, words: list[str], said: str) -> None:
+    Made(tmp_path / "SWEEP").job("optimizer.lr=0.1")
+    run(tmp_path / "RUN")
+    (tmp_path / "empty").mkdir()
+    done = ddpexp(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ddpexp: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["table", "status"])
+def test_help_says_what_is_typed(verb: str) -> None:
+    for word in ("--help", "-h"):
+        done = ddpexp(verb, word)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"usage: ddpexp {verb} DIR")
+    assert f"python -m ddpexp {verb} DIR" in ddpexp("--help").stdout
+
+
+def test_the_status_of_a_sweep_says_where_each_job_is(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    made.job("optimizer.lr=0.1")
+    hold(made.job("optimizer.lr=0.2", status=None, events=("started",)))
+    hold_dead(made.job("optimizer.lr=0.3", status=None, events=("started",)))
+    made.job("optimizer.lr=0.4", events=())
+    hold(made.path)
+    done = ddpexp("status", "sweep", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert lines[0] == ["status", "step", "eval/loss", "since", "where", "directory"]
+    assert [line[0] for line in lines[2:6]] == ["running", "killed", "done", "waiting"]
+    assert f"process {os.getpid()} on " in done.stdout
+    assert "the sweep runs: " in done.stdout
+    assert "4 jobs: 1 waiting, 1 running, 1 done, 1 killed." in done.stdout
+    hold_dead(made.path)
+    done = ddpexp("status", "sweep", cwd=tmp_path)
+    assert "go on: python -m ddpexp -m optimizer.lr=0.1,0.2 hydra.sweep.dir=sweep\n" in done.stdout
+
+
+def test_the_status_of_a_run_says_what_to_type(trained: Path, tmp_path: Path) -> None:
+    bad = next(trained.glob("0002_*"))
+    done = ddpexp("status", bad, cwd=trained)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "status  failed: it ended with an error\n" in done.stdout
+    assert r"why     rank 0 at step 0: ValueError: no\x1b[31m luck" in done.stdout
+    assert f"go on   python -m ddpexp resume {bad.name}\n" in done.stdout
+    good = next(trained.glob("0000_*"))
+    done = ddpexp("status", good, cwd=trained)
+    assert "status  done: " in done.stdout
+    assert "eval/accuracy " in done.stdout
+    assert "go on" not in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_trouble(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    for number in range(400):
+        made.job(f"optimizer.lr={number}")
+    command = f"{sys.executable} -m ddpexp table {made.path} --out {tmp_path} | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
