@@ -36,6 +36,7 @@ class Planned:
     run: RunDir
     workers: int | None  # on this machine, each of which takes a slot; None: it takes all slots
     on_gpus: bool = False
+    submits: bool = False  # its launcher hands it to a scheduler
 
     @property
     def forks_here(self) -> bool:

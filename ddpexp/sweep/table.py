@@ -7,9 +7,12 @@ import io
 import math
 import os
 import re
+import shutil
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddpexp import rundir
+from ddpexp.launch.terminal import within_patience
 from ddpexp.printable import one_line
 from ddpexp.sweep.rows import STATUSES, Goal, Row
 
@@ -410,3 +414,23 @@ def _iso(moment: float | None) -> str | None:
     if moment is None or not 0 <= moment < 1e11:
         return None
     return datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")
+
+
+def limit() -> int | None:
+    """Return how many rows a terminal shows at once; None where a program or a file takes them."""
+    return max(10, shutil.get_terminal_size().lines - 8) if sys.stdout.isatty() else None
+
+
+def show(what: RenderableType) -> None:
+    """Print to a terminal as it is wide, to anything else as wide as it takes."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, emoji=False, width=max(80, console.measure(what).maximum))
+
+    def write() -> None:
+        with suppress(OSError, ValueError):  # the reader has gone
+            console.print(what)
+
+    within_patience(write)

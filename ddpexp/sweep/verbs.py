@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ from ddpexp import lock, rundir
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.launch.slurm_commands import states
-from ddpexp.launch.terminal import say, within_patience
+from ddpexp.launch.terminal import say
 from ddpexp.printable import one_line
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.asked import Asked, look
@@ -54,7 +53,7 @@ def table(argv: Sequence[str]) -> int:
     known = tables.metrics_of(rows)
     if goal.metric is not None and known and all(row.objective is None for row in rows):
         raise RefusedError(f"sweep.objective={goal.metric}: none of these has recorded that.{did_you_mean(goal.metric, known)}")
-    _show(tables.render(rows, goal, _limit()))
+    tables.show(tables.render(rows, goal, tables.limit()))
     if goal.metric is None and known:
         say(f"to have the best marked: sweep.objective={known[0]}, with sweep.mode=max where more is better", sys.stdout)
     folder = asked.out or asked.sweep
@@ -83,7 +82,7 @@ def status(argv: Sequence[str]) -> int:
         raise RefusedError(f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table.")
     rows = rows_of(place)
     queue = states([row.job_id for row in rows if row.status == "submitted" and row.job_id is not None])
-    _show(_sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue))
+    tables.show(_sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue))
     return EXIT_DONE
 
 
@@ -120,7 +119,7 @@ def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[st
 
     order = ["running", "submitted", "failed", "broken", "killed", "interrupted", "stopped", "done", "waiting"]
     ordered = sorted(rows, key=lambda row: (order.index(row.status), row.number))
-    limit = _limit()
+    limit = tables.limit()
     first = ordered if limit is None else ordered[:limit]
     lines: list[RenderableType] = [tables.Fitted(_status_grid(first, goal, queue))]
     if len(first) < len(ordered):
@@ -193,25 +192,3 @@ def _again(path: Path) -> str:
     """Return the command that goes on with a sweep, with those of its words that count only when they are typed."""
     words, options = asked_of(SweepDir(path))
     return one_line(f"python -m ddpexp {shlex.join(['resume', rundir.shortest(path), *options, *again_words(words)])}")
-
-
-def _limit() -> int | None:
-    """Return how many rows a terminal shows at once; None where a program or a file takes them."""
-    return max(10, shutil.get_terminal_size().lines - 8) if sys.stdout.isatty() else None
-
-
-def _show(what: RenderableType) -> None:
-    """Print to a terminal as it is wide, to anything else as wide as it takes."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=max(80, console.measure(what).maximum))
-
-    def write() -> None:
-        try:
-            console.print(what)
-        except (OSError, ValueError):  # the reader has gone
-            pass
-
-    within_patience(write)

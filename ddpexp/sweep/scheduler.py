@@ -1,0 +1,459 @@
+"""Run the jobs of a sweep: side by side in the machine's slots or submitted, what was finished before left as it is."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import yaml
+
+from ddpexp import resume, rundir
+from ddpexp.config import Experiment, check_layout, parse
+from ddpexp.config.build import did_you_mean
+from ddpexp.config.compose import JobComposer, Swept
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, FinishedError, RefusedError, StoppedError
+from ddpexp.launch import Job, Launcher, Submitter
+from ddpexp.launch.fork_server import Server
+from ddpexp.launch.layout import resolve
+from ddpexp.launch.slurm_commands import ENDED, states
+from ddpexp.launch.supervise import signals_as_bytes
+from ddpexp.launch.terminal import say
+from ddpexp.rundir import RunDir
+from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
+from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, latest
+from ddpexp.sweep.hydra_sweeper import Ended, is_grid
+from ddpexp.sweep.job import Planned, Started, start
+from ddpexp.sweep.settings import Settings
+from ddpexp.sweep.slots import Slots
+from ddpexp.sweep.table import duration, shown
+from ddpexp.sweep.view import View
+
+_LOOK_SECONDS = 0.5
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+_FINAL = ("done", "stopped")  # how a job ends that is not run again
+
+
+@dataclass
+class _Running:
+    job: Planned
+    attempt: int
+    slots: list[int]
+    process: Started
+    since: float = field(default_factory=time.monotonic)
+    hopeless: str | None = None  # why it was asked to stop
+
+
+class SweepFailed(DdpexpError):
+    """Jobs of a sweep failed: the text lists them."""
+
+
+class Scheduler:
+    """The jobs of a sweep in its directory, and where each of them is."""
+
+    def __init__(self, swept: Swept, settings: Settings, folder: SweepDir, view: View, server: Server | None) -> None:
+        """Take what was typed, the directory (which this command has locked), and a warm server, if there is one."""
+        self.settings, self.folder, self._view = settings, folder, view
+        self._options = ["--config-dir", swept.config_dir] if swept.config_dir else []
+        self._swept, self._grid = swept, is_grid(swept)
+        self._composer = JobComposer(swept)
+        self._slots = Slots(settings.slots)
+        self._server = server
+        self._loaded: set[str] = set()  # what that has imported beyond what every server does
+        self._earlier = list(folder.events())
+        self._numbers = {_key(event["overrides"]): job for job, event in latest(self._earlier, "planned").items()}
+        self._names = {job: str(event["name"]) for job, event in latest(self._earlier, "planned").items()}
+        self._record: Record | None = None
+        self._running: dict[int, _Running] = {}
+        self._attempts: dict[int, int] = {}
+        self._job_ids: dict[int, str] = {}  # of those that were submitted
+        self._curves: dict[int, Curve] = {}
+        self.ended: dict[int, Ended] = {}  # of this start
+        self.planned: dict[int, Planned] = {}
+        self._stopped_by: int | None = None
+        self._warned = False  # that a job does not report the objective
+        self._stops = False  # no more jobs are started
+
+    @property
+    def began(self) -> bool:
+        """Tell whether anything of this start is written down."""
+        return self._record is not None
+
+    def run(self, batch: Sequence[Sequence[str]]) -> list[Ended]:
+        """Run the jobs with these words, as many at once as there are slots, and return how each ended.
+
+        Raises:
+            RefusedError: one of them cannot run; none has been started. StoppedError: a signal ended the sweep.
+        """
+        jobs = list({job.number: job for job in map(self._plan, batch)}.values())
+        if not jobs:
+            raise RefusedError("the sweep has no jobs.")
+        submitter = self._submitter(jobs)
+        if submitter is not None and submitter.dry_run:
+            submitter.submit(self._trainings([job for job in jobs if job.submits]), self.folder.path, lambda place, job_id: None)
+            return [Ended("submitted") for _ in batch]
+        self._begin(jobs)
+        there = self._submitted_before(jobs)
+        waiting: deque[Planned] = deque()
+        for job in jobs:
+            known = self.ended.get(job.number) or there.get(job.number) or self._known(job)
+            if known is None:
+                waiting.append(job)
+            else:
+                self.ended[job.number] = known
+        submitted = [job for job in waiting if job.submits]
+        if submitter is not None and submitted:
+            self._submit(submitter, submitted)
+        self._run(deque(job for job in waiting if not job.submits))
+        if submitter is not None and submitter.wait and self._stopped_by is None:
+            self._follow(submitter, jobs)
+        if self._stopped_by is not None:
+            raise StoppedError(self._stopped_by)
+        self._refuse_lost_objective(jobs)
+        return [self.ended.get(self._plan(words).number, Ended("waiting")) for words in batch]
+
+    def _refuse_lost_objective(self, jobs: Sequence[Planned]) -> None:
+        """Raises SweepFailed where none of the jobs that ended well reports the objective."""
+        done = [job for job in jobs if job.number in self.ended and self.ended[job.number].status == "done"]
+        if self.settings.objective is not None and done and all(self.ended[job.number].objective is None for job in done):
+            raise SweepFailed(f"{self._no_objective(done[0])} The jobs are done; `ddpexp table` shows them by another one.")
+
+    def _no_objective(self, job: Planned) -> str:
+        assert self.settings.objective is not None
+        meant = did_you_mean(self.settings.objective, names_of(job.run), "sweep.objective=")
+        return f"sweep.objective={self.settings.objective} is no metric that job {job.name} reports.{meant}"
+
+    def words_again(self) -> list[str]:
+        """Return the words that go on with this sweep."""
+        return ["resume", rundir.shortest(self.folder.path), *self._options, *again_words(self._swept.words)]
+
+    def close(self) -> None:
+        """Close the record, and the server where this object has made it."""
+        if self._record is not None:
+            self._record.close()
+
+    # ------------------------------------------------------------------------------------------ before anything runs
+
+    def _plan(self, words: Sequence[str]) -> Planned:
+        words = [word for word in words if not word.startswith("sweep.")]
+        own = tuple(word for word in words if word.lstrip("+~").partition("=")[0].partition("@")[0] in self._keys)
+        number = self._numbers.setdefault(_key(own), len(self._numbers))
+        if number in self.planned:
+            return self.planned[number]
+        name = self._names.get(number) or job_name(number, own)
+        run = RunDir(self.folder.path / name)
+        try:
+            composed = self._composer.compose(words, run.path.absolute())
+            experiment = parse(composed.values)
+            workers, on_gpus = self._needs(experiment)
+        except RefusedError as error:
+            raise RefusedError(f"{error} (job {name})") from None
+        submits = isinstance(experiment.launcher, Submitter) and experiment.launcher.submits
+        return Planned(number, name, own, tuple(words), experiment, composed.text, run, workers, on_gpus, submits)
+
+    @property
+    def _keys(self) -> frozenset[str]:
+        return frozenset(key.lstrip("+~") for key in self._swept.keys)
+
+    def _needs(self, experiment: Experiment) -> tuple[int | None, bool]:
+        """Return how many slots a job takes, None for all, and whether they are GPUs.
+
+        Raises:
+            RefusedError: it cannot run in a sweep, or not on this machine.
+        """
+        launcher, trainer = experiment.launcher, experiment.trainer
+        kind = kind_of(launcher)
+        if getattr(launcher, "is_told", False):
+            raise RefusedError(
+                f"launcher={kind} does not go with -m: there every rank is a command of its own, and each would run the whole "
+                f"sweep. Use launcher=spawn, or launcher=slurm on the login node"
+            )
+        if kind not in ("spawn", "elastic"):
+            return None, False
+        if trainer.nodes not in ("auto", 1):
+            raise RefusedError(
+                f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is one "
+                f"command. Use launcher=slurm for jobs of several machines"
+            )
+        layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
+        self._slots.refuse_more(layout.world_size, layout.device == "cuda")
+        check_layout(experiment, layout)
+        return layout.world_size, layout.device == "cuda"
+
+    def _begin(self, jobs: Sequence[Planned]) -> None:
+        """Write down what is asked; from here on the directory is a sweep's."""
+        if self._record is None:
+            self.folder.logs.mkdir(exist_ok=True)
+            asked = {"words": list(self._swept.words), "options": self._options}
+            say(f"sweep of {len(jobs)} jobs on {self._slots} in {rundir.relative(self.folder.path)}")
+            rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
+            self._record = Record(self.folder)
+            facts = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
+            self._record.add(
+                "sweep", words=list(self._swept.words), **facts, objective=self.settings.objective, mode=self.settings.mode
+            )
+        for job in jobs:
+            if job.number not in self.planned:
+                self.planned[job.number] = job
+                self._record.add("planned", job=job.number, name=job.name, overrides=list(job.overrides))
+
+    def _known(self, job: Planned) -> Ended | None:
+        """Return how a job ended in an earlier start, where that is its end."""
+        before = latest(self._earlier, "ended").get(job.number)
+        if before is not None and before.get("status") == "stopped" and self.settings.early_stop is not None:
+            return Ended("stopped", self._objective(job), str(before.get("message")))
+        if not rundir.is_ours(job.run.path):
+            return None
+        asked = resume.Start(job.name, job.text, job.words)
+        try:
+            resume.look(job.run, asked)
+        except FinishedError:
+            return Ended("done", self._objective(job))
+        except RefusedError:
+            if job.run.status() != "done":
+                return None  # its own command says so
+            drift = ", ".join(str(change) for change in resume.changes_of(job.run, asked) if change.kind != "free")
+            say(
+                f"ddpexp: warning: {job.name} is finished, and its configuration would be another now ({drift}): it stays as it is."
+            )
+            return Ended("done", self._objective(job))
+        return None
+
+    def _prepare(self, jobs: Sequence[Planned]) -> None:
+        """Make the data ready once, not in each job: they start together, and would say the same."""
+        seen = []
+        for job in jobs:
+            if job.workers is not None and job.experiment.data not in seen:
+                seen.append(job.experiment.data)
+                job.training(self._options).prepare()
+
+    # ----------------------------------------------------------------------------------------------------- submitting
+
+    def _submitter(self, jobs: Sequence[Planned]) -> Submitter | None:
+        """Return the launcher that submits those jobs that are not run here, if there are any.
+
+        Raises:
+            RefusedError: the sweep wants what only a command that watches its jobs can do.
+        """
+        found = next((job.experiment.launcher for job in jobs if job.submits), None)
+        if found is None:
+            return None
+        assert isinstance(found, Submitter)
+        name = kind_of(found)
+        settings = self.settings
+        for key, default in (("early_stop", None), ("retries", 0), ("on_failure", "continue")):
+            value = getattr(settings, key)
+            if value != default:
+                raise RefusedError(
+                    f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to a scheduler: "
+                    f"leave it out, or run the sweep inside an allocation."
+                )
+        if not self._grid and not found.wait and not found.dry_run:
+            raise RefusedError(
+                f"launcher={name} only submits, and hydra/sweeper chooses jobs by their results: add launcher.wait=true."
+            )
+        return found
+
+    def _submit(self, submitter: Submitter, jobs: Sequence[Planned]) -> None:
+        assert self._record is not None
+        record = self._record
+
+        def submitted(place: int, job_id: str) -> None:
+            record.add("submitted", job=jobs[place].number, job_id=job_id)
+            self._job_ids[jobs[place].number] = job_id
+            self.ended[jobs[place].number] = Ended("submitted")
+
+        submitter.submit(self._trainings(jobs), self.folder.path, submitted)
+
+    def _trainings(self, jobs: Sequence[Planned]) -> list[tuple[Launcher, Job]]:
+        return [(job.experiment.launcher, job.training(self._options)) for job in jobs]
+
+    def _submitted_before(self, jobs: Sequence[Planned]) -> dict[int, Ended]:
+        """Return the jobs that an earlier start has submitted and that are still in the queue, or run."""
+        before = {number: event["job_id"] for number, event in latest(self._earlier, "submitted").items()}
+        asked = {job.number: before[job.number] for job in jobs if job.number in before and job.number not in self.ended}
+        if not asked:
+            return {}
+        found = states(asked.values())
+        left = {number: job_id for number, job_id in asked.items() if found[job_id] not in (*ENDED, "UNKNOWN")}
+        self._job_ids |= left
+        return {number: Ended("submitted") for number in left}
+
+    def _follow(self, submitter: Submitter, jobs: Sequence[Planned]) -> None:
+        """Wait for what was submitted."""
+        left = [job for job in jobs if job.number in self._job_ids and self.ended[job.number].status == "submitted"]
+
+        def ended(place: int, state: str, code: int) -> None:
+            job = left[place]
+            code = EXIT_DONE if job.run.status() == "done" else code or EXIT_FAILED
+            found = self._judge(job, code)
+            if job.run.status() == "submitted":
+                found = Ended("failed", None, f"Slurm job {self._job_ids[job.number]} ended as {state} before its command began")
+            self._write_end(job, found, code, None)
+
+        submitter.follow([self._job_ids[job.number] for job in left], ended)
+
+    # ------------------------------------------------------------------------------------------------------- running
+
+    def _run(self, waiting: deque[Planned]) -> None:
+        if not waiting:
+            return
+        self._prepare(waiting)
+        with selectors.DefaultSelector() as selector, signals_as_bytes() as signals:
+            selector.register(signals, selectors.EVENT_READ, "signals")
+            while waiting or self._running:
+                if not self._stops:
+                    self._start_what_fits(waiting, selector)
+                if not self._running:
+                    return  # what waits is left for another start
+                self._stop_hopeless()
+                self._view.look()
+                if not waiting:
+                    self._view.last_begin()
+                for key, _ in selector.select(_LOOK_SECONDS):
+                    if key.data == "signals":
+                        self._hear(signals)
+                    elif key.data == "server":
+                        self._drain(selector)
+                    else:
+                        selector.unregister(key.fileobj)
+                        self._end(self._running.pop(key.data), waiting)
+
+    def _start_what_fits(self, waiting: deque[Planned], selector: selectors.BaseSelector) -> None:
+        """Start every job that has room, in their order; a small one may pass a large one that has none yet."""
+        for job in list(waiting):
+            slots = self._slots.take(job.workers, job.on_gpus)
+            if slots is None:
+                continue
+            waiting.remove(job)
+            self.ended.pop(job.number, None)
+            attempt = self._attempts[job.number] = self._attempts.get(job.number, 0) + 1
+            environ = self._slots.environ(slots, job.on_gpus) if job.workers is not None else {}
+            server = self._warm(selector) if job.forks_here else None
+            process = start(job, self._options, server, environ, self.folder.log(job.number))
+            self._running[job.number] = _Running(job, attempt, slots, process)
+            selector.register(process.handle, selectors.EVENT_READ, job.number)
+            assert self._record is not None
+            self._record.add("started", job=job.number, attempt=attempt, slots=slots, gpus=self._slots.names(slots))
+
+    def _warm(self, selector: selectors.BaseSelector) -> Server:
+        """Return the server that forks each job one of its own; a new one where it is gone."""
+        if self._server is None or self._server.channel.fileno() == -1:
+            self._server, self._loaded = Server(), set()
+        if more := {name for job in self.planned.values() if job.forks_here for name in job.modules} - self._loaded:
+            self._server.load(sorted(more))
+            self._loaded |= more
+        if self._server.channel not in {key.fileobj for key in selector.get_map().values()}:
+            selector.register(self._server.channel, selectors.EVENT_READ, "server")
+        return self._server
+
+    def _drain(self, selector: selectors.BaseSelector) -> None:
+        """Read what the server says: each job hears itself how its own fares."""
+        assert self._server is not None
+        channel = self._server.channel
+        if self._server.receive() is None:
+            selector.unregister(channel)
+            self._server.close()
+
+    def _hear(self, signals: socket.socket) -> None:
+        for number in signals.recv(64):
+            if number in _END_SIGNALS:
+                self._stopped_by = self._stopped_by or number
+                self._stops = True
+            if number not in (signal.SIGCHLD, signal.SIGWINCH):
+                for running in self._running.values():
+                    running.process.send(number)
+
+    def _stop_hopeless(self) -> None:
+        """Have the jobs that need not be finished save and leave."""
+        settings = self.settings
+        if settings.early_stop is None or settings.objective is None:
+            return
+        for number in self._running.keys() | self.ended.keys():
+            if number in self._running or number not in self._curves:
+                self._curves[number] = curve_of(self.planned[number].run.metrics, settings.objective)
+        for number, running in self._running.items():
+            if running.hopeless is None:
+                running.hopeless = why_hopeless(
+                    settings.early_stop, settings.mode, settings.early_stop_after, settings.early_stop_factor, number, self._curves
+                )
+                if running.hopeless is not None:
+                    running.process.send(signal.SIGTERM)
+
+    def _end(self, running: _Running, waiting: deque[Planned]) -> None:
+        """Write down how a job ended; start it again, or no other, as the settings say."""
+        self._slots.give_back(running.slots)
+        job, code = running.job, running.process.wait()
+        ended = self._judge(job, code)
+        if ended.status == "interrupted" and running.hopeless is not None and self._stopped_by is None:
+            ended = Ended("stopped", ended.objective, running.hopeless)
+        self._curves.pop(job.number, None)  # it may have grown since
+        if ended.status == "failed" and code != EXIT_REFUSED and running.attempt <= self.settings.retries and not self._stops:
+            waiting.append(job)
+        self._write_end(job, ended, code, time.monotonic() - running.since)
+        if ended.status == "failed" and self.settings.on_failure == "stop" and not self._stops:
+            self._stops = True
+            for other in self._running.values():
+                other.process.send(signal.SIGTERM)
+
+    def _write_end(self, job: Planned, ended: Ended, code: int, seconds: float | None) -> None:
+        self.ended[job.number] = ended
+        assert self._record is not None
+        self._record.add(
+            "ended", job=job.number, status=ended.status, exit_code=code, objective=ended.objective, message=ended.message,
+            **({"seconds": round(seconds, 3)} if seconds is not None else {}),
+        )  # fmt: skip
+        self._view.ended(self._line(job, ended, seconds))
+        if ended.status == "done" and ended.objective is None and self.settings.objective is not None and not self._warned:
+            self._warned = True
+            say(f"ddpexp: warning: {self._no_objective(job)}")
+
+    def _line(self, job: Planned, ended: Ended, seconds: float | None) -> str:
+        metric = self.settings.objective
+        value = f"  {metric} {shown(metric, ended.objective)}" if metric is not None and ended.objective is not None else ""
+        took = f"  {duration(seconds)}" if seconds is not None else ""
+        why = f": {ended.message}" if ended.message else ""
+        return f"{len(self.ended)}/{len(self.planned)}  {job.name}  {ended.status}{why}{value}{took}"
+
+    def _judge(self, job: Planned, code: int) -> Ended:
+        status = job.run.status() if rundir.is_ours(job.run.path) else None
+        if code == EXIT_DONE:
+            return Ended("done", self._objective(job))
+        if status == "interrupted":
+            return Ended("interrupted", self._objective(job), "it was stopped by a signal, and saved")
+        return Ended("failed", self._objective(job), self._why(job, code))
+
+    def _why(self, job: Planned, code: int) -> str:
+        """Return in a line why a job failed."""
+        if code < 0:
+            return f"its command was killed by {signal.Signals(-code).name}"
+        try:
+            found = job.run.read(job.run.error)
+            where = f"rank {found['rank']}: " if code != EXIT_REFUSED else ""
+            return " ".join(f"{where}{found['kind']}: {found['message']}".split())
+        except (RefusedError, KeyError):
+            lines = self.folder.log(job.number).read_text(errors="replace").splitlines() if code else []
+            return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
+
+    def _objective(self, job: Planned) -> float | None:
+        """Return the objective as of the last evaluation."""
+        if self.settings.objective is None:
+            return None
+        try:
+            value = (job.run.read(job.run.result).get("metrics") or {}).get(self.settings.objective)
+        except RefusedError:
+            return None
+        return float(value) if isinstance(value, int | float) else None
+
+
+def kind_of(launcher: Launcher) -> str:
+    """Return a launcher's name, as it is typed."""
+    return type(launcher).__module__.rpartition(".")[2].replace("_", "-")
+
+
+def _key(overrides: Sequence[str]) -> str:
+    return "\0".join(sorted(map(str, overrides)))

@@ -1,0 +1,121 @@
+"""What a person sees of a sweep that runs: a live table on a terminal, else a line a job; and the files at its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ddpexp import rundir
+from ddpexp.launch.terminal import say
+from ddpexp.sweep import table as tables
+from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.rows import Goal, Reader
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_SECONDS = 1.0  # between two looks
+_DRAWING_SECONDS = 60.0
+# What draws is imported while the last jobs run, and waits for the end of its input. The folder of the command is not trusted
+# to hold a module of these names.
+_PICTURE = (
+    "import sys; sys.path[:] = filter(None, sys.path); import json, os; path, words = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "os.nice(10); import ddpexp.sweep.picture as picture, matplotlib.figure, matplotlib.backends.backend_agg; sys.stdin.read(); "
+    "sys.exit(picture.main(words))"
+)
+
+
+class View:
+    """Shows how far a sweep is."""
+
+    def __init__(self, folder: SweepDir, goal: Goal) -> None:
+        """Look at whether standard output is a terminal."""
+        self._folder, self._goal = folder, goal
+        self._reader = Reader(folder.path, goal.metric)
+        self._live: Live | None = None
+        self._shows = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._at = 0.0
+        self._picture: subprocess.Popen[bytes] | None = None
+
+    def look(self) -> None:
+        """Show how things are now, if it is time to."""
+        if self._shows and time.monotonic() - self._at >= _SECONDS:
+            self._draw()
+            self._at = time.monotonic()
+
+    def ended(self, text: str) -> None:
+        """Tell that a job has ended, where no table shows it."""
+        if not self._shows:
+            say(text, sys.stdout)
+
+    def last_begin(self) -> None:
+        """Make ready for the picture: no more jobs wait."""
+        if self._picture is None:
+            words = [str(self._folder.path), f"sweep.mode={self._goal.mode}"]
+            words += [f"sweep.objective={self._goal.metric}"] if self._goal.metric is not None else []
+            with suppress(OSError):  # no more processes: there is no picture then
+                self._picture = subprocess.Popen(
+                    [sys.executable, "-c", _PICTURE, json.dumps([sys.path, words])],
+                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+                )  # fmt: skip
+
+    def close(self) -> None:
+        """Take the live table away; what is drawn by then is not waited for."""
+        self._take_away()
+        if self._picture is not None:
+            self._picture.kill()
+            self._picture.communicate()
+            self._picture = None
+
+    def finish(self) -> None:
+        """Show the table as it is in the end, and write it and the picture into the sweep's directory."""
+        self._take_away()
+        rows = self._reader.rows()
+        tables.show(tables.render(rows, self._goal, tables.limit()))
+        try:
+            tables.save(self._folder.path, rows, self._goal)
+        except OSError as error:
+            say(f"ddpexp: warning: {self._folder.path} cannot be written ({error.strerror}): the table is in no file")
+            return
+        names = ["sweep.csv", "sweep.md", *(["sweep.png"] if self._drawn() else [])]
+        say(f"written: {', '.join(names)} in {rundir.typed(self._folder.path)}", sys.stdout)
+
+    def _drawn(self) -> bool:
+        self.last_begin()
+        if self._picture is None:
+            return False
+        process, self._picture = self._picture, None
+        try:
+            _, said = process.communicate(timeout=_DRAWING_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            said = b"it takes too long"
+        if process.returncode:
+            lines = said.decode(errors="replace").strip().splitlines()
+            say(f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {process.returncode}'}")
+        return process.returncode == 0
+
+    def _draw(self) -> None:
+        from rich.live import Live
+
+        try:
+            if self._live is None:
+                # No thread of its own may stand in the way of a fork.
+                self._live = Live(auto_refresh=False, redirect_stdout=False, redirect_stderr=False, transient=True)
+                self._live.start()
+            shown = tables.live(self._reader.rows(), self._goal, self._live.console.height)
+            self._live.update(shown, refresh=True)
+        except (OSError, ValueError):  # the reader has gone
+            self._live, self._shows = None, False
+
+    def _take_away(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            with suppress(OSError, ValueError):
+                live.stop()
