@@ -36,7 +36,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     sweep = None
     try:
         held = lock.take(folder.path, folder.path / "none", rundir.relative(folder.path))
-        view = View(folder, Goal(settings.objective, settings.mode))
+        view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = Scheduler(swept, settings, folder, view, server)
         try:
             sweep_with(swept, folder.path, sweep.run)

@@ -17,6 +17,7 @@ class Settings:
     slots: Literal["auto"] | int = "auto"
     objective: str | None = None
     mode: Literal["min", "max"] = "min"
+    picture: bool = True
     on_failure: Literal["continue", "stop"] = "continue"
     early_stop: Literal["median", "halving"] | None = None
     early_stop_after: int = 1

@@ -33,9 +33,9 @@ _PICTURE = (
 class View:
     """Shows how far a sweep is."""
 
-    def __init__(self, folder: SweepDir, goal: Goal) -> None:
-        """Look at whether standard output is a terminal."""
-        self._folder, self._goal = folder, goal
+    def __init__(self, folder: SweepDir, goal: Goal, draws: bool) -> None:
+        """Look at whether standard output is a terminal; `draws` tells whether there is to be a picture."""
+        self._folder, self._goal, self._draws = folder, goal, draws
         self._reader = Reader(folder.path, goal.metric)
         self._live: Live | None = None
         self._shows = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
@@ -55,7 +55,7 @@ class View:
 
     def last_begin(self) -> None:
         """Make ready for the picture: no more jobs wait."""
-        if self._picture is None:
+        if self._picture is None and self._draws:
             words = [str(self._folder.path), f"sweep.mode={self._goal.mode}"]
             words += [f"sweep.objective={self._goal.metric}"] if self._goal.metric is not None else []
             with suppress(OSError):  # no more processes: there is no picture then

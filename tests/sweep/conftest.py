@@ -93,7 +93,7 @@ class Sweeps:
             path = self.recipe.ddpexp.folder / f"sweep{self._count}"
         folder = [] if any(word.startswith("hydra.sweep.dir") for word in words) else [f"hydra.sweep.dir={path}"]
         conf = ["--config-dir", str(self.recipe.folder / "conf")]
-        return ["-m", *conf, "recipe=points", *folder, "sweep.slots=2", *words], path
+        return ["-m", *conf, "recipe=points", *folder, "sweep.slots=2", "sweep.picture=false", *words], path
 
     def start(
         self, *words: str, path: Path | None = None, environ: dict[str, str] | None = None
