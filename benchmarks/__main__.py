@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -26,14 +27,14 @@ Row = tuple[str, str, str]
 def main() -> None:
     """Run the asked benchmarks and write RESULTS.md beside this file."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    names = "start steps mnist soak launchers checkpoints position exact"
+    names = "start steps mnist soak launchers checkpoints position exact sweeps"
     parser.add_argument("which", nargs="*", default=["start", "steps", "mnist", "soak"], help=f"of {names}", metavar="NAME")
     parser.add_argument("--data", required=True, help="the folder with MNIST's four gzipped IDX files")
     parser.add_argument("--rounds", type=int, default=15)
     words = parser.parse_args()
     known = {
         "start": start, "steps": steps, "mnist": mnist, "soak": soak, "launchers": launchers, "checkpoints": checkpoints,
-        "position": position, "exact": exact,
+        "position": position, "exact": exact, "sweeps": sweeps,
     }  # fmt: skip
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
@@ -207,6 +208,66 @@ def exact(data: Path, rounds: int, folder: Path) -> list[Row]:
         cut = f"{128 // micro} micro-batches of {micro}"
         rows.append((f"a step of exact reduction, {model}, {cut}, 2 workers, against fast", figures, shown))
     return rows
+
+
+def sweeps(data: Path, rounds: int, folder: Path) -> list[Row]:
+    """24 jobs of a second, 3 rates and 8 seeds, a worker each on two cores, against a shell's loop and Hydra's joblib."""
+    rates, seeds = ("0.02", "0.05", "0.1"), range(8)
+    typed = [*_started("torchrun", 1, ["-m", "benchmarks.peers.bare", "--data", str(data)], ours=False), "--tensorboard"]
+    done = subprocess.run([*typed, str(folder / "tb"), "--steps", "2000"], check=True, capture_output=True, text=True)
+    number = round(last_json(done.stdout)["steps_per_second"])
+    print(f"{number} steps take a second")
+    jobs = [(rate, seed) for rate in rates for seed in seeds]
+
+    def shell(place: Path, at_once: int) -> list[str]:
+        lines = [shlex.join([*typed, f"{place}/{rate}-{seed}", f"--steps={number}", f"--lr={rate}", f"--seed={seed}"])
+                 for rate, seed in jobs]  # fmt: skip
+        (place / "lines").write_text("\n".join(lines))
+        return ["xargs", "-P", str(at_once), "-d", "\n", "-n", "1", "-a", str(place / "lines"), "bash", "-c", 'eval "$0"']
+
+    def joblib(place: Path) -> list[str]:
+        program = [sys.executable, "-m", "benchmarks.peers.hydra_joblib", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+        swept = [f"lr={','.join(rates)}", f"seed=range({len(seeds)})", f"hydra.sweep.dir={place / 'sweep'}"]
+        return [*program, f"data={data}", f"steps={number}", f"folder={place}", *swept]
+
+    def ours(place: Path) -> list[str]:
+        work = ["model=linear", "trainer.gpus=1", "trainer.global_batch_size=64", f"trainer.max_steps={number}",
+                "trainer.epochs=null", "trainer.eval_every=0", "trainer.checkpoint_every=0"]  # fmt: skip
+        swept = [f"optimizer.lr={','.join(rates)}", f"trainer.seed=range({len(seeds)})", f"hydra.sweep.dir={place / 'sweep'}"]
+        return [sys.executable, "-m", "ddpexp", "-m", "recipe=mnist", f"data.root={data}", "data.source=files", "sweep.slots=2",
+                *work, *swept]  # fmt: skip
+
+    def figures(place: Path, _output: str, begin: float, end: float) -> dict[str, float]:
+        record = place / "sweep" / "sweep.jsonl"
+        return {"seconds": end - begin, **({"busy": _busy(record, 2)} if record.is_file() else {})}
+
+    arms = [
+        Arm("ddpexp", ours, figures),
+        Arm("torchrun, one by one", lambda place: shell(place, 1), figures),
+        Arm("torchrun, two at once", lambda place: shell(place, 2), figures),
+        Arm("Hydra joblib", joblib, figures),
+        Arm("ddpexp again", ours, figures),
+    ]
+    results = race(arms, min(rounds, 5), folder, print)
+    again = ratio(results, "ddpexp again", "ddpexp", "seconds")
+    mine = median(results, "ddpexp", "seconds")
+    rows: list[Row] = []
+    for arm in ("torchrun, one by one", "torchrun, two at once", "Hydra joblib"):
+        seconds = f"{mine:.1f} s against {median(results, arm, 'seconds'):.1f} s"
+        shown = f"{ratio(results, arm, 'ddpexp', 'seconds')} times faster; A/A {again}"
+        rows.append((f"a sweep of 24 jobs of a second on 2 cores, against {arm}", seconds, shown))
+    busy = median(results, "ddpexp", "busy")
+    return [*rows, ("slots taken while jobs of that sweep wait", f"{busy:.2%} of the time", "")]
+
+
+def _busy(record: Path, slots: int) -> float:
+    """Return how much of the slots' time was taken from the first start to the last one, by a sweep's own record."""
+    events = [json.loads(line) for line in record.read_text().splitlines()]
+    begun = {event["job"]: event["time"] for event in events if event["event"] == "started"}
+    ended = {event["job"]: event["time"] for event in events if event["event"] == "ended"}
+    first, last = min(begun.values()), max(begun.values())
+    taken: float = sum(min(ended[job], last) - begun[job] for job in begun)
+    return taken / (slots * (last - first))
 
 
 def soak(data: Path, rounds: int, folder: Path) -> list[Row]:

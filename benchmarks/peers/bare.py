@@ -6,6 +6,7 @@ Whole tensors in memory, a batched gather, no wait for the device but every 50 s
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,46 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.peers.common import Report, load, model
 
 
+@dataclass(frozen=True)
+class Words:
+    """What is typed."""
+
+    data: str
+    steps: int
+    tensorboard: str
+    batch: int = 64  # samples a step of one rank
+    model: str = "linear"
+    lr: float = 0.05
+    seed: int = 0
+
+
 def main() -> None:
-    """Train and report."""
+    """Train and report, as one of torchrun's ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--batch", type=int, default=64, help="samples a step of one rank")
+    parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--model", choices=["linear", "lenet"], default="linear")
     parser.add_argument("--tensorboard", required=True)
-    words = parser.parse_args()
-
-    torch.set_num_threads(1)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=0)
+    words = Words(**vars(parser.parse_args()))
     dist.init_process_group("gloo")
+    report = train(words)
+    if dist.get_rank() == 0:
+        report.show()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train(words: Words) -> Report:
+    """Train as one rank of the process group that there is."""
+    torch.set_num_threads(1)
     rank, world = dist.get_rank(), dist.get_world_size()
     pixels, digits = load(words.data, "train")
     images, labels = torch.from_numpy(pixels.copy()).unsqueeze(1), torch.from_numpy(digits.copy()).long()
-    network = DistributedDataParallel(model(words.model), gradient_as_bucket_view=True, static_graph=True)
-    optimizer = torch.optim.SGD(network.parameters(), 0.05, momentum=0.9, nesterov=True, foreach=True)
+    network = DistributedDataParallel(model(words.model, words.seed), gradient_as_bucket_view=True, static_graph=True)
+    optimizer = torch.optim.SGD(network.parameters(), words.lr, momentum=0.9, nesterov=True, foreach=True)
     loss_of = nn.CrossEntropyLoss()
     writer = None
     if rank == 0:
@@ -43,7 +67,7 @@ def main() -> None:
     for step in range(words.steps):
         epoch, place = divmod(step, per_epoch)
         if place == 0:
-            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(epoch))[rank::world]
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(words.seed + epoch))[rank::world]
         rows = order[place * words.batch : (place + 1) * words.batch]
         inputs = images[rows].float().mul_(1 / 255 / 0.3081).sub_(0.1307 / 0.3081)
         loss = loss_of(network(inputs), labels[rows])
@@ -53,11 +77,7 @@ def main() -> None:
         if writer is not None and step % 50 == 0:
             writer.add_scalar("loss", loss.item(), step)
         report.step()
-    if rank == 0:
-        report.show()
-    del network, optimizer
-    dist.barrier()
-    dist.destroy_process_group()
+    return report
 
 
 if __name__ == "__main__":
