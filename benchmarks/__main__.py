@@ -267,7 +267,7 @@ def _busy(record: Path, slots: int) -> float:
     ended = {event["job"]: event["time"] for event in events if event["event"] == "ended"}
     first, last = min(begun.values()), max(begun.values())
     taken: float = sum(min(ended[job], last) - begun[job] for job in begun)
-    return taken / (slots * (last - first))
+    return taken / (slots * float(last - first))
 
 
 def soak(data: Path, rounds: int, folder: Path) -> list[Row]:
