@@ -19,7 +19,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Asked, Job, Submitter
 from ddpexp.launch.slurm import Slurm
 from ddpexp.launch.slurm_array import Kind, by_kind, cut, follow, submit
-from ddpexp.launch.slurm_commands import array_size, is_id, is_over, own_id, states
+from ddpexp.launch.slurm_commands import array_size, exact_id, is_id, is_over, own_id, states
 from tests.conftest import Call, Ddpexp, Done, finish
 from tests.launch.test_slurm import ask, begun, go_on_now, state_of, steps
 from tests.points import Recipe, wait_for
@@ -199,15 +199,16 @@ def test_slurm_is_a_launcher_that_submits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "name"),
+    ("environ", "name", "exact"),
     [
-        ({}, None),
-        ({"SLURM_JOB_ID": "7"}, "7"),
-        ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2"),
+        ({}, None, None),
+        ({"SLURM_JOB_ID": "7"}, "7", "7"),
+        ({"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}, "5_2", "7"),
+        ({"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "5_3", "5_3"),
     ],
 )
-def test_a_task_of_an_array_is_called_by_its_place_in_it(environ: dict[str, str], name: str | None) -> None:
-    assert own_id(environ) == name
+def test_a_task_of_an_array_is_called_by_its_place_in_it(environ: dict[str, str], name: str | None, exact: str | None) -> None:
+    assert (own_id(environ), exact_id(environ)) == (name, exact)
 
 
 def test_ids_are_numbers_of_jobs_and_of_tasks() -> None:
@@ -364,7 +365,10 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
     assert {host for run in runs for host in json.loads((run / "manifest.json").read_text())["hosts"]} == {"node0", "node1"}
     assert (sweep.folder / "logs/slurm.log").read_text() == ""  # Slurm's patterns do not work beside a backslash
     assert not [*tmp_path.rglob("pwned"), *recipe.ddpexp.folder.rglob("pwned")]
-    assert [json.loads((run / "lock").read_text())["slurm_job"] for run in runs] == ids
+    owners = [json.loads((run / "lock").read_text())["slurm_job"] for run in runs]
+    assert len(set(owners)) == 4
+    assert array not in owners  # which would be all of them
+    assert states(owners) == dict.fromkeys(owners, "COMPLETED")
 
 
 @pytest.mark.slurm
@@ -458,11 +462,11 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     assert (again.code, said(again, "id")) == (2, {})
     assert f"was submitted as job {array}_0, which is in the queue: wait for it, or scancel {array}_0 first." in again.err
     ask("scancel", f"{array}_0")
-    assert states(ids) == {ids[0]: "CANCELLED", ids[1]: "PENDING"}
+    assert states(ids) == {ids[0]: "FORGOTTEN", ids[1]: "PENDING"}  # Slurm keeps no record of a task that it never made a job of
     ask("scancel", array)
     ends: list[tuple[int, str, int]] = []
     begin = time.monotonic()
     follow([*ids, "99999999"], lambda *end: ends.append(end))
     assert time.monotonic() - begin < 5
-    assert ends == [(0, "CANCELLED", 1), (1, "CANCELLED", 1), (2, "FORGOTTEN", 0)]
-    assert is_over(ids[1]) is True
+    assert ends == [(0, "FORGOTTEN", 0), (1, "CANCELLED", 1), (2, "FORGOTTEN", 0)]
+    assert [is_over(job_id) for job_id in ids] == [True, True]
