@@ -29,14 +29,14 @@ from pathlib import Path
 
 
 class Gated(Sides):
-    # Twenty milliseconds a step until it may go on, with a mark for every rank that has begun to train.
+    # Fifty milliseconds a step until it may go on, with a mark for every rank that has begun to train.
     def __init__(self, folder):
         self.folder = folder
 
     def step(self, model, batch):
         open(f"{self.folder}/train{RANK}", "w").close()
         if not Path(self.folder, "go").exists():
-            time.sleep(0.02)
+            time.sleep(0.05)
         return super().step(model, batch)
 """
 
@@ -372,7 +372,7 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
 
 
 @pytest.mark.slurm
-def test_jobs_of_one_node_and_of_two_go_into_two_arrays_and_end_the_same(recipe: Recipe, sweep: Sweep) -> None:
+def test_jobs_of_one_node_and_of_two_go_into_two_arrays_and_end_the_same(sweep: Sweep) -> None:
     done = sweep(["trainer.nodes=2", "trainer.gpus=1"], ["trainer.nodes=1", "trainer.gpus=2"], common=["launcher.wait=true"])
     assert (done.code, done.err) == (0, "")
     ids = said(done, "id")
@@ -380,8 +380,7 @@ def test_jobs_of_one_node_and_of_two_go_into_two_arrays_and_end_the_same(recipe:
     assert done.out.startswith("ddpexp: 2 jobs go into 2 arrays, for their options for sbatch differ\n")
     assert sorted(path.name for path in sweep.folder.glob("*.sbatch")) == ["array-1.sbatch", "array.sbatch"]
     assert json.loads((sweep.folder / "0000/manifest.json").read_text())["hosts"] == ["node0", "node1"]
-    alone = recipe("trainer.gpus=2", "trainer.threads=1").result()
-    assert [sweep.result(number)["weights_sha256"] for number in range(2)] == [alone["weights_sha256"]] * 2
+    assert sweep.result(0)["weights_sha256"] == sweep.result(1)["weights_sha256"] is not None
 
 
 @pytest.mark.slurm
@@ -404,12 +403,12 @@ def test_no_more_jobs_run_at_once_than_asked_and_what_never_began_is_told(sweep:
 
 
 @pytest.mark.slurm
-def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(recipe: Recipe, sweep: Sweep, tmp_path: Path) -> None:
+def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(sweep: Sweep, tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     process = sweep.start(
         *(["task._target_=points.Gated", f"+task.folder={tmp_path}/{number}"] for number in range(2)),
-        common=["trainer.gpus=2", "trainer.epochs=100", "trainer.log_every=1", "launcher.wait=true"],
+        common=["trainer.gpus=2", "trainer.epochs=40", "trainer.log_every=1", "launcher.wait=true"],
     )  # fmt: skip
     wait_for(lambda: all(begun(tmp_path / str(number), 2) for number in range(2)))
     # The command has nothing to do but to wait.
@@ -436,7 +435,7 @@ def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(recipe: 
         text = (run / f"slurm-{job_id}.log").read_text()
         assert text.count(f"ddpexp: restart 1 of Slurm job {job_id}\n") == 1
         assert (f"ddpexp: job {job_id} is requeued\n" in text) == (number == 1)
-        assert (sweep.result(number)["status"], steps(run)) == ("done", list(range(1, 401)))
+        assert (sweep.result(number)["status"], steps(run)) == ("done", list(range(1, 161)))
         refused = (run / f"slurm-{again}_{number}.log").read_text()
         assert f"ddpexp: job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.\n" in refused
 
