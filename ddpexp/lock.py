@@ -15,7 +15,7 @@ from pathlib import Path
 from ddpexp.errors import RefusedError
 from ddpexp.launch.log import held_logs
 from ddpexp.launch.network import boot_id
-from ddpexp.launch.slurm_commands import is_id, is_over, own_id
+from ddpexp.launch.slurm_commands import exact_id, is_id, is_over
 from ddpexp.launch.terminal import say
 
 NAME = "lock"
@@ -41,7 +41,7 @@ class Owner:
     def here(cls) -> Owner:
         """Describe this process."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return cls(platform.node(), boot_id(), pid, _started(pid) or "", own_id(), since)
+        return cls(platform.node(), boot_id(), pid, _started(pid) or "", exact_id(), since)
 
     def lives(self) -> bool | None:
         """Tell whether the command is there; None: it cannot be told from here."""

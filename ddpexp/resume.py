@@ -11,7 +11,7 @@ import yaml
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.slurm_commands import is_id, is_over, own_id
+from ddpexp.launch.slurm_commands import exact_id, is_id, is_over, own_id
 from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints
 from ddpexp.secrets import masked_tree
 
@@ -192,7 +192,7 @@ def _metric(metrics: Any) -> str:
 
 def _refuse_queued(name: str, job_id: Any) -> None:
     """Refuse a run whose job waits in the queue or runs: it would be trained twice."""
-    if isinstance(job_id, str) and is_id(job_id) and job_id != own_id() and is_over(job_id) is False:
+    if isinstance(job_id, str) and is_id(job_id) and job_id not in (own_id(), exact_id()) and is_over(job_id) is False:
         raise RefusedError(f"{name} was submitted as job {job_id}, which is in the queue: wait for it, or scancel {job_id} first.")
 
 

@@ -26,7 +26,7 @@ from ddpexp.launch.meeting import Published, by_key
 from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.process import end_with_parent
 from ddpexp.launch.slurm_array import status
-from ddpexp.launch.slurm_commands import ENDED, RUNNING, own_id, sbatch, signals_wait, state, states
+from ddpexp.launch.slurm_commands import ENDED, RUNNING, exact_id, own_id, sbatch, signals_wait, state, states
 from ddpexp.launch.terminal import Terminal, say
 
 _POLL_SECONDS = 1.0
@@ -382,11 +382,11 @@ def _is_of_salloc(parent: int) -> bool:
 
 def _requeue(error: StoppedError) -> str:
     """Put the job back into the queue, unless it would only do the same again."""
-    job_id = own_id() or ""  # it is in one
+    job_id = own_id()
     if not error.saved or error.step is None or error.step <= (error.began or 0):
         return f"job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
     try:
-        done = subprocess.run(["scontrol", "requeue", job_id], capture_output=True, text=True, errors="replace")
+        done = subprocess.run(["scontrol", "requeue", exact_id() or ""], capture_output=True, text=True, errors="replace")
     except OSError as problem:
         return f"job {job_id} is not requeued: scontrol: {problem.strerror}"
     if done.returncode:

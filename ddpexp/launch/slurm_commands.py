@@ -27,14 +27,21 @@ def is_id(text: object) -> bool:
 
 
 def own_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the job that this process belongs to, as people and scontrol call it: 123, or 123_4 for a task of an array.
-
-    One task of an array has the number of the array for SLURM_JOB_ID, which stands for all of them elsewhere.
-    """
+    """Return the job that this process belongs to, as people call it: 123, or 123_4 for a task of an array."""
     names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
     if all(name in environ for name in names):
         return "_".join(environ[name] for name in names)
     return environ.get("SLURM_JOB_ID")
+
+
+def exact_id(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the job that this process belongs to, so that Slurm takes it for no other.
+
+    A task of an array has a number of its own, but for one, which has that of the array and thus of all. And a job that was
+    submitted from inside a task has inherited the task's name.
+    """
+    number = environ.get("SLURM_JOB_ID")
+    return own_id(environ) if number == environ.get("SLURM_ARRAY_JOB_ID") else number
 
 
 def sbatch(script: Path) -> str:
@@ -83,7 +90,9 @@ def state(job_id: str) -> tuple[str, int]:
     found = re.search(r"^ +JobState=(\w+)", done.stdout, re.MULTILINE)
     code = re.search(r"^ +Requeue=.* ExitCode=(\d+):(\d+)", done.stdout, re.MULTILINE)
     if done.returncode or found is None:
-        return ("FORGOTTEN", EXIT_DONE) if "Invalid job id" in done.stderr else ("UNKNOWN", EXIT_DONE)
+        # The second, on standard output, is said of a task whose array it still knows.
+        gone = "Invalid job id" in done.stderr or re.match(r"Job \d+_\d+ not found", done.stdout)
+        return ("FORGOTTEN" if gone else "UNKNOWN"), EXIT_DONE
     if code is None:
         return found[1], EXIT_DONE
     return found[1], 128 + int(code[2]) if int(code[2]) else int(code[1])
