@@ -35,7 +35,7 @@ _SPAN = 30.0  # largest by smallest value, from which on an axis is logarithmic
 _LABEL = 24  # characters
 _INK, _FAINT, _BEST = "#333333", "#8a8a8a", "#d62728"
 _COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#bb5566")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a dollar sign in a value is a dollar sign
     "font.size": 9,
     "axes.titlesize": 9,
@@ -71,11 +71,12 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
         warnings.simplefilter("ignore")  # of fonts without a character, and the like
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         with matplotlib.rc_context():
             matplotlib.rcdefaults()  # the same picture whatever matplotlibrc lies about
             matplotlib.rcParams.update(_STYLE)
-            figure = Figure(layout="constrained")
+            figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.06))
             _compose(figure, rows, objective, mode)
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=_DPI)
@@ -88,7 +89,6 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
     lines = math.ceil(len(panels) / _ACROSS)
     across = min(_ACROSS, len(panels)) or 1
     figure.set_size_inches(_WIDTH, _CURVES_HEIGHT + _PANEL_HEIGHT * lines)
-    figure.get_layout_engine().set(hspace=0.06, wspace=0.03, w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr]
     grid = figure.add_gridspec(1 + lines, across, height_ratios=[_CURVES_HEIGHT, *[_PANEL_HEIGHT] * lines])
     best = best_of(rows, Goal(objective, mode)) if mode is not None else None
     colors = _Colors.of(rows, next((key for key in keys if key != SEED), SEED if keys else None))
@@ -127,7 +127,7 @@ class _Colors:
             low, high = min(numbers), max(numbers)
             norm = LogNorm(low, high) if _spans(numbers) else Normalize(low, high)
             bar = ScalarMappable(norm, ramp)
-            return cls(key, {value: bar.to_rgba(float(value)) for value in values}, bar)
+            return cls(key, {value: ramp(norm(float(value))) for value in values}, bar)
         if len(numbers) == len(values) > 2 or len(values) > len(_COLORS):
             return cls(key, {value: ramp(0.92 * place / (len(values) - 1)) for place, value in enumerate(values)})
         return cls(key, dict(zip(values, _COLORS, strict=False)))
@@ -152,7 +152,7 @@ def _draw_curves(
     axes.add_collection(LineCollection(lines, colors=shades, linewidths=width, alpha=alpha))
     short = [(points[-1], shade) for points, shade in zip(lines, shades, strict=True) if len(points) == 1]
     if short:
-        axes.scatter(*zip(*(point for point, _ in short), strict=True), c=[shade for _, shade in short], s=14, alpha=alpha)
+        axes.scatter([x for (x, _), _ in short], [y for (_, y), _ in short], c=[shade for _, shade in short], s=14, alpha=alpha)
     points = found.get(best.path, []) if best is not None else []
     points = [point for point in points if math.isfinite(point[1])]
     if best is not None and points:
@@ -172,7 +172,7 @@ def _draw_curves(
     handles = [Line2D([], [], color=_BEST, linewidth=2.4, label="best")] if points else []
     if colors.bar is not None:
         bar = figure.colorbar(colors.bar, ax=axes, label=_label(colors.key or ""), pad=0.015, aspect=30)
-        bar.outline.set_visible(False)  # type: ignore[operator]
+        bar.outline.set_visible(False)
         if handles:
             axes.legend(handles=handles, loc="best")
     elif colors.key is not None and len(colors.values) <= _LEGEND:
@@ -214,7 +214,15 @@ def _draw_panel(
         axes.set_xscale("log")
     alpha = 0.85 if len(dots) <= 60 else 0.5
     if dots:
-        axes.scatter(*zip(*dots, strict=True), c=shades, s=22 if len(dots) <= 60 else 12, alpha=alpha, linewidths=0, zorder=3)
+        axes.scatter(
+            [x for x, _ in dots],
+            [y for _, y in dots],
+            c=shades,
+            s=22 if len(dots) <= 60 else 12,
+            alpha=alpha,
+            linewidths=0,
+            zorder=3,
+        )
     if any(len(found) > 1 for found in by_value.values()):
         means = [(at[value], sum(found) / len(found)) for value in values if (found := by_value.get(value))]
         if numeric:

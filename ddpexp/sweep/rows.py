@@ -142,21 +142,22 @@ class Reader:
         if not folder.is_sweep():
             if not rundir.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
-            number = _JOB.fullmatch(self._path.name)
-            return [self._row(int(number[1]) if number else 0, self._path.name, self._path, (), {}, queue)]
+            named = _JOB.fullmatch(self._path.name)
+            return [self._row(int(named[1]) if named else 0, self._path.name, self._path, (), {}, queue)]
         try:
             events = self._events()
         except ValueError as error:
             return [_broken(0, self._path, f"{folder.record.name} {error}")]
         own = next((event.get("objective") for event in reversed(events) if event["event"] == "sweep"), None)
         metric = self._asked or (own if isinstance(own, str) else None)
-        planned, newest = latest(events, "planned"), _newest(events)
-        submitted = latest(events, "submitted")
-        rows = [
-            self._row(number, event["name"], self._path / event["name"], _words(event.get("overrides")),
-                      {**submitted.get(number, {}), **newest.get(number, {})}, queue, metric)
-            for number, event in planned.items() if _is_plain(event.get("name"))
-        ]  # fmt: skip
+        other = {} if metric == own else {"objective": None}  # the record knows the sweep's own alone
+        submitted, newest = latest(events, "submitted"), _newest(events)
+        rows = []
+        for number, planned in latest(events, "planned").items():
+            name = planned.get("name")
+            if isinstance(name, str) and _is_plain(name):
+                event = {**submitted.get(number, {}), **newest.get(number, {}), **other}
+                rows.append(self._row(number, name, self._path / name, _words(planned.get("overrides")), event, queue, metric))
         names = {row.name for row in rows}
         for path in _jobs(self._path):  # what the record has lost
             if path.name not in names:
@@ -245,8 +246,8 @@ def _judged(
     if status == "running" and started is not None:
         seconds = max(0.0, time.time() - started)
     objective = files.metrics.get(metric) if metric is not None else None
-    if objective is None and is_ended:
-        objective = _number(event.get("objective", False)) if event.get("objective") is not None else None
+    if objective is None and is_ended and event.get("objective") is not None:
+        objective = _number(event["objective"])
     job_id = next((one for one in (event.get("job_id"), files.result.get("job_id")) if isinstance(one, str)), None)
     return Row(
         number=number,
@@ -375,9 +376,9 @@ def _jobs(path: Path) -> list[Path]:
         return []
 
 
-def _is_plain(name: Any) -> bool:
+def _is_plain(name: str) -> bool:
     """Tell whether a name stays in its folder."""
-    return isinstance(name, str) and 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
+    return 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
 
 
 def _words(words: Any) -> list[str]:

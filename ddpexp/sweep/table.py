@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +220,7 @@ def save(folder: Path, rows: Sequence[Row], goal: Goal) -> None:
 
 
 def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool = False) -> list[RenderableType]:
-    """Return what stands below a table: how many there are of each status, the best, at most `limit` messages; `cut` to one line."""
+    """Return what stands below a table: how many of each status, the best, at most `limit` messages; `cut` to one line each."""
     from rich.text import Text
 
     said = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
@@ -242,10 +241,11 @@ class Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Take short names first, then leave out what says least."""
         grid = self._grid
-        for less in (_with_short_names, *(partial(_without, name=name) for name in _LEFT_OUT)):
-            if _width(grid) <= options.max_width:
-                break
-            grid = less(grid)
+        if _width(grid) > options.max_width:
+            grid = _with_short_names(grid)
+        for name in _LEFT_OUT:
+            if _width(grid) > options.max_width:
+                grid = _without(grid, name)
         yield _table(grid)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:

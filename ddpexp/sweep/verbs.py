@@ -36,6 +36,7 @@ Show how far a run or the jobs of a sweep are, where they run, and what to type 
 """ + "".join(f"\n  {name:<13}{meaning}" for name, meaning in STATUSES.items())
 
 _DRAWING_SECONDS = 120.0
+_ANY_WIDTH = 10_000  # characters
 
 
 def table(argv: Sequence[str]) -> int:
@@ -214,7 +215,8 @@ def _show(what: RenderableType) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=max(80, console.measure(what).maximum))
+        console.width = _ANY_WIDTH
+        console.width = max(1, console.measure(what).maximum)
 
     def write() -> None:
         try:
