@@ -20,7 +20,8 @@ from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch.terminal import say
 from ddpexp.printable import one_line
 from ddpexp.sweep.asked import Asked
-from ddpexp.sweep.rows import Goal, Row, curve
+from ddpexp.sweep.files import curve
+from ddpexp.sweep.rows import Goal, Row
 from ddpexp.sweep.table import SEED, best_of, metrics_of, shown, varying
 
 if TYPE_CHECKING:

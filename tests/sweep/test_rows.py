@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpexp.sweep.rows import Goal, Reader, Row, curve, directories, goal_of, rows_of, with_defaults
+from ddpexp.sweep.files import curve
+from ddpexp.sweep.rows import Goal, Reader, Row, directories, goal_of, rows_of, with_defaults
 from tests.sweep.made import POINTS, Made, hold, hold_dead, run
 
 
