@@ -28,10 +28,10 @@ def found(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
 
 def masked(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Write `${NAME}` where a text has the value of a secret variable, as it is or as Python and JSON quote it."""
-    return _masker(environ)(text)
+    return masker(environ)(text)
 
 
-def _masker(environ: Mapping[str, str]) -> Callable[[str], str]:
+def masker(environ: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """Look at the environment once, for many texts."""
     known = [
         (form, f"${{{name}}}")
@@ -49,7 +49,7 @@ def _masker(environ: Mapping[str, str]) -> Callable[[str], str]:
 
 def masked_tree(tree: Any, mask: Callable[[str], str] | None = None) -> Any:
     """Mask every text of a tree, its keys too."""
-    mask = mask or _masker(os.environ)
+    mask = mask or masker()
     if isinstance(tree, str):
         return mask(tree)
     if isinstance(tree, Mapping):

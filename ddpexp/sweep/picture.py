@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import math
 import random
+import statistics
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -18,12 +20,13 @@ from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch.terminal import say
 from ddpexp.printable import one_line
 from ddpexp.sweep.asked import Asked
-from ddpexp.sweep.rows import Goal, Row, curve
+from ddpexp.sweep.files import curve
+from ddpexp.sweep.rows import Goal, Row
 from ddpexp.sweep.table import SEED, best_of, metrics_of, shown, varying
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 NAME = "sweep.png"
 _WIDTH, _CURVES_HEIGHT, _PANEL_HEIGHT = 10.0, 4.0, 2.7  # inches
@@ -32,13 +35,17 @@ _ACROSS, _PANELS = 3, 9
 _LEGEND = 10  # entries that fit beside the curves
 _TICKS = 8  # values that each get a tick of their own
 _SPAN = 30.0  # largest by smallest value, from which on an axis is logarithmic
-_LABEL = 24  # characters
+_FACTOR = 4.0  # the same, up to which it never is
+_DECADES = 40.0  # largest by smallest value of the objective, from which on its axis is logarithmic
+_FAR = 2.5  # by how much the worst twentieth may lengthen an axis
+_HUGE = 1e30  # what is larger is as good as infinite
+_LABEL, _LEGEND_LABEL, _TICK_LABEL, _TITLE_LABEL = 30, 20, 16, 105  # characters
+_TICK_LABELS = 36  # characters of all ticks of a panel, that fit beside one another
 _INK, _FAINT, _BEST = "#333333", "#8a8a8a", "#d62728"
 _COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#bb5566")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a dollar sign in a value is a dollar sign
     "font.size": 9,
-    "axes.titlesize": 9,
     "axes.labelsize": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -71,37 +78,57 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
         warnings.simplefilter("ignore")  # of fonts without a character, and the like
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
 
         with matplotlib.rc_context():
             matplotlib.rcdefaults()  # the same picture whatever matplotlibrc lies about
             matplotlib.rcParams.update(_STYLE)
-            figure = Figure(layout="constrained")
+            figure = Figure(layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08, wspace=0.03, hspace=0.06))
             _compose(figure, rows, objective, mode)
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=_DPI)
     rundir.write(path, image.getvalue())
 
 
+@dataclass(frozen=True)
+class _Sweep:
+    """What is drawn."""
+
+    rows: Sequence[Row]
+    objective: str
+    mode: Literal["min", "max"] | None
+    best: Row | None
+    colors: _Colors
+
+
 def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None) -> None:
     keys = varying(rows)
-    panels = keys[:_PANELS]
-    lines = math.ceil(len(panels) / _ACROSS)
+    panels = [key for key in keys if key != SEED][:_PANELS] or keys  # seeds are the dots of every panel
     across = min(_ACROSS, len(panels)) or 1
+    lines = math.ceil(len(panels) / across)
     figure.set_size_inches(_WIDTH, _CURVES_HEIGHT + _PANEL_HEIGHT * lines)
-    figure.get_layout_engine().set(hspace=0.06, wspace=0.03, w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr]
-    grid = figure.add_gridspec(1 + lines, across, height_ratios=[_CURVES_HEIGHT, *[_PANEL_HEIGHT] * lines])
+    heights = [_CURVES_HEIGHT, _PANEL_HEIGHT * lines] if panels else [_CURVES_HEIGHT]
+    top, *bottom = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
     best = best_of(rows, Goal(objective, mode)) if mode is not None else None
-    colors = _Colors.of(rows, next((key for key in keys if key != SEED), SEED if keys else None))
-    _draw_curves(figure, figure.add_subplot(grid[0, :]), rows, objective, mode, best, colors)
+    drawn = _Sweep(rows, objective, mode, best, _Colors.of(rows, panels[0] if panels else None))
+    _draw_curves(top, drawn)
     first = None
     for place, key in enumerate(panels):
-        axes = figure.add_subplot(grid[1 + place // across, place % across], sharey=first)
+        axes = bottom[0].add_subplot(lines, across, 1 + place, sharey=first)
         first = first or axes
-        _draw_panel(axes, rows, key, objective, mode, best, colors)
+        _draw_panel(axes, drawn, key)
         if place % across == 0:
             axes.set_ylabel(_label(objective))
         else:
             axes.tick_params(labelleft=False)
+    signs = {
+        "hollow: not done": any(row.status != "done" and _is_drawable(row.objective) for row in rows),
+        "cross: no value": any(_is_lost(row) for row in rows),
+        "arrow: beyond the axis": not all(map(_limits(drawn).holds, _objectives(drawn))),
+    }
+    if panels and any(signs.values()):
+        text = "     ".join(sign for sign, is_there in signs.items() if is_there)
+        bottom[0].supxlabel(text, fontsize=8, color=_FAINT, x=0.995, ha="right")
 
 
 @dataclass(frozen=True)
@@ -124,165 +151,223 @@ class _Colors:
         numbers = [number for value in values if (number := _number(value)) is not None]
         ramp = matplotlib.colormaps["viridis"]
         if len(numbers) == len(values) > _LEGEND:
-            low, high = min(numbers), max(numbers)
-            norm = LogNorm(low, high) if _spans(numbers) else Normalize(low, high)
-            bar = ScalarMappable(norm, ramp)
-            return cls(key, {value: bar.to_rgba(float(value)) for value in values}, bar)
+            norm = (LogNorm if _is_geometric(numbers) else Normalize)(min(numbers), max(numbers))
+            return cls(key, {value: ramp(norm(float(value))) for value in values}, ScalarMappable(norm, ramp))
         if len(numbers) == len(values) > 2 or len(values) > len(_COLORS):
             return cls(key, {value: ramp(0.92 * place / (len(values) - 1)) for place, value in enumerate(values)})
         return cls(key, dict(zip(values, _COLORS, strict=False)))
 
     def __getitem__(self, row: Row) -> Any:
-        return self.values.get(row.overrides.get(self.key, ""), _COLORS[0]) if self.key is not None else _COLORS[0]
+        return _COLORS[0] if self.key is None else self.values[row.overrides.get(self.key, "")]
 
 
-def _draw_curves(
-    figure: Figure, axes: Axes, rows: Sequence[Row], objective: str, mode: str | None, best: Row | None, colors: _Colors
-) -> None:
+def _draw_curves(figure: SubFigure, drawn: _Sweep) -> None:
+    """Draw the objective of every job over its steps."""
     from matplotlib.collections import LineCollection
-    from matplotlib.lines import Line2D
     from matplotlib.patheffects import Normal, Stroke
 
-    found = {row.path: curve(row.path, objective) for row in rows}
-    drawn = [(row, points) for row in rows if (points := [point for point in found[row.path] if math.isfinite(point[1])])]
-    crowd = len(drawn)
-    width, alpha = (1.6, 0.9) if crowd <= 12 else (1.1, 0.7) if crowd <= 60 else (0.8, 0.45)
-    lines = [points for _, points in drawn]
-    shades = [colors[row] for row, _ in drawn]
-    axes.add_collection(LineCollection(lines, colors=shades, linewidths=width, alpha=alpha))
-    short = [(points[-1], shade) for points, shade in zip(lines, shades, strict=True) if len(points) == 1]
-    if short:
-        axes.scatter(*zip(*(point for point, _ in short), strict=True), c=[shade for _, shade in short], s=14, alpha=alpha)
-    points = found.get(best.path, []) if best is not None else []
-    points = [point for point in points if math.isfinite(point[1])]
-    if best is not None and points:
-        halo = [Stroke(linewidth=5.0, foreground="white"), Normal()]
-        axes.plot(*zip(*points, strict=True), color=_BEST, linewidth=2.4, path_effects=halo, zorder=4)
-        axes.plot(*points[-1], "o", color=_BEST, markersize=6, markeredgecolor="white", zorder=5)
-    values = [value for line in lines for _, value in line]
-    _scale(axes, values, mode, objective)
+    axes = figure.add_subplot()
+    curves = {row.path: [one for one in curve(row.path, drawn.objective) if _is_drawable(one[1])] for row in drawn.rows}
+    rows = [row for row in drawn.rows if curves[row.path]]
+    width, alpha = (1.6, 0.9) if len(rows) <= 12 else (1.1, 0.7) if len(rows) <= 60 else (0.8, 0.45)
+    colors = [drawn.colors[row] for row in rows]
+    axes.add_collection(LineCollection([curves[row.path] for row in rows], colors=colors, linewidths=width, alpha=alpha))
+    for row in rows:
+        if len(curves[row.path]) == 1:  # is no line
+            axes.plot(*curves[row.path][0], ".", color=drawn.colors[row], alpha=alpha)
+    best = curves[drawn.best.path] if drawn.best is not None else []
+    if best:
+        halo = [Stroke(linewidth=4.4, foreground="white"), Normal()]
+        axes.plot(*zip(*best, strict=True), color=_BEST, linewidth=2.4, path_effects=halo, zorder=4)
+        axes.plot(*best[-1], "o", color=_BEST, markersize=6, markeredgecolor="white", zorder=5)
+    values = [value for row in rows for _, value in curves[row.path]]
+    if not values:
+        axes.text(
+            0.5, 0.5, f"no job has recorded {_label(drawn.objective)} yet", transform=axes.transAxes, ha="center", color=_FAINT
+        )
+    _Limits.of(values, drawn.mode).apply(axes, drawn.objective)
     axes.margins(x=0.02)
     axes.autoscale_view(scaley=False)
     axes.set_xlabel("step")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
-    axes.set_ylabel(_label(objective))
-    axes.set_title(_title(rows, objective, mode, best), loc="left", pad=8)
-    if not values:
-        axes.text(0.5, 0.5, f"no job has recorded {_label(objective)} yet", transform=axes.transAxes, ha="center", color=_FAINT)
-    handles = [Line2D([], [], color=_BEST, linewidth=2.4, label="best")] if points else []
+    axes.set_ylabel(_label(drawn.objective))
+    axes.set_title(_title(drawn), loc="left", pad=10, fontsize=10)
+    _explain(figure, axes, drawn.colors, has_best=bool(best))
+
+
+def _explain(figure: SubFigure, axes: Axes, colors: _Colors, has_best: bool) -> None:
+    """Say what the colours stand for, where that fits."""
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=_BEST, linewidth=2.4, label="best")] if has_best else []
     if colors.bar is not None:
         bar = figure.colorbar(colors.bar, ax=axes, label=_label(colors.key or ""), pad=0.015, aspect=30)
-        bar.outline.set_visible(False)  # type: ignore[operator]
-        if handles:
-            axes.legend(handles=handles, loc="best")
+        bar.outline.set_visible(False)
+        if bar.ax.get_yscale() == "log":
+            _label_plainly(bar.ax.yaxis)
     elif colors.key is not None and len(colors.values) <= _LEGEND:
-        handles = [*(Line2D([], [], color=shade, linewidth=2.0, label=_label(value) or "-")
-                     for value, shade in colors.values.items()), *handles]  # fmt: skip
-        axes.legend(handles=handles, title=_label(colors.key), loc="upper left", bbox_to_anchor=(1.0, 1.02), alignment="left")
-    elif handles:
+        lines = [
+            Line2D([], [], color=color, linewidth=2.0, label=_label(value, _LEGEND_LABEL) or "-")
+            for value, color in colors.values.items()
+        ]
+        axes.legend(
+            handles=[*lines, *handles], title=_label(colors.key), loc="upper left", bbox_to_anchor=(1.0, 1.02), alignment="left"
+        )  # fmt: skip
+        return
+    if handles:
         axes.legend(handles=handles, loc="best")
 
 
-def _draw_panel(
-    axes: Axes, rows: Sequence[Row], key: str, objective: str, mode: str | None, best: Row | None, colors: _Colors
-) -> None:
-    """Draw the objective against one swept value: a dot a job, a bar or a line for the mean, a cross for what has none."""
-    values = _ordered(row.overrides.get(key, "") for row in rows)
-    numbers = [_number(value) for value in values]
-    known = [number for number in numbers if number is not None]
-    scattered = len(known) == len(values) and (len(values) > _TICKS or _is_even(known))
-    numeric = len(known) == len(values) and len(values) > 2
-    logarithmic = numeric and _spans(known)
-    at: dict[str, float] = (
-        dict(zip(values, known, strict=True)) if numeric else {value: float(place) for place, value in enumerate(values)}
-    )
-    shaken = random.Random(0)
-    dots, shades, lost = [], [], []
-    by_value: dict[str, list[float]] = {}
-    for row in rows:
-        value = row.overrides.get(key, "")
-        if row.objective is not None and math.isfinite(row.objective):
-            x = at[value] if numeric else at[value] + shaken.uniform(-0.12, 0.12)
-            dots.append((x, row.objective))
-            shades.append(colors[row])
-            by_value.setdefault(value, []).append(row.objective)
-            if row is best:
-                axes.plot(x, row.objective, "*", color=_BEST, markersize=13, markeredgecolor="white", zorder=5)
-        elif row.status in ("failed", "killed", "done", "broken", "stopped"):
-            lost.append(at[value])
-    if logarithmic:
-        axes.set_xscale("log")
-    alpha = 0.85 if len(dots) <= 60 else 0.5
-    if dots:
-        axes.scatter(*zip(*dots, strict=True), c=shades, s=22 if len(dots) <= 60 else 12, alpha=alpha, linewidths=0, zorder=3)
-    if any(len(found) > 1 for found in by_value.values()):
-        means = [(at[value], sum(found) / len(found)) for value in values if (found := by_value.get(value))]
-        if numeric:
-            axes.plot(*zip(*means, strict=True), color=_INK, linewidth=1.2, alpha=0.8, zorder=2)
-            axes.plot(*zip(*means, strict=True), "_", color=_INK, markersize=11, markeredgewidth=1.8, zorder=4)
+def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
+    """Draw the objective against one swept value: a dot a job, and the mean where several have the same value."""
+    values = _ordered(row.overrides.get(key, "") for row in drawn.rows)
+    known = [number for value in values if (number := _number(value)) is not None]
+    is_numeric = len(known) == len(values) > 2
+    at = dict(zip(values, known, strict=True)) if is_numeric else {value: float(place) for place, value in enumerate(values)}
+    limits, shaken = _limits(drawn), random.Random(0)
+    size, alpha = (24, 0.85) if len(drawn.rows) <= 60 else (13, 0.55)
+    dots: dict[tuple[str, bool], list[tuple[float, float, Any]]] = {}
+    found: dict[str, list[float]] = {}
+    for row in drawn.rows:
+        value, y = row.overrides.get(key, ""), row.objective
+        x = at[value] + (0.0 if is_numeric else shaken.uniform(-0.12, 0.12))
+        if _is_lost(row):
+            axes.plot(x, 0.03, "x", color=_FAINT, markersize=5, transform=axes.get_xaxis_transform(), zorder=3)
+        if y is None or not _is_drawable(y):
+            continue
+        found.setdefault(value, []).append(y)
+        if row is drawn.best:
+            axes.plot(x, y, "*", color=_BEST, markersize=13, markeredgecolor="white", zorder=5)
         else:
-            axes.hlines([mean for _, mean in means], [x - 0.25 for x, _ in means], [x + 0.25 for x, _ in means], color=_INK,
-                        linewidth=1.8, zorder=4)  # fmt: skip
-    if lost:
-        axes.plot(lost, [0.03] * len(lost), "x", color=_FAINT, markersize=5, transform=axes.get_xaxis_transform(), zorder=3)
-    _scale(axes, [value for _, value in dots], mode, objective)
-    _ticks(axes, values, at, numeric, scattered)
+            dots.setdefault((limits.marker(y), row.status == "done"), []).append((x, limits.nearest(y), drawn.colors[row]))
+    for (marker, is_full), some in dots.items():
+        xs, ys, colors = zip(*some, strict=True)
+        faces: Any = colors if is_full else "none"
+        axes.scatter(xs, ys, size, marker=marker, facecolors=faces, edgecolors=colors, alpha=alpha, linewidths=0.9, zorder=3)
+    if sum(map(len, found.values())) >= 1.5 * len(found):
+        means = [(at[value], sum(found[value]) / len(found[value])) for value in values if value in found]
+        means = [(x, y if limits.holds(y) else math.nan) for x, y in means]
+        if is_numeric:
+            axes.plot(*zip(*means, strict=True), color=_INK, linewidth=1.0, alpha=0.7, zorder=2)
+        axes.plot(*zip(*means, strict=True), "_", color=_INK, markersize=16, markeredgewidth=1.8, zorder=4)
+    if is_numeric and _is_geometric(known):
+        axes.set_xscale("log")
+        _label_plainly(axes.xaxis)
+    axes.margins(x=0.08)
+    limits.apply(axes, drawn.objective)
+    if not is_numeric or len(values) <= _TICKS:
+        _tick_each(axes, values, at, is_numeric)
     axes.set_xlabel(_label(key))
 
 
-def _ticks(axes: Axes, values: Sequence[str], at: Mapping[str, float], numeric: bool, scattered: bool) -> None:
-    """Give each value a tick of its own while they are few."""
+def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_numeric: bool) -> None:
+    """Give each value a tick of its own, while they are few."""
     from matplotlib.ticker import NullLocator
 
-    if numeric and (scattered or len(values) > _TICKS):
-        if axes.get_xscale() != "log":
-            axes.margins(x=0.06)
-        return
-    step = math.ceil(len(values) / _TICKS)
-    chosen = list(values)[::step]
+    chosen = list(values)[:: math.ceil(len(values) / _TICKS)]
+    texts = [_label(value, _TICK_LABEL) or "-" for value in chosen]
+    is_slanted = sum(map(len, texts)) > _TICK_LABELS
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks([at[value] for value in chosen])
-    texts = [_label(value) or "-" for value in chosen]
-    slanted = sum(map(len, texts)) > 34
-    axes.set_xticklabels(texts, rotation=25 if slanted else 0, ha="right" if slanted else "center", rotation_mode="anchor")
-    if not numeric:
+    axes.set_xticks([at[value] for value in chosen], texts)
+    if is_slanted:
+        axes.tick_params(axis="x", labelrotation=25)
+        for label in axes.get_xticklabels():
+            label.set(ha="right", rotation_mode="anchor")
+    if not is_numeric:
         axes.set_xlim(-0.6, len(values) - 0.4)
         axes.grid(False, axis="x")
 
 
-def _scale(axes: Axes, values: Sequence[float], mode: str | None, objective: str) -> None:
-    """Choose the vertical axis so that a few runs that have diverged do not flatten all others."""
-    from matplotlib.ticker import PercentFormatter
+def _label_plainly(axis: Any) -> None:
+    """Label a logarithmic axis with numbers as they are typed."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    if not values:
-        return
-    ordered = sorted(values)
-    low, high = ordered[0], ordered[-1]
-    is_share = "accuracy" in objective
-    if low > 0 and high / low > 100 and not is_share:
-        axes.set_yscale("log")
-        axes.set_ylim(low / 1.3, high * 1.3)
-        return
-    if mode != "max":
-        usual = ordered[int(0.95 * (len(ordered) - 1))]
-        high = usual if high - low > 2.5 * (usual - low) > 0 else high
-    if mode != "min":
-        usual = ordered[math.ceil(0.05 * (len(ordered) - 1))]
-        low = usual if high - low > 2.5 * (high - usual) > 0 else low
-    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    axes.set_ylim(low - room, high + room)
-    if is_share and ordered[0] >= 0 and ordered[-1] <= 1:
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    low, high = sorted(axis.get_view_interval())
+    if low > 0 and high / low < 50:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
-def _title(rows: Sequence[Row], objective: str, mode: str | None, best: Row | None) -> str:
-    count = f"{len(rows)} job{'s' if len(rows) != 1 else ''}"
+@dataclass(frozen=True)
+class _Limits:
+    """A vertical axis on which a few jobs that have diverged do not flatten all others."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    @classmethod
+    def of(cls, values: Sequence[float], mode: str | None) -> _Limits:
+        """Take in all values, but for a few far ones on the side of the bad."""
+        if not values:
+            return cls(0.0, 1.0)
+        ordered = sorted(values)
+        low, high = ordered[0], ordered[-1]
+        if low > 0 and high / low > _DECADES:
+            return cls(low, high, is_log=True)
+        far = len(ordered) // 20
+        if far and mode != "max":
+            usual = ordered[-1 - far]
+            high = usual if high - low > _FAR * (usual - low) > 0 else high
+        if far and mode != "min":
+            usual = ordered[far]
+            low = usual if high - low > _FAR * (high - usual) > 0 else low
+        return cls(low, high)
+
+    def holds(self, value: float) -> bool:
+        """Tell whether a value is on the axis."""
+        return self.low <= value <= self.high
+
+    def nearest(self, value: float) -> float:
+        """Return where a value is shown."""
+        return min(max(value, self.low), self.high)
+
+    def marker(self, value: float) -> str:
+        """Return a dot, or an arrow that points to a value beyond the axis."""
+        return "o" if self.holds(value) else "^" if value > self.high else "v"
+
+    def apply(self, axes: Axes, objective: str) -> None:
+        """Give the axis its scale."""
+        from matplotlib.ticker import PercentFormatter
+
+        if self.is_log:
+            axes.set_yscale("log")
+            axes.set_ylim(self.low / 1.3, self.high * 1.3)
+            _label_plainly(axes.yaxis)
+        else:
+            room = 0.07 * (self.high - self.low) or 0.05 * abs(self.high) or 1.0
+            axes.set_ylim(self.low - room, self.high + room)
+        if "accuracy" in objective and self.low >= 0 and self.high <= 1:
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+
+
+def _limits(drawn: _Sweep) -> _Limits:
+    """Return the vertical axis that all panels share."""
+    return _Limits.of(_objectives(drawn), drawn.mode)
+
+
+def _objectives(drawn: _Sweep) -> list[float]:
+    return [row.objective for row in drawn.rows if row.objective is not None and _is_drawable(row.objective)]
+
+
+def _is_drawable(value: float | None) -> bool:
+    return value is not None and abs(value) < _HUGE  # nan is not either
+
+
+def _is_lost(row: Row) -> bool:
+    """Tell whether a job has ended without a value."""
+    return not _is_drawable(row.objective) and row.status not in ("waiting", "submitted", "running")
+
+
+def _title(drawn: _Sweep) -> str:
+    title = f"{_label(drawn.objective)} of {len(drawn.rows):,} job{'s' if len(drawn.rows) != 1 else ''}"
+    best = drawn.best
     if best is None:
-        return f"{_label(objective)} of {count}"
-    word = "lowest" if mode == "min" else "highest"
-    keys = varying(rows)
-    at = ", ".join(f"{key.rpartition('.')[2]}={best.overrides.get(key, '')}" for key in keys)
-    return f"{_label(objective)} of {count}; {word} {shown(objective, best.objective)} with {_label(at or best.name, 90)}"
+        return title
+    word = "lowest" if drawn.mode == "min" else "highest"
+    at = ", ".join(f"{key.rpartition('.')[2]}={best.overrides.get(key, '')}" for key in varying(drawn.rows))
+    return _label(f"{title}, {word} {shown(drawn.objective, best.objective)} with {at or best.name}", _TITLE_LABEL)
 
 
 def _ordered(values: Any) -> list[str]:
@@ -301,16 +386,23 @@ def _number(text: str) -> float | None:
         value = float(text)
     except ValueError:
         return None
-    return value if math.isfinite(value) else None
+    return value if value == 0 or 1 / _HUGE < abs(value) < _HUGE else None
 
 
-def _spans(numbers: Sequence[float]) -> bool:
-    return min(numbers) > 0 and max(numbers) / min(numbers) >= _SPAN
+def _is_geometric(numbers: Sequence[float]) -> bool:
+    """Tell whether numbers are spread by factors rather than by differences: over decades, or doubled each time."""
+    ordered = sorted(set(numbers))
+    if len(ordered) < 3 or ordered[0] <= 0 or ordered[-1] / ordered[0] < _FACTOR:
+        return False
+    if ordered[-1] / ordered[0] >= _SPAN:
+        return True
+    logarithms = list(map(math.log, ordered))
+    return _unevenness(logarithms) < _unevenness(ordered)
 
 
-def _is_even(numbers: Sequence[float]) -> bool:
-    """Tell whether the numbers are a plain range, whose ticks need no help."""
-    return False if len(numbers) < 2 else all(number == int(number) for number in numbers) and len(numbers) > _TICKS
+def _unevenness(ordered: Sequence[float]) -> float:
+    gaps = [after - before for before, after in itertools.pairwise(ordered)]
+    return statistics.pstdev(gaps) / statistics.fmean(gaps)
 
 
 def _label(text: str, limit: int = _LABEL) -> str:

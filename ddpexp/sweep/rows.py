@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
-import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import yaml
 
 from ddpexp import lock, rundir
 from ddpexp.printable import one_line
-from ddpexp.rundir import RunDir, read_json
-from ddpexp.secrets import masked_tree
+from ddpexp.rundir import RunDir
+from ddpexp.secrets import masked_tree, masker
+from ddpexp.sweep.files import Files, Watched, number_of, seen, set_by, text_of
 from ddpexp.sweep.folder import SweepDir, latest
 
 Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
@@ -39,11 +37,7 @@ STATUSES: dict[str, str] = {
 
 UNFINISHED = ("interrupted", "killed", "failed")  # what can be gone on with
 
-_TAIL_BYTES = 1 << 18  # of metrics.jsonl, where the newest values are nearly always
-_LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
-_LINE_BYTES = 1 << 20
 _MESSAGE_CHARACTERS = 300
-_OURS = ("run.", "hydra.", "sweep.")  # keys of where and how a job runs, not of what it is
 _JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -108,19 +102,6 @@ def directories(path: Path, depth: int = 3) -> Iterator[Path]:
             yield from directories(Path(folder), depth - 1)
 
 
-def curve(path: Path, metric: str) -> list[tuple[int, float]]:
-    """Return all points of a metric that a run has recorded: steps and values."""
-    name, points = json.dumps(metric).encode(), {}
-    with suppress(OSError, ValueError), _open(RunDir(path).metrics) as file:
-        read = 0
-        while (line := file.readline(_LINE_BYTES)) and (read := read + len(line)) < rundir.JSON_BYTES:
-            record = _record(line) if name in line else {}
-            step, value = _whole(record.get("step")), _number(record.get(metric, False))
-            if step is not None and value is not None:
-                points[step] = value  # the last one, where a run was killed and did a step again
-    return sorted(points.items())
-
-
 class Reader:
     """Reads a directory again and again; what has not changed is read once."""
 
@@ -129,126 +110,81 @@ class Reader:
         self._path = path
         self._asked = objective
         self._record: tuple[object, list[dict[str, Any]]] = (None, [])
-        self._known: dict[Path, tuple[object, _Files]] = {}
+        self._runs: dict[Path, Watched] = {}
 
     def rows(self) -> list[Row]:
         """Return how things are now."""
-        folder = SweepDir(self._path)
+        folder, now = SweepDir(self._path), _Now(self._asked, _Queue(), masker())
         if not folder.is_sweep():
             if not rundir.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
-            number = _JOB.fullmatch(self._path.name)
-            return [self._row(int(number[1]) if number else 0, self._path.name, self._path, (), {}, _Queue())]
+            named = _JOB.fullmatch(self._path.name)
+            return [self._row(int(named[1]) if named else 0, self._path.name, self._path, (), {}, now)]
         try:
             events = self._events()
         except ValueError as error:
             return [_broken(0, self._path, f"{folder.record.name} {error}")]
         own = next((event.get("objective") for event in reversed(events) if event["event"] == "sweep"), None)
-        metric = self._asked or (own if isinstance(own, str) else None)
-        planned, newest = latest(events, "planned"), _newest(events)
-        submitted = latest(events, "submitted")
-        queue = _Queue(job_id for event in submitted.values() if isinstance(job_id := event.get("job_id"), str))
-        rows = [
-            self._row(number, event["name"], self._path / event["name"], _words(event.get("overrides")),
-                      {**submitted.get(number, {}), **newest.get(number, {})}, queue, metric)
-            for number, event in planned.items() if _is_plain(event.get("name"))
-        ]  # fmt: skip
+        now = replace(now, metric=self._asked or text_of(own))
+        other = {} if now.metric == own else {"objective": None}  # the record knows the sweep's own alone
+        submitted, newest = latest(events, "submitted"), _newest(events)
+        now = replace(now, queue=_Queue(job_id for event in submitted.values() if isinstance(job_id := event.get("job_id"), str)))
+        rows = []
+        for number, planned in latest(events, "planned").items():
+            name = planned.get("name")
+            if isinstance(name, str) and _is_plain(name):
+                event = {**submitted.get(number, {}), **newest.get(number, {}), **other}
+                rows.append(self._row(number, name, self._path / name, _words(planned.get("overrides")), event, now))
         names = {row.name for row in rows}
-        for path in _jobs(self._path):  # what the record has lost
-            if path.name not in names:
-                rows.append(self._row(int(path.name.partition("_")[0]), path.name, path, (), {}, queue, metric))
+        for path in _jobs(self._path, names):  # what the record has lost
+            rows.append(self._row(int(path.name.partition("_")[0]), path.name, path, (), {}, now))
         return sorted(rows, key=lambda row: (row.number, row.name))
 
     def _events(self) -> list[dict[str, Any]]:
-        seen = _seen(SweepDir(self._path).record)
-        if seen != self._record[0]:
-            self._record = (seen, _events(self._path))
+        now = seen(SweepDir(self._path).record)
+        if now != self._record[0]:
+            self._record = (now, _events(self._path))
         return self._record[1]
 
-    def _row(
-        self, number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], queue: _Queue,
-        metric: str | None = None,
-    ) -> Row:  # fmt: skip
-        metric = self._asked or metric
-        run = RunDir(path)
-        seen = [metric, *(_seen(file) for file in (run.result, run.error, run.metrics, run.overrides, run.manifest))]
-        known = self._known.get(path)
-        if known is None or known[0] != seen:
-            known = (seen, _Files.of(run, metric))
-            self._known[path] = known
-        return _judged(number, name, path, words, event, known[1], metric, queue)
+    def _row(self, number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], now: _Now) -> Row:
+        if path not in self._runs:
+            self._runs[path] = Watched(path)
+        return _judged(number, name, path, words, event, self._runs[path].files(now.metric, now.mask), now)
 
 
 @dataclass(frozen=True)
-class _Files:
-    """What a run's files say."""
+class _Now:
+    """What all rows of one reading share."""
 
-    overrides: Mapping[str, str]
-    result: Mapping[str, Any]
-    metrics: Mapping[str, float]
-    step: int | None
-    started: float | None
-    ended: float | None
-    failure: str | None
-    problem: str | None  # why they cannot be read
-    there: bool  # a run has begun
-
-    @classmethod
-    def of(cls, run: RunDir, metric: str | None) -> _Files:
-        problems: list[str] = []
-        result, manifest = _object(run.result, problems), _object(run.manifest, problems)
-        failure = _failure(_object(run.error, [])) if result.get("status") == "failed" else None
-        try:
-            metrics, step = _newest_metrics(run.metrics, metric)
-        except (OSError, ValueError) as error:
-            metrics, step = {}, None
-            if not isinstance(error, FileNotFoundError):
-                problems.append(f"metrics.jsonl cannot be read: {_reason(error)}")
-        last = result.get("metrics")
-        if isinstance(last, Mapping):
-            metrics = {**metrics, **{str(name): value for name in last if (value := _number(last[name])) is not None}}
-        done_step = _whole(result.get("step"))
-        ended = None
-        with suppress(OSError):
-            ended = run.result.stat().st_mtime if result and result.get("status") != "submitted" else None
-        return cls(
-            overrides=_overrides(masked_tree(run.words())),
-            result=result,
-            metrics=masked_tree(metrics),
-            step=step if done_step is None else done_step,
-            started=_moment(manifest.get("started")),
-            ended=ended,
-            failure=failure,
-            problem=problems[0] if problems else None,
-            there=bool(manifest) or run.config.is_file(),
-        )
+    metric: str | None
+    queue: _Queue
+    mask: Callable[[str], str]
 
 
 def _judged(
-    number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], files: _Files, metric: str | None,
-    queue: _Queue,
+    number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], files: Files, now: _Now
 ) -> Row:  # fmt: skip
     """Decide what a job's own files and the sweep's record say together; the files are the truth where both speak."""
-    status, message = _status(path, event, files, queue)
+    status, message = _status(path, event, files, now.queue)
     is_ended = status not in ("waiting", "submitted", "running")
-    started = _number(event.get("started", False))
+    started = number_of(event.get("started", False))
     started = files.started if started is None else started
-    ended = _number(event.get("ended", False))
+    ended = number_of(event.get("ended", False))
     ended = (files.ended if ended is None else ended) if is_ended else None
-    seconds = _number(files.result.get("seconds", False)) if is_ended else None
+    seconds = number_of(files.result.get("seconds", False)) if is_ended else None
     if seconds is None:
-        seconds = _number(event.get("seconds", False)) if is_ended else None
+        seconds = number_of(event.get("seconds", False)) if is_ended else None
     if status == "running" and started is not None:
         seconds = max(0.0, time.time() - started)
-    objective = files.metrics.get(metric) if metric is not None else None
-    if objective is None and is_ended:
-        objective = _number(event.get("objective", False)) if event.get("objective") is not None else None
+    objective = files.metrics.get(now.metric) if now.metric is not None else None
+    if objective is None and is_ended and event.get("objective") is not None:
+        objective = number_of(event["objective"])
     job_id = next((one for one in (event.get("job_id"), files.result.get("job_id")) if isinstance(one, str)), None)
     return Row(
         number=number,
         name=name,
         path=path,
-        overrides={**_overrides(words), **files.overrides},
+        overrides={**set_by(words), **files.overrides},
         status=status,
         objective=objective,
         metrics=files.metrics,
@@ -261,7 +197,7 @@ def _judged(
     )
 
 
-def _status(path: Path, event: Mapping[str, Any], files: _Files, queue: _Queue) -> tuple[Status, str | None]:
+def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -> tuple[Status, str | None]:
     told, kind = files.result.get("status"), event.get("event")
     if told == "done":
         return "done", None
@@ -273,9 +209,9 @@ def _status(path: Path, event: Mapping[str, Any], files: _Files, queue: _Queue) 
     if files.problem is not None:
         return "broken", files.problem
     if told == "interrupted":
-        return ("stopped", _text(event.get("message"))) if event.get("status") == "stopped" else ("interrupted", None)
+        return ("stopped", text_of(event.get("message"))) if event.get("status") == "stopped" else ("interrupted", None)
     if told == "failed":
-        return "failed", files.failure or _text(event.get("message"))
+        return "failed", files.failure or text_of(event.get("message"))
     if told == "submitted" or (told is None and kind == "submitted"):
         return _queued(event.get("job_id") or files.result.get("job_id"), queue)
     if told is not None:
@@ -283,9 +219,9 @@ def _status(path: Path, event: Mapping[str, Any], files: _Files, queue: _Queue) 
     if kind == "ended":
         status = event.get("status")
         if status in STATUSES:
-            return status, _text(event.get("message"))
+            return status, text_of(event.get("message"))
         return "broken", f"sweep.jsonl says status {status!s}, which no sweep writes"
-    if kind == "started" or files.there or rundir.is_ours(path):
+    if kind == "started" or files.is_there:
         return "killed", None
     return "waiting", None
 
@@ -362,152 +298,22 @@ def _newest(events: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     return found
 
 
-def _jobs(path: Path) -> list[Path]:
-    """Return the folders in a sweep's directory that are named as jobs are."""
+def _jobs(path: Path, known: Collection[str]) -> list[Path]:
+    """Return the folders in a sweep's directory that are named as jobs are, but for those that are known."""
     try:
-        return sorted(Path(entry.path) for entry in os.scandir(path) if _JOB.fullmatch(entry.name) and entry.is_dir())
+        unknown = [entry for entry in os.scandir(path) if entry.name not in known]
+        return sorted(Path(entry.path) for entry in unknown if _JOB.fullmatch(entry.name) and entry.is_dir())
     except OSError:
         return []
 
 
-def _is_plain(name: Any) -> bool:
+def _is_plain(name: str) -> bool:
     """Tell whether a name stays in its folder."""
-    return isinstance(name, str) and 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
+    return 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
 
 
 def _words(words: Any) -> list[str]:
     return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
-
-
-def _overrides(words: Sequence[str]) -> dict[str, str]:
-    """Return what words set, by their keys."""
-    found = {}
-    for word in words:
-        key, equals, value = word.lstrip("+~").partition("=")
-        if not key.startswith(_OURS):
-            found[key] = value if equals and not word.startswith("~") else "removed"
-    return found
-
-
-def _object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Read a JSON object; empty where there is none, with the reason where that is a problem."""
-    try:
-        found = masked_tree(read_json(path))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name} cannot be read: {_reason(error)}")
-        return {}
-    if isinstance(found, dict):
-        return found
-    problems.append(f"{path.name} holds no object")
-    return {}
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-
-
-def _failure(error: Mapping[str, Any]) -> str | None:
-    """Say in one line which rank failed, and why."""
-    rank, step = _whole(error.get("rank")), _whole(error.get("step"))
-    place = f"rank {rank}" if rank is not None else ""
-    place += f" at step {step}" if place and step is not None else ""
-    return ": ".join(filter(None, (place, _text(error.get("kind")), _text(error.get("message"))))) or None
-
-
-def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], int | None]:
-    """Return the newest values of training, of evaluation and of a named metric, and the last step.
-
-    Raises: OSError, ValueError.
-    """
-    with _open(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - _TAIL_BYTES))
-        tail = file.read(_TAIL_BYTES)
-        name = b"" if metric is None else json.dumps(metric).encode()
-        if name not in tail and size > len(tail):
-            file.seek(max(0, size - rundir.JSON_BYTES))
-            tail = file.read(rundir.JSON_BYTES)
-    values: dict[str, float] = {}
-    step, kinds = None, set()
-    for line in reversed(tail.splitlines()[-_LAST_LINES:]):
-        record = _record(line)
-        if step is None:
-            step = _whole(record.get("step"))
-        found = _metrics(record)
-        if found:
-            kinds.add(any(one.startswith("train/") for one in found))
-        values = {**found, **values}
-        if len(kinds) == 2:
-            break
-    place = tail.rfind(name) if metric is not None and metric not in values else -1
-    if place >= 0:
-        end = tail.find(b"\n", place)
-        line = tail[tail.rfind(b"\n", 0, place) + 1 : end if end >= 0 else len(tail)]
-        values = {**_metrics(_record(line)), **values}
-    return values, step
-
-
-def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name in record if "/" in name and (value := _number(record[name])) is not None}
-
-
-def _record(line: bytes) -> dict[str, Any]:
-    """Read a line; one that was cut off holds nothing."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _open(path: Path) -> IO[bytes]:
-    """Open a plain file that anybody may have made.
-
-    Raises: OSError.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))  # noqa: SIM115
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise OSError("it is no plain file")
-
-
-def _seen(path: Path) -> object:
-    """Return what changes when a file does."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _number(value: Any) -> float | None:
-    """Return a number; null is one that was not finite."""
-    if value is None:
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return None
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 else None
-
-
-def _moment(text: Any) -> float | None:
-    try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) and value else None
 
 
 def _short(text: str) -> str:

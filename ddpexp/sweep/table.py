@@ -11,11 +11,10 @@ import shutil
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -116,21 +115,22 @@ def jobs_grid(rows: Sequence[Row], goal: Goal, every: Sequence[Row] | None = Non
     every = rows if every is None else every
     keys, best = varying(every), best_of(every, goal)
     metrics = [goal.metric] if goal.metric is not None else metrics_of(every)[:_METRICS]
-    names = _names(every, full)
+    together = len({row.path.parent for row in every}) == 1  # then their own names tell them apart
     header = [*keys, *metrics, *([""] if best else []), "status", "step", "time", _DIRECTORY]
     lines = []
     for row in rows:
         values = [row.objective if goal.metric is not None else row.metrics.get(name) for name in metrics]
         mark = ["best" if row is best else ""] if best else []
         lines.append([
-            *(one_line(row.overrides.get(key, "")) for key in keys),
+            *(_plain(row.overrides.get(key, "")) for key in keys),
             *(shown(name, value) for name, value in zip(metrics, values, strict=True)),
-            *mark, row.status, "" if row.step is None else f"{row.step:,}", duration(row.seconds), names[row.path],
+            *mark, row.status, "" if row.step is None else f"{row.step:,}", duration(row.seconds),
+            _plain(row.name if together else str(row.path) if full else rundir.relative(row.path)),
         ])  # fmt: skip
     numeric = [all(_is_number(row.overrides.get(key, "0")) for row in every) for key in keys]
     right = [*numeric, *[True] * len(metrics), *([False] if best else []), False, True, True, False]
     place = next((number for number, row in enumerate(rows) if row is best), None)
-    return Grid([one_line(name) for name in header], lines, right, place)
+    return Grid([_plain(name) for name in header], lines, right, place)
 
 
 def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
@@ -142,7 +142,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     order = _sorted([group.mean for group in groups], goal)
     lines = [
         [
-            *map(one_line, groups[place].overrides.values()),
+            *map(_plain, groups[place].overrides.values()),
             shown(goal.metric, groups[place].mean),
             shown(goal.metric, groups[place].deviation, "-"),
             _count(groups[place]),
@@ -154,7 +154,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     numeric = [all(_is_number(group.overrides[key]) for group in groups) for key in keys]
     header = [*keys, f"mean {goal.metric}", "deviation", "seeds", ""]
     place = order.index(best) if best is not None else None
-    return Grid([one_line(name) for name in header], lines, [*numeric, True, True, True, False], place)
+    return Grid([_plain(name) for name in header], lines, [*numeric, True, True, True, False], place)
 
 
 def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
@@ -198,11 +198,11 @@ def as_csv(rows: Sequence[Row]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     facts = ("step", "seconds", "started", "ended", "job_id", "message", "directory")
-    writer.writerow(map(one_line, ("job", "status", *keys, *metrics, *facts)))
+    writer.writerow(map(_plain, ("job", "status", *keys, *metrics, *facts)))
     for row in rows:
         last = (row.step, row.seconds, _iso(row.started), _iso(row.ended), row.job_id, row.message, os.path.abspath(row.path))
         cells = (row.number, row.status, *(row.overrides.get(key) for key in keys), *(row.metrics.get(name) for name in metrics))
-        writer.writerow(one_line(cell) if isinstance(cell, str) else cell for cell in (*cells, *last))
+        writer.writerow(_plain(cell) if isinstance(cell, str) else cell for cell in (*cells, *last))
     return text.getvalue()
 
 
@@ -225,11 +225,11 @@ def save(folder: Path, rows: Sequence[Row], goal: Goal) -> None:
 
 
 def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool = False) -> list[RenderableType]:
-    """Return what stands below a table: how many there are of each status, the best, some messages; `cut` to one line."""
+    """Return what stands below a table: how many of each status, the best, at most `limit` messages; `cut` to one line each."""
     from rich.text import Text
 
     said = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
-    lines = [f"{_called(row)} {row.status}: {one_line(row.message or '')}" for row in said[:limit]]
+    lines = [f"{_called(row)} {row.status}: {_plain(row.message or '')}" for row in said[:limit]]
     if limit and len(said) > limit:
         lines.append(f"... and {len(said) - limit:,} more like these")
     counts = Text(f"{_counts(rows)}.{_best_sentence(rows, goal)}", no_wrap=cut, overflow="ellipsis" if cut else "fold")
@@ -246,11 +246,11 @@ class Fitted:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Take short names first, then leave out what says least."""
         grid = self._grid
-        fewer: list[Callable[[Grid], Grid]] = [_with_short_names, *(partial(_without, name=name) for name in _LEFT_OUT)]
-        for less in fewer:
-            if _width(grid) <= options.max_width:
-                break
-            grid = less(grid)
+        if _width(grid) > options.max_width:
+            grid = _with_short_names(grid)
+        for name in _LEFT_OUT:
+            if _width(grid) > options.max_width:
+                grid = _without(grid, name)
         yield _table(grid)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
@@ -332,7 +332,7 @@ def duration(seconds: float | None) -> str:
 
 def _called(row: Row) -> str:
     """Return what a job is called where room is scarce: its number, where its name is long."""
-    return one_line(row.name if len(row.name) <= _SHORT else f"{row.number:04d}")
+    return _plain(row.name if len(row.name) <= _SHORT else f"{row.number:04d}")
 
 
 def _counts(rows: Sequence[Row]) -> str:
@@ -346,9 +346,9 @@ def _best_sentence(rows: Sequence[Row], goal: Goal) -> str:
     if goal.metric is None:
         return ""
     if best is None:
-        return f" None has {one_line(goal.metric)} yet."
+        return f" None has {_plain(goal.metric)} yet."
     word = "lowest" if goal.mode == "min" else "highest"
-    return f" Best ({word} {one_line(goal.metric)}): {shown(goal.metric, best.objective)}, {one_line(best.name)}"
+    return f" Best ({word} {_plain(goal.metric)}): {shown(goal.metric, best.objective)}, {_plain(best.name)}"
 
 
 def _markdown(grid: Grid) -> str:
@@ -391,15 +391,14 @@ def _sorted(values: Sequence[float | None], goal: Goal) -> list[int]:
     return sorted(range(len(values)), key=key)
 
 
-def _names(rows: Sequence[Row], full: bool) -> dict[Path, str]:
-    """Return what directories are called: by their own names, where they all lie in one folder."""
-    together = len({row.path.parent for row in rows}) == 1
-    return {row.path: one_line(row.name if together else str(row.path) if full else rundir.relative(row.path)) for row in rows}
-
-
 def _count(group: Group) -> str:
     done = len(group.values)
     return str(done) if done == group.jobs else f"{done} of {group.jobs}"
+
+
+def _plain(text: str) -> str:
+    """Return a text as it may stand in a line; a row's texts have their secrets masked already, so plain ones are ready."""
+    return text if text.isascii() and text.isprintable() else one_line(text)
 
 
 def _is_number(text: str) -> bool:

@@ -36,6 +36,7 @@ Show how far a run or the jobs of a sweep are, where they run, and what to type 
 """ + "".join(f"\n  {name:<13}{meaning}" for name, meaning in STATUSES.items())
 
 _DRAWING_SECONDS = 120.0
+_ANY_WIDTH = 10_000  # characters
 
 
 def table(argv: Sequence[str]) -> int:

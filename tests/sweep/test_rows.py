@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpexp.sweep.rows import Goal, Reader, Row, curve, directories, goal_of, rows_of, with_defaults
+from ddpexp.sweep.files import curve
+from ddpexp.sweep.rows import Goal, Reader, Row, directories, goal_of, rows_of, with_defaults
 from tests.sweep.made import POINTS, Made, hold, hold_dead, run
 
 
@@ -34,7 +35,7 @@ def test_the_rows_of_real_runs_are_what_the_runs_have_written(trained: Path) -> 
     assert first.ended is not None
     assert first.started <= first.ended
     assert (bad.number, bad.status, bad.step, bad.objective) == (2, "failed", 0, None)  # though its last event is lost
-    assert bad.message == r"rank 0 at step 0: ValueError: no\x1b[31m luck"
+    assert bad.message == r"rank 0: ValueError: no\x1b[31m luck"
     assert goal_of(trained) == Goal("eval/loss", "min")
 
 
@@ -162,10 +163,10 @@ def test_secrets_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     made = Made(tmp_path / "sweep")
     path = made.job("optimizer.lr=0.1", status="failed", name="canary-5f3c0b9d/loss")
     (path / "overrides.yaml").write_text("[data.token=canary-5f3c0b9d]")
-    (path / "error.json").write_text('{"rank": 1, "kind": "ValueError", "message": "no canary-5f3c0b9d"}')
+    (path / "error.json").write_text('{"rank": 1, "kind": "ValueError", "step": 7, "message": "no canary-5f3c0b9d"}')
     row = one(made.path, "canary-5f3c0b9d/loss")
     assert row.overrides["data.token"] == "${MY_TOKEN}"
-    assert row.message == "rank 1: ValueError: no ${MY_TOKEN}"
+    assert row.message == "rank 1 at step 7: ValueError: no ${MY_TOKEN}"
     assert "canary" not in str((row.overrides, row.metrics, row.message))
 
 

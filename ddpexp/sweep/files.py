@@ -1,0 +1,239 @@
+"""What the files of a run say, whoever has written them: of bounded size, without secrets, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from ddpexp import lock, rundir
+from ddpexp.rundir import RunDir, read_json
+from ddpexp.secrets import masked_tree
+
+_TAIL_BYTES = 1 << 18  # of metrics.jsonl, where the newest values are nearly always
+_LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
+_LINE_BYTES = 1 << 20
+_OURS = ("run.", "hydra.", "sweep.")  # keys of where and how a job runs, not of what it is
+
+
+@dataclass(frozen=True)
+class Files:
+    """What a run's files say."""
+
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    result: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    started: float | None = None
+    ended: float | None = None
+    failure: str | None = None
+    problem: str | None = None  # why they cannot be read
+    is_there: bool = False  # a run has begun
+
+    @classmethod
+    def of(cls, run: RunDir, metric: str | None, mask: Callable[[str], str]) -> Files:
+        """Read them all; `metric` is one that is looked for however old its newest value is."""
+        problems: list[str] = []
+        result, manifest = _object(run.result, problems), _object(run.manifest, problems)
+        failure = _failure(_object(run.error, [])) if result.get("status") == "failed" else None
+        try:
+            metrics, step = _newest_metrics(run.metrics, metric)
+        except (OSError, ValueError) as error:
+            metrics, step = {}, None
+            if not isinstance(error, FileNotFoundError):
+                problems.append(f"metrics.jsonl cannot be read: {_reason(error)}")
+        last = result.get("metrics")
+        if isinstance(last, Mapping):
+            metrics |= {name: value for name in last if (value := number_of(last[name])) is not None}
+        done_step = whole_of(result.get("step"))
+        ended = None
+        with suppress(OSError):
+            ended = run.result.stat().st_mtime if result and result.get("status") != "submitted" else None
+        return cls(
+            overrides=set_by(masked_tree(run.words(), mask)),
+            result=masked_tree(result, mask),
+            metrics=masked_tree(metrics, mask),
+            step=step if done_step is None else done_step,
+            started=_moment(manifest.get("started")),
+            ended=ended,
+            failure=None if failure is None else mask(failure),
+            problem=problems[0] if problems else None,
+            is_there=rundir.is_ours(run.path),
+        )
+
+
+class Watched:
+    """The files of one run, read again when they have changed."""
+
+    def __init__(self, path: Path) -> None:
+        """Read nothing yet."""
+        self._run = run = RunDir(path)
+        self._folder, self._result = str(path), str(run.result)
+        self._others = [str(file) for file in (run.error, run.metrics, run.overrides, run.manifest, path / lock.NAME)]
+        self._seen: tuple[object, ...] = ()
+        self._files = Files()
+
+    def files(self, metric: str | None, mask: Callable[[str], str]) -> Files:
+        """Return what they say now; `metric` and `mask` as for `Files.of`."""
+        if seen(self._folder) is None:
+            return Files()
+        first = (metric, seen(self._result))
+        if first == self._seen[:2] and self._files.result.get("status") == "done":
+            return self._files  # a start that makes it longer removes the result first
+        now = (*first, *map(seen, self._others))
+        if now != self._seen:
+            self._files, self._seen = Files.of(self._run, metric, mask), now
+        return self._files
+
+
+def curve(path: Path, metric: str) -> list[tuple[int, float]]:
+    """Return all points of a metric that a run has recorded: steps and values."""
+    name, points = json.dumps(metric).encode(), {}
+    with suppress(OSError, ValueError), _open(RunDir(path).metrics) as file:
+        read = 0
+        while (line := file.readline(_LINE_BYTES)) and (read := read + len(line)) < rundir.JSON_BYTES:
+            record = _record(line) if name in line else {}
+            step, value = whole_of(record.get("step")), number_of(record.get(metric, False))
+            if step is not None and value is not None:
+                points[step] = value  # the last one, where a run was killed and did a step again
+    return sorted(points.items())
+
+
+def set_by(words: Sequence[str]) -> dict[str, str]:
+    """Return what words set, by their keys."""
+    found = {}
+    for word in words:
+        key, equals, value = word.lstrip("+~").partition("=")
+        if not key.startswith(_OURS):
+            found[key] = value if equals and not word.startswith("~") else "removed"
+    return found
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+    """Read a JSON object; empty where there is none, with the reason where that is a problem."""
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} cannot be read: {_reason(error)}")
+        return {}
+    if isinstance(found, dict):
+        return found
+    problems.append(f"{path.name} holds no object")
+    return {}
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _failure(error: Mapping[str, Any]) -> str | None:
+    """Say in one line which rank failed, and why."""
+    rank, step = whole_of(error.get("rank")), whole_of(error.get("step"))
+    place = f"rank {rank}" if rank is not None else ""
+    place += f" at step {step}" if place and step is not None else ""
+    return ": ".join(filter(None, (place, text_of(error.get("kind")), text_of(error.get("message"))))) or None
+
+
+def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], int | None]:
+    """Return the newest values of training, of evaluation and of a named metric, and the last step.
+
+    Raises: OSError, ValueError.
+    """
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - _TAIL_BYTES))
+        tail = file.read(_TAIL_BYTES)
+        name = b"" if metric is None else json.dumps(metric).encode()
+        if name not in tail and size > len(tail):
+            file.seek(max(0, size - rundir.JSON_BYTES))
+            tail = file.read(rundir.JSON_BYTES)
+    values: dict[str, float] = {}
+    step, kinds = None, set()
+    for line in reversed(tail.splitlines()[-_LAST_LINES:]):
+        record = _record(line)
+        if step is None:
+            step = whole_of(record.get("step"))
+        found = _metrics(record)
+        if found:
+            kinds.add(any(one.startswith("train/") for one in found))
+        values = {**found, **values}
+        if len(kinds) == 2:
+            break
+    place = tail.rfind(name) if metric is not None and metric not in values else -1
+    if place >= 0:
+        end = tail.find(b"\n", place)
+        line = tail[tail.rfind(b"\n", 0, place) + 1 : end if end >= 0 else len(tail)]
+        values = {**_metrics(_record(line)), **values}
+    return values, step
+
+
+def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
+    return {name: value for name in record if "/" in name and (value := number_of(record[name])) is not None}
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Read a line; one that was cut off holds nothing."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Open a plain file that anybody may have made.
+
+    Raises: OSError.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise OSError("it is no plain file")
+
+
+def seen(path: str | Path) -> object:
+    """Return what changes when a file does."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number; null is one that was not finite."""
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def whole_of(value: Any) -> int | None:
+    """Return a count."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 else None
+
+
+def _moment(text: Any) -> float | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def text_of(value: Any) -> str | None:
+    """Return a text that says something."""
+    return value if isinstance(value, str) and value else None
