@@ -39,6 +39,7 @@ _MESSAGES = 10  # of failures, below a table
 _LIVE_MESSAGES = 3
 _SMALL = 20  # lines of a terminal that has none to spare for them
 _AROUND = 4  # lines of a live table: two of its header, an empty one, and the cursor's
+_ANY_WIDTH = 10_000  # characters: more than any table has
 _STYLES = {
     "running": "cyan", "done": "green", "failed": "red", "broken": "red", "killed": "red", "interrupted": "yellow",
     "stopped": "magenta", "submitted": "blue", "waiting": "dim",
@@ -426,7 +427,8 @@ def show(what: RenderableType) -> None:
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=max(80, console.measure(what).maximum))
+        console.width = _ANY_WIDTH
+        console.width = max(1, console.measure(what).maximum)
 
     def write() -> None:
         with suppress(OSError, ValueError):  # the reader has gone

@@ -36,7 +36,6 @@ Show how far a run or the jobs of a sweep are, where they run, and what to type 
 """ + "".join(f"\n  {name:<13}{meaning}" for name, meaning in STATUSES.items())
 
 _DRAWING_SECONDS = 120.0
-_ANY_WIDTH = 10_000  # characters
 
 
 def table(argv: Sequence[str]) -> int:
@@ -191,5 +190,8 @@ def _where(row: Row, queue: Mapping[str, str]) -> str:
 
 def _again(path: Path) -> str:
     """Return the command that goes on with a sweep, with those of its words that count only when they are typed."""
-    words, options = asked_of(SweepDir(path))
+    try:
+        words, options = asked_of(SweepDir(path))
+    except RefusedError:  # lost: what goes on says so
+        words, options = [], []
     return one_line(f"python -m ddpexp {shlex.join(['resume', rundir.shortest(path), *options, *again_words(words)])}")

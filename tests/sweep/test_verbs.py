@@ -143,7 +143,7 @@ def test_the_status_of_a_sweep_says_where_each_job_is(tmp_path: Path) -> None:
     assert "4 jobs: 1 waiting, 1 running, 1 done, 1 failed." in done.stdout
     hold_dead(made.path)
     done = ddpexp("status", "sweep", cwd=tmp_path)
-    assert "go on: python -m ddpexp -m optimizer.lr=0.1,0.2 hydra.sweep.dir=sweep\n" in done.stdout
+    assert "go on: python -m ddpexp resume sweep\n" in done.stdout
 
 
 def test_the_status_of_a_run_says_what_to_type(trained: Path, tmp_path: Path) -> None:
