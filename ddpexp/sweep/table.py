@@ -78,9 +78,16 @@ class Grid:
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the keys that were not typed with the same value for all rows, in the order of typing."""
+    """Return the keys that were not typed with the same value for all rows, in the order of typing.
+
+    Of a job that has not begun only its own words are known: what it does not have is no difference.
+    """
     keys = dict.fromkeys(key for row in rows for key in row.overrides)
-    return [key for key in keys if len({row.overrides.get(key) for row in rows}) > 1]
+    known = [row for row in rows if row.status not in ("waiting", "submitted")]
+    return [
+        key for key in keys
+        if len({row.overrides[key] for row in rows if key in row.overrides} | {row.overrides.get(key) for row in known}) > 1
+    ]  # fmt: skip
 
 
 def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
