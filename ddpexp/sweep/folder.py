@@ -115,6 +115,12 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
     return f"{name[: _NAME_BYTES - 9]}-{digest}"
 
 
+def words_of(event: Mapping[str, Any]) -> list[str] | None:
+    """Return the overrides of a `planned` event; None where it does not say."""
+    words = event.get("overrides")
+    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+
+
 def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
     """Return each job's newest event of a kind, by the job's number."""
     return {event["job"]: event for event in events if event["event"] == kind and isinstance(event.get("job"), int)}

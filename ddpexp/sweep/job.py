@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -68,7 +69,8 @@ class Started:
 
     def send(self, number: int) -> None:
         """Send it a signal."""
-        signal.pidfd_send_signal(self.handle, number)
+        with suppress(ProcessLookupError):  # it has ended just now
+            signal.pidfd_send_signal(self.handle, number)
 
     def wait(self) -> int:
         """Return its exit code once it has ended, -n after signal n."""

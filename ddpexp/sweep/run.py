@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 from ddpexp import lock, rundir
@@ -96,6 +97,10 @@ def _told_end(sweep: Scheduler) -> int:
         lines = [f"{len(failed)} of {len(sweep.planned)} jobs failed:"]
         lines += [f"  {name}: {one.message}" for name, one in failed]
         raise SweepFailed("\n".join([*lines, _how_to_go_on(sweep)]))
+    submitted = sum(one.status == "submitted" for _, one in ended)
+    if submitted:
+        say(f"{submitted} of {len(sweep.planned)} jobs are submitted; how far they are: python -m ddpexp status "
+            f"{rundir.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
     return EXIT_DONE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import signal
 import socket
@@ -25,7 +26,7 @@ from ddpexp.launch.supervise import signals_as_bytes
 from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
 from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
-from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, latest
+from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, latest, words_of
 from ddpexp.sweep.hydra_sweeper import Ended, is_grid
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.settings import Settings
@@ -34,6 +35,7 @@ from ddpexp.sweep.table import duration, shown
 from ddpexp.sweep.view import View
 
 _LOOK_SECONDS = 0.5
+_MORE_SECONDS = 15.0  # than the jobs' grace, until they are killed
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 _FINAL = ("done", "stopped")  # how a job ends that is not run again
 
@@ -65,8 +67,10 @@ class Scheduler:
         self._server = server
         self._loaded: set[str] = set()  # what that has imported beyond what every server does
         self._earlier = list(folder.events())
-        self._numbers = {_key(event["overrides"]): job for job, event in latest(self._earlier, "planned").items()}
-        self._names = {job: str(event["name"]) for job, event in latest(self._earlier, "planned").items()}
+        # The names are made again: the record may be somebody else's, and they are paths.
+        planned = {job: words for job, event in latest(self._earlier, "planned").items() if (words := words_of(event)) is not None}
+        self._numbers = {_key(words): job for job, words in planned.items()}
+        self._names = {job: job_name(job, words) for job, words in planned.items()}
         self._record: Record | None = None
         self._running: dict[int, _Running] = {}
         self._attempts: dict[int, int] = {}
@@ -77,6 +81,7 @@ class Scheduler:
         self._stopped_by: int | None = None
         self._warned = False  # that a job does not report the objective
         self._stops = False  # no more jobs are started
+        self._kill_at = math.inf  # those that still run then, although they were asked to stop
 
     @property
     def began(self) -> bool:
@@ -141,7 +146,7 @@ class Scheduler:
     def _plan(self, words: Sequence[str]) -> Planned:
         words = [word for word in words if not word.startswith("sweep.")]
         own = tuple(word for word in words if word.lstrip("+~").partition("=")[0].partition("@")[0] in self._keys)
-        number = self._numbers.setdefault(_key(own), len(self._numbers))
+        number = self._numbers.setdefault(_key(own), max(self._numbers.values(), default=-1) + 1)
         if number in self.planned:
             return self.planned[number]
         name = self._names.get(number) or job_name(number, own)
@@ -311,6 +316,7 @@ class Scheduler:
                 if not self._running:
                     return  # what waits is left for another start
                 self._stop_hopeless()
+                self._kill_late()
                 self._view.look()
                 if not waiting:
                     self._view.last_begin()
@@ -363,10 +369,21 @@ class Scheduler:
         for number in signals.recv(64):
             if number in _END_SIGNALS:
                 self._stopped_by = self._stopped_by or number
-                self._stops = True
-            if number not in (signal.SIGCHLD, signal.SIGWINCH):
-                for running in self._running.values():
-                    running.process.send(number)
+                self._stop()
+            for running in self._running.values():
+                running.process.send(number)
+
+    def _stop(self) -> None:
+        """Start no more jobs; those that run have been asked to save and leave, or are about to be."""
+        self._stops = True
+        grace = max((running.job.experiment.trainer.grace_seconds for running in self._running.values()), default=0.0)
+        self._kill_at = min(self._kill_at, time.monotonic() + grace + _MORE_SECONDS)
+
+    def _kill_late(self) -> None:
+        """End the jobs whose own commands do not end them in time, such as one that is stopped itself."""
+        if time.monotonic() > self._kill_at:
+            for running in self._running.values():
+                running.process.send(signal.SIGKILL)
 
     def _stop_hopeless(self) -> None:
         """Have the jobs that need not be finished save and leave."""
@@ -396,7 +413,7 @@ class Scheduler:
             waiting.append(job)
         self._write_end(job, ended, code, time.monotonic() - running.since)
         if ended.status == "failed" and self.settings.on_failure == "stop" and not self._stops:
-            self._stops = True
+            self._stop()
             for other in self._running.values():
                 other.process.send(signal.SIGTERM)
 
@@ -440,14 +457,19 @@ class Scheduler:
             return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
 
     def _objective(self, job: Planned) -> float | None:
-        """Return the objective as of the last evaluation."""
-        if self.settings.objective is None:
+        """Return the objective as of the last evaluation; of other metrics, the last record. Nan where it was not finite."""
+        name = self.settings.objective
+        if name is None:
             return None
         try:
-            value = (job.run.read(job.run.result).get("metrics") or {}).get(self.settings.objective)
+            metrics = job.run.read(job.run.result).get("metrics")
         except RefusedError:
             return None
-        return float(value) if isinstance(value, int | float) else None
+        if isinstance(metrics, dict) and name in metrics:
+            value = metrics[name]
+            return float(value) if isinstance(value, int | float) else math.nan
+        points = curve_of(job.run.metrics, name)
+        return points[-1][1] if points else None
 
 
 def kind_of(launcher: Launcher) -> str:
