@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Asked, Job, Submitter
 from ddpexp.launch.slurm import Slurm
 from ddpexp.launch.slurm_array import Kind, by_kind, cut, follow, submit
@@ -237,7 +237,10 @@ class Directory(Job):
         self.prepared += 1
 
     def create(self) -> Path:
-        self.run.mkdir()
+        try:
+            self.run.mkdir()
+        except FileExistsError:
+            raise (FinishedError if (self.run / "done").exists() else RefusedError)(f"{self.run.name} is there.") from None
         return self.run
 
     def note(self, status: str, **facts: Any) -> None:
@@ -245,6 +248,10 @@ class Directory(Job):
 
     def fail(self, failure: Any) -> None:
         self.ended = failure.message
+
+    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
+        self.ended = "interrupted"
+        return ""
 
 
 def programs(folder: Path, **texts: str) -> str:
@@ -263,8 +270,10 @@ def test_what_is_too_large_for_an_array_is_cut_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = "echo 'MaxArraySize            = 5'; echo 'SchedulerParameters     = bf_interval=1,max_array_tasks=3'"
-    refuses = 'if [ $n = 3 ]; then echo "sbatch: error: No more." >&2; exit 1; fi; echo "$n;cluster"'
-    monkeypatch.setenv("PATH", programs(tmp_path / "bin", scontrol=config, sbatch=f"{COUNTS}; {refuses}"))
+    refuses = 'if [ $n = 3 ]; then echo "sbatch: error: No more." >&2; exit 1; fi'
+    monkeypatch.setenv(
+        "PATH", programs(tmp_path / "bin", scontrol=config, sbatch=f'{COUNTS}; {refuses}; echo "$n$SBATCH_ARRAY_INX;cluster"')
+    )
     monkeypatch.setenv("SBATCH_ARRAY_INX", "0-99")
     assert array_size() == 3
     jobs = [Directory(tmp_path / f"{number}") for number in range(8)]
@@ -282,6 +291,22 @@ def test_what_is_too_large_for_an_array_is_cut_and_said(
     )
     assert out.splitlines()[1].startswith("submitted array 1 of 3 jobs  sweep directory ")
     assert err == "ddpexp: 6 of 8 jobs are submitted and go on; end them with scancel 1 2\n"
+
+
+def test_what_is_finished_is_left_out_and_what_is_refused_keeps_all_from_being_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", programs(tmp_path / "bin", sbatch=f"{COUNTS}; echo $n"))
+    (tmp_path / "1/done").mkdir(parents=True)
+    kinds = [Slurm().kind(job(), 1, tmp_path)] * 3
+    ids: dict[int, str] = {}
+    submit(by_kind(kinds, [Directory(tmp_path / f"{number}") for number in range(3)]), tmp_path, ids.__setitem__)
+    assert ids == {0: "1_0", 2: "1_1"}
+    again = [Directory(tmp_path / name) for name in ("3", "0", "4")]
+    with pytest.raises(RefusedError, match=r"^0 is there\.$"):
+        submit(by_kind(kinds, again), tmp_path, ids.__setitem__)
+    assert (len(ids), (tmp_path / "4").exists(), again[0].ended) == (2, False, "interrupted")
+    assert not (tmp_path / "array-1.sbatch").exists()
 
 
 @pytest.fixture

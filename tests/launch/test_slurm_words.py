@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -266,3 +267,13 @@ def test_a_member_without_srun_is_told_what_to_type_and_writes_nothing(ddpexp: D
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == f"ddpexp: {done.run} waits for srun: type sbatch {done.run}/job.sbatch\n"
     assert {path: path.read_bytes() for path in done.run.iterdir() if path.is_file()} == before
+
+
+def test_a_signal_while_sbatch_runs_does_not_lose_the_job(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    recipe = Recipe(ddpexp)
+    for name, text in {"sbatch": "kill -TERM $PPID; sleep 0.2; echo 12", "srun": ""}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = recipe("launcher=slurm", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert (done.code, done.out, done.err) == (128 + signal.SIGTERM, "", "ddpexp: job 12 goes on; end it with scancel 12\n")
+    assert done.result() == {"status": "submitted", "job_id": "12"}
