@@ -28,7 +28,7 @@ from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.process import end_with_parent
 from ddpexp.launch.terminal import Terminal, say
 
-_ANSWER_SECONDS = 10.0  # for squeue
+_ANSWER_SECONDS = 5.0  # for squeue
 _POLL_SECONDS = 1.0
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",

@@ -38,6 +38,7 @@ STATUSES: dict[str, str] = {
 UNFINISHED = ("interrupted", "killed", "failed")  # what can be gone on with
 
 _MESSAGE_CHARACTERS = 300
+_PATIENCE = 20.0  # times as long as an answer of Slurm's took, its next one can wait
 _JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -116,10 +117,11 @@ class Reader:
         self._asked = objective
         self._record: tuple[object, list[dict[str, Any]]] = (None, [])
         self._runs: dict[Path, Watched] = {}
+        self._queue = _Queue(path)
 
     def rows(self) -> list[Row]:
         """Return how things are now."""
-        folder, now = SweepDir(self._path), _Now(self._asked, _Queue(self._path), masker())
+        folder, now = SweepDir(self._path), _Now(self._asked, self._queue, masker())
         if not folder.is_sweep():
             if not rundir.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
@@ -237,21 +239,23 @@ def _queued(job_id: Any, queue: _Queue) -> tuple[Status, str | None]:
 
 
 class _Queue:
-    """Slurm's queue, asked once, if at all."""
+    """Slurm's queue, asked when it is needed, and not again for much longer than the answer has taken."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._asked = False
+        self._ask_at = 0.0
         self._states: Mapping[str, str] | None = None
 
     def has(self, job_id: str) -> bool | None:
         """Tell whether a job is there; None: Slurm is not here, or does not answer."""
-        if not self._asked:
+        begin = time.monotonic()
+        if begin >= self._ask_at:
             from ddpexp.launch.slurm import queue  # an import that only what was submitted needs
 
-            self._asked = True
             with suppress(OSError):
                 self._states = queue(self._path.stat().st_uid)
+            end = time.monotonic()
+            self._ask_at = end + 1.0 + _PATIENCE * (end - begin)
         return None if self._states is None else job_id in self._states
 
 
