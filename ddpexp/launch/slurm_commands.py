@@ -17,6 +17,7 @@ from ddpexp.launch.terminal import say
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
          "FORGOTTEN")  # fmt: skip
+_ANSWER_SECONDS = 15.0
 _ARRAY_SIZE = 1001  # of a Slurm that says nothing else. Source: slurm.conf(5), MaxArraySize
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
@@ -136,4 +137,7 @@ def _ask(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
     if shutil.which(words[0]) is None:
         return None
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-    return subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace")
+    try:
+        return subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:  # they look for a controller that is down for a minute
+        return None

@@ -38,6 +38,7 @@ STATUSES: dict[str, str] = {
 UNFINISHED = ("interrupted", "killed", "failed")  # what can be gone on with
 
 _MESSAGE_CHARACTERS = 300
+_PATIENCE = 20.0  # times as long as an answer of Slurm's took, its next one can wait
 _JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -111,10 +112,11 @@ class Reader:
         self._asked = objective
         self._record: tuple[object, list[dict[str, Any]]] = (None, [])
         self._runs: dict[Path, Watched] = {}
+        self._queue = _Queue()
 
     def rows(self) -> list[Row]:
         """Return how things are now."""
-        folder, now = SweepDir(self._path), _Now(self._asked, _Queue(), masker())
+        folder, now = SweepDir(self._path), _Now(self._asked, self._queue, masker())
         if not folder.is_sweep():
             if not rundir.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
@@ -128,7 +130,7 @@ class Reader:
         now = replace(now, metric=self._asked or text_of(own))
         other = {} if now.metric == own else {"objective": None}  # the record knows the sweep's own alone
         submitted, newest = latest(events, "submitted"), _newest(events)
-        now = replace(now, queue=_Queue(job_id for event in submitted.values() if isinstance(job_id := event.get("job_id"), str)))
+        self._queue.about(job_id for event in submitted.values() if isinstance(job_id := event.get("job_id"), str))
         rows = []
         for number, planned in latest(events, "planned").items():
             name = planned.get("name")
@@ -233,19 +235,27 @@ def _queued(job_id: Any, queue: _Queue) -> tuple[Status, str | None]:
 
 
 class _Queue:
-    """The states of jobs in Slurm's queue, asked at once, if at all."""
+    """The states of jobs in Slurm's queue: asked at once, when needed, and not again for much longer than the answer took."""
 
-    def __init__(self, job_ids: Iterable[str] = ()) -> None:
-        self._wanted = set(job_ids)
+    def __init__(self) -> None:
+        self._wanted: set[str] = set()
         self._states: dict[str, str] = {}
+        self._ask_at = 0.0
+
+    def about(self, job_ids: Iterable[str]) -> None:
+        """Learn which jobs may be asked for."""
+        self._wanted |= set(job_ids)
 
     def has(self, job_id: str) -> bool | None:
         """Tell whether a job is there; None: Slurm is not here, or does not answer."""
         from ddpexp.launch.slurm_commands import ENDED, states  # an import that only what was submitted needs
 
-        if job_id not in self._states:
+        begin = time.monotonic()
+        if begin >= self._ask_at or job_id not in self._states:
             self._wanted.add(job_id)
-            self._states |= states(self._wanted - self._states.keys())
+            self._states = states(self._wanted)
+            end = time.monotonic()
+            self._ask_at = end + 1.0 + _PATIENCE * (end - begin)
         state = self._states[job_id]
         return None if state == "UNKNOWN" else state not in ENDED
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Asked, Job
+from ddpexp.launch import Asked, Job, slurm_commands
 from ddpexp.launch.place import tasks_per_node
 from ddpexp.launch.slurm import Slurm, _gpus_of_all_tasks, _has_terminal, _limit_seconds, _log_name, _output, _quoted, where
 from tests.conftest import Call, Ddpexp
@@ -277,3 +277,13 @@ def test_a_signal_while_sbatch_runs_does_not_lose_the_job(ddpexp: Ddpexp, tmp_pa
     done = recipe("launcher=slurm", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert (done.code, done.out, done.err) == (128 + signal.SIGTERM, "", "ddpexp: job 12 goes on; end it with scancel 12\n")
     assert done.result() == {"status": "submitted", "job_id": "12"}
+
+
+def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("squeue", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_commands, "_ANSWER_SECONDS", 0.2)
+    assert slurm_commands.states(["12_0", "13"]) == {"12_0": "UNKNOWN", "13": "UNKNOWN"}
+    assert slurm_commands.is_over("12_0") is None
