@@ -49,6 +49,7 @@ class Planned:
         """Return what its workers import beyond what every worker does, of ours and torch's alone: a user's may keep state."""
         experiment = self.experiment
         targets = [node.target for node in (experiment.task, experiment.model, experiment.data, experiment.optimizer)]
+        targets += [experiment.data.prepare] if experiment.data.prepare is not None else []
         found = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
         logs = (
             ("ddpexp.track.tensorboard", "tensorboard.plugins.hparams.summary") if experiment.logger.kind == "tensorboard" else ()
