@@ -85,7 +85,7 @@ def test_a_job_that_failed_is_started_again_and_goes_on_from_its_checkpoint(swee
 
 
 @pytest.mark.fault(67)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_same_weights(sweeps: Sweeps, number: int) -> None:
     words = ("task._target_=points.Paced", "trainer.epochs=8", "trainer.seed=range(3)")
     process, path = sweeps.start(*words)
