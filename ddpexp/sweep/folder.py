@@ -24,8 +24,10 @@ _LINE_BYTES = 1 << 20
 # What a sweeper understands that is no more than a number or a name.
 _HARMLESS = re.compile(
     r"hydra/sweeper(/sampler)?=\w+$|"
-    r"hydra\.sweeper\.(n_trials|n_jobs|direction|study_name|max_batch_size|max_failure_rate|sampler\.seed|params\.[\w.]+)="
+    r"hydra\.sweeper\.(n_trials|n_jobs|direction|study_name|max_batch_size|max_failure_rate|sampler\.seed)="
 )
+_OF_SWEEPER = "hydra.sweeper.params."  # behind it stands a key of the jobs
+_WORD = re.compile(r"[+~]{0,2}[A-Za-z_][^\s=]*(=.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -132,11 +134,17 @@ def again_words(words: Sequence[str]) -> list[str]:
 
 
 def runs_code(word: str) -> bool:
-    """Tell whether a word says what code runs, or whom the sweep connects to."""
-    key = key_of(word)
+    """Tell whether a word says what code runs, or whom the sweep connects to, or may lead to a file that does."""
+    key, value = key_of(word), word.partition("=")[2]
+    if key.startswith(_OF_SWEEPER) and not word.startswith(("+", "~")):
+        return runs_code(word.removeprefix(_OF_SWEEPER))
     if key.startswith("hydra"):
         return not _HARMLESS.match(word) and key != "hydra.sweep.dir"
-    return key == "run.trust" or key.startswith("launcher.")
+    if not re.fullmatch(r"[\w.-]+", key):
+        return True  # an option put into a section of another name, or a folder of options
+    if "." not in key:
+        return bool(set("/{$") & set(value))  # a file outside of the groups' folders, or a whole section
+    return key.startswith(("run.trust", "launcher."))
 
 
 def key_of(word: str) -> str:
@@ -158,4 +166,7 @@ def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
         raise RefusedError(f"{folder.asked} cannot be read: {error}.") from None
     if not all(isinstance(part, list) and all(isinstance(word, str) for word in part) for part in (words, options)):
         raise RefusedError(f"{folder.asked} cannot be read: it holds no words.")
+    for word in words:
+        if not _WORD.fullmatch(word):  # an option would say whose code runs
+            raise RefusedError(f"{folder.asked} cannot be read: {word} is not an override, and it holds nothing else.")
     return words, options
