@@ -20,6 +20,10 @@ from ddpexp.secrets import masked_tree
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
+_JOBS = 10**9  # more than any sweep has, and a number that a file's name takes
+_OF_SWEEPERS = ("multirun.yaml", "optimization_results.yaml")  # what Hydra's write
+IS_JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
+"""The name of a job's directory."""
 
 # What a sweeper understands that is no more than a number or a name.
 _HARMLESS = re.compile(
@@ -55,6 +59,30 @@ class SweepDir:
         """Tell whether a sweep lies here."""
         return self.record.is_file()
 
+    def refuse_links(self) -> None:
+        """Look at everything that a start writes through, and at the size of what it reads: anybody may have made it.
+
+        Raises:
+            RefusedError: there is a link or a pipe where a file or a folder of ours belongs, or a record that no sweep writes.
+        """
+        name = rundir.relative(self.path)
+        rundir.refuse_other_kinds(self.path, self._written(), name)
+        size = self.record.stat().st_size if self.record.exists() else 0
+        if size > rundir.JSON_BYTES:
+            raise RefusedError(
+                f"{name}: {self.record.name} has {size:,} bytes, more than {rundir.JSON_BYTES:,}: start a new sweep."
+            )
+
+    def _written(self) -> Iterator[tuple[Path, Sequence[str]]]:
+        """Yield what a start may write to or through, with what it must be where it is there."""
+        for path in self.path.iterdir():
+            if path.name in (self.asked.name, self.record.name, *_OF_SWEEPERS):
+                yield path, ["a file"]
+            elif path == self.logs or IS_JOB.fullmatch(path.name):
+                yield path, ["a folder"]
+        if self.logs.is_dir() and not self.logs.is_symlink():
+            yield from ((path, ["a file"]) for path in self.logs.iterdir())
+
     def log(self, number: int) -> Path:
         """Return the file of what a job's command has printed."""
         return self.logs / f"{number:04d}.log"
@@ -80,7 +108,7 @@ class SweepDir:
                     event = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                if isinstance(event, dict) and isinstance(event.get("event"), str) and rundir.is_shallow(event, 2):
                     yield event
 
 
@@ -125,7 +153,10 @@ def words_of(event: Mapping[str, Any]) -> list[str] | None:
 
 def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
     """Return each job's newest event of a kind, by the job's number."""
-    return {event["job"]: event for event in events if event["event"] == kind and isinstance(event.get("job"), int)}
+    return {
+        event["job"]: event for event in events
+        if event["event"] == kind and isinstance(event.get("job"), int) and 0 <= event["job"] < _JOBS
+    }  # fmt: skip
 
 
 def again_words(words: Sequence[str]) -> list[str]:
