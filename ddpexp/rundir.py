@@ -13,7 +13,7 @@ import shlex
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +27,7 @@ from ddpexp.launch import Crew, Layout
 from ddpexp.secrets import masked_tree
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
-_YAML_BYTES, _YAML_DEPTH = 4 << 20, 100
+_YAML_BYTES, _DEPTH = 4 << 20, 100
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
 _TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
 
@@ -264,7 +264,16 @@ def refuse_links(run: RunDir, name: str) -> None:
     Raises:
         RefusedError: there is a link or a pipe where a file or a folder of ours belongs; `name` is what the run is called.
     """
-    for path, wanted in _written(run):
+    refuse_other_kinds(run.path, _written(run), name)
+
+
+def refuse_other_kinds(folder: Path, places: Iterable[tuple[Path, Sequence[str]]], name: str) -> None:
+    """Look at places in a folder, each with what it must be where it is there: "a file" or "a folder".
+
+    Raises:
+        RefusedError: one of them is something else; `name` is what the folder is called.
+    """
+    for path, wanted in places:
         try:
             mode = path.lstat().st_mode
         except OSError:
@@ -274,8 +283,8 @@ def refuse_links(run: RunDir, name: str) -> None:
             continue
         what = f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
         raise RefusedError(
-            f"{name}: {path.relative_to(run.path)} is {what}, where this start would write to {' or '.join(wanted)} of the run's "
-            f"own: remove it, or copy the run without its links."
+            f"{name}: {path.relative_to(folder)} is {what}, where this start would write to {' or '.join(wanted)} of its "
+            f"own: remove it, or copy it without its links."
         )
 
 
@@ -336,9 +345,24 @@ def read_json(path: Path) -> Any:
         if found.st_size > JSON_BYTES:
             raise ValueError(f"it has {found.st_size:,} bytes, more than {JSON_BYTES:,}")
         try:
-            return json.loads(file.read())
+            tree = json.loads(file.read())
         except RecursionError:
             raise ValueError("it is nested too deeply") from None
+    if not is_shallow(tree, _DEPTH):
+        raise ValueError("it is nested too deeply")
+    return tree
+
+
+def is_shallow(tree: Any, depth: int) -> bool:
+    """Tell whether lists and mappings are nested so deep at most; what walks a tree calls itself, which has a limit."""
+    level = [tree]
+    for _ in range(depth + 1):
+        if not level:
+            return True
+        level = [
+            inner for one in level if isinstance(one, list | dict) for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    return not level
 
 
 def check_yaml(path: Path) -> None:
@@ -351,7 +375,7 @@ def check_yaml(path: Path) -> None:
     depth = 0
     for event in yaml.parse(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _YAML_DEPTH:
+        if depth > _DEPTH:
             raise ValueError("it is nested too deeply")
         if isinstance(event, yaml.AliasEvent):  # a few of them can stand for more than there is memory
             raise ValueError("it refers to itself with *, which no run writes")

@@ -134,7 +134,7 @@ def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
         return pid
     code = 1
     try:
-        signal.set_wakeup_fd(-1)
+        os.close(signal.set_wakeup_fd(-1))
         for number in (signal.SIGCHLD, *_OF_THE_COMMAND):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
@@ -156,13 +156,13 @@ def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket
     if pid:
         return pid
     try:
-        signal.set_wakeup_fd(-1)
+        os.close(signal.set_wakeup_fd(-1))
         die_with_parent(server)
         os.setpgid(0, 0)
         for one in private:
             one.close()
         os.environ.update(request["environ"])
-        _serve(socket.socket(fileno=os.dup(fds[0])), "forkserver", {})
+        _serve(socket.socket(fileno=fds[0]), "forkserver", {})
     except BaseException:
         traceback.print_exc()
     finally:

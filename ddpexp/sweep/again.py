@@ -37,8 +37,8 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
             f"typed again. If it is yours: python -m ddpexp {again}"
         )
     now = {key_of(word): word for word in typed if "=" in word and word[0] != "-"}
-    # In their order, which names the jobs.
-    merged = [now.pop(key_of(word), word) for word in words if key_of(word) != "hydra.sweep.dir"]
+    # In their order, which names the jobs; of a key that is typed now, nothing else that was said of it counts.
+    merged = [now.pop(key_of(word), word) for word in words if word in kept or key_of(word) in now]
     rest = [word for word in typed if word not in merged]
     swept = compose_sweep([*merged, *rest])
     swept.cfg.hydra.sweep.dir = str(folder.path)

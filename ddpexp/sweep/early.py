@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ddpexp.rundir import RunDir
+from ddpexp.sweep.files import number_of, records, whole_of
 
 _OTHERS = 4  # so many must have come as far before a median says anything
 
@@ -52,33 +52,18 @@ def why_hopeless(
 
 
 def curve_of(metrics: Path, objective: str) -> Curve:
-    """Read the objective after each evaluation from a run's metrics.jsonl."""
+    """Read the objective after each evaluation from a run's metrics.jsonl; what was not finite is left out."""
     found = []
-    for record in _records(metrics):
-        try:
-            found.append((int(record["step"]), float(record[objective])))
-        except (ValueError, KeyError, TypeError):
-            continue
+    for record in records(metrics, objective):
+        step, value = whole_of(record.get("step")), number_of(record.get(objective, False))
+        if step is not None and value is not None and record[objective] is not None:
+            found.append((step, value))
     return found
 
 
 def names_of(run: RunDir) -> list[str]:
     """Return the metrics that a run reports."""
-    return list(dict.fromkeys(name for record in _records(run.metrics) for name in record if "/" in name))
-
-
-def _records(metrics: Path) -> Iterator[dict[str, Any]]:
-    try:
-        lines = metrics.read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # not written to its end yet
-        if isinstance(record, dict):
-            yield record
+    return list(dict.fromkeys(name for record in records(run.metrics) for name in record if "/" in name))
 
 
 def _best(curve: Curve, until: int, sign: float) -> float:

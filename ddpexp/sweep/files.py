@@ -6,7 +6,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -95,15 +95,21 @@ class Watched:
 
 def curve(path: Path, metric: str) -> list[tuple[int, float]]:
     """Return all points of a metric that a run has recorded: steps and values."""
-    name, points = json.dumps(metric).encode(), {}
-    with suppress(OSError, ValueError), _open(RunDir(path).metrics) as file:
-        read = 0
-        while (line := file.readline(_LINE_BYTES)) and (read := read + len(line)) < rundir.JSON_BYTES:
-            record = _record(line) if name in line else {}
-            step, value = whole_of(record.get("step")), number_of(record.get(metric, False))
-            if step is not None and value is not None:
-                points[step] = value  # the last one, where a run was killed and did a step again
+    points = {}
+    for record in records(RunDir(path).metrics, metric):
+        step, value = whole_of(record.get("step")), number_of(record.get(metric, False))
+        if step is not None and value is not None:
+            points[step] = value  # the last one, where a run was killed and did a step again
     return sorted(points.items())
+
+
+def records(metrics: Path, metric: str | None = None) -> Iterator[dict[str, Any]]:
+    """Yield what a metrics.jsonl records, where a metric is named only what may have it; nothing where it cannot be read."""
+    name, size = b"" if metric is None else json.dumps(metric).encode(), 0
+    with suppress(OSError, ValueError), _open(metrics) as file:
+        while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < rundir.JSON_BYTES:
+            if name in line and (record := _record(line)):
+                yield record
 
 
 def set_by(words: Sequence[str]) -> dict[str, str]:

@@ -20,12 +20,18 @@ from ddpexp.secrets import masked_tree
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
+_JOBS = 10**9  # more than any sweep has, and a number that a file's name takes
+_OF_SWEEPERS = ("multirun.yaml", "optimization_results.yaml")  # what Hydra's write
+IS_JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
+"""The name of a job's directory."""
 
 # What a sweeper understands that is no more than a number or a name.
 _HARMLESS = re.compile(
     r"hydra/sweeper(/sampler)?=\w+$|"
-    r"hydra\.sweeper\.(n_trials|n_jobs|direction|study_name|max_batch_size|max_failure_rate|sampler\.seed|params\.[\w.]+)="
+    r"hydra\.sweeper\.(n_trials|n_jobs|direction|study_name|max_batch_size|max_failure_rate|sampler\.seed)="
 )
+_OF_SWEEPER = "hydra.sweeper.params."  # behind it stands a key of the jobs
+_WORD = re.compile(r"[+~]{0,2}[A-Za-z_][^\s=]*(=.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,30 @@ class SweepDir:
         """Tell whether a sweep lies here."""
         return self.record.is_file()
 
+    def refuse_links(self) -> None:
+        """Look at everything that a start writes through, and at the size of what it reads: anybody may have made it.
+
+        Raises:
+            RefusedError: there is a link or a pipe where a file or a folder of ours belongs, or a record that no sweep writes.
+        """
+        name = rundir.relative(self.path)
+        rundir.refuse_other_kinds(self.path, self._written(), name)
+        size = self.record.stat().st_size if self.record.exists() else 0
+        if size > rundir.JSON_BYTES:
+            raise RefusedError(
+                f"{name}: {self.record.name} has {size:,} bytes, more than {rundir.JSON_BYTES:,}: start a new sweep."
+            )
+
+    def _written(self) -> Iterator[tuple[Path, Sequence[str]]]:
+        """Yield what a start may write to or through, with what it must be where it is there."""
+        for path in self.path.iterdir():
+            if path.name in (self.asked.name, self.record.name, *_OF_SWEEPERS):
+                yield path, ["a file"]
+            elif path == self.logs or IS_JOB.fullmatch(path.name):
+                yield path, ["a folder"]
+        if self.logs.is_dir() and not self.logs.is_symlink():
+            yield from ((path, ["a file"]) for path in self.logs.iterdir())
+
     def log(self, number: int) -> Path:
         """Return the file of what a job's command has printed."""
         return self.logs / f"{number:04d}.log"
@@ -78,7 +108,7 @@ class SweepDir:
                     event = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(event, dict) and isinstance(event.get("event"), str):
+                if isinstance(event, dict) and isinstance(event.get("event"), str) and rundir.is_shallow(event, 2):
                     yield event
 
 
@@ -123,7 +153,10 @@ def words_of(event: Mapping[str, Any]) -> list[str] | None:
 
 def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
     """Return each job's newest event of a kind, by the job's number."""
-    return {event["job"]: event for event in events if event["event"] == kind and isinstance(event.get("job"), int)}
+    return {
+        event["job"]: event for event in events
+        if event["event"] == kind and isinstance(event.get("job"), int) and 0 <= event["job"] < _JOBS
+    }  # fmt: skip
 
 
 def again_words(words: Sequence[str]) -> list[str]:
@@ -132,11 +165,17 @@ def again_words(words: Sequence[str]) -> list[str]:
 
 
 def runs_code(word: str) -> bool:
-    """Tell whether a word says what code runs, or whom the sweep connects to."""
-    key = key_of(word)
+    """Tell whether a word says what code runs, or whom the sweep connects to, or may lead to a file that does."""
+    key, value = key_of(word), word.partition("=")[2]
+    if key.startswith(_OF_SWEEPER) and not word.startswith(("+", "~")):
+        return runs_code(word.removeprefix(_OF_SWEEPER))
     if key.startswith("hydra"):
         return not _HARMLESS.match(word) and key != "hydra.sweep.dir"
-    return key == "run.trust" or key.startswith("launcher.")
+    if not re.fullmatch(r"[\w.-]+", key):
+        return True  # an option put into a section of another name, or a folder of options
+    if "." not in key:
+        return bool(set("/{$") & set(value))  # a file outside of the groups' folders, or a whole section
+    return key.startswith(("run.trust", "launcher."))
 
 
 def key_of(word: str) -> str:
@@ -158,4 +197,7 @@ def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
         raise RefusedError(f"{folder.asked} cannot be read: {error}.") from None
     if not all(isinstance(part, list) and all(isinstance(word, str) for word in part) for part in (words, options)):
         raise RefusedError(f"{folder.asked} cannot be read: it holds no words.")
+    for word in words:
+        if not _WORD.fullmatch(word):  # an option would say whose code runs
+            raise RefusedError(f"{folder.asked} cannot be read: {word} is not an override, and it holds nothing else.")
     return words, options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ from ddpexp.printable import one_line
 from ddpexp.rundir import RunDir
 from ddpexp.secrets import masked_tree, masker
 from ddpexp.sweep.files import Files, Watched, number_of, seen, set_by, text_of
-from ddpexp.sweep.folder import SweepDir, latest
+from ddpexp.sweep.folder import IS_JOB, SweepDir, latest
 
 Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
 STATUSES: dict[str, str] = {
@@ -39,7 +38,6 @@ UNFINISHED = ("interrupted", "killed", "failed")  # what can be gone on with
 
 _MESSAGE_CHARACTERS = 300
 _PATIENCE = 20.0  # times as long as an answer of Slurm's took, its next one can wait
-_JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -120,7 +118,7 @@ class Reader:
         if not folder.is_sweep():
             if not rundir.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
-            named = _JOB.fullmatch(self._path.name)
+            named = IS_JOB.fullmatch(self._path.name)
             return [self._row(int(named[1]) if named else 0, self._path.name, self._path, (), {}, now)]
         try:
             events = self._events()
@@ -219,7 +217,7 @@ def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -
     if told is not None:
         return "broken", f"result.json says status {told!s}, which no run writes"
     if kind == "ended":
-        status = event.get("status")
+        status = event.get("status") if text_of(event.get("status")) else None
         if status in STATUSES:
             return status, text_of(event.get("message"))
         return "broken", f"sweep.jsonl says status {status!s}, which no sweep writes"
@@ -312,7 +310,7 @@ def _jobs(path: Path, known: Collection[str]) -> list[Path]:
     """Return the folders in a sweep's directory that are named as jobs are, but for those that are known."""
     try:
         unknown = [entry for entry in os.scandir(path) if entry.name not in known]
-        return sorted(Path(entry.path) for entry in unknown if _JOB.fullmatch(entry.name) and entry.is_dir())
+        return sorted(Path(entry.path) for entry in unknown if IS_JOB.fullmatch(entry.name) and entry.is_dir())
     except OSError:
         return []
 

@@ -37,6 +37,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     sweep = None
     try:
         held = lock.take(folder.path, folder.path / "none", rundir.relative(folder.path))
+        folder.refuse_links()
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = Scheduler(swept, settings, folder, view, server)
         try:

@@ -26,6 +26,7 @@ from ddpexp.launch.supervise import signals_as_bytes
 from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
 from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
+from ddpexp.sweep.files import number_of
 from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, latest, words_of
 from ddpexp.sweep.hydra_sweeper import Ended, is_grid
 from ddpexp.sweep.job import Planned, Started, start
@@ -447,13 +448,18 @@ class Scheduler:
     def _why(self, job: Planned, code: int) -> str:
         """Return in a line why a job failed."""
         if code < 0:
-            return f"its command was killed by {signal.Signals(-code).name}"
+            known = -code in set(signal.Signals)  # most real-time signals have no name
+            return f"its command was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
         try:
             found = job.run.read(job.run.error)
             where = f"rank {found['rank']}: " if code != EXIT_REFUSED else ""
             return " ".join(f"{where}{found['kind']}: {found['message']}".split())
         except (RefusedError, KeyError):
-            lines = self.folder.log(job.number).read_text(errors="replace").splitlines() if code else []
+            log = self.folder.log(job.number)
+            try:
+                lines = log.read_text(errors="replace").splitlines() if code else []
+            except OSError as error:  # what keeps it from being written ends the job
+                return f"exit code {code}, and its log {rundir.relative(log)} cannot be read: {error.strerror}"
             return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
 
     def _objective(self, job: Planned) -> float | None:
@@ -466,8 +472,8 @@ class Scheduler:
         except RefusedError:
             return None
         if isinstance(metrics, dict) and name in metrics:
-            value = metrics[name]
-            return float(value) if isinstance(value, int | float) else math.nan
+            value = number_of(metrics[name])
+            return math.nan if value is None else value
         points = curve_of(job.run.metrics, name)
         return points[-1][1] if points else None
 

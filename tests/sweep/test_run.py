@@ -36,6 +36,16 @@ def test_a_grid_fills_the_slots_and_every_job_has_the_weights_of_the_same_run_al
     assert [start["slots"] for start in starts[2:]] == [held[end["job"]] for end in ends[:2]]
 
 
+def test_a_rank_of_a_job_has_the_pipes_and_sockets_of_the_same_run_alone_and_no_more(sweeps: Sweeps) -> None:
+    sweep = sweeps("task._target_=points.Held", "trainer.seed=range(5)")
+    assert sweep.code == 0, sweep.err
+    alone = sweeps.recipe("task._target_=points.Held", "trainer.gpus=1")
+    assert alone.code == 0, alone.err
+    held = [(run / "ranks" / "held").read_text() for run in (*sweep.jobs(), alone.run)]
+    assert "socket" in held[0]
+    assert held == held[:1] * 6
+
+
 def test_jobs_of_different_size_share_the_machine(sweeps: Sweeps) -> None:
     sweep = sweeps("trainer.gpus=2,1", "trainer.seed=0,1")
     assert sweep.code == 0, sweep.err
