@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import yaml
@@ -26,7 +27,7 @@ from ddpexp.launch.supervise import signals_as_bytes
 from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
 from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
-from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, latest, words_of
+from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, key_of, latest, words_of
 from ddpexp.sweep.hydra_sweeper import Ended, is_grid
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.settings import Settings
@@ -37,7 +38,6 @@ from ddpexp.sweep.view import View
 _LOOK_SECONDS = 0.5
 _MORE_SECONDS = 15.0  # than the jobs' grace, until they are killed
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-_FINAL = ("done", "stopped")  # how a job ends that is not run again
 
 
 @dataclass
@@ -96,7 +96,8 @@ class Scheduler:
         """
         jobs = list({job.number: job for job in map(self._plan, batch)}.values())
         if not jobs:
-            raise RefusedError("the sweep has no jobs.")
+            swept = " ".join(word for word in self._swept.words if key_of(word) in self._keys)
+            raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
         submitter = self._submitter(jobs)
         if submitter is not None and submitter.dry_run:
             submitter.submit(self._trainings([job for job in jobs if job.submits]), self.folder.path, lambda place, job_id: None)
@@ -194,7 +195,8 @@ class Scheduler:
         if self._record is None:
             self.folder.logs.mkdir(exist_ok=True)
             asked = {"words": list(self._swept.words), "options": self._options}
-            say(f"sweep of {len(jobs)} jobs on {self._slots} in {rundir.relative(self.folder.path)}")
+            of = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}"
+            say(f"sweep of {of} on {self._slots} in {rundir.relative(self.folder.path)}")
             rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
             self._record = Record(self.folder)
             facts = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
@@ -440,7 +442,7 @@ class Scheduler:
         status = job.run.status() if rundir.is_ours(job.run.path) else None
         if code == EXIT_DONE:
             return Ended("done", self._objective(job))
-        if status == "interrupted":
+        if status == "interrupted" and code != EXIT_REFUSED:
             return Ended("interrupted", self._objective(job), "it was stopped by a signal, and saved")
         return Ended("failed", self._objective(job), self._why(job, code))
 
@@ -448,13 +450,16 @@ class Scheduler:
         """Return in a line why a job failed."""
         if code < 0:
             return f"its command was killed by {signal.Signals(-code).name}"
+        if code != EXIT_REFUSED or job.submits:  # a start that is refused leaves what an earlier one has written
+            with suppress(RefusedError, KeyError):
+                found = job.run.read(job.run.error)
+                where = f"rank {found['rank']}: " if code != EXIT_REFUSED else ""
+                return " ".join(f"{where}{found['kind']}: {found['message']}".split())
         try:
-            found = job.run.read(job.run.error)
-            where = f"rank {found['rank']}: " if code != EXIT_REFUSED else ""
-            return " ".join(f"{where}{found['kind']}: {found['message']}".split())
-        except (RefusedError, KeyError):
-            lines = self.folder.log(job.number).read_text(errors="replace").splitlines() if code else []
-            return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
+            lines = self.folder.log(job.number).read_text(errors="replace").splitlines()
+        except OSError:  # of a job that was submitted, which has its log with it
+            lines = []
+        return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
 
     def _objective(self, job: Planned) -> float | None:
         """Return the objective as of the last evaluation; of other metrics, the last record. Nan where it was not finite."""
