@@ -102,7 +102,6 @@ class Scheduler:
         if submitter is not None and submitter.dry_run:
             submitter.submit(self._trainings([job for job in jobs if job.submits]), self.folder.path, lambda place, job_id: None)
             return [Ended("submitted") for _ in batch]
-        self._begin(jobs)
         there = self._submitted_before(jobs)
         waiting: deque[Planned] = deque()
         for job in jobs:
@@ -112,9 +111,12 @@ class Scheduler:
             else:
                 self.ended[job.number] = known
         submitted = [job for job in waiting if job.submits]
+        here = deque(job for job in waiting if not job.submits)
+        self._prepare(here)  # data that cannot be had is refused without a trace
+        self._begin(jobs)
         if submitter is not None and submitted:
             self._submit(submitter, submitted)
-        self._run(deque(job for job in waiting if not job.submits))
+        self._run(here)
         if submitter is not None and submitter.wait and self._stopped_by is None:
             self._follow(submitter, jobs)
         if self._stopped_by is not None:
@@ -309,7 +311,6 @@ class Scheduler:
     def _run(self, waiting: deque[Planned]) -> None:
         if not waiting:
             return
-        self._prepare(waiting)
         with selectors.DefaultSelector() as selector, signals_as_bytes() as signals:
             selector.register(signals, selectors.EVENT_READ, "signals")
             while waiting or self._running:

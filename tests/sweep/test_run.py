@@ -230,6 +230,13 @@ def test_what_is_wrong_is_refused_before_anything_starts_and_leaves_nothing(
     assert not sweep.path.exists()
 
 
+def test_data_that_cannot_be_had_is_refused_and_leaves_nothing(sweeps: Sweeps) -> None:
+    done = sweeps.recipe.ddpexp("-m", "data.root=nowhere", "data.source=files", "trainer.seed=0,1", "hydra.sweep.dir=made/here")
+    assert done.code == 2
+    assert re.fullmatch(r"ddpexp: data\.root=\S+nowhere .*\n", done.err), done.err
+    assert not (sweeps.recipe.ddpexp.folder / "made").exists()
+
+
 def test_settings_of_sweeps_without_a_sweep_are_refused(sweeps: Sweeps) -> None:
     done = sweeps.recipe("sweep.slots=2")
     assert (done.code, done.err) == (2, "ddpexp: sweep.slots=2 is for sweeps: add -m, or leave it out.\n")
