@@ -9,6 +9,7 @@ import os
 import platform
 import stat
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,16 +62,15 @@ class Owner:
 class Lock:
     """A lock that is held."""
 
-    def __init__(self, descriptor: int, flocked: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
         """Keep the open file; where the file system has no locks, what it holds is the lock."""
         self._descriptor: int | None = descriptor
-        self._flocked = flocked
 
     def release(self) -> None:
-        """Let go of it; the end of the process does the same."""
+        """Let go of it, and name nobody: this process may live on. Its end does the same, but for the name."""
         if self._descriptor is None:
             return
-        if not self._flocked:
+        with suppress(OSError):  # a disk that takes nothing more
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None
@@ -113,7 +113,7 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
     except BaseException:
         os.close(descriptor)
         raise
-    return Lock(descriptor, flocked)
+    return Lock(descriptor)
 
 
 def read(path: Path) -> Owner | None:

@@ -93,6 +93,7 @@ def test_the_lock_says_who_has_it_and_is_free_at_the_end(folder: Path) -> None:
     assert f"run.dir=x is in use by process {os.getpid()} on {owner.host} since {owner.since}: wait for its end" in refused(folder)
     held.release()
     held.release()
+    assert read(folder / "lock") is None  # this process lives on, and has it no more
     taken(folder).release()
 
 

@@ -23,7 +23,8 @@ REFUSED = [
         "trainer.global_batch_size=100 does not split over 8 workers with trainer.micro_batch_size=16 (128 a pass). "
         "Use a multiple of 128, for example trainer.global_batch_size=128.",
     ),
-    ("-m trainer.seed=1,2", "Sweeps (-m, --multirun) are not there yet: start one run at a time."),
+    ("trainer.seed=1,2", "trainer.seed=1,2 gives several values: add -m for a run with each, or write a list as key=[a,b]."),
+    ("-m trainer.sed=1,2", "trainer.sed is not a known key. Did you mean trainer.seed?"),
     ("--gpus 2", "--gpus is not an option: write key=value, for example trainer.gpus=2."),
     ("data.source=embeded", "data.source=embeded is not one of auto, files, download, embedded."),
 ]
@@ -97,7 +98,9 @@ def torch_trap(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{trap}:{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-@pytest.mark.parametrize("question", ["--help", "--cfg job", "--info", "--version", "evaluate --help"])
+@pytest.mark.parametrize(
+    "question", ["--help", "-m --help", "hydra.mode=MULTIRUN --help", "--cfg job", "--info", "--version", "evaluate --help"]
+)
 def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path, question: str) -> None:
     environ = torch_trap(tmp_path)
     before = written(tmp_path)

@@ -39,6 +39,8 @@ from ddpexp.rundir import check_yaml
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _MODE = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
+_NO_NAME = re.compile(r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE)  # what Hydra takes for no text
+_VERBS = ("resume", "evaluate", "table", "status")
 _OF_SWEEPS = re.compile(r"\+*hydra(\.sweep\.dir=|/sweeper\b|\.sweeper\b)")  # Hydra's settings that sweeps understand
 
 
@@ -73,6 +75,10 @@ def compose(argv: list[str]) -> Composed | None:
         return None
     words = _words(argv)
     for_hydra = _asks_hydra(words)
+    if words.multirun and words.cfg:
+        raise RefusedError(f"--cfg {words.cfg} shows one run: leave -m out, and give each key one value.")
+    if words.help:  # of sweeps too
+        words.overrides = [word for word in words.overrides if not _MODE.match(word)]
     _refuse_words(words.overrides, bool(for_hydra))
     with _signals_wait(), one_sentence():
         if words.help:
@@ -132,6 +138,7 @@ def compose_sweep(argv: list[str]) -> Swept:
         )  # fmt: skip
         of_sweeper = cfg.hydra.sweeper.get("params") or {}
         settings = OmegaConf.to_container(cfg.sweep, resolve=True)
+        cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolved here, where what is wrong with it becomes a sentence
     swept = {one.get_key_element() for one in parsed if one.is_sweep_override()}
     for key in swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
@@ -197,7 +204,12 @@ def one_sentence() -> Iterator[None]:
 
 
 def _refuse_in_sweep(word: str) -> None:
-    key = word.lstrip("+~").partition("=")[0]
+    key, _, value = word.lstrip("+~").partition("=")
+    if key in ("sweep", "hydra.sweeper"):
+        example = {"sweep": "sweep.slots=2", "hydra.sweeper": "hydra.sweeper.n_trials=20"}[key]
+        raise RefusedError(f"{word}: {key} is a section: set its keys, such as {example}.")
+    if key == "hydra/sweeper" and (value == "null" or _NO_NAME.fullmatch(value)):
+        raise RefusedError(f"{word}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed.")
     if key == "run.dir":
         raise RefusedError(f"{word}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... .")
     if key == "hydra.sweep.subdir":
@@ -228,6 +240,9 @@ def _refuse_words(overrides: list[str], question: bool) -> None:
             raise RefusedError(f"{word}: Hydra's own settings have no effect here. Use run.dir=... and --config-dir DIR.")
         if value == "null" and key in _groups([conf_folder()]):
             raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(_options(key, [conf_folder()]))}.")
+        number = next((part for part in value.split(",") if _NO_NAME.fullmatch(part.strip())), None)
+        if number is not None and key in _groups([conf_folder()]):
+            raise RefusedError(f"{key}={number} is not a known option. Known here: {', '.join(_options(key, [conf_folder()]))}.")
 
 
 def _groups(folders: list[Path]) -> list[str]:
@@ -444,6 +459,8 @@ def _sentence(error: Exception) -> str:
         known = did_you_mean(option, options, f"{group}=") if options else f" There is no group {group}."
         return f"{group}={option} is not a known option.{known}"
     if isinstance(error, OverrideParseException):
+        if error.override in _VERBS:
+            return f"{error.override} is a verb and stands first: python -m ddpexp {error.override} ... ."
         return f"{error.override} is not an override: write key=value, for example trainer.gpus=2."
     if isinstance(error, ConfigCompositionException):
         several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
@@ -452,6 +469,9 @@ def _sentence(error: Exception) -> str:
         unknown = re.match(r"Could not override '([^']+)'", str(error))
         if unknown and isinstance(error.__cause__, OmegaConfBaseException):
             return _unknown_key(unknown[1], error.__cause__)
+        unmerged = re.match(r"Error merging override (.+)", str(error))
+        if unmerged and isinstance(error.__cause__, OmegaConfBaseException):
+            return f"{unmerged[1]}: {_first_line(error.__cause__)}."
         return _first_line(error)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."

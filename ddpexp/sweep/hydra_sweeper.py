@@ -13,7 +13,8 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddpexp.config.compose import Swept, one_sentence
-from ddpexp.errors import DdpexpError
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.sweep.folder import key_of
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,12 @@ class _Launcher:
 
     def __init__(self, run_batch: RunBatch, counts_failures: bool) -> None:
         self._run_batch, self._counts_failures = run_batch, counts_failures
+        self.has_run = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs of a batch and return their objectives."""
         ended = self._run_batch(job_overrides)
+        self.has_run = True
         return [self._returned(words, one) for words, one in zip(job_overrides, ended, strict=True)]
 
     def _returned(self, words: Sequence[str], ended: Ended) -> JobReturn:
@@ -48,7 +51,8 @@ class _Launcher:
 def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     """Have the sweeper that was chosen run its jobs; each batch is the words of several jobs.
 
-    Raises: what `run_batch` raises, and the sweeper's own errors.
+    Raises:
+        RefusedError: the sweeper takes its settings not as they were typed. And what `run_batch` raises.
     """
     cfg, loader, plugins = swept.cfg, swept.loader, Plugins.instance()
     with open_dict(cfg):
@@ -68,6 +72,18 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
             sweeper.sweep(arguments=[str(word) for word in words])
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
+        except (AssertionError, ValueError) as error:
+            if launcher.has_run:  # Optuna, whose best trial of none that went well this is: the sweep itself says what failed
+                return
+            raise RefusedError(_refusal(swept, error)) from None
+
+
+def _refusal(swept: Swept, error: Exception) -> str:
+    """Say in a sentence what a sweeper does not take, for which it has no more than a check."""
+    name = swept.cfg.hydra.runtime.choices["hydra/sweeper"]
+    typed = " ".join(word for word in swept.words if word.startswith("hydra.sweeper.") or key_of(word) in swept.keys)
+    why = " ".join(str(error).split()).rstrip(".")
+    return f"hydra/sweeper={name} does not take one of: {typed}{f' ({why})' if why else ''}."
 
 
 def is_grid(swept: Swept) -> bool:

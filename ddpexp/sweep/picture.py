@@ -10,6 +10,7 @@ import random
 import statistics
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,12 +226,13 @@ def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
     is_numeric = len(known) == len(values) > 2
     at = dict(zip(values, known, strict=True)) if is_numeric else {value: float(place) for place, value in enumerate(values)}
     limits, shaken = _limits(drawn), random.Random(0)
+    jobs_with = Counter(row.overrides.get(key, "") for row in drawn.rows)
     size, alpha = (24, 0.85) if len(drawn.rows) <= 60 else (13, 0.55)
     dots: dict[tuple[str, bool], list[tuple[float, float, Any]]] = {}
     found: dict[str, list[float]] = {}
     for row in drawn.rows:
         value, y = row.overrides.get(key, ""), row.objective
-        x = at[value] + (0.0 if is_numeric else shaken.uniform(-0.12, 0.12))
+        x = at[value] + (0.0 if is_numeric or jobs_with[value] == 1 else shaken.uniform(-0.12, 0.12))
         if _is_lost(row):
             axes.plot(x, 0.03, "x", color=_FAINT, markersize=5, transform=axes.get_xaxis_transform(), zorder=3)
         if y is None or not _is_drawable(y):

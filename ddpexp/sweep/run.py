@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from ddpexp import lock, rundir
@@ -32,6 +34,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     for warning in swept.warnings:
         say(f"ddpexp: warning: {warning}")
     _refuse_sweeper(swept, settings)
+    parents = [place for place in Path(str(swept.cfg.hydra.sweep.dir)).parents if not place.exists()]
     folder, made = _folder(swept)
     held = None
     sweep = None
@@ -45,7 +48,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             if sweep.began:  # and not only shown what it would do
                 view.finish()
         except StoppedError as error:
-            if error.quiet:
+            if error.quiet or not sweep.began:
                 raise
             raise StoppedError(error.signum, _how_to_go_on(sweep)) from None
         finally:
@@ -58,11 +61,17 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             held.release()
         if made and (sweep is None or not sweep.began):
             shutil.rmtree(folder.path, ignore_errors=True)  # nothing of what was refused stays
+            with suppress(OSError):  # another sweep has come into one of them
+                for place in parents:
+                    place.rmdir()
 
 
 def _refuse_sweeper(swept: Swept, settings: Settings) -> None:
     """Look at whether a sweeper that chooses jobs by their results has one to choose by."""
     if is_grid(swept):
+        interval = next((word for word in swept.words if re.search(r"=\s*interval\(", word)), None)
+        if interval is not None:
+            raise RefusedError(f"{interval} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the values.")
         return
     if settings.objective is None:
         raise RefusedError(

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import yaml
@@ -27,7 +28,7 @@ from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
 from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
 from ddpexp.sweep.files import number_of
-from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, latest, words_of
+from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, key_of, latest, words_of
 from ddpexp.sweep.hydra_sweeper import Ended, is_grid
 from ddpexp.sweep.job import Planned, Started, start
 from ddpexp.sweep.settings import Settings
@@ -38,7 +39,6 @@ from ddpexp.sweep.view import View
 _LOOK_SECONDS = 0.5
 _MORE_SECONDS = 15.0  # than the jobs' grace, until they are killed
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-_FINAL = ("done", "stopped")  # how a job ends that is not run again
 
 
 @dataclass
@@ -97,12 +97,12 @@ class Scheduler:
         """
         jobs = list({job.number: job for job in map(self._plan, batch)}.values())
         if not jobs:
-            raise RefusedError("the sweep has no jobs.")
+            swept = " ".join(word for word in self._swept.words if key_of(word) in self._keys)
+            raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
         submitter = self._submitter(jobs)
         if submitter is not None and submitter.dry_run:
             submitter.submit(self._trainings([job for job in jobs if job.submits]), self.folder.path, lambda place, job_id: None)
             return [Ended("submitted") for _ in batch]
-        self._begin(jobs)
         there = self._submitted_before(jobs)
         waiting: deque[Planned] = deque()
         for job in jobs:
@@ -112,9 +112,12 @@ class Scheduler:
             else:
                 self.ended[job.number] = known
         submitted = [job for job in waiting if job.submits]
+        here = deque(job for job in waiting if not job.submits)
+        self._prepare(here)  # data that cannot be had is refused without a trace
+        self._begin(jobs)
         if submitter is not None and submitted:
             self._submit(submitter, submitted)
-        self._run(deque(job for job in waiting if not job.submits))
+        self._run(here)
         if submitter is not None and submitter.wait and self._stopped_by is None:
             self._follow(submitter, jobs)
         if self._stopped_by is not None:
@@ -195,7 +198,8 @@ class Scheduler:
         if self._record is None:
             self.folder.logs.mkdir(exist_ok=True)
             asked = {"words": list(self._swept.words), "options": self._options}
-            say(f"sweep of {len(jobs)} jobs on {self._slots} in {rundir.relative(self.folder.path)}")
+            of = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}"
+            say(f"sweep of {of} on {self._slots} in {rundir.relative(self.folder.path)}")
             rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
             self._record = Record(self.folder)
             facts = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
@@ -308,7 +312,6 @@ class Scheduler:
     def _run(self, waiting: deque[Planned]) -> None:
         if not waiting:
             return
-        self._prepare(waiting)
         with selectors.DefaultSelector() as selector, signals_as_bytes() as signals:
             selector.register(signals, selectors.EVENT_READ, "signals")
             while waiting or self._running:
@@ -441,7 +444,7 @@ class Scheduler:
         status = job.run.status() if rundir.is_ours(job.run.path) else None
         if code == EXIT_DONE:
             return Ended("done", self._objective(job))
-        if status == "interrupted":
+        if status == "interrupted" and code != EXIT_REFUSED:
             return Ended("interrupted", self._objective(job), "it was stopped by a signal, and saved")
         return Ended("failed", self._objective(job), self._why(job, code))
 
@@ -450,17 +453,19 @@ class Scheduler:
         if code < 0:
             known = -code in set(signal.Signals)  # most real-time signals have no name
             return f"its command was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+        if code != EXIT_REFUSED or job.submits:  # a start that is refused leaves what an earlier one has written
+            with suppress(RefusedError, KeyError):
+                found = job.run.read(job.run.error)
+                where = f"rank {found['rank']}: " if code != EXIT_REFUSED else ""
+                return " ".join(f"{where}{found['kind']}: {found['message']}".split())
+        if job.submits:  # it has its log with it
+            return f"exit code {code}"
+        log = self.folder.log(job.number)
         try:
-            found = job.run.read(job.run.error)
-            where = f"rank {found['rank']}: " if code != EXIT_REFUSED else ""
-            return " ".join(f"{where}{found['kind']}: {found['message']}".split())
-        except (RefusedError, KeyError):
-            log = self.folder.log(job.number)
-            try:
-                lines = log.read_text(errors="replace").splitlines() if code else []
-            except OSError as error:  # what keeps it from being written ends the job
-                return f"exit code {code}, and its log {rundir.relative(log)} cannot be read: {error.strerror}"
-            return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
+            lines = log.read_text(errors="replace").splitlines()
+        except OSError as error:  # what keeps it from being written ends the job
+            return f"exit code {code}, and its log {rundir.relative(log)} cannot be read: {error.strerror}"
+        return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
 
     def _objective(self, job: Planned) -> float | None:
         """Return the objective as of the last evaluation; of other metrics, the last record. Nan where it was not finite."""

@@ -52,7 +52,9 @@ def table(argv: Sequence[str]) -> int:
     rows = asked.rows(goal.metric)
     known = tables.metrics_of(rows)
     if goal.metric is not None and known and all(row.objective is None for row in rows):
-        raise RefusedError(f"sweep.objective={goal.metric}: none of these has recorded that.{did_you_mean(goal.metric, known)}")
+        raise RefusedError(
+            f"sweep.objective={goal.metric}: none of these has recorded that.{did_you_mean(goal.metric, known, 'sweep.objective=')}"
+        )
     tables.show(tables.render(rows, goal, tables.limit()))
     if goal.metric is None and known:
         say(f"to have the best marked: sweep.objective={known[0]}, with sweep.mode=max where more is better", sys.stdout)

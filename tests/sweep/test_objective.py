@@ -40,6 +40,14 @@ def test_a_trial_that_fails_is_told_to_optuna_and_listed(sweeps: Sweeps) -> None
     assert "13 units bring bad luck" in sweep.err
 
 
+def test_a_study_in_which_every_trial_fails_is_a_failure_and_no_traceback(sweeps: Sweeps) -> None:
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.max_failure_rate=1", "sweep.objective=eval/loss")
+    sweep = sweeps(*words, "model._target_=points.Wide", "model.hidden=13", "optimizer.lr=interval(0.1,0.2)")
+    assert sweep.code == 1
+    assert "ddpexp: 2 of 2 jobs failed:" in sweep.err
+    assert "Traceback" not in sweep.err
+
+
 def test_an_objective_that_no_job_reports_is_told_at_once_with_the_right_word(sweeps: Sweeps) -> None:
     sweep = sweeps("sweep.objective=eval/acuracy", "sweep.mode=max", "trainer.seed=0,1,2")
     assert sweep.code == 1
@@ -54,6 +62,10 @@ def test_an_objective_that_no_job_reports_is_told_at_once_with_the_right_word(sw
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (
+            ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "sweep.objective=eval/loss"),
+            r"ddpexp: hydra/sweeper=optuna does not take one of: .*hydra\.sweeper\.n_trials=0",
+        ),
         (("hydra/sweeper=optuna",), r"hydra/sweeper chooses jobs by their results: say by which with sweep\.objective="),
         (("hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "sweep.mode=max"),
          r"hydra\.sweeper\.direction=minimize and sweep\.mode=max contradict"),

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from ddpexp.sweep import picture
@@ -67,6 +69,17 @@ def test_any_number_of_jobs_is_drawn(tmp_path: Path, jobs: int) -> None:
     width, height = size(tmp_path / "sweep.png")
     assert (width, height > 800) == (1500, jobs > 1)
     assert BEST in colors(tmp_path / "sweep.png")
+
+
+def test_the_only_job_of_a_value_stands_at_its_tick(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    for rate in ("0.1", "0.2"):
+        made.job(f"optimizer.lr={rate}")
+    figure = Figure(layout="constrained")
+    picture._compose(figure, rows_of(made.path), "eval/loss", None)
+    panel = next(axes for axes in figure.get_axes() if axes.get_xlabel() == "optimizer.lr")
+    dots = [float(x) for collection in panel.collections for x, _ in np.asarray(collection.get_offsets())]
+    assert sorted(dots) == [0.0, 1.0]
 
 
 def test_without_a_mode_none_is_the_best(tmp_path: Path) -> None:

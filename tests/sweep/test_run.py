@@ -112,6 +112,29 @@ def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_s
     assert again.results()["0000_trainer.seed=0"]["weights_sha256"] == alone
 
 
+def test_a_job_that_refuses_to_go_on_says_why(sweeps: Sweeps) -> None:
+    process, path = sweeps.start("task._target_=points.Paced", "trainer.epochs=8", "trainer.seed=0,1")
+    wait_for(lambda: sum(len(file.read_text().splitlines()) > 2 for file in path.glob("*/metrics.jsonl")) == 2)
+    process.send_signal(signal.SIGINT)
+    finish(process, path)
+    again = sweeps.again(path, "trainer.max_steps=1")
+    assert again.code == 1
+    assert (
+        len(re.findall(r"^  000\d_trainer.seed=\d: the run is at step \d+ and would end after step 1", again.err, re.MULTILINE))
+        == 2
+    )
+    assert "signal" not in again.err
+
+
+def test_a_signal_before_the_first_job_leaves_nothing_and_promises_nothing(sweeps: Sweeps) -> None:
+    process, path = sweeps.start("trainer.seed=range(5000)")
+    wait_for((path / "lock").exists)
+    process.send_signal(signal.SIGTERM)
+    sweep = SweepDone(finish(process, path), path)
+    assert (sweep.code, sweep.err) == (143, "ddpexp: interrupted by SIGTERM; nothing was started\n")
+    assert not path.exists()
+
+
 @pytest.mark.fault(67)
 def test_after_sigkill_nothing_lives_and_no_finished_job_is_run_again(sweeps: Sweeps) -> None:
     words = ("task._target_=points.Paced", "trainer.epochs=1,8", "trainer.seed=0,1")
@@ -182,11 +205,27 @@ BAD = [
     (("sweep.retries=1,2",), r"sweep\.retries is a setting of the sweep itself: give it one value"),
     (("trainer.seed=0,1", "sweep.slot=3"), r"sweep\.slot is not a known key\. Did you mean sweep\.slots"),
     (("trainer.seed=0,1", "sweep.slots=0"), r"sweep\.slots=0 runs nothing"),
-    (("trainer.seed=range(0)",), r"the sweep has no jobs"),
+    (
+        ("trainer.seed=0,1", "hydra.sweeper.max_batch_size=x"),
+        r"^ddpexp: hydra\.sweeper\.max_batch_size=x: Value 'x' .*to Integer\.$",
+    ),
+    (
+        ("trainer.seed=0,1", "hydra.sweeper.max_batch_size=0"),
+        r"^ddpexp: hydra/sweeper=basic does not take one of: .*hydra\.sweeper\.max_batch_size=0",
+    ),
+    (("trainer.seed=0,1", "sweep=null"), r"^ddpexp: sweep=null: sweep is a section: set its keys"),
+    (("trainer.seed=0,1", "hydra.sweeper=null"), r"^ddpexp: hydra\.sweeper=null: hydra\.sweeper is a section"),
+    (("trainer.seed=0,1", "hydra/sweeper=null"), r"^ddpexp: hydra/sweeper=null: every sweep needs one"),
+    (("trainer.seed=0,1", "hydra.sweep.dir=${oc.env:NOT_SET}"), r"^ddpexp: hydra\.sweep\.dir is read from the environment"),
+    (("model=1,2",), r"^ddpexp: model=1 is not a known option\."),
+    (
+        ("optimizer.lr=0.1", "trainer.seed=range(0)"),
+        r"^ddpexp: the sweep has no jobs: one of trainer\.seed=range\(0\) gives no value\.$",
+    ),
     (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env does not go with -m"),
     (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi does not go with -m"),
     (("trainer.seed=0,1", "trainer.nodes=2"), r"trainer\.nodes=2 with launcher=spawn wants a command on every machine"),
-    (("trainer.seed=interval(0,1)",), r"BasicSweeper does not support sweep type"),
+    (("trainer.seed=interval(0,1)",), r"^ddpexp: trainer\.seed=interval\(0,1\) wants a sweeper .*: add hydra/sweeper=optuna"),
 ]
 
 
@@ -199,6 +238,13 @@ def test_what_is_wrong_is_refused_before_anything_starts_and_leaves_nothing(
     assert re.search(says, sweep.err), sweep.err
     assert "Traceback" not in sweep.err
     assert not sweep.path.exists()
+
+
+def test_data_that_cannot_be_had_is_refused_and_leaves_nothing(sweeps: Sweeps) -> None:
+    done = sweeps.recipe.ddpexp("-m", "data.root=nowhere", "data.source=files", "trainer.seed=0,1", "hydra.sweep.dir=made/here")
+    assert done.code == 2
+    assert re.fullmatch(r"ddpexp: data\.root=\S+nowhere .*\n", done.err), done.err
+    assert not (sweeps.recipe.ddpexp.folder / "made").exists()
 
 
 def test_settings_of_sweeps_without_a_sweep_are_refused(sweeps: Sweeps) -> None:

@@ -86,7 +86,10 @@ def test_a_directory_that_cannot_be_written_is_said_and_the_table_is_shown(tmp_p
         (["table"], "table of what?"),
         (["table", "SWEEP", "sweep.objectve=eval/loss"], "Did you mean sweep.objective?"),
         (["table", "SWEEP", "sweep.mode=least"], "sweep.mode=least is not one of min, max."),
-        (["table", "SWEEP", "sweep.objective=eval/los"], "none of these has recorded that. Did you mean eval/loss?"),
+        (
+            ["table", "SWEEP", "sweep.objective=eval/los"],
+            "none of these has recorded that. Did you mean sweep.objective=eval/loss?",
+        ),
         (["table", "SWEEP", "--uot", "x"], "Did you mean --out?"),
         (["table", "SWEEP", "--out"], "--out needs a folder"),
         (["table", "SWEPE"], "there is no such directory. Did you mean ./SWEEP?"),
