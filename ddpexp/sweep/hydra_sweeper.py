@@ -13,7 +13,7 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddpexp.config.compose import Swept, one_sentence
-from ddpexp.errors import DdpexpError
+from ddpexp.errors import DdpexpError, RefusedError
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,11 @@ class _Launcher:
 
     def __init__(self, run_batch: RunBatch, counts_failures: bool) -> None:
         self._run_batch, self._counts_failures = run_batch, counts_failures
+        self.began = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs of a batch and return their objectives."""
+        self.began = True
         ended = self._run_batch(job_overrides)
         return [self._returned(words, one) for words, one in zip(job_overrides, ended, strict=True)]
 
@@ -66,6 +68,10 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
                 config=cfg, hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_batch
             )
             sweeper.sweep(arguments=[str(word) for word in words])
+        except OSError as error:
+            if launcher.began:
+                raise
+            raise RefusedError(f"hydra.sweep.dir={folder} cannot be written: {error.strerror}.") from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
 
