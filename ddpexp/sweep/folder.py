@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import yaml
 
 from ddpexp import rundir
 from ddpexp.errors import RefusedError
+from ddpexp.launch.terminal import say
 from ddpexp.rundir import open_to_append
 from ddpexp.secrets import masked_tree
 
@@ -83,6 +85,14 @@ class SweepDir:
         if self.logs.is_dir() and not self.logs.is_symlink():
             yield from ((path, ["a file"]) for path in self.logs.iterdir())
 
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Make one sentence of what keeps the directory from being written."""
+        try:
+            yield
+        except OSError as error:
+            raise RefusedError(f"hydra.sweep.dir={self.path} cannot be written: {error.strerror}.") from None
+
     def log(self, number: int) -> Path:
         """Return the file of what a job's command has printed."""
         return self.logs / f"{number:04d}.log"
@@ -118,18 +128,24 @@ class Record:
     def __init__(self, folder: SweepDir) -> None:
         """Open the file to go on at its end, on a line of its own."""
         cut_off = folder.record.is_file() and folder.record.read_bytes()[-1:] not in (b"", b"\n")
-        self._file = open_to_append(folder.record)
+        self._file, self._failed = open_to_append(folder.record), False
         if cut_off:
             self._file.write("\n")
 
     def add(self, event: str, **facts: Any) -> None:
-        """Write one event."""
-        self._file.write(json.dumps(masked_tree({"event": event, "time": time.time(), **facts})) + "\n")
-        self._file.flush()
+        """Write one event; where that cannot be done now, as on a full disk, it is tried again with the next one."""
+        try:
+            self._file.write(json.dumps(masked_tree({"event": event, "time": time.time(), **facts})) + "\n")
+            self._file.flush()
+        except OSError as error:  # the jobs' own files say how far they are
+            if not self._failed:
+                say(f"ddpexp: warning: {self._file.name} cannot be written ({error.strerror}): what happens is not recorded")
+            self._failed = True
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with suppress(OSError):
+            self._file.close()
 
 
 def job_name(number: int, overrides: Sequence[str]) -> str:

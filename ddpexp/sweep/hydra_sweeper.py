@@ -34,10 +34,11 @@ class _Launcher:
 
     def __init__(self, run_batch: RunBatch, counts_failures: bool) -> None:
         self._run_batch, self._counts_failures = run_batch, counts_failures
-        self.has_run = False
+        self.began = self.has_run = False  # a batch
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run the jobs of a batch and return their objectives."""
+        self.began = True
         ended = self._run_batch(job_overrides)
         self.has_run = True
         return [self._returned(words, one) for words, one in zip(job_overrides, ended, strict=True)]
@@ -70,11 +71,17 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
                 config=cfg, hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_batch
             )
             sweeper.sweep(arguments=[str(word) for word in words])
+        except OSError as error:
+            if launcher.began:
+                raise
+            raise RefusedError(f"hydra.sweep.dir={folder} cannot be written: {error.strerror}.") from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
         except (AssertionError, ValueError) as error:
             if launcher.has_run:  # Optuna, whose best trial of none that went well this is: the sweep itself says what failed
                 return
+            if launcher.began:
+                raise
             raise RefusedError(_refusal(swept, error)) from None
 
 

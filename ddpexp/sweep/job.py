@@ -133,8 +133,15 @@ def _be(
     except BaseException:
         traceback.print_exc()
     finally:
+        _leave(code)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process whatever becomes of its last words: what this one went on with would be the sweep, a second time."""
+    try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+    finally:
         os._exit(code)
 
 
@@ -147,5 +154,6 @@ def _run(job: Planned, options: Sequence[str], channel: socket.socket | None) ->
     try:
         return command.launch(job.experiment.launcher, job.training(options), server)
     finally:
+        command.hear_no_more_signals()  # it has ended
         if server is not None:
             server.close()

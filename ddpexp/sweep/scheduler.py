@@ -196,12 +196,13 @@ class Scheduler:
     def _begin(self, jobs: Sequence[Planned]) -> None:
         """Write down what is asked; from here on the directory is a sweep's."""
         if self._record is None:
-            self.folder.logs.mkdir(exist_ok=True)
             asked = {"words": list(self._swept.words), "options": self._options}
             of = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}"
             say(f"sweep of {of} on {self._slots} in {rundir.relative(self.folder.path)}")
-            rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
-            self._record = Record(self.folder)
+            with self.folder.refusing():
+                self.folder.logs.mkdir(exist_ok=True)
+                rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
+                self._record = Record(self.folder)
             facts = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
             self._record.add(
                 "sweep", words=list(self._swept.words), **facts, objective=self.settings.objective, mode=self.settings.mode

@@ -1,0 +1,55 @@
+"""The process of a job: it is no second sweep, whatever becomes of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpexp.sweep.folder import Record, SweepDir
+from tests.conftest import finish
+from tests.sweep.conftest import Sweeps
+
+PROGRAM = """\
+from pathlib import Path
+from ddpexp.sweep import job
+job._run = lambda *_: print("last words", end="") or 3
+print(job.start(None, (), None, {}, Path("/dev/full")).wait())
+"""
+
+
+def test_a_job_that_cannot_write_its_last_words_ends_all_the_same(environ: dict[str, str]) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=30)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+def test_a_record_that_cannot_be_written_is_told_once_and_ends_no_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = Record(SweepDir(tmp_path))
+    record.close()
+    record._file = open("/dev/full", "w")  # noqa: SIM115
+    record.add("sweep")
+    record.add("planned", job=0)
+    record.close()
+    assert capsys.readouterr().err == (
+        "ddpexp: warning: /dev/full cannot be written (No space left on device): what happens is not recorded\n"
+    )
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize("room", ["4k", "8k", "12k"])
+def test_a_sweep_on_a_full_disk_is_refused_in_one_sentence(sweeps: Sweeps, tmp_path: Path, room: str) -> None:
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "none", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"a file system cannot be mounted here: {done.stderr}")
+    try:
+        process, path = sweeps.start("trainer.seed=0,1", path=place / "sweep")
+        ended = finish(process, path)
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+    assert ended.code == 2
+    [said] = [line for line in ended.err.splitlines() if not line.startswith("sweep of ")]
+    assert "cannot be written: No space left on device" in said
