@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -128,6 +129,12 @@ class Sweeps:
         done = self.recipe("trainer.threads=1", *words)
         assert done.code == 0, done.err
         return str(done.result()["weights_sha256"])
+
+
+@pytest.fixture(autouse=True)
+def _cluster(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("slurm") and "SLURM_CONF" not in os.environ:
+        pytest.skip("SLURM_CONF is not set: there is no Slurm cluster to run on")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tests.points import wait_for
 from tests.sweep.conftest import SweepDone, Sweeps
 
 
+@pytest.mark.slow
 def test_elastic_jobs_have_slots_too(sweeps: Sweeps) -> None:
     sweep = sweeps("launcher=elastic", "trainer.gpus=1", "trainer.seed=0,1")
     assert sweep.code == 0, sweep.err
