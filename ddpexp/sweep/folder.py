@@ -210,7 +210,10 @@ def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
         found = yaml.safe_load(folder.asked.read_text())
         words, options = found["words"], found["options"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
-        raise RefusedError(f"{folder.asked} cannot be read: {error}.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RefusedError(
+            f"{folder.asked} cannot be read ({reason}): type the sweep's own words again, with hydra.sweep.dir={folder.path}."
+        ) from None
     if not all(isinstance(part, list) and all(isinstance(word, str) for word in part) for part in (words, options)):
         raise RefusedError(f"{folder.asked} cannot be read: it holds no words.")
     for word in words:

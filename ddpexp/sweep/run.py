@@ -21,7 +21,7 @@ from ddpexp.sweep.scheduler import Scheduler, SweepFailed
 from ddpexp.sweep.settings import Settings, settings_of
 from ddpexp.sweep.view import View
 
-_FINAL = ("done", "stopped", "submitted")  # how a job ends that is not run again
+_FINAL = ("done", "stopped")  # how a job ends that is not run again
 
 
 def run_sweep(swept: Swept, server: Server | None) -> int:

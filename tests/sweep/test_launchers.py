@@ -38,6 +38,14 @@ def test_the_launcher_can_be_swept_and_the_login_node_submits_the_rest_as_one_ar
 
 
 @pytest.mark.slurm
+def test_what_is_submitted_is_not_counted_as_done(sweeps: Sweeps) -> None:
+    sweep = sweeps("launcher=spawn,slurm", "model._target_=points.Wide", "model.hidden=13")
+    assert sweep.code == 1
+    assert "ddpexp: 1 of 2 jobs failed:" in sweep.err
+    assert "\n0 of 2 jobs are done\n" in sweep.err
+
+
+@pytest.mark.slurm
 def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: Sweeps) -> None:
     words = ("launcher=slurm", "launcher.array_parallelism=1", "model._target_=points.Wide", "task._target_=points.Paced",
              "trainer.epochs=4", "model.hidden=13,8", "launcher.wait=true")  # fmt: skip

@@ -1,0 +1,19 @@
+"""The sweep on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpexp.errors import RefusedError
+from ddpexp.sweep.folder import SweepDir, asked_of
+
+
+def test_words_that_are_lost_are_one_sentence_with_what_to_type(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError) as error:
+        asked_of(SweepDir(tmp_path))
+    why = "No such file or directory"
+    assert str(error.value) == (
+        f"{tmp_path}/sweep.yaml cannot be read ({why}): type the sweep's own words again, with hydra.sweep.dir={tmp_path}."
+    )
