@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from hydra._internal.callbacks import Callbacks
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import RangeSweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
@@ -15,6 +18,8 @@ from omegaconf import OmegaConf, open_dict
 from ddpexp.config.compose import Swept, one_sentence
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import key_of
+
+_MOST = 100_000  # jobs of a grid
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,27 @@ def _refusal(swept: Swept, error: Exception) -> str:
     typed = " ".join(word for word in swept.words if word.startswith("hydra.sweeper.") or key_of(word) in swept.keys)
     why = " ".join(str(error).split()).rstrip(".")
     return f"hydra/sweeper={name} does not take one of: {typed}{f' ({why})' if why else ''}."
+
+
+def refuse_endless(swept: Swept) -> None:
+    """Look at how many jobs a grid has before Hydra makes a list of them, which a typo in a range makes larger than memory.
+
+    Raises:
+        RefusedError: more than any machine trains.
+    """
+    if not is_grid(swept):
+        return  # others draw from a range
+    params = swept.cfg.hydra.sweeper.get("params") or {}
+    words = [*(f"{key}={value}" for key, value in params.items()), *map(str, swept.cfg.hydra.overrides.task)]
+    count = 1
+    with one_sentence():
+        for one in OverridesParser.create(swept.loader).parse_overrides(words):
+            if one.is_sweep_override() and one.is_discrete_sweep():
+                value = one.value()
+                values = iter(value.range()) if isinstance(value, RangeSweep) else one.sweep_iterator()
+                count *= sum(1 for _ in islice(values, _MOST + 1))
+            if count > _MOST:
+                raise RefusedError(f"{one.input_line} makes this a sweep of more than {_MOST:,} jobs: use fewer values.")
 
 
 def is_grid(swept: Swept) -> bool:

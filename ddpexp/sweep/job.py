@@ -83,6 +83,8 @@ def start(job: Planned, options: Sequence[str], server: Server | None, environ: 
     """Start the process of a job: a fork of this one, which has everything imported and no torch.
 
     `server` forks it a server of its own, where its launcher can use one; what it prints goes to `log`.
+
+    Raises: OSError.
     """
     channel = None
     if server is not None and job.forks_here:
@@ -99,9 +101,14 @@ def start(job: Planned, options: Sequence[str], server: Server | None, environ: 
             _be(job, options, channel, environ, log, parent)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
-    if channel is not None:
-        channel.close()
-    return Started(pid, os.pidfd_open(pid))
+        if channel is not None:
+            channel.close()
+    try:
+        return Started(pid, os.pidfd_open(pid))
+    except OSError:
+        os.kill(pid, signal.SIGKILL)  # nobody would hear of its end
+        os.waitpid(pid, 0)
+        raise
 
 
 def _be(

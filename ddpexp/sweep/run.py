@@ -15,7 +15,7 @@ from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.terminal import say
 from ddpexp.sweep.folder import SweepDir
-from ddpexp.sweep.hydra_sweeper import is_grid, sweep_with
+from ddpexp.sweep.hydra_sweeper import is_grid, refuse_endless, sweep_with
 from ddpexp.sweep.rows import Goal
 from ddpexp.sweep.scheduler import Scheduler, SweepFailed
 from ddpexp.sweep.settings import Settings, settings_of
@@ -34,6 +34,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     for warning in swept.warnings:
         say(f"ddpexp: warning: {warning}")
     _refuse_sweeper(swept, settings)
+    refuse_endless(swept)
     parents = [place for place in Path(str(swept.cfg.hydra.sweep.dir)).parents if not place.exists()]
     folder, made = _folder(swept)
     held = None

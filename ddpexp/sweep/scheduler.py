@@ -22,6 +22,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, Fin
 from ddpexp.launch import Job, Launcher, Submitter
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.layout import resolve
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.slurm_commands import ENDED, states
 from ddpexp.launch.supervise import signals_as_bytes
 from ddpexp.launch.terminal import say
@@ -340,12 +341,21 @@ class Scheduler:
             slots = self._slots.take(job.workers, job.on_gpus)
             if slots is None:
                 continue
+            environ = self._slots.environ(slots, job.on_gpus) if job.workers is not None else {}
+            server = self._warm(selector) if job.forks_here else None
+            try:
+                process = start(job, self._options, server, environ, self.folder.log(job.number))
+            except OSError as error:  # no more processes, or files
+                self._slots.give_back(slots)
+                if self._running:
+                    return  # there may be room when one of these has ended
+                waiting.remove(job)
+                text = f"its process could not be started: {said_with_limit(error)}"
+                self._write_end(job, Ended("failed", None, text), EXIT_FAILED, None)
+                continue
             waiting.remove(job)
             self.ended.pop(job.number, None)
             attempt = self._attempts[job.number] = self._attempts.get(job.number, 0) + 1
-            environ = self._slots.environ(slots, job.on_gpus) if job.workers is not None else {}
-            server = self._warm(selector) if job.forks_here else None
-            process = start(job, self._options, server, environ, self.folder.log(job.number))
             self._running[job.number] = _Running(job, attempt, slots, process)
             selector.register(process.handle, selectors.EVENT_READ, job.number)
             assert self._record is not None

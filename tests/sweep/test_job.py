@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,35 @@ def test_a_sweep_on_a_full_disk_is_refused_in_one_sentence(sweeps: Sweeps, tmp_p
     assert ended.code == 2
     [said] = [line for line in ended.err.splitlines() if not line.startswith("sweep of ")]
     assert "cannot be written: No space left on device" in said
+
+
+SCARCE = """\
+import os, sys
+refused = set(map(int, sys.argv.pop(1).split(",")))  # of the forks; the system's own refusal comes when it likes
+fork, calls = os.fork, []
+def scarce():
+    calls.append(1)
+    if len(calls) in refused:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+    return fork()
+os.fork = scarce
+from ddpexp.__main__ import run
+run()
+"""
+
+
+@pytest.mark.fault(23)
+@pytest.mark.parametrize(("refused", "code"), [("2,3", 0), ("1", 1)])
+def test_a_job_that_cannot_be_started_waits_for_those_that_run_and_else_fails(sweeps: Sweeps, refused: str, code: int) -> None:
+    words, path = sweeps.words("trainer.seed=0,1")
+    program = [sys.executable, "-c", SCARCE, refused, *words]
+    folder, environ = sweeps.recipe.ddpexp.folder, sweeps.recipe.ddpexp.environ
+    done = subprocess.run(program, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    ended = [
+        (event["job"], event["status"])
+        for event in map(json.loads, (path / "sweep.jsonl").read_text().splitlines())
+        if event["event"] == "ended"
+    ]
+    assert sorted(ended) == [(0, "failed" if code else "done"), (1, "done")]
+    assert code == 0 or "its process could not be started: Resource temporarily unavailable" in done.stderr

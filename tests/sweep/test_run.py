@@ -253,7 +253,7 @@ def test_settings_of_sweeps_without_a_sweep_are_refused(sweeps: Sweeps) -> None:
 
 
 def test_two_sweeps_in_one_directory_are_refused_and_the_first_goes_on(sweeps: Sweeps) -> None:
-    process, path = sweeps.start("task._target_=points.Paced", "trainer.epochs=4", "trainer.seed=0,1")
+    process, path = sweeps.start("task._target_=points.Paced", "trainer.epochs=24", "trainer.seed=0,1")
     wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
     second = sweeps("trainer.seed=5,6", path=path)
     assert second.code == 2

@@ -156,3 +156,13 @@ def test_a_record_that_no_run_writes_is_no_point_of_a_curve(tmp_path: Path, line
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{line}\n{{"step": 2, "eval/loss": 0.5}}\n')
     assert curve_of(path, "eval/loss") == [(2, 0.5)]
+
+
+@pytest.mark.parametrize(
+    "words", [["trainer.seed=range(100000000000)"], ["trainer.seed=range(1000)", "optimizer.lr=range(0.1,99,0.1)"]]
+)
+def test_a_grid_larger_than_memory_is_refused_at_once(sweeps: Sweeps, words: list[str]) -> None:
+    done = sweeps(*words, timeout=20)
+    assert done.code == 2
+    assert f"{words[-1]} makes this a sweep of more than 100,000 jobs" in done.err
+    assert not done.path.exists()
