@@ -115,6 +115,11 @@ class Swept:
     config_dir: str | None
     warnings: tuple[str, ...]
 
+    @property
+    def sweeper(self) -> str:
+        """Return which sweeper was chosen, as it is typed."""
+        return f"hydra/sweeper={self.cfg.hydra.runtime.choices['hydra/sweeper']}"
+
 
 def compose_sweep(argv: list[str]) -> Swept:
     """Compose what a sweep's jobs have in common.

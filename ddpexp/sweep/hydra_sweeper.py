@@ -92,10 +92,9 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
 
 def _refusal(swept: Swept, error: Exception) -> str:
     """Say in a sentence what a sweeper does not take, for which it has no more than a check."""
-    name = swept.cfg.hydra.runtime.choices["hydra/sweeper"]
     typed = " ".join(word for word in swept.words if word.startswith("hydra.sweeper.") or key_of(word) in swept.keys)
     why = " ".join(str(error).split()).rstrip(".")
-    return f"hydra/sweeper={name} does not take one of: {typed}{f' ({why})' if why else ''}."
+    return f"{swept.sweeper} does not take one of: {typed}{f' ({why})' if why else ''}."
 
 
 def refuse_endless(swept: Swept) -> None:

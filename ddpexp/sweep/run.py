@@ -49,9 +49,12 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             if sweep.began:  # and not only shown what it would do
                 view.finish()
         except StoppedError as error:
-            if error.quiet or not sweep.began:
+            if not sweep.began:
                 raise
-            raise StoppedError(error.signum, _how_to_go_on(sweep)) from None
+            if not error.quiet:
+                raise StoppedError(error.signum, _how_to_go_on(sweep)) from None
+            say(f"ddpexp: {_how_to_go_on(sweep)}")  # what goes on without this command is told
+            raise
         finally:
             view.close()
         return _told_end(sweep)
@@ -108,10 +111,15 @@ def _told_end(sweep: Scheduler) -> int:
         lines = [f"{len(failed)} of {len(sweep.planned)} jobs failed:"]
         lines += [f"  {name}: {one.message}" for name, one in failed]
         raise SweepFailed("\n".join([*lines, _how_to_go_on(sweep)]))
+    if (lost := sweep.lost_objective()) is not None:
+        raise SweepFailed(lost)
     submitted = sum(one.status == "submitted" for _, one in ended)
     if submitted:
         say(f"{submitted} of {len(sweep.planned)} jobs are submitted; how far they are: python -m ddpexp status "
             f"{rundir.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
+    if forgotten := sweep.forgotten():
+        say(f"ddpexp: warning: {len(forgotten)} of the directory's jobs are not finished, and not among these words: "
+            f"{', '.join(forgotten[:3])}{', ...' if len(forgotten) > 3 else ''}")  # fmt: skip
     return EXIT_DONE
 
 

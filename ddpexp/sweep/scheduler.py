@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import yaml
 
@@ -123,14 +124,22 @@ class Scheduler:
             self._follow(submitter, jobs)
         if self._stopped_by is not None:
             raise StoppedError(self._stopped_by)
-        self._refuse_lost_objective(jobs)
+        if not self._grid and (lost := self.lost_objective()) is not None:
+            raise SweepFailed(lost)
         return [self.ended.get(self._plan(words).number, Ended("waiting")) for words in batch]
 
-    def _refuse_lost_objective(self, jobs: Sequence[Planned]) -> None:
-        """Raises SweepFailed where none of the jobs that ended well reports the objective."""
-        done = [job for job in jobs if job.number in self.ended and self.ended[job.number].status == "done"]
-        if self.settings.objective is not None and done and all(self.ended[job.number].objective is None for job in done):
-            raise SweepFailed(f"{self._no_objective(done[0])} The jobs are done; `ddpexp table` shows them by another one.")
+    def lost_objective(self) -> str | None:
+        """Say that none of the jobs that ended well reports the objective; None where one does, or none was asked for."""
+        done = [self.planned[number] for number, ended in self.ended.items() if ended.status == "done"]
+        if self.settings.objective is None or not done or any(self.ended[job.number].objective is not None for job in done):
+            return None
+        place = rundir.typed(self.folder.path)
+        return f"{self._no_objective(done[0])} The jobs are done: python -m ddpexp table {place} sweep.objective=... shows them."
+
+    def forgotten(self) -> list[str]:
+        """Return the names of jobs of earlier starts that are not finished and that this start has not been asked for."""
+        ended = {job for job, event in latest(self._earlier, "ended").items() if event.get("status") in ("done", "stopped")}
+        return [name for job, name in self._names.items() if job not in self.planned and job not in ended]
 
     def _no_objective(self, job: Planned) -> str:
         assert self.settings.objective is not None
@@ -163,7 +172,14 @@ class Scheduler:
         except RefusedError as error:
             raise RefusedError(f"{error} (job {name})") from None
         submits = isinstance(experiment.launcher, Submitter) and experiment.launcher.submits
-        return Planned(number, name, own, tuple(words), experiment, composed.text, run, workers, on_gpus, submits)
+        job = Planned(number, name, own, tuple(words), experiment, composed.text, run, workers, on_gpus, submits)
+        self._refuse_lost_weights(job)
+        return job
+
+    def _refuse_lost_weights(self, job: Planned) -> None:
+        source = job.experiment.run.init_from
+        if source is not None and not Path(source).exists() and not resume.has_checkpoint(job.run):
+            raise RefusedError(f"run.init_from={source}: there is no such file. (job {job.name})")
 
     @property
     def _keys(self) -> frozenset[str]:
@@ -198,8 +214,9 @@ class Scheduler:
         """Write down what is asked; from here on the directory is a sweep's."""
         if self._record is None:
             asked = {"words": list(self._swept.words), "options": self._options}
-            of = f"{len(jobs)} job{'s' if len(jobs) > 1 else ''}"
-            say(f"sweep of {of} on {self._slots} in {rundir.relative(self.folder.path)}")
+            of = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper}"
+            where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
+            say(f"sweep {of}{where} in {rundir.relative(self.folder.path)}")
             with self.folder.refusing():
                 self.folder.logs.mkdir(exist_ok=True)
                 rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))

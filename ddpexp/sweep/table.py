@@ -170,8 +170,8 @@ def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
     return [rows[place] for place in _sorted([row.objective for row in rows], goal)]
 
 
-def render(rows: Sequence[Row], goal: Goal, limit: int | None = None) -> RenderableType:
-    """Return the tables of jobs for the terminal, the best first, at most `limit` rows of them."""
+def render(rows: Sequence[Row], goal: Goal, limit: int | None = None, messages: int = _MESSAGES) -> RenderableType:
+    """Return the tables of jobs for the terminal, the best first, at most `limit` rows of them, and some messages."""
     from rich.console import Group as Lines
     from rich.text import Text
 
@@ -183,7 +183,7 @@ def render(rows: Sequence[Row], goal: Goal, limit: int | None = None) -> Rendera
     seeds = seeds_grid(rows, goal)
     if seeds is not None:
         parts += ["", Fitted(seeds)]
-    return Lines(*parts, "", *summary(rows, goal))
+    return Lines(*parts, "", *summary(rows, goal, messages))
 
 
 def live(rows: Sequence[Row], goal: Goal, height: int) -> RenderableType:

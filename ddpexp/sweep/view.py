@@ -76,7 +76,7 @@ class View:
         """Show the table as it is in the end, and write it and the picture into the sweep's directory."""
         self._take_away()
         rows = self._reader.rows()
-        tables.show(tables.render(rows, self._goal, tables.limit()))
+        tables.show(tables.render(rows, self._goal, tables.limit(), messages=0))  # what failed is listed below
         try:
             tables.save(self._folder.path, rows, self._goal)
         except OSError as error:

@@ -79,6 +79,7 @@ def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
     assert len(sweep.events("started")) == 2
     again = sweeps.again(sweep.path, "model.hidden=8,9")
     assert again.code == 0, again.err
+    assert "1 of the directory's jobs are not finished, and not among these words: 0001_model.hidden=13\n" in again.err
     assert {path.name: (path / "result.json").read_text().count('"done"') for path in again.jobs()} == {
         "0000_model.hidden=8": 1, "0001_model.hidden=13": 0, "0002_model.hidden=9": 1,
     }  # fmt: skip
@@ -199,6 +200,7 @@ BAD = [
     (("optimizer.lr=0.1,fast",), r"optimizer\.lr=fast.* \(job 0001_optimizer\.lr=fast\)"),
     (("trainer.gpus=1,16",), r"trainer\.gpus=16 takes 16 slots at once, and there are 2 slots .*use sweep\.slots=16"),
     (("trainer.global_batch_size=24,25", "trainer.gpus=2"), r"trainer\.global_batch_size=25 .*\(job 0001_"),
+    (("run.init_from=null,/no/weights",), r"run\.init_from=/no/weights: there is no such file\. \(job 0001_"),
     (("trainer.seed=0,1", "run.dir=here"), r"run\.dir=here: every job of a sweep has a run directory of its own"),
     (("trainer.seed=0,1", "hydra/launcher=joblib"), r"hydra/launcher=joblib: ddpexp starts the jobs of a sweep itself"),
     (("trainer.seed=0,1", "hydra.sweep.subdir=x"), r"hydra\.sweep\.subdir=x: the jobs' directories are named"),
