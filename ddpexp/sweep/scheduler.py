@@ -67,7 +67,7 @@ class Scheduler:
         self._swept, self._grid = swept, is_grid(swept)
         self._composer = JobComposer(swept)
         self._slots = Slots(settings.slots)
-        self._server = server
+        self._server = self._given = server
         self._loaded: set[str] = set()  # what that has imported beyond what every server does
         self._earlier = list(folder.events())
         # The names are made again: the record may be somebody else's, and they are paths.
@@ -154,6 +154,8 @@ class Scheduler:
         """Close the record, and the server where this object has made it."""
         if self._record is not None:
             self._record.close()
+        if self._server is not None and self._server is not self._given:
+            self._server.close()
 
     # ------------------------------------------------------------------------------------------ before anything runs
 
@@ -359,15 +361,16 @@ class Scheduler:
             if slots is None:
                 continue
             environ = self._slots.environ(slots, job.on_gpus) if job.workers is not None else {}
-            server = self._warm(selector) if job.forks_here else None
             try:
+                server = self._warm(selector) if job.forks_here else None
                 process = start(job, self._options, server, environ, self.folder.log(job.number))
-            except OSError as error:  # no more processes, or files
+            except (OSError, RefusedError) as error:  # no more processes, or files
                 self._slots.give_back(slots)
                 if self._running:
                     return  # there may be room when one of these has ended
                 waiting.remove(job)
-                text = f"its process could not be started: {said_with_limit(error)}"
+                why = said_with_limit(error) if isinstance(error, OSError) else str(error)
+                text = f"its process could not be started: {why}"
                 self._write_end(job, Ended("failed", None, text), EXIT_FAILED, None)
                 continue
             waiting.remove(job)
@@ -470,7 +473,7 @@ class Scheduler:
 
     def _judge(self, job: Planned, code: int) -> Ended:
         status = job.run.status() if rundir.is_ours(job.run.path) else None
-        if code == EXIT_DONE:
+        if code == EXIT_DONE or (status == "done" and code != EXIT_REFUSED):  # a signal may come when all is done
             return Ended("done", self._objective(job))
         if status == "interrupted" and code != EXIT_REFUSED:
             return Ended("interrupted", self._objective(job), "it was stopped by a signal, and saved")
