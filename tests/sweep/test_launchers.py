@@ -63,6 +63,7 @@ def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: 
     assert [event["job"] for event in again.events("submitted")] == [0, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_in_an_allocation_the_jobs_are_steps_one_after_another(sweeps: Sweeps) -> None:
     typed, path = sweeps.words("launcher=slurm", "trainer.gpus=1", "trainer.seed=0,1", "trainer.threads=1")

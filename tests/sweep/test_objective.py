@@ -29,6 +29,7 @@ def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Swe
     assert len(again.events("started")) == 8
 
 
+@pytest.mark.slow
 def test_a_trial_that_fails_is_told_to_optuna_and_listed(sweeps: Sweeps) -> None:
     words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
              "hydra.sweeper.max_failure_rate=1.0", "sweep.objective=eval/loss", "model._target_=points.Wide",

@@ -157,6 +157,7 @@ def test_after_sigkill_nothing_lives_and_no_finished_job_is_run_again(sweeps: Sw
     assert again.results()["0003_trainer.epochs=8,trainer.seed=1"]["weights_sha256"] == alone
 
 
+@pytest.mark.slow
 def test_a_job_whose_command_is_killed_is_a_failure_and_no_end_of_the_sweep(sweeps: Sweeps) -> None:
     process, path = sweeps.start("task._target_=points.Paced", "trainer.epochs=3", "trainer.seed=0,1,2")
     wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
