@@ -17,10 +17,12 @@ import torch.distributed as dist
 
 from ddpexp.config import Strategy, Trainer, parse
 from ddpexp.config.compose import compose
+from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.jobs import Training
 from ddpexp.launch import Layout
 from ddpexp.plan.build import learn, most_blocks
+from ddpexp.plan.calibrate import fit, num_steps, run_words, step_ms
 from ddpexp.plan.layout import assume
 from ddpexp.plan.memory import (
     _GATHERED,
@@ -37,9 +39,23 @@ from ddpexp.plan.memory import (
     num_checkpoints,
     parts,
 )  # fmt: skip
+from ddpexp.plan.outcome import Outcome
+from ddpexp.plan.speed import (
+    _CHUNKED,
+    _SLOT,
+    Costs,
+    Measured,
+    Place,
+    Way,
+    fit_compute,
+    fit_reduction,
+    predict,
+    through_backend,
+    through_memory,
+)  # fmt: skip
 from ddpexp.plan.words import Words
 from ddpexp.prepare import prepare
-from ddpexp.strategy.reduce import GATHERED_BYTES, SLOT_BYTES
+from ddpexp.strategy.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
 from ddpexp.strategy.shared_memory import size_of
 from tests.conftest import SMALL, Ddpexp
 from tests.test_user_recipes import write
@@ -123,7 +139,7 @@ def test_ddp_keeps_its_first_buckets_where_they_order_a_sum() -> None:
 
 
 def test_small_gradients_are_gathered_and_large_ones_exchanged_in_chunks() -> None:
-    assert _GATHERED == GATHERED_BYTES
+    assert (_GATHERED, _CHUNKED, _SLOT) == (GATHERED_BYTES, CHUNKED_BYTES, SLOT_BYTES)
     assert exchange_bytes([100], 4) == 400
     assert exchange_bytes([1 << 20], 4) == 2 << 20
     assert exchange_bytes([100, 1 << 20], 4) == 400 + (2 << 20)
@@ -339,3 +355,121 @@ def test_what_slurm_is_asked_for_is_told() -> None:
     job = training(*words)
     lines = assume(job, job.experiment.launcher).resources
     assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=48", "#SBATCH --gpus-per-node=8", "#SBATCH --time=60"} <= set(lines)
+
+
+def at(world_size: int, way: Way = "shared_memory", cores: int = 2, *, by_nccl: bool = False) -> Place:
+    return Place(world_size, world_size if cores else 1, 1, cores, way, by_nccl)
+
+
+def test_a_step_alone_is_its_passes_and_its_update() -> None:
+    found = predict(Costs(pass_ms=10, update_ms=2), 3, [], at(1, "none"))
+    assert (found.total_ms, found.reduction_ms, found.hidden_ms) == (32, 0, 0)
+
+
+def test_workers_that_share_cores_take_turns() -> None:
+    costs = Costs(pass_ms=10, update_ms=2, alpha_us=1e-3, bandwidth_gbps=1e6)
+    assert predict(costs, 1, [100], at(2)).total_ms == pytest.approx(12, rel=1e-3)
+    assert predict(costs, 1, [100], at(4)).total_ms == pytest.approx(24, rel=1e-3)
+    assert predict(replace(costs, slower=1.25), 1, [100], at(4)).total_ms == pytest.approx(30, rel=1e-3)
+    assert predict(replace(costs, slower=1.25), 1, [100], at(512, "backend", 0)).total_ms == pytest.approx(12, rel=1e-2)
+
+
+def test_the_backend_takes_a_ring_or_a_tree() -> None:
+    ring = through_backend(1000, at(8, "backend", 0), alpha=1.0, per_byte=1.0)
+    assert ring == 2 * 7 + 2 * 7 / 8 * 1000
+    assert through_backend(1000, at(1024, "backend", 0, by_nccl=True), alpha=1.0, per_byte=1.0) == 2 * 10 + 2000
+    assert through_backend(10**6, at(8, "backend", 0, by_nccl=True), alpha=1.0, per_byte=1.0) == 2 * 7 + 2 * 7 / 8 * 10**6
+    assert through_backend(1000, at(4, "in_rank_order", 0), alpha=1.0, per_byte=1.0) == 3 * (1 + 1000)
+    assert through_backend(10**6, at(4, "in_rank_order", 0), alpha=1.0, per_byte=1.0) == 2 * 3 + 2 * 3 / 4 * 10**6
+
+
+def test_all_buckets_but_the_last_hide_behind_the_last_backward_pass() -> None:
+    costs = Costs(pass_ms=30, alpha_us=1e-9, bandwidth_gbps=8e-3)  # a byte takes a microsecond
+
+    def of(*sizes: int) -> tuple[float, float]:
+        found = predict(costs, 2, sizes, at(2, "backend", 0))
+        return round(found.reduction_ms, 3), round(found.hidden_ms, 3)
+
+    assert of(5000) == (5, 0)
+    assert of(5000, 6000, 7000) == (18, 11)
+    assert of(50_000, 7000) == (57, 20)
+
+
+def test_through_memory_large_gradients_go_in_rounds_and_are_summed_in_chunks() -> None:
+    assert through_memory(1000, 2)[1] == 3 * 1000
+    assert through_memory(1000, 4)[1] == 5 * 1000
+    assert through_memory(4 << 20, 4)[1] == 3 * (4 << 20)
+    assert [through_memory(1000, size)[0] for size in (2, 4)] == [3, 5]
+    assert [through_memory(4 << 20, size)[0] for size in (2, 4)] == [4 * 3, 4 * 9]
+
+
+@pytest.mark.parametrize("way", ["shared_memory", "backend"])
+def test_what_was_measured_is_predicted(way: Way) -> None:
+    """A fit of exact times gives them back, and the two workers' step whatever the noise."""
+    place, size = at(2, way), 400_000
+    true = Costs(pass_ms=4, update_ms=1, alpha_us=50, bandwidth_gbps=20, slower=1.1)
+
+    def step(workers: int, passes: int, size: int, costs: Costs = true) -> float:
+        return predict(costs, passes, [size] * (workers - 1), at(workers, way if workers > 1 else "none")).total_ms
+
+    own = Measured(step(1, 1, size), step(1, 2, size), step(2, 1, size), step(2, 2, size))
+    light = replace(true, pass_ms=0.2, update_ms=0.1)
+    found = fit(own, (step(1, 1, 31_400, light), step(2, 1, 31_400, light)), size, place)
+    assert [found.pass_ms, found.update_ms, found.slower, found.alpha_us, found.bandwidth_gbps] == pytest.approx(
+        [4, 1, 1.1, 50, 20]
+    )
+    for noisy in (Measured(5, 9, 4.9, 9.1), Measured(5, 9, 6, 9), Measured(5, 4.5, 6, 7), Measured(5, 9, 7, 20)):
+        met = step(2, 1, size, fit(noisy, (0.3, 0.4), size, place))
+        assert met == pytest.approx(max(noisy.both or 0, noisy.alone), rel=1e-3)
+
+
+def test_one_worker_tells_nothing_of_the_reduction() -> None:
+    assert fit(Measured(5, 9), None, 1000, at(2)) == Costs(pass_ms=4, update_ms=1)
+    assert fit_compute(Measured(5, 12)) == (5, 0, 1, 0)
+
+
+def test_without_a_second_size_all_is_latency() -> None:
+    alpha, bandwidth = fit_reduction(0.5, 31_400, None, at(2, "backend"))
+    assert (alpha, bandwidth) == (250, 1e6)
+
+
+def test_a_short_run_has_the_words_of_the_plan_but_its_own_length() -> None:
+    typed = ["--config-dir", "conf", "recipe=mine", "launcher=slurm", "launcher.time=60", "trainer.gpus=8", "optimizer.lr=0.1"]
+    words = run_words(typed, workers=2, passes=3, micro=4, threads=1, steps=36, folder=Path("there"))
+    assert words[:5] == ["--config-dir", "conf", "recipe=mine", "optimizer.lr=0.1", "launcher=spawn"]
+    assert {"trainer.gpus=2", "trainer.global_batch_size=24", "trainer.micro_batch_size=4", "trainer.log_every=3"} <= set(words)
+    composed = compose([*run_words(list(SMALL), 2, 3, 4, 1, 36, Path("there"))])
+    assert composed is not None
+    assert parse(composed.values).trainer.epochs is None
+
+
+def test_the_time_of_a_step_is_that_of_undisturbed_windows() -> None:
+    records = [{"train/samples_per_second": rate} for rate in (1.0, 100.0, 100.0, 50.0, 100.0)] + [{"eval/loss": 1.0}]
+    assert step_ms(records, global_batch_size=10) == 100
+    assert step_ms(records[:1], global_batch_size=10) == 10_000
+    assert (num_steps(0.4), num_steps(10), num_steps(5000)) == (1200, 96, 36)
+
+
+def test_the_time_is_left_out_with_a_sentence_or_told_with_its_costs() -> None:
+    job = training("trainer.gpus=8", "trainer.nodes=2", "trainer.device=cuda", "trainer.max_steps=100")
+    assumed = assume(job, job.experiment.launcher, 64)
+    outcome = Outcome(job.experiment, assumed, plan_batches(128, "auto", 16), facts(of_floats(10**6)), 5, 100, None)
+    assert outcome.step() == "left out: give --compute_ms, --alpha_us and --bandwidth_gbps, or measure with --calibrate"
+    assert outcome.as_dict()["step"]["total_ms"] is None
+    half = replace(outcome, costs=Costs(10))
+    assert half.step() == "left out: give --alpha_us and --bandwidth_gbps, which one worker alone does not tell"
+    whole = replace(outcome, costs=Costs(10, alpha_us=10, bandwidth_gbps=80))
+    found = whole.as_dict()["step"]
+    assert found["total_ms"] == pytest.approx(10 + 2 * 4 * 0.01 + 2 * 4e6 / 1e7, rel=1e-3)  # NCCL's tree
+    assert found["train_seconds"] == pytest.approx(found["total_ms"] / 10)
+    assert replace(whole, experiment=experiment("strategy.comm_hook=fp16")).reduced() == [2 * 10**6]
+
+
+@pytest.mark.slow
+def test_a_plan_measures_this_machine(ddpexp: Ddpexp) -> None:
+    words = [*(word for word in SMALL if "max_steps" not in word), "trainer.gpus=4", "trainer.micro_batch_size=32"]
+    done = ddpexp("plan", *words, "--calibrate", "--json", timeout=160)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["step"]
+    assert found["total_ms"] > found["measured"]["alone"] > 0
+    assert list(ddpexp.folder.iterdir()) == []

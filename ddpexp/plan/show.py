@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ddpexp.plan.memory import Bucket, human
 from ddpexp.plan.outcome import Outcome
+from ddpexp.plan.speed import crowd
 from ddpexp.printable import one_line
 from ddpexp.sweep import table
 
@@ -98,7 +99,28 @@ def _rest(outcome: Outcome) -> dict[str, str]:
     lines["checkpoint"] = (
         f"{human(sum(files.values()))} = {split}; {made:,} made, at most {at_once:,} there: {human(at_once * sum(files.values()))}"
     )
+    lines |= _step(outcome)
     return {name: text for name, text in lines.items() if text}
+
+
+def _step(outcome: Outcome) -> dict[str, str]:
+    found = outcome.step()
+    if isinstance(found, str):
+        return {"step": found}
+    assert outcome.costs is not None
+    costs, passes = outcome.costs, outcome.batch.gradient_accumulation_steps
+    stretch = crowd(costs, outcome.place)
+    rate = 1e3 * outcome.batch.global_batch_size / found.total_ms
+    terms = f"{stretch:.3g} x ({passes} x {costs.pass_ms:.3g} + {costs.update_ms:.3g})"
+    lines = {"model": "step = crowding x (passes x pass + update) + reduction - what of it hides behind backward (docs/plan.md)"}
+    lines["step"] = (
+        f"{found.total_ms:.3g} ms = {terms} + {found.reduction_ms:.3g} - {found.hidden_ms:.3g} ms: {rate:,.0f} samples/s"
+    )
+    if outcome.place.way != "none":
+        lines["reduction"] = f"alpha {costs.alpha_us:.3g} us, bandwidth {costs.bandwidth_gbps:.3g} Gb/s"
+    seconds = outcome.num_steps * found.total_ms / 1e3
+    lines["training"] = f"{table.duration(seconds)}, without evaluations, checkpoints and the start"
+    return lines
 
 
 def _buckets(found: list[Bucket], cap: float) -> str:

@@ -12,9 +12,11 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.jobs import Training
 from ddpexp.launch.terminal import say
+from ddpexp.plan.calibrate import calibrate
 from ddpexp.plan.gather import gather
 from ddpexp.plan.layout import assume
 from ddpexp.plan.outcome import Outcome
+from ddpexp.plan.speed import Costs
 from ddpexp.plan.words import Words
 from ddpexp.prepare import prepare
 
@@ -60,6 +62,7 @@ def plan(argv: Sequence[str]) -> int:
     trainer = experiment.trainer
     batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, assumed.layout.world_size)
     outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], goes_on)
+    outcome = _with_costs(outcome, words)
     if words.json:
         print(json.dumps(outcome.as_dict(), indent=2))
     else:
@@ -67,3 +70,26 @@ def plan(argv: Sequence[str]) -> int:
 
         show(outcome)
     return EXIT_DONE
+
+
+def _with_costs(outcome: Outcome, words: Words) -> Outcome:
+    """Add what things cost: as it is typed, else as it is measured."""
+    calibration = None
+    if words.calibrate:
+        num_bytes = sum(outcome.reduced())
+        calibration = calibrate(
+            outcome.experiment,
+            words.run,
+            outcome.batch,
+            outcome.assumed.layout,
+            outcome.place,
+            num_bytes,
+            lambda text: say(f"ddpexp: {text}"),
+        )
+    costs = calibration.costs if calibration else None
+    if words.compute_ms is not None:
+        costs = Costs(words.compute_ms) if costs is None else replace(costs, pass_ms=words.compute_ms)
+    if costs is not None:
+        typed = {"alpha_us": words.alpha_us, "bandwidth_gbps": words.bandwidth_gbps}
+        costs = replace(costs, **{name: value for name, value in typed.items() if value is not None})
+    return replace(outcome, costs=costs, calibration=calibration)
