@@ -22,7 +22,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.jobs import Training
 from ddpexp.launch import Layout
 from ddpexp.plan.build import learn, most_blocks
-from ddpexp.plan.calibrate import fit, num_steps, run_words, step_ms
+from ddpexp.plan.calibrate import num_steps, run_words, step_ms
 from ddpexp.plan.layout import assume
 from ddpexp.plan.memory import (
     _GATHERED,
@@ -47,7 +47,7 @@ from ddpexp.plan.speed import (
     Measured,
     Place,
     Way,
-    fit_compute,
+    fit,
     fit_reduction,
     predict,
     through_backend,
@@ -399,38 +399,45 @@ def test_through_memory_large_gradients_go_in_rounds_and_are_summed_in_chunks() 
     assert through_memory(1000, 2)[1] == 3 * 1000
     assert through_memory(1000, 4)[1] == 5 * 1000
     assert through_memory(4 << 20, 4)[1] == 3 * (4 << 20)
-    assert [through_memory(1000, size)[0] for size in (2, 4)] == [3, 5]
-    assert [through_memory(4 << 20, size)[0] for size in (2, 4)] == [4 * 3, 4 * 9]
+    assert [through_memory(1000, size)[0] for size in (2, 4)] == [1, 1]
+    assert [through_memory(4 << 20, size)[0] for size in (2, 4)] == [4, 8]
+
+
+def steps_of(costs: Costs, size: int, way: Way) -> Measured:
+    """What would be measured of exact costs: with two workers that take turns, where they go through memory."""
+
+    def step(workers: int, passes: int, cores: int = 2) -> float:
+        return predict(costs, passes, [size] * (workers - 1), at(workers, way if workers > 1 else "none", cores)).total_ms
+
+    alone, beside = step(1, 1), costs.slower * step(1, 1)
+    crowded = predict(replace(costs, slower=1.0), 1, [size], at(2, way, 1)).total_ms if way == "shared_memory" else None
+    return Measured(alone, step(1, 2), beside, step(2, 1), crowded, 2.0)
 
 
 @pytest.mark.parametrize("way", ["shared_memory", "backend"])
-def test_what_was_measured_is_predicted(way: Way) -> None:
-    """A fit of exact times gives them back, and the two workers' step whatever the noise."""
-    place, size = at(2, way), 400_000
+def test_exact_times_give_their_costs_back(way: Way) -> None:
     true = Costs(pass_ms=4, update_ms=1, alpha_us=50, bandwidth_gbps=20, slower=1.1)
-
-    def step(workers: int, passes: int, size: int, costs: Costs = true) -> float:
-        return predict(costs, passes, [size] * (workers - 1), at(workers, way if workers > 1 else "none")).total_ms
-
-    own = Measured(step(1, 1, size), step(1, 2, size), step(2, 1, size), step(2, 2, size))
     light = replace(true, pass_ms=0.2, update_ms=0.1)
-    found = fit(own, (step(1, 1, 31_400, light), step(2, 1, 31_400, light)), size, place)
+    found = fit(steps_of(true, 400_000, way), steps_of(light, 31_400, way), 400_000, 31_400, at(4, way))
     assert [found.pass_ms, found.update_ms, found.slower, found.alpha_us, found.bandwidth_gbps] == pytest.approx(
         [4, 1, 1.1, 50, 20]
     )
-    for noisy in (Measured(5, 9, 4.9, 9.1), Measured(5, 9, 6, 9), Measured(5, 4.5, 6, 7), Measured(5, 9, 7, 20)):
-        met = step(2, 1, size, fit(noisy, (0.3, 0.4), size, place))
-        assert met == pytest.approx(max(noisy.both or 0, noisy.alone), rel=1e-3)
+
+
+def test_noise_makes_nothing_cost_less_than_nothing() -> None:
+    noisy = Measured(alone=5, alone_twice=4.5, beside=4, both=4, crowded=8, crowded_turns=2)
+    found = fit(noisy, Measured(0.3, None, None, 0.4, 0.5, 2.0), 400_000, 31_400, at(4))
+    assert (found.pass_ms, found.update_ms, found.slower) == (0, 5, 1)
+    assert predict(found, 1, [400_000], at(4)).total_ms == pytest.approx(10, rel=1e-3)
 
 
 def test_one_worker_tells_nothing_of_the_reduction() -> None:
-    assert fit(Measured(5, 9), None, 1000, at(2)) == Costs(pass_ms=4, update_ms=1)
-    assert fit_compute(Measured(5, 12)) == (5, 0, 1, 0)
+    assert fit(Measured(5, 9), None, 1000, 31_400, at(2)) == Costs(pass_ms=4, update_ms=1)
+    assert fit(Measured(5), None, 1000, 31_400, at(2)) == Costs(pass_ms=5)
 
 
 def test_without_a_second_size_all_is_latency() -> None:
-    alpha, bandwidth = fit_reduction(0.5, 31_400, None, at(2, "backend"))
-    assert (alpha, bandwidth) == (250, 1e6)
+    assert fit_reduction([(0.5, 31_400)], at(2, "backend")) == (250, 1e6)
 
 
 def test_a_short_run_has_the_words_of_the_plan_but_its_own_length() -> None:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +19,8 @@ from ddpexp.config import Experiment
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.hardware import count_gpus, usable_cores
-from ddpexp.launch.limits import said_with_limit
-from ddpexp.plan.speed import Costs, Measured, Place, fit_compute, fit_reduction
+from ddpexp.launch.hardware import count_gpus, usable_core_numbers, usable_cores
+from ddpexp.plan.speed import Costs, Measured, Place, fit, turns
 
 _PILOT_STEPS = 30
 _SECONDS = 1.0  # of training that a run is to take
@@ -29,6 +29,12 @@ _WINDOWS = 12  # records of a run, of which the first is left out
 _BUSY = 0.1  # of the machine, above which others have disturbed the measurement
 _SMALL = ("recipe=mnist", "model=linear", "data.source=embedded", "data.embedded_train=640", "data.embedded_test=10")
 _SMALL_BYTES = 31_400  # of its gradients
+_ENDLESS_STEPS = 10_000_000
+_SAID = "said"  # the file for what a run says
+_PROGRAM = (
+    "import json, os, sys; from ddpexp.launch.process import die_with_parent; parent, cores = json.loads(sys.argv.pop(1)); "
+    "die_with_parent(parent); cores and os.sched_setaffinity(0, cores); from ddpexp.__main__ import run; run()"
+)
 _OF_THE_RUN = (
     "trainer.nodes=", "trainer.gpus=", "trainer.threads=", "trainer.global_batch_size=", "trainer.micro_batch_size=",
     "trainer.epochs=", "trainer.max_steps=", "trainer.log_every=", "trainer.eval_every=", "trainer.checkpoint_every",
@@ -42,7 +48,7 @@ class Calibration:
 
     costs: Costs
     measured: Measured
-    small: tuple[float, float] | None  # a step of a small model, with one worker and with two. Units: milliseconds
+    small: Measured | None  # of a small model
     notes: tuple[str, ...]
 
 
@@ -52,7 +58,7 @@ def run_words(typed: Sequence[str], workers: int, passes: int, micro: int, threa
     return [
         *kept, "launcher=spawn", "logger=none", f"run.dir={folder}", "run.resume=never", f"trainer.gpus={workers}",
         f"trainer.threads={threads}", f"trainer.micro_batch_size={micro}", f"trainer.global_batch_size={micro * passes * workers}",
-        "trainer.epochs=null", f"trainer.max_steps={steps}", f"trainer.log_every={max(1, steps // _WINDOWS)}",
+        "trainer.epochs=null", f"trainer.max_steps={steps}", f"trainer.log_every={max(1, min(steps, _MOST_STEPS) // _WINDOWS)}",
         "trainer.eval_every=0", "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=null", "trainer.keep_best=null",
     ]  # fmt: skip
 
@@ -68,14 +74,9 @@ def step_ms(records: Sequence[Mapping[str, float]], global_batch_size: int) -> f
 
 
 def calibrate(
-    experiment: Experiment,
-    typed: Sequence[str],
-    batch: BatchPlan,
-    layout: Layout,
-    place: Place,
-    num_bytes: int,
+    experiment: Experiment, typed: Sequence[str], batch: BatchPlan, layout: Layout, place: Place, num_bytes: int,
     say: Callable[[str], None],
-) -> Calibration:
+) -> Calibration:  # fmt: skip
     """Run and fit. `num_bytes` are those of the gradients; `say` hears what is done.
 
     Raises:
@@ -86,46 +87,94 @@ def calibrate(
         raise RefusedError(
             "plan --calibrate measures on this machine, which shows no GPU: give --compute_ms, --alpha_us and --bandwidth_gbps."
         )
-    two = layout.world_size > 1 and gpus > 1
-    micro, threads = batch.micro_batch_size, layout.threads
     notes: list[str] = []
-    if place.way != "shared_memory" and layout.nodes > 1 and two:
+    two, on_cpu = layout.world_size > 1 and gpus > 1, layout.device == "cpu"
+    if two and layout.nodes > 1:
         notes.append("alpha and bandwidth are those between two workers of this machine, not of a network: type those of yours")
-    reduce = ["strategy.reduce_through=backend"] if place.way != "shared_memory" and layout.device == "cpu" else []
     others = _Others()
     with tempfile.TemporaryDirectory(prefix="ddpexp-plan-") as name:
-
-        def measure(words: Sequence[str], workers: int, passes: int, steps: int) -> float:
-            say(f"measuring {workers} worker{'s' if workers > 1 else ''}, {passes} pass{'es' if passes > 1 else ''} a step")
-            folder = Path(name, f"{len(os.listdir(name))}")
-            _run(run_words([*words, *reduce], workers, passes, micro, threads, steps, folder))
-            records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            return step_ms(records, micro * passes * workers)
-
-        steps = num_steps(measure(typed, 1, 1, _PILOT_STEPS))
-        own = Measured(measure(typed, 1, 1, steps), measure(typed, 1, 2, steps))
-        small = None
-        if two:
-            own = replace(own, both=measure(typed, 2, 1, steps), both_twice=measure(typed, 2, 2, steps))
-            if num_bytes > 4 * _SMALL_BYTES and layout.device == "cpu":
-                small = measure(_SMALL, 1, 1, _MOST_STEPS), measure(_SMALL, 2, 1, _MOST_STEPS)
+        by_backend = ["strategy.reduce_through=backend"] if on_cpu and place.way != "shared_memory" else []
+        bench = _Bench(Path(name), [*typed, *by_backend], batch.micro_batch_size, layout.threads, place, say)
+        bench = replace(bench, steps=num_steps(bench.measure(1)))
+        own, small = bench.measured(batch.gradient_accumulation_steps > 1, two, on_cpu), None
+        if two and on_cpu and num_bytes > 4 * _SMALL_BYTES:
+            bench = replace(bench, typed=[*_SMALL, *by_backend], steps=_MOST_STEPS)
+            small = replace(bench, name=" of a small model").measured(False, True, False)
+            small = replace(small, crowded=bench.measure(2, bench.fewer_cores()), crowded_turns=bench.fewer_turns())
     busy = others.share()
     if busy > _BUSY:
         notes.append(f"other programs took {busy:.0%} of this machine while it was measured: measure again when it is quiet")
-    if layout.device == "cpu" and place.cores != usable_cores():
+    if on_cpu and place.cores != usable_cores():
         notes.append(f"measured with the {usable_cores()} cores of this machine")
-    return Calibration(fit(own, small, num_bytes, place), own, small, tuple(notes))
+    return Calibration(fit(own, small, num_bytes, _SMALL_BYTES, place), own, small, tuple(notes))
 
 
-def fit(own: Measured, small: tuple[float, float] | None, num_bytes: int, place: Place) -> Costs:
-    """Return the costs that the measured steps tell; without two workers nothing of the reduction."""
-    each, update, slower, reduction = fit_compute(own)
-    if own.both is None:
-        return Costs(each, update)
-    pair = replace(place, world_size=2, workers=2, way=place.way if place.way == "shared_memory" else "backend")
-    less = None if small is None else (max(0.0, small[1] - slower * small[0]), _SMALL_BYTES)
-    alpha, bandwidth = fit_reduction(reduction, num_bytes, less, pair)
-    return Costs(each, update, alpha, bandwidth, slower)
+@dataclass(frozen=True)
+class _Bench:
+    """Short runs, one after the other."""
+
+    folder: Path
+    typed: Sequence[str]
+    micro: int
+    threads: int
+    place: Place
+    say: Callable[[str], None]
+    steps: int = _PILOT_STEPS
+    name: str = ""
+
+    def measured(self, twice: bool, two: bool, on_cpu: bool) -> Measured:
+        """Measure a step in all the ways that the plan needs."""
+        found = Measured(self.measure(1), self.measure(1, passes=2) if twice else None)
+        if not two:
+            return found
+        if on_cpu and self.place.workers > 1 and usable_cores() >= 2 * self.threads:
+            found = replace(found, beside=self.beside())
+        found = replace(found, both=self.measure(2))
+        if on_cpu and turns(self.place) > 1:
+            found = replace(found, crowded=self.measure(2, self.fewer_cores()), crowded_turns=self.fewer_turns())
+        return found
+
+    def fewer_cores(self) -> list[int]:
+        """Return cores on which two workers take turns as often as those of the plan."""
+        cores = usable_core_numbers()
+        wanted = round(2 * self.threads / turns(self.place))
+        return cores[-max(1, min(wanted, len(cores))) :]
+
+    def fewer_turns(self) -> float:
+        """Return how often they do."""
+        return max(1.0, 2 * self.threads / len(self.fewer_cores()))
+
+    def measure(self, workers: int, cores: Sequence[int] = (), passes: int = 1) -> float:
+        """Return the time of a step of one run, on some cores alone."""
+        where = f" on {len(cores)} core{'s' if len(cores) > 1 else ''}" if cores else ""
+        self.say(
+            f"measuring {workers} worker{'s' if workers > 1 else ''}{where}, {passes} pass{'es' if passes > 1 else ''}{self.name}"
+        )
+        folder = self._folder()
+        with _started(self._words(workers, passes, self.steps, folder), folder, cores) as run:
+            _finish(run, folder)
+        return step_ms(_records(folder / "run"), self.micro * passes * workers)
+
+    def beside(self) -> float:
+        """Return the time of a step of one worker while another run computes the same."""
+        self.say(f"measuring 1 worker beside another run{self.name}")
+        ours, theirs = self._folder(), self._folder()
+        with _started(self._words(1, 1, _ENDLESS_STEPS, theirs), theirs) as neighbour:
+            while not _records(theirs / "run") and neighbour.poll() is None:
+                time.sleep(0.05)
+            with _started(self._words(1, 1, self.steps, ours), ours) as run:
+                _finish(run, ours)
+            if neighbour.poll() is not None:
+                _finish(neighbour, theirs)
+        return step_ms(_records(ours / "run"), self.micro)
+
+    def _folder(self) -> Path:
+        place = self.folder / f"{len(list(self.folder.iterdir()))}"
+        place.mkdir()
+        return place
+
+    def _words(self, workers: int, passes: int, steps: int, folder: Path) -> list[str]:
+        return run_words(self.typed, workers, passes, self.micro, self.threads, steps, folder / "run")
 
 
 def num_steps(pilot_ms: float) -> int:
@@ -134,15 +183,37 @@ def num_steps(pilot_ms: float) -> int:
     return max(_FEWEST_STEPS, min(_MOST_STEPS, steps)) // _WINDOWS * _WINDOWS
 
 
-def _run(words: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "ddpexp", *words]
+@contextmanager
+def _started(words: Sequence[str], folder: Path, cores: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a run, on some cores alone, that ends with this process; stop it in the end if it still runs."""
+    command = [sys.executable, "-c", _PROGRAM, json.dumps([os.getpid(), list(cores)]), *words]
+    with open(folder / _SAID, "wb") as said:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
-    except OSError as error:
-        raise RefusedError(f"plan --calibrate: a short run could not be started: {said_with_limit(error)}.") from None
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RefusedError(f"plan --calibrate: a short run failed ({' '.join(words)}): {lines[-1].removeprefix('ddpexp: ')}")
+        yield process
+    finally:
+        process.kill()  # its workers end with it, and what it leaves is in a folder of ours
+        process.wait()
+
+
+def _finish(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for a run.
+
+    Raises:
+        RefusedError: it failed.
+    """
+    if process.wait():
+        lines = (folder / _SAID).read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise RefusedError(f"plan --calibrate: a short run failed: {lines[-1].removeprefix('ddpexp: ')}")
+
+
+def _records(folder: Path) -> list[dict[str, float]]:
+    """Return what a run has recorded so far."""
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 class _Others:

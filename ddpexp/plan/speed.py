@@ -4,7 +4,8 @@ A step is `passes` forward and backward passes, the sum of the gradients, and th
 
     step = crowd * (passes * pass + update) + reduction - what of the reduction hides behind the last backward pass
 
-`crowd` is how much longer a worker computes beside the others of its machine: where they have more threads than there are cores
+Through shared memory the reduction is computing too: it is crowded as well, and nothing of it hides. `crowd` is how much longer
+a worker computes beside the others of its machine: where they have more threads than there are cores
 they take turns, and beside busy cores the caches and the memory are slower.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _BACKWARD = 2 / 3  # of a pass: it computes two products where forward computes one. Source: Kaplan et al., 2020, section 2.1
@@ -70,8 +71,8 @@ def predict(costs: Costs, passes: int, sizes: Sequence[int], place: Place) -> St
     assert costs.bandwidth_gbps is not None
     alpha, per_byte = costs.alpha_us / 1e3, 8 / (costs.bandwidth_gbps * 1e6)  # milliseconds
     if place.way == "shared_memory":  # the sum comes when all buckets are there: nothing of it is hidden
-        turned, moved = through_memory(sum(sizes), place.world_size)
-        return Step(compute, update, turns(place) * (turned * alpha + moved * per_byte), 0.0)
+        meetings, moved = through_memory(sum(sizes), place.world_size)
+        return Step(compute, update, stretch * (meetings * alpha + moved * per_byte), 0.0)
     times = [through_backend(size, place, alpha, per_byte) for size in sizes]
     hidden = min(sum(times[:-1]), stretch * costs.pass_ms * _BACKWARD)  # the last bucket is ready when backward is done
     return Step(compute, update, sum(times), hidden)
@@ -88,17 +89,17 @@ def crowd(costs: Costs, place: Place) -> float:
 
 
 def through_memory(num_bytes: int, world_size: int) -> tuple[int, float]:
-    """Return how often a rank turns to a slot of the shared memory, and how many bytes it reads and writes there.
+    """Return how often the ranks meet, and how many bytes each reads and writes.
 
-    It writes its gradients into its own slot and, when all have met, reads all n: (n + 1) times. Where that is much it sums a
-    chunk of all slots, writes it back, meets the others again and takes their n - 1 chunks: (2 n + 1) times, but three times the
+    A rank writes its gradients into its slot and, when all have met, reads all n slots: n + 1 times the gradients. Where that is
+    much it sums a chunk of all slots, writes it back, and after a second meeting takes the chunks of the others: three times the
     gradients, however many ranks there are. What a slot does not hold goes in further rounds.
     Source: `ddpexp.strategy.reduce.ThroughSharedMemory`.
     """
     rounds = max(1, -(-num_bytes // _SLOT))
     if (world_size - 2) * min(num_bytes, _SLOT) >= _CHUNKED:
-        return rounds * (2 * world_size + 1), 3.0 * num_bytes
-    return rounds * (world_size + 1), (world_size + 1.0) * num_bytes
+        return 2 * rounds, 3.0 * num_bytes
+    return rounds, (world_size + 1.0) * num_bytes
 
 
 def through_backend(num_bytes: int, place: Place, alpha: float, per_byte: float) -> float:
@@ -121,52 +122,65 @@ def through_backend(num_bytes: int, place: Place, alpha: float, per_byte: float)
 
 @dataclass(frozen=True)
 class Measured:
-    """The time of a step with one pass and with two, with one worker and with two. Units: milliseconds."""
+    """The time of a step. None: not measured. Units: milliseconds."""
 
-    alone: float
-    alone_twice: float
-    both: float | None = None
-    both_twice: float | None = None
+    alone: float  # one worker, one pass
+    alone_twice: float | None = None  # one worker, two passes
+    beside: float | None = None  # one worker, beside another run that computes the same
+    both: float | None = None  # two workers, one pass
+    crowded: float | None = None  # two workers that take turns on fewer cores
+    crowded_turns: float = 1.0  # how many on a core
 
 
-def fit_compute(own: Measured) -> tuple[float, float, float, float]:
-    """Return pass, update, how much slower two workers compute than one, and their reduction, such that `both` is met.
+def fit(own: Measured, small: Measured | None, num_bytes: int, small_bytes: int, place: Place) -> Costs:
+    """Return the costs that the measured steps tell; without two workers nothing of the reduction.
 
-    Two workers compute longer than one by the same factor in each pass, and reduce once a step:
-    both = slower * alone + reduction, both_twice = slower * alone_twice + reduction.
+    `small` are steps of a model with fewer gradients: two sizes tell latency from bandwidth, without them all is latency.
     """
-    each = max(0.0, min(own.alone_twice - own.alone, own.alone))
-    update = own.alone - each
-    if own.both is None or own.both_twice is None:
-        return each, update, 1.0, 0.0
-    more = own.alone_twice - own.alone
-    slower = (own.both_twice - own.both) / more if more > 0 else 1.0
-    slower = max(1.0, min(slower, _MOST_CROWDED, max(1.0, own.both / own.alone)))
-    return each, update, slower, max(0.0, own.both - slower * own.alone)
-
-
-def fit_reduction(reduction_ms: float, num_bytes: int, small: tuple[float, int] | None, place: Place) -> tuple[float, float]:
-    """Return alpha in microseconds and the bandwidth in gigabits a second, from what two workers took to sum their gradients.
-
-    `small` is the time and the size of other, smaller gradients, for two sizes tell latency from bandwidth; without them all is
-    latency. The larger one is met whatever the noise of the smaller. `place` is that of the two workers.
-    """
-    turned, moved = _work(num_bytes, place)
-    alpha, per_byte = reduction_ms / turned, 0.0
+    each = own.alone if own.alone_twice is None else max(0.0, min(own.alone_twice - own.alone, own.alone))
+    slower = 1.0 if own.beside is None else max(1.0, min(own.beside / own.alone, _MOST_CROWDED))
+    found = Costs(each, own.alone - each, slower=slower)
+    if own.both is None:
+        return found
+    pair = replace(place, world_size=2, way=place.way if place.way == "shared_memory" else "backend")
+    times = [(_reduction(own, slower, pair), num_bytes)]
     if small is not None:
-        small_ms, small_bytes = small
-        small_turned, small_moved = _work(small_bytes, place)
-        per_byte = (small_turned * reduction_ms - turned * small_ms) / (small_turned * moved - turned * small_moved)
-        per_byte = max(0.0, min(per_byte, reduction_ms / moved))
-        alpha = (reduction_ms - per_byte * moved) / turned
+        times.append((_reduction(small, slower, pair), small_bytes))
+    alpha, bandwidth = fit_reduction(times, pair)
+    return replace(found, alpha_us=alpha, bandwidth_gbps=bandwidth)
+
+
+def _reduction(found: Measured, slower: float, pair: Place) -> float:
+    """Return what two workers take longer than one, in the unit in which `predict` stretches it."""
+    assert found.both is not None
+    if pair.way != "shared_memory":
+        return max(0.0, found.both - slower * found.alone)
+    if found.crowded is not None:
+        return max(0.0, found.crowded / found.crowded_turns - found.alone)
+    return max(0.0, found.both / slower - found.alone)
+
+
+def fit_reduction(times: Sequence[tuple[float, int]], pair: Place) -> tuple[float, float]:
+    """Return alpha in microseconds and the bandwidth in gigabits a second, from what two workers took to sum so many bytes.
+
+    The first is met whatever the noise of the second, of a smaller size. Units: milliseconds, bytes.
+    """
+    (reduction, num_bytes), *smaller = times
+    often, moved = _work(num_bytes, pair)
+    alpha, per_byte = reduction / often, 0.0
+    for small, small_bytes in smaller:
+        small_often, small_moved = _work(small_bytes, pair)
+        per_byte = (small_often * reduction - often * small) / (small_often * moved - often * small_moved)
+        per_byte = max(0.0, min(per_byte, reduction / moved))
+        alpha = (reduction - per_byte * moved) / often
     return max(alpha * 1e3, _LEAST), min(_MOST, 8 / (per_byte * 1e6)) if per_byte else _MOST
 
 
 _LEAST, _MOST = 1e-3, 1e6  # microseconds and gigabits a second: what could not be measured costs almost nothing
 
 
-def _work(num_bytes: int, place: Place) -> tuple[float, float]:
+def _work(num_bytes: int, pair: Place) -> tuple[float, float]:
     """Return how often two workers pay alpha, and for how many bytes."""
-    if place.way == "shared_memory":
-        return through_memory(num_bytes, place.world_size)
-    return through_backend(0, place, 1.0, 0.0), through_backend(num_bytes, place, 0.0, 1.0)
+    if pair.way == "shared_memory":
+        return through_memory(num_bytes, 2)
+    return through_backend(0, pair, 1.0, 0.0), through_backend(num_bytes, pair, 0.0, 1.0)
