@@ -63,6 +63,10 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
         from ddpexp.sweep import verbs
 
         return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
+    if argv[:1] == ["plan"]:
+        from ddpexp.plan.verb import plan
+
+        return plan(argv[1:])
     return _train(argv, server)
 
 
@@ -107,7 +111,7 @@ def _will_fork(argv: list[str]) -> bool:
     """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if argv[:1] == ["member"]:
         return True
-    if argv[:1] in (["table"], ["status"]):
+    if argv[:1] in (["table"], ["status"], ["plan"]):
         return False
     chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
     if argv[:1] == ["resume"]:

@@ -90,6 +90,22 @@ class Training(Job):
         self.close()  # it is for the later command, which may run before this one ends
         return run.path
 
+    def foresee(self) -> RunDir | None:
+        """Return the run that a start would go on with, None where it would make one; changes nothing.
+
+        Raises:
+            RefusedError: as a start would. FinishedError: the run that is there is finished.
+        """
+        there = self._there(())
+        if there is not None:
+            rundir.refuse_links(there, self._called(there))
+            self._look(there, ())
+            return there
+        self._refuse_required()
+        if self.experiment.run.dir is not None:
+            rundir.refuse_taken(Path(self.experiment.run.dir))
+        return None
+
     def described(self) -> dict[str, Any]:
         """Return what `ddpexp member FILE` needs: the experiment, what was typed, and the run to go on with."""
         goes_on = str(self._home.path.absolute()) if self._home is not None and self._goes_on else None
@@ -207,14 +223,18 @@ class Training(Job):
             self._look(there, owners)  # what is refused is refused without a trace
             self._lock = lock.take(there.path, there.ranks, self._called(there))
             return there, self._look(there, owners)  # it may have gone on until the lock was had
-        if self.experiment.run.resume == "require":
-            what = "there is none" if self.experiment.run.dir else "no run.dir is typed"
-            raise RefusedError(f"run.resume=require goes on with the run in run.dir, and {what}.")
+        self._refuse_required()
         run = rundir.create(self.experiment.run.dir, self.experiment.recipe.name)
         self._lock = lock.take(run.path, run.ranks, self._called(run))
         if not rundir.is_fresh(run):
             raise RefusedError(f"{self._called(run)} was taken by another command just now: start this one again.")
         return run, None
+
+    def _refuse_required(self) -> None:
+        """Refuse to start anew where that is asked for."""
+        if self.experiment.run.resume == "require":
+            what = "there is none" if self.experiment.run.dir else "no run.dir is typed"
+            raise RefusedError(f"run.resume=require goes on with the run in run.dir, and {what}.")
 
     def _look(self, run: RunDir, owners: Sequence[str]) -> resume.Earlier:
         """Hold the run that is there against what is asked."""

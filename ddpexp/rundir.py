@@ -202,24 +202,34 @@ def create(asked: str | None, recipe: str) -> RunDir:
         RefusedError: the asked directory holds something, or none can be made there.
     """
     path = Path(asked) if asked else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
-    taken = RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
     try:
         if not asked:
             path.parent.mkdir(parents=True, exist_ok=True)
             return RunDir(first_free(path))
-        if path.is_file():
-            raise taken
+        refuse_taken(path)
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise taken
         run = RunDir(path)
         try:
             run.ranks.mkdir()  # of several starts in one empty directory, the one that makes this folder has it
         except FileExistsError:
-            raise taken from None
+            raise _taken(path) from None
         return run
     except OSError as error:
         raise RefusedError(f"run.dir={path} cannot be made: {error.strerror}. Choose another place with run.dir=... .") from None
+
+
+def refuse_taken(path: Path) -> None:
+    """Look whether a run directory can be made at a path; changes nothing.
+
+    Raises:
+        RefusedError: there is a file, or a folder that holds something.
+    """
+    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+        raise _taken(path)
+
+
+def _taken(path: Path) -> RefusedError:
+    return RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
 
 
 def owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:

@@ -18,7 +18,7 @@ import torch
 from ddpexp import checkpoint, deferred_dynamo, loop
 from ddpexp.average import Average
 from ddpexp.checkpoint import Checkpoint
-from ddpexp.config import Experiment, Node, load
+from ddpexp.config import Experiment, Node, Trainer, load
 from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
@@ -69,7 +69,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         log.info(note)
     control.enter("build")
     _warn_of_little_room(experiment, log)
-    splits = _data(experiment, data, world)
+    splits = open_data(experiment, data, world)
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
     batches = TrainBatches(
         splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers,
@@ -77,7 +77,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     )  # fmt: skip
     newest = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
-    num_steps = _num_steps(experiment, batches.steps_per_epoch)
+    num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         raise RefusedError(
             f"the run is at step {newest.step} and would end after step {num_steps} with this trainer.max_steps and "
@@ -142,7 +142,7 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     log = open_log(world, control, None)
     control.enter("build")
     _warn_of_little_room(experiment, log)
-    evals = _evals(experiment, _data(experiment, described["data"], world), world, described["batch_size"])
+    evals = _evals(experiment, open_data(experiment, described["data"], world), world, described["batch_size"])
     model = instantiate(experiment.model, experiment.trust, "model")
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
@@ -186,7 +186,12 @@ def _warn_of_little_room(experiment: Experiment, log: logging.Logger) -> None:
         log.warning(warning)  # on every rank: the same sentence is shown once
 
 
-def _data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
+def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
+    """Build the data sets; `prepared` is what `ddpexp.prepare` said of them. Ranks: all; communicates.
+
+    Raises:
+        RefusedError: they are not what the loop takes, or differ from rank to rank.
+    """
     data = experiment.data
     if data.prepare is None:
         node = Node(data.target, data.options)
@@ -255,8 +260,8 @@ def _strategy(experiment: Experiment, world: World, plan: BatchPlan, prepare: Ca
     )  # fmt: skip
 
 
-def _num_steps(experiment: Experiment, steps_per_epoch: int) -> int:
-    trainer = experiment.trainer
+def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
+    """Return how many steps a run takes: what ends first of the epochs and the steps asked for."""
     limits = [
         trainer.max_steps,
         trainer.epochs * steps_per_epoch if trainer.epochs is not None else None,

@@ -79,7 +79,7 @@ class Ddpexp:
         self._count += 1
         run = self.folder / f"run{self._count}"
         typed = list(words)
-        if not any(word.startswith(("run.dir=", "-", "evaluate", "resume", "status", "table")) for word in words):
+        if not any(word.startswith(("run.dir=", "-", "evaluate", "resume", "status", "table", "plan")) for word in words):
             typed.append(f"run.dir={run}")
         process = subprocess.Popen(
             [sys.executable, "-m", "ddpexp", *typed],

@@ -28,6 +28,7 @@ ROWS = [
     ["worker", "jobs"],
     ["verbs", "command"],
     ["sweep"],
+    ["plan"],
     ["__main__"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}

@@ -12,11 +12,13 @@ Auto = Literal["auto"]
 _MOST_WORKERS = 256  # with more the requests to the fork server fill its socket before it answers
 
 
-def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int, told: int | None = None) -> Layout:
+def resolve(
+    gpus: Auto | int, device: str, backend: str, threads: Auto | int, told: int | None = None, present: int | None = None
+) -> Layout:
     """Decide the layout on this node from the `trainer.` keys of the same names.
 
     `told` is the number of workers on this node where somebody else has started them; their GPUs are looked at when all
-    commands have met, for each may see its own alone.
+    commands have met, for each may see its own alone. `present` are the GPUs of a machine that is not this one.
 
     Raises:
         RefusedError: more GPUs asked for than there are, or a backend that does not serve the device.
@@ -25,7 +27,8 @@ def resolve(gpus: Auto | int, device: str, backend: str, threads: Auto | int, to
         raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more.")
     if gpus != "auto" and gpus > _MOST_WORKERS:
         raise RefusedError(f"trainer.gpus={gpus} is more than the {_MOST_WORKERS} workers that one machine can start. Use fewer.")
-    present = 0 if device == "cpu" else count_gpus()
+    if present is None:
+        present = 0 if device == "cpu" else count_gpus()
     if device == "cuda" and present == 0:
         why = why_none()
         raise RefusedError(f"trainer.device=cuda, but this machine shows no GPU{why}. Use trainer.device=cpu for CPU workers.")

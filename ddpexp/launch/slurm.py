@@ -116,7 +116,7 @@ class Slurm:
             say(f"ddpexp: {text}")
             return EXIT_REFUSED
         job.vacant = partial(_refuse_running, job.folder)
-        job.asked = replace(job.asked, nodes="auto", gpus=self._workers(job))
+        job.asked = replace(job.asked, nodes="auto", gpus=self.workers(job))
         place = of_slurm_task(Asked())
         server = server or Server()
         try:
@@ -272,7 +272,7 @@ class Slurm:
         """Return how long before the end of its time the job is told; Slurm may do so a minute earlier."""
         return math.ceil(job.asked.grace_seconds) + 60 if self.signal_seconds is None else self.signal_seconds
 
-    def _workers(self, job: Job) -> Literal["auto"] | int:
+    def workers(self, job: Job) -> Literal["auto"] | int:
         """Return the workers a node that the options imply; auto leaves it to what the node shows."""
         return job.asked.gpus if job.asked.gpus != "auto" else self._gpus() or "auto"
 
@@ -287,7 +287,7 @@ class Slurm:
 
     def _cpus(self, job: Job) -> int | None:
         """Return the cores of our one task a node: those of all its workers."""
-        workers = self._workers(job)
+        workers = self.workers(job)
         return None if self.cpus_per_task is None else self.cpus_per_task * (1 if workers == "auto" else workers)
 
     def _nodes(self, job: Job, here: str) -> int:
@@ -325,14 +325,25 @@ class Slurm:
                 f"end to save and start again: it would do nothing else. Use more, a smaller launcher.signal_seconds, or "
                 f"launcher.requeue=false."
             )
-        workers = self._workers(job)
-        if workers != "auto":
-            if workers < 1:
-                raise RefusedError(f"trainer.gpus={workers} starts no worker: use 1 or more.")
-            gpus = self._gpus() > 0 or job.asked.device == "cuda"
-            device, backend = ("cuda", "nccl") if gpus and job.asked.device != "cpu" else ("cpu", "gloo")
-            backend = backend if job.asked.backend == "auto" else job.asked.backend
-            job.check(Layout(nodes, nodes * workers, device, backend, 1))
+        layout = self.layout(job, nodes)
+        if layout is not None:
+            job.check(layout)
+
+    def layout(self, job: Job, nodes: int) -> Layout | None:
+        """Return the layout that the words alone show; None where the nodes say how many workers there are.
+
+        Raises:
+            RefusedError: a number of workers that starts none.
+        """
+        workers = self.workers(job)
+        if workers == "auto":
+            return None
+        if workers < 1:
+            raise RefusedError(f"trainer.gpus={workers} starts no worker: use 1 or more.")
+        gpus = self._gpus() > 0 or job.asked.device == "cuda"
+        device, backend = ("cuda", "nccl") if gpus and job.asked.device != "cpu" else ("cpu", "gloo")
+        backend = backend if job.asked.backend == "auto" else job.asked.backend
+        return Layout(nodes, nodes * workers, device, backend, self.cpus_per_task or 1)
 
 
 _PLAIN = ("partition", "account", "qos", "time", "mem", "gpus_per_node", "gres", "constraint", "nodelist", "exclude", "reservation")

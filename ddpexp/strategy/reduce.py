@@ -23,7 +23,7 @@ from ddpexp.strategy.shared_memory import SharedMemory, share
 from ddpexp.world import World
 
 ALIGNED = 64  # bytes
-_SLOT_BYTES = 1 << 20  # larger gradients go in pieces, which stay in the processor's caches: twice as fast, and little memory
+SLOT_BYTES = 1 << 20  # larger gradients go in pieces, which stay in the processor's caches: twice as fast, and little memory
 CHUNKED_BYTES = 1 << 20  # what a rank reads more by summing all than by summing a part, when a second meeting is cheaper
 GATHERED_BYTES = 128 << 10  # the same for the backend, whose messages cost more
 _HALVES = (torch.float16, torch.bfloat16)
@@ -73,7 +73,7 @@ def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemor
     one_host = world.local_world_size == world.world_size
     if options.reduce_through == "backend" or (options.reduce_through == "auto" and not one_host):
         return None
-    shared = share(world, min(num_bytes, _SLOT_BYTES))
+    shared = share(world, min(num_bytes, SLOT_BYTES))
     if isinstance(shared, SharedMemory):
         return shared
     if options.reduce_through == "shared_memory":

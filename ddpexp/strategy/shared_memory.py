@@ -128,7 +128,7 @@ def share(world: World, slot_bytes: int) -> SharedMemory | str:
     Ranks: all; communicates.
     """
     slot_bytes = -(-slot_bytes // _PAGE) * _PAGE
-    size = _first_slot(world.world_size) + 2 * world.world_size * slot_bytes
+    size = size_of(world.world_size, slot_bytes)
     token, descriptor, told, problem = secrets.token_hex(8), -1, "", ""
     try:
         if world.is_rank_zero:
@@ -147,6 +147,11 @@ def share(world: World, slot_bytes: int) -> SharedMemory | str:
     if descriptor >= 0:
         os.close(descriptor)  # all have the memory itself now
     return problems[0] if problems or shared is None else shared
+
+
+def size_of(world_size: int, slot_bytes: int) -> int:
+    """Return the size of the memory of all ranks of a host with slots of so many bytes. Units: bytes."""
+    return _first_slot(world_size) + 2 * world_size * (-(-slot_bytes // _PAGE) * _PAGE)
 
 
 def _first_slot(world_size: int) -> int:

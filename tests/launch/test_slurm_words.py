@@ -148,8 +148,8 @@ def job(**asked: Any) -> Job:
     ],
 )
 def test_the_gpus_of_a_node_are_its_workers(options: dict[str, Any], workers: int | str) -> None:
-    assert Slurm(**options)._workers(job()) == workers
-    assert Slurm(**options)._workers(job(gpus=5)) == 5
+    assert Slurm(**options).workers(job()) == workers
+    assert Slurm(**options).workers(job(gpus=5)) == 5
 
 
 def lines(launcher: Slurm, job: Job) -> list[str]:

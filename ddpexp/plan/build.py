@@ -1,0 +1,244 @@
+"""Learn what a run holds by building it without memory: the model, its optimizers and one forward pass on torch's meta device.
+
+A process of its own does that, which trusts just the code that the run's workers would: it loads the same configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ddpexp.config import Experiment, load
+from ddpexp.config.instantiate import instantiate
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
+from ddpexp.data.samples import tensors_of
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.launch.process import die_with_parent
+from ddpexp.plan.memory import Facts, Parameter, carrier
+from ddpexp.strategy.exchange import Plan
+from ddpexp.strategy.reduce import ALIGNED, SLOT_BYTES
+from ddpexp.strategy.replica import Models
+from ddpexp.strategy.shared_memory import size_of
+from ddpexp.strategy.tree import Block, push
+from ddpexp.task import HasOptimizers, HasTrainStep, Task
+from ddpexp.worker import count_steps, open_data
+from ddpexp.world import World
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+_MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
+_ALONE = World(0, 0, 0, 1, 1, _CPU)
+
+
+def answer(parent: int, answers: int) -> None:
+    """Be the other process: read what is asked from the standard input, write what was found to the descriptor `answers`."""
+    die_with_parent(parent)
+    asked = json.load(sys.stdin)
+    try:
+        experiment, layout = load(asked["config"]), Layout(**asked["layout"])
+        if experiment.run.code and experiment.run.code not in sys.path:
+            sys.path.insert(0, experiment.run.code)
+        facts, steps = learn(experiment, layout, asked["data"], asked["num_samples"])
+        found: dict[str, Any] = {"facts": asdict(facts), "steps": steps}
+    except RefusedError as error:
+        found = {"refused": str(error)}
+    except Exception as error:  # of the user's own code, as it would end a run
+        traceback.print_exc()
+        found = {"failed": f"{type(error).__name__}: {error}"}
+    with open(answers, "w") as file:
+        json.dump(found, file)
+
+
+def learn(
+    experiment: Experiment, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
+) -> tuple[Facts, dict[str, int]]:
+    """Return what the run holds, and how many steps it takes; `num_samples` stands in for the data where it is given.
+
+    Raises:
+        RefusedError: as a run would.
+    """
+    trainer = experiment.trainer
+    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, layout.world_size)
+    before = _own_memory()
+    train = range(num_samples) if num_samples is not None else open_data(experiment, prepared, _ALONE).train
+    data_bytes = max(0, _own_memory() - before) if num_samples is None else None
+    batches = TrainBatches(train, plan, 0, trainer.seed, _CPU)
+    steps = {"steps_per_epoch": batches.steps_per_epoch, "num_steps": count_steps(trainer, batches.steps_per_epoch)}
+    notes = {"data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"}
+    models, single, device = _models(experiment, notes)
+    named = _named(models)
+    optimizer_bytes = _optimizer_bytes(experiment, models, single, notes)
+    batch_bytes = activations = None
+    if num_samples is None:
+        samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
+        batch = to_device(EvalBatches(train, samples, 0, 1, _CPU).first(), device)
+        scale = plan.micro_batch_size / samples
+        batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
+        measured = _activations(experiment, models, single, batch, notes)
+        activations = None if measured is None else round(scale * measured)
+    else:
+        notes["activations"] = "left out: --num_samples gives no samples to measure them with"
+    facts = Facts(
+        parameters=[
+            Parameter(name, p.numel(), p.numel() * p.element_size(), str(p.dtype).removeprefix("torch."), p.requires_grad)
+            for name, p in named
+        ],
+        buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
+        state_bytes={name: _num_bytes(module.state_dict(keep_vars=True).values()) for name, module in models.items()},
+        optimizer_bytes=optimizer_bytes,
+        activations_bytes=activations,
+        batch_bytes=batch_bytes,
+        data_bytes=data_bytes,
+        num_samples=len(train),
+        notes=notes,
+    )
+    return _with_reduction(facts, experiment, layout, [p for _, p in named], models), steps
+
+
+def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool, torch.device]:
+    """Build the models as a worker does, without memory; where their code does not work so, in memory."""
+    torch.manual_seed(experiment.trainer.seed)
+    device = _META
+    try:
+        with _META:
+            built = instantiate(experiment.model, experiment.trust, "model")
+    except RefusedError:
+        raise
+    except Exception as error:
+        notes["model"] = f"really built, for its code does not work on torch's meta device ({type(error).__name__}: {error})"
+        device = _CPU
+        _bound_memory()
+        built = instantiate(experiment.model, experiment.trust, "model")
+    single = isinstance(built, nn.Module)
+    models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+    for name, module in models.items():
+        if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
+            raise RefusedError(
+                f"{name} has lazy parameters, whose size only the first batch tells: a plan needs sizes. "
+                f"Give its layers their input sizes."
+            )
+        module.to(device)
+    return models, single, device
+
+
+def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes: dict[str, str]) -> int:
+    """Make the optimizers and have each take a step, after which they hold what they keep."""
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = instantiate(experiment.optimizer, experiment.trust, "optimizer", parameters)
+        return made
+
+    parameters = [p for module in models.values() for p in module.parameters()]
+    task = instantiate(experiment.task, experiment.trust, "task")
+    model = models["model"] if single else models
+    made = task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(iter(parameters))}
+    for p in parameters:
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    try:
+        for optimizer in made.values():
+            optimizer.step()
+        tensors = [value for optimizer in made.values() for state in optimizer.state.values() for value in tensors_of(state)]
+        notes["optimizer"] = "measured after a step on the meta device" if "model" not in notes else "measured after a step"
+        return _num_bytes(tensors)
+    except Exception as error:
+        notes["optimizer"] = f"assumed: two numbers a trained one, for a step was not possible ({type(error).__name__}: {error})"
+        return 2 * _num_bytes([p for p in parameters if p.requires_grad])
+    finally:
+        for p in parameters:
+            p.grad = None
+
+
+def _activations(experiment: Experiment, models: Models, single: bool, batch: Any, notes: dict[str, str]) -> int | None:
+    """Return what a forward pass keeps for backward, each memory once, without parameters and buffers. Units: bytes."""
+    task: Task = instantiate(experiment.task, experiment.trust, "task")
+    if isinstance(task, HasTrainStep):
+        notes["activations"] = "left out: the task's own train_step says what a step is"
+        return None
+    known = {t.untyped_storage()._cdata for module in models.values() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other gets the same address
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage
+        return tensor
+
+    for module in models.values():
+        module.train()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            task.step(models["model"] if single else models, batch)
+    except Exception as error:
+        notes["activations"] = f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"
+        return None
+    notes["activations"] = "kept for backward; temporary memory comes on top"
+    if experiment.trainer.precision != "fp32":
+        notes["activations"] = f"at most: measured in fp32, and {experiment.trainer.precision} keeps less"
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def _with_reduction(facts: Facts, experiment: Experiment, layout: Layout, parameters: Sequence[Tensor], models: Models) -> Facts:
+    """Add the memory of the sums over micro-batches and over workers."""
+    trainer = experiment.trainer
+    trained = [p for p in parameters if p.requires_grad]
+    wanted = sum(p.numel() * p.element_size() + ALIGNED for p in trained)
+    sums_bytes = 0
+    if trainer.reduction == "exact":
+        tensors = [*trained, *(buffer for module in models.values() for buffer in module.buffers())]
+        itemsize = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
+        leaf = sum(tensor.numel() * itemsize + ALIGNED for tensor in tensors)
+        each = plan_batches(
+            trainer.global_batch_size, trainer.micro_batch_size, layout.world_size
+        ).gradient_accumulation_steps  # fmt: skip
+        sums_bytes = leaf * most_blocks(each)
+        wanted = (leaf + ALIGNED) * max(Plan.of(each * layout.world_size, layout.world_size).num_blocks)
+    shared = carrier(trainer, experiment.strategy, layout) == "shared_memory"
+    shared_bytes = size_of(layout.world_size, min(wanted, SLOT_BYTES)) if shared else 0
+    return replace(facts, sums_bytes=sums_bytes, shared_bytes=shared_bytes)
+
+
+def most_blocks(num_leaves: int) -> int:
+    """Return how many partial sums rank zero holds at once, the leaf that is being written among them."""
+    stack: list[Block] = []
+    most = 0
+    for leaf in range(num_leaves):
+        most = max(most, len(stack) + 1)
+        push(stack, Block(0, leaf))
+    return most
+
+
+def _named(models: Models) -> list[tuple[str, nn.Parameter]]:
+    """Return every parameter once, with the model that has it first."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, module in models.items():
+        for p in module.parameters():
+            found.setdefault(id(p), (name, p))
+    return list(found.values())
+
+
+def _num_bytes(tensors: Any) -> int:
+    """Add up the tensors among some values, each once."""
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors if isinstance(t, Tensor)}.values())
+
+
+def _own_memory() -> int:
+    """Return the memory that this process has for itself alone. Units: bytes. Source: proc(5), RssAnon."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("RssAnon"))
+
+
+def _bound_memory() -> None:
+    """Take no more than what is free now: a model that is too large for this machine ends this process, not others."""
+    with open("/proc/meminfo") as file:
+        free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    resource.setrlimit(resource.RLIMIT_DATA, (free + _own_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -1,0 +1,53 @@
+"""Ask a process of its own, which has torch and the user's code, what a run would hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch import Layout
+from ddpexp.plan.memory import Facts, Parameter
+
+_PROGRAM = (
+    "import sys; sys.path[:] = filter(None, sys.path); import json; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
+    "from ddpexp.plan.build import answer; answer(*rest)"
+)
+
+
+def gather(text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None) -> tuple[Facts, dict[str, int]]:
+    """Return the facts, and the steps of the run: `steps_per_epoch` and `num_steps`.
+
+    `text` is the configuration; what the user's code prints goes to the standard error.
+
+    Raises:
+        RefusedError: as a run would. DdpexpError: the user's code failed, or there was not enough memory for it.
+    """
+    reading, writing = os.pipe()
+    words = json.dumps([sys.path, os.getpid(), writing])
+    asked = {"config": text, "layout": asdict(layout), "data": prepared, "num_samples": num_samples}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, words], pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno()
+    )
+    os.close(writing)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as asking:  # it may have ended before it has heard all
+        asking.write(json.dumps(asked).encode())
+    with open(reading) as file:
+        said = file.read()
+    status = process.wait()
+    if status or not said:
+        raise DdpexpError(f"the model could not be built: the process that did so ended with exit code {status}.")
+    found = json.loads(said)
+    if "refused" in found:
+        raise RefusedError(found["refused"])
+    if "failed" in found:
+        raise DdpexpError(f"the model could not be built: {found['failed']}")
+    facts = found["facts"]
+    return Facts(**{**facts, "parameters": [Parameter(**one) for one in facts["parameters"]]}), found["steps"]

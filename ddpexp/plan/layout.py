@@ -1,0 +1,98 @@
+"""Which workers a run would have, on machines that need not be there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Job, Launcher, Layout
+from ddpexp.launch.elastic import Elastic
+from ddpexp.launch.hardware import count_gpus, usable_cores
+from ddpexp.launch.layout import resolve
+from ddpexp.launch.slurm import Slurm
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """The workers, and what was taken for granted of their machines."""
+
+    layout: Layout
+    cores: int  # of a machine, that its workers share
+    resources: tuple[str, ...] = ()  # what Slurm is asked for, line by line
+    notes: tuple[str, ...] = ()
+
+    @property
+    def workers(self) -> int:
+        """Return the workers of one machine."""
+        return self.layout.world_size // self.layout.nodes
+
+
+def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
+    """Decide the layout from the words, and from this machine what they leave open; a missing device is told, not refused.
+
+    `cores` are those of a machine; None takes as many as this one has.
+
+    Raises:
+        RefusedError: what a run would refuse on whatever machine.
+    """
+    sizes = _nodes(job.asked.nodes) if isinstance(launcher, Elastic) else [_one(job.asked.nodes)]
+    gpus, device, threads = job.asked.gpus, job.asked.device, job.asked.threads
+    resources: tuple[str, ...] = ()
+    notes: list[str] = []
+    if isinstance(launcher, Slurm):
+        resources = _resources(launcher, job, sizes[-1])
+        shown = launcher.layout(job, sizes[-1])
+        gpus, device = (gpus, device) if shown is None else (shown.world_size // shown.nodes, shown.device)
+        if launcher.cpus_per_task is not None:
+            cores = launcher.cpus_per_task * (1 if gpus == "auto" else gpus)
+    else:
+        try:
+            resolve(gpus, device, job.asked.backend, threads)
+        except RefusedError as error:
+            notes.append(f"on this machine it would be refused: {error}")
+    if device == "auto":
+        device = "cuda" if count_gpus() else "cpu"
+        notes.append(f"trainer.device=auto is planned as {device}, which this machine has")
+    present = count_gpus() if gpus == "auto" else gpus
+    if device == "cuda" and gpus == "auto" and not present:
+        raise RefusedError("trainer.gpus=auto is what a machine shows, and this one shows no GPU: type how many a machine has.")
+    if cores is None:
+        cores = usable_cores()
+        notes.append(f"each machine is taken to have {cores} cores, as this one: --cores says otherwise")
+    workers = max(1, present) if gpus == "auto" and device == "cuda" else 1 if gpus == "auto" else gpus
+    each = resolve(
+        gpus, device, job.asked.backend, max(1, cores // max(1, workers)) if threads == "auto" else threads,
+        present=max(1, present) if device == "cuda" else 0,
+    )  # fmt: skip
+    for nodes in sizes:
+        try:
+            job.check(replace(each, nodes=nodes, world_size=nodes * each.world_size))
+        except RefusedError as error:
+            raise error if len(sizes) == 1 else RefusedError(f"with {nodes} of trainer.nodes={job.asked.nodes}: {error}") from None
+    if len(sizes) > 1:
+        notes.append(f"trainer.nodes={job.asked.nodes} is planned as {sizes[-1]}")
+    layout = replace(each, nodes=sizes[-1], world_size=sizes[-1] * each.world_size)
+    return Assumed(layout, cores, resources, tuple(notes))
+
+
+def _resources(launcher: Slurm, job: Job, nodes: int) -> tuple[str, ...]:
+    """Return the lines of the job's script that ask for something."""
+    leave = ("--output", "--open-mode", "--chdir", "--job-name")
+    lines = launcher.kind(job, nodes, job.folder).options
+    return tuple(line for line in lines if not line.removeprefix("#SBATCH ").startswith(leave))
+
+
+def _one(nodes: int | str) -> int:
+    if isinstance(nodes, str) and nodes != "auto":
+        raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic understands.")
+    return _nodes(nodes)[0]
+
+
+def _nodes(nodes: int | str) -> list[int]:
+    low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
+    first, last = int(low), int(high or low)
+    if first < 1:
+        raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
+    if last < first:
+        raise RefusedError(f"trainer.nodes={nodes} is no range: the least number of machines comes first, such as 1:4.")
+    return list(range(first, last + 1))

@@ -1,0 +1,179 @@
+"""The plan as a value, and as plain values for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ddpexp import rundir
+from ddpexp.config import Experiment
+from ddpexp.data.batch_plan import BatchPlan
+from ddpexp.plan.calibrate import Calibration
+from ddpexp.plan.layout import Assumed
+from ddpexp.plan.memory import (
+    Bucket,
+    Facts,
+    Part,
+    buckets,
+    carrier,
+    checkpoint_files,
+    checkpoints_at_once,
+    layout_stays,
+    num_checkpoints,
+    parts,
+)  # fmt: skip
+from ddpexp.plan.speed import Costs, Place, Step, predict
+from ddpexp.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that the plan says."""
+
+    experiment: Experiment
+    assumed: Assumed
+    batch: BatchPlan
+    facts: Facts
+    steps_per_epoch: int
+    num_steps: int
+    goes_on: RunDir | None  # the run that is there already
+    costs: Costs | None = None  # what is known of them
+    calibration: Calibration | None = None
+
+    @property
+    def folder(self) -> str:
+        """Return where the run would lie."""
+        asked = self.experiment.run.dir
+        return (
+            rundir.relative(self.goes_on.path) if self.goes_on else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
+        )
+
+    @property
+    def dropped_samples(self) -> int:
+        """Return the samples that an epoch leaves out: other ones in each."""
+        return self.facts.num_samples % self.batch.global_batch_size
+
+    @property
+    def carrier(self) -> str:
+        """Return what carries the gradients."""
+        return carrier(self.experiment.trainer, self.experiment.strategy, self.assumed.layout)
+
+    def buckets(self) -> list[Bucket]:
+        """Return DDP's buckets; there are none alone, nor in the exact reduction."""
+        trainer, options, layout = self.experiment.trainer, self.experiment.strategy, self.assumed.layout
+        if layout.world_size == 1 or trainer.reduction == "exact":
+            return []
+        return buckets(self.facts.parameters, options, not layout_stays(trainer, options, layout))
+
+    def parts(self) -> list[Part]:
+        """Return what a rank holds."""
+        return parts(self.facts, self.experiment.trainer, self.experiment.strategy, self.assumed.layout)
+
+    def rank_bytes(self, on_host: bool) -> int:
+        """Return the known bytes of a rank: on its device, or beside that on its host."""
+        return sum(one.num_bytes or 0 for one in self.parts() if self.is_on_host(one) == on_host)
+
+    def is_on_host(self, part: Part) -> bool:
+        """Tell whether a part is in the host's memory while the worker computes elsewhere."""
+        return part.on_host and self.assumed.layout.device == "cuda"
+
+    @property
+    def place(self) -> Place:
+        """Return where the workers are, for the time of a step."""
+        return place_of(self.assumed, self.experiment)
+
+    def reduced(self) -> list[int]:
+        """Return the bytes that are reduced together, those first that are ready first; compressed as they travel."""
+        if self.place.way == "none":
+            return []
+        half = self.experiment.strategy.comm_hook in ("fp16", "bf16") and self.experiment.trainer.reduction == "fast"
+        sizes = [one.num_bytes for one in self.buckets()] or [one.num_bytes for one in self.facts.parameters if one.trained]
+        sizes = sizes if self.buckets() else [sum(sizes)]
+        return [size // 2 if half else size for size in sizes]
+
+    def step(self) -> Step | str:
+        """Return the time of a step, or why it is left out."""
+        alone = self.place.way == "none"
+        if self.costs is None:
+            more = "" if alone else ", --alpha_us and --bandwidth_gbps"
+            return f"left out: give --compute_ms{more}, or measure with --calibrate"
+        if alone:
+            return predict(self.costs, self.batch.gradient_accumulation_steps, [], self.place)
+        if self.experiment.strategy.comm_hook == "powersgd":
+            return "left out: what PowerSGD's products cost is not known"
+        if self.costs.alpha_us is None or self.costs.bandwidth_gbps is None:
+            return "left out: give --alpha_us and --bandwidth_gbps, which one worker alone does not tell"
+        return predict(self.costs, self.batch.gradient_accumulation_steps, self.reduced(), self.place)
+
+    def files(self) -> dict[str, int]:
+        """Return the sizes of a checkpoint's files."""
+        return checkpoint_files(self.facts, self.experiment.trainer)
+
+    def checkpoints(self) -> tuple[int, int]:
+        """Return how many checkpoints the run makes, and how many are there at once."""
+        made = num_checkpoints(self.experiment.trainer, self.num_steps, self.steps_per_epoch)
+        return made, checkpoints_at_once(self.experiment.trainer, made)
+
+    def notes(self) -> list[str]:
+        """Return what was taken for granted, in sentences."""
+        said = [f"the model was {self.facts.notes['model']}"] if "model" in self.facts.notes else []
+        return [*self.assumed.notes, *said, *(self.calibration.notes if self.calibration else ())]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values. Units: bytes."""
+        layout, cut, files = self.assumed.layout, self.buckets(), self.files()
+        made, at_once = self.checkpoints()
+        return {
+            "recipe": self.experiment.recipe.name,
+            "world": {**asdict(layout), "workers_per_node": self.assumed.workers, "cores_per_node": self.assumed.cores},
+            "batch": {key: value for key, value in asdict(self.batch).items() if key != "world_size"},
+            "samples": self.facts.num_samples,
+            "steps_per_epoch": self.steps_per_epoch,
+            "dropped_samples": self.dropped_samples,
+            "num_steps": self.num_steps,
+            "run_dir": self.folder,
+            "goes_on": self.goes_on is not None,
+            "slurm": list(self.assumed.resources),
+            "parameters": sum(one.num_elements for one in self.facts.parameters),
+            "reduction": self.carrier,
+            "buckets": [asdict(one) for one in cut],
+            "memory": {
+                "rank_bytes": self.rank_bytes(on_host=False),
+                "host_bytes": self.rank_bytes(on_host=True),
+                "parts": [{**asdict(one), "on_host": self.is_on_host(one)} for one in self.parts()],
+            },
+            "checkpoint": {"bytes": sum(files.values()), "files": files, "made": made, "at_once": at_once},
+            "step": self._step_as_dict(),
+            "notes": self.notes(),
+        }
+
+    def _step_as_dict(self) -> dict[str, Any]:
+        """Return the time of a step as plain values. Units: milliseconds, but for those with another unit in their name."""
+        found = self.step()
+        costs = {"costs": None if self.costs is None else asdict(self.costs)}
+        measured = {} if self.calibration is None else {"measured": asdict(self.calibration.measured)}
+        if isinstance(found, str):
+            return {"total_ms": None, "why": found, **costs, **measured}
+        seconds = self.num_steps * found.total_ms / 1e3
+        rate = 1e3 * self.batch.global_batch_size / found.total_ms
+        return {
+            "total_ms": found.total_ms,
+            **asdict(found),
+            "samples_per_second": rate,
+            "train_seconds": seconds,
+            **costs,
+            **measured,
+        }
+
+
+def place_of(assumed: Assumed, experiment: Experiment) -> Place:
+    """Return where the workers are, and how they reduce."""
+    layout = assumed.layout
+    return Place(
+        world_size=layout.world_size,
+        workers=assumed.workers,
+        threads=layout.threads,
+        cores=0 if layout.device == "cuda" else assumed.cores,
+        way=carrier(experiment.trainer, experiment.strategy, layout),
+        by_nccl=layout.backend == "nccl",
+    )

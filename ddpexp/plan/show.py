@@ -1,0 +1,131 @@
+"""The plan for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddpexp.plan.memory import Bucket, human
+from ddpexp.plan.outcome import Outcome
+from ddpexp.plan.speed import crowd
+from ddpexp.printable import one_line
+from ddpexp.sweep import table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_CARRIERS = {
+    "none": "", "shared_memory": ", gradients through shared memory", "in_rank_order": ", gradients in the order of the ranks",
+    "backend": "",
+}  # fmt: skip
+_UNCOUNTED = "Not counted: Python and torch themselves, what the allocator keeps in reserve"
+_OF_GPUS = "Not counted: Python and torch themselves, CUDA's context, NCCL's buffers, what the allocator keeps in reserve"
+
+
+def show(outcome: Outcome) -> None:
+    """Print the plan."""
+    table.show(render(outcome))
+
+
+def render(outcome: Outcome) -> RenderableType:
+    """Return the plan as lines and tables."""
+    from rich.console import Group as Lines
+    from rich.text import Text
+
+    notes = [Text(f"note: {one_line(text)}", style="dim") for text in outcome.notes()]
+    return Lines(
+        *(Text(f"{name:<12}{one_line(text)}") for name, text in _lines(outcome).items()),
+        "",
+        _memory(outcome),
+        Text(_OF_GPUS if outcome.assumed.layout.device == "cuda" else _UNCOUNTED, style="dim"),
+        "",
+        *(Text(f"{name:<12}{one_line(text)}") for name, text in _rest(outcome).items()),
+        *notes,
+    )
+
+
+def _lines(outcome: Outcome) -> dict[str, str]:
+    """Say what would run, in the words that a run begins with."""
+    experiment, layout, batch = outcome.experiment, outcome.assumed.layout, outcome.batch
+    kind = "GPU" if layout.device == "cuda" else "CPU"
+    where = "" if layout.nodes == 1 else f" on {layout.nodes:,} machines, {outcome.assumed.workers} each"
+    workers = f"{layout.world_size:,} {kind} worker{'s' if layout.world_size > 1 else ''}{where}"
+    busy = outcome.assumed.workers * layout.threads
+    crowded = f"; {busy} threads share {outcome.assumed.cores} cores" if busy > outcome.assumed.cores else ""
+    threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
+    cut = f"{batch.micro_batch_size:,} x {batch.gradient_accumulation_steps} accumulated x {layout.world_size:,} workers"
+    parameters = sum(one.num_elements for one in outcome.facts.parameters)
+    model = experiment.model.target.rpartition(".")[2]
+    data = outcome.facts.notes.get("samples", experiment.data.target)
+    lines = {
+        "recipe": experiment.recipe.name,
+        "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
+        "model": f"{model}, {parameters:,} parameters, {experiment.trainer.precision}",
+        "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.carrier]}), {threads} each{crowded}",
+        "batch": f"{batch.global_batch_size:,} = {cut}",
+        "steps": f"{outcome.num_steps:,}: {outcome.num_steps / outcome.steps_per_epoch:.3g} epochs of {outcome.steps_per_epoch:,}, "
+        f"each leaves out {outcome.dropped_samples:,} samples",
+        "folder": outcome.folder + (", which goes on" if outcome.goes_on else ""),
+    }
+    if outcome.assumed.resources:
+        lines["slurm"] = "  ".join(line.removeprefix("#SBATCH ") for line in outcome.assumed.resources)
+    return lines
+
+
+def _memory(outcome: Outcome) -> RenderableType:
+    from rich.table import Table
+
+    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    found.add_column("memory of a rank")
+    found.add_column("", justify="right")
+    found.add_column("")
+    for part in outcome.parts():
+        where = "on the host; " if outcome.is_on_host(part) else ""
+        size = "?" if part.num_bytes is None else human(part.num_bytes)
+        found.add_row(
+            part.name, size, f"{where}{one_line(part.note)}".removesuffix("; "), style="dim" if part.num_bytes is None else ""
+        )
+    on_gpu = outcome.assumed.layout.device == "cuda"
+    found.add_row("together", human(outcome.rank_bytes(on_host=False)), "on a GPU" if on_gpu else "", style="bold")
+    if on_gpu:
+        found.add_row("", human(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
+    return found
+
+
+def _rest(outcome: Outcome) -> dict[str, str]:
+    files = outcome.files()
+    made, at_once = outcome.checkpoints()
+    split = " + ".join(f"{name} {human(size)}" for name, size in files.items() if size)
+    lines = {"buckets": _buckets(outcome.buckets(), outcome.experiment.strategy.bucket_cap_mb)}
+    lines["checkpoint"] = (
+        f"{human(sum(files.values()))} = {split}; {made:,} made, at most {at_once:,} there: {human(at_once * sum(files.values()))}"
+    )
+    lines |= _step(outcome)
+    return {name: text for name, text in lines.items() if text}
+
+
+def _step(outcome: Outcome) -> dict[str, str]:
+    found = outcome.step()
+    if isinstance(found, str):
+        return {"step": found}
+    assert outcome.costs is not None
+    costs, passes = outcome.costs, outcome.batch.gradient_accumulation_steps
+    stretch = crowd(costs, outcome.place)
+    rate = 1e3 * outcome.batch.global_batch_size / found.total_ms
+    terms = f"{stretch:.3g} x ({passes} x {costs.pass_ms:.3g} + {costs.update_ms:.3g})"
+    lines = {"model": "step = crowding x (passes x pass + update) + reduction - what of it hides behind backward (docs/plan.md)"}
+    lines["step"] = (
+        f"{found.total_ms:.3g} ms = {terms} + {found.reduction_ms:.3g} - {found.hidden_ms:.3g} ms: {rate:,.0f} samples/s"
+    )
+    if outcome.place.way != "none":
+        lines["reduction"] = f"alpha {costs.alpha_us:.3g} us, bandwidth {costs.bandwidth_gbps:.3g} Gb/s"
+    seconds = outcome.num_steps * found.total_ms / 1e3
+    lines["training"] = f"{table.duration(seconds)}, without evaluations, checkpoints and the start"
+    return lines
+
+
+def _buckets(found: list[Bucket], cap: float) -> str:
+    if not found:
+        return ""
+    sizes = [one.num_bytes for one in found]
+    spread = human(sizes[0]) if len(sizes) == 1 else f"{human(min(sizes))} to {human(max(sizes))}, the last one {human(sizes[-1])}"
+    return f"{len(found):,} of {cap:g} MiB: {human(sum(sizes))} a step, {spread}"

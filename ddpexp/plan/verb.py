@@ -1,0 +1,95 @@
+"""The verb `ddpexp plan`: compose and check like a run, learn what it holds, say what it would take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddpexp.config import parse
+from ddpexp.config.compose import compose
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.jobs import Training
+from ddpexp.launch.terminal import say
+from ddpexp.plan.calibrate import calibrate
+from ddpexp.plan.gather import gather
+from ddpexp.plan.layout import assume
+from ddpexp.plan.outcome import Outcome
+from ddpexp.plan.speed import Costs
+from ddpexp.plan.words import Words
+from ddpexp.prepare import prepare
+
+_USAGE = """usage: ddpexp plan [key=value ...] [--config-dir DIR] [options]
+
+Say what a run with these words would be: its workers and batches, the memory of a rank, the size of a checkpoint, the time of
+a step. Nothing is trained and no machine is needed: trainer.device=cuda trainer.gpus=8 trainer.nodes=512 plans for 4,096 GPUs.
+
+  --json               for programs
+  --cores N            CPU cores of a machine; else as many as this one has
+  --num_samples N      plan for so many training samples, without the data
+  --compute_ms X       time of a pass: forward and backward of a micro-batch on one worker
+  --alpha_us X         latency of a message between two workers
+  --bandwidth_gbps X   what a worker sends and receives, in gigabits a second
+  --calibrate          measure these on this machine: short runs with one worker and with two
+
+docs/plan.md says what each number is."""
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print the plan of the run that `argv` describes, and return the exit code.
+
+    Raises:
+        RefusedError: what a run would refuse. FinishedError: so is the run in `run.dir`. DdpexpError: the model's code failed.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(_USAGE)
+        return EXIT_DONE
+    words = Words.of(argv)
+    composed = compose(list(words.run))
+    if composed is None:
+        raise RefusedError(f"plan {' '.join(words.run)}: that is a question about the configuration: ask it without plan.")
+    experiment = parse(composed.values)
+    for warning in composed.warnings:
+        say(f"ddpexp: warning: {warning}")
+    job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *words.run])
+    assumed = assume(job, experiment.launcher, words.cores)
+    goes_on = job.foresee()
+    data = prepare(experiment.data, experiment.trust) if words.num_samples is None else None
+    facts, steps = gather(composed.text, assumed.layout, data, words.num_samples)
+    if words.num_samples is None and data is not None and data.get("note"):
+        facts = replace(facts, notes={**facts.notes, "samples": data["note"]})
+    trainer = experiment.trainer
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, assumed.layout.world_size)
+    outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], goes_on)
+    outcome = _with_costs(outcome, words)
+    if words.json:
+        print(json.dumps(outcome.as_dict(), indent=2))
+    else:
+        from ddpexp.plan.show import show
+
+        show(outcome)
+    return EXIT_DONE
+
+
+def _with_costs(outcome: Outcome, words: Words) -> Outcome:
+    """Add what things cost: as it is typed, else as it is measured."""
+    calibration = None
+    if words.calibrate:
+        num_bytes = sum(outcome.reduced())
+        calibration = calibrate(
+            outcome.experiment,
+            words.run,
+            outcome.batch,
+            outcome.assumed.layout,
+            outcome.place,
+            num_bytes,
+            lambda text: say(f"ddpexp: {text}"),
+        )
+    costs = calibration.costs if calibration else None
+    if words.compute_ms is not None:
+        costs = Costs(words.compute_ms) if costs is None else replace(costs, pass_ms=words.compute_ms)
+    if costs is not None:
+        typed = {"alpha_us": words.alpha_us, "bandwidth_gbps": words.bandwidth_gbps}
+        costs = replace(costs, **{name: value for name, value in typed.items() if value is not None})
+    return replace(outcome, costs=costs, calibration=calibration)

@@ -1,0 +1,80 @@
+"""The words behind `ddpexp plan`: those of a run, and options of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddpexp.config.build import did_you_mean
+from ddpexp.errors import RefusedError
+
+_NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores")
+_SWITCHES = ("--json", "--calibrate")
+_OF_RUNS = ("--config-dir", "-cd")  # each with a word behind it
+
+
+@dataclass(frozen=True)
+class Words:
+    """What was typed."""
+
+    run: tuple[str, ...]  # what a run would be typed with
+    json: bool = False
+    calibrate: bool = False
+    alpha_us: float | None = None
+    bandwidth_gbps: float | None = None
+    compute_ms: float | None = None
+    num_samples: int | None = None
+    cores: int | None = None
+
+    @classmethod
+    def of(cls, argv: Sequence[str]) -> Words:
+        """Take the plan's own options out of a command line.
+
+        Raises:
+            RefusedError: an option that is not known, or a value that is none.
+        """
+        run: list[str] = []
+        switches: set[str] = set()
+        numbers: dict[str, float] = {}
+        words = iter(argv)
+        for word in words:
+            key, equals, value = word.partition("=")
+            if key in _NUMBERS:
+                numbers[key] = _number(key, value if equals else next(words, ""))
+            elif word in _SWITCHES:
+                switches.add(word)
+            elif word in _OF_RUNS:
+                run += [word, next(words, "")]
+            elif word.startswith("--") and key not in _OF_RUNS:
+                raise RefusedError(f"plan {word}: no such option.{did_you_mean(key, (*_NUMBERS, *_SWITCHES, *_OF_RUNS))}")
+            elif word in ("-m", "-cn", "-cp"):
+                raise RefusedError(f"plan {word}: it looks at one run, as python -m ddpexp would start it: leave that out.")
+            else:
+                run.append(word)
+        whole: dict[str, int] = {}
+        for key in ("--num_samples", "--cores"):
+            if key in numbers:
+                if not numbers[key].is_integer():
+                    raise RefusedError(f"plan {key}={numbers[key]:g}: use a whole number.")
+                whole[key] = int(numbers[key])
+        return cls(
+            tuple(run),
+            "--json" in switches,
+            "--calibrate" in switches,
+            numbers.get("--alpha_us"),
+            numbers.get("--bandwidth_gbps"),
+            numbers.get("--compute_ms"),
+            whole.get("--num_samples"),
+            whole.get("--cores"),
+        )
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise RefusedError(f"plan {key}={text}: use a number above 0.")
+    return value
