@@ -174,9 +174,9 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
     ("world_size", "words"),
     [
         (2, (*SGD, "task._target_=points.Drawing")),
-        (2, (*ADAMW, "trainer.precision=bf16", "trainer.ema_decay=0.9")),
+        pytest.param(2, (*ADAMW, "trainer.precision=bf16", "trainer.ema_decay=0.9"), marks=pytest.mark.slow),
         (3, (*ADAMW, "data._target_=points.load_noisy", "data.num_workers=1")),
-        (3, (*SGD, "strategy.comm_hook=fp16")),
+        pytest.param(3, (*SGD, "strategy.comm_hook=fp16"), marks=pytest.mark.slow),
         pytest.param(3, (*SGD, "trainer.precision=bf16", "trainer.micro_batch_size=4"), marks=pytest.mark.slow),
         pytest.param(4, (*SGD, "strategy.broadcast_buffers=false"), marks=pytest.mark.slow),
         (4, (*ADAMW, "trainer.precision=bf16", "trainer.nonfinite=skip", "strategy.reduce_through=backend")),
@@ -400,7 +400,7 @@ def test_the_size_of_a_micro_batch_may_follow_the_number_of_workers(recipe: Reci
 
 
 @pytest.mark.fault(10)
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_stop_in_the_middle_of_an_evaluation_saves_and_the_next_start_evaluates(
     recipe: Recipe, undisturbed: Callable[..., Done], tmp_path: Path, world_size: int
 ) -> None:

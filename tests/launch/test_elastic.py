@@ -107,7 +107,7 @@ def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
     assert (done.code, done.err) == (2, "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic understands.\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals) -> None:
     before = ddpexp_processes()
     process, run = recipe.start("launcher=elastic", "trainer.gpus=2", "task._target_=points.Sleeps", "trainer.epochs=500")

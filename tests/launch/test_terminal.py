@@ -81,7 +81,7 @@ def test_without_a_terminal_there_are_plain_lines_in_order(ddpexp: Ddpexp) -> No
 
 def test_a_command_that_was_stopped_for_a_while_shows_everything_in_order(ddpexp: Ddpexp) -> None:
     process, run = ddpexp.start(*SMALL, "trainer.gpus=2", "trainer.log_every=2")
-    wait_for((run / "ranks/0.log").exists)
+    wait_for((run / "metrics.jsonl").exists)  # all workers are there
     process.send_signal(signal.SIGSTOP)
     wait_for((run / "result.json").exists)  # the workers do not wait for the terminal
     process.send_signal(signal.SIGCONT)

@@ -199,6 +199,7 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+@pytest.mark.slow
 def test_evaluate_runs_under_torchrun_too(recipe: Recipe) -> None:
     process, run = start(recipe)
     assert finish(process, run, 60).code == 0

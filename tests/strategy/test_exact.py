@@ -546,6 +546,7 @@ def test_adamw_in_bf16_with_clipping_and_averaged_weights_too(recipe: Recipe, ex
     assert found[0] == found[1] != exact[1]
 
 
+@pytest.mark.slow
 def test_torchrun_gives_them(recipe: Recipe, exact: dict[int, Numbers]) -> None:
     [torchrun] = [starter for starter in STARTERS if starter.name == "torchrun"]
     assert Numbers.of(torchrun(recipe, 3, *DEEP[:-1], EXACT)) == exact[1]

@@ -50,10 +50,14 @@ class Once(Sides):
 class Held(Sides):
     # Writes down the kinds of the descriptors that a rank has.
     def step(self, model, batch):
-        links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        kinds = sorted(os.readlink(link).split(":")[0] for link in links if os.path.lexists(link))
+        kinds = []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                kinds.append(os.readlink(f"/proc/self/fd/{number}").split(":")[0])
+            except FileNotFoundError:  # that of the list, and what another thread has closed
+                pass
         with open(os.path.join(os.path.dirname(os.readlink("/proc/self/fd/1")), "held"), "w") as file:
-            file.write("\\n".join(kind for kind in kinds if kind.isalpha()))
+            file.write("\\n".join(kind for kind in sorted(kinds) if kind.isalpha()))
         return super().step(model, batch)
 """
 
