@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -101,11 +100,4 @@ def _left_on_the_machine() -> set[Path]:
     listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=False).stdout.splitlines()
     ours = [f"pid={pid}," for pid in ddpexp_processes()]
     ports = {Path(line.split()[3]) for line in listening if any(pid in line for pid in ours)}
-    return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "ddpexp", "psm", "sem"))
-            and not _is_of_the_dead(path)} | ports  # fmt: skip
-
-
-def _is_of_the_dead(path: Path) -> bool:
-    """Tell whether torch has made this memory in a process that is gone: killed in the instant before it takes the name away."""
-    found = re.fullmatch(r"torch_(\d+)_\d+_\d+", path.name)
-    return found is not None and not Path("/proc", found[1]).exists()
+    return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "ddpexp", "psm", "sem"))} | ports
