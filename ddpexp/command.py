@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from ddpexp import secrets
-from ddpexp.errors import DdpexpError, Failure, FinishedError, RefusedError, StoppedError, WorkerError, first_end
+from ddpexp.errors import ENDS, End, Failure, FinishedError, RefusedError, StoppedError, WorkerError, first_end
 from ddpexp.launch import Job, Launcher
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.terminal import say
@@ -34,7 +34,7 @@ def told(work: Callable[[], int]) -> int:
         if not error.quiet:
             say(_first_cause(error))
         return error.exit_code
-    except DdpexpError as error:
+    except ENDS as error:
         hear_no_more_signals()
         _tell_torchrun(error)
         if not error.quiet:
@@ -82,7 +82,7 @@ def _record(job: Job, error: WorkerError | RefusedError) -> None:
         job.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
 
 
-def _tell_torchrun(error: DdpexpError) -> None:
+def _tell_torchrun(error: End) -> None:
     """Leave the error where torchrun looks for it, so that its summary shows it. Source: torch's ErrorHandler."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
@@ -130,7 +130,7 @@ def _first_cause(error: WorkerError) -> str:
     return "\n".join([*lines, summary])
 
 
-def _first_line(error: DdpexpError) -> str:
+def _first_line(error: End) -> str:
     """Return the error in one line, with its rank where it has one."""
     if isinstance(error, WorkerError):
         failure = error.failure

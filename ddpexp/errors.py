@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -85,9 +85,13 @@ class WorkerError(DdpexpError):
         self.exit_code = failure.exit_code
 
 
-class StoppedError(DdpexpError):
-    """A signal to the command, or to one of its ranks, ended the run."""
+class StoppedError(BaseException):
+    """A signal to the command, or to one of its ranks, ended the run.
 
+    It can come anywhere, so it is no `Exception`: libraries catch those, and OmegaConf raises them anew as it likes.
+    """
+
+    quiet = False  # another command of the same job says it
     told = False  # another command of the same job has written it down and says it
     then: Callable[[], str] | None = None  # what is done when the end is written down and said; returns what to say of it
 
@@ -107,12 +111,17 @@ class StoppedError(DdpexpError):
         self.began = began
 
 
-def first_end(error: DdpexpError) -> DdpexpError:
+End: TypeAlias = DdpexpError | StoppedError
+ENDS = (DdpexpError, StoppedError)  # all that a command has a sentence and an exit code for
+
+
+def first_end(error: End) -> End:
     """Return how the job ended, where a signal came while that was on its way: what starts commands may end all with the first.
 
     A failure or a refusal counts before a stop.
     """
-    found, cause = error, error.__context__
+    found: End = error
+    cause = error.__context__
     while cause is not None:
         if isinstance(cause, WorkerError | RefusedError):
             return cause

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
+from ddpexp.launch import process
 from ddpexp.launch.log import held_logs
 from ddpexp.launch.network import boot_id
 from ddpexp.launch.slurm_commands import exact_id, is_id, is_over
@@ -222,9 +223,6 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process was started; None when it is gone, or only its exit code is left. Source: proc(5), stat."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return None if words[0] in "ZX" else words[19]
+    """Return when a process was started; None when it is gone, or only its exit code is left."""
+    words = process.stat(pid)
+    return None if words is None or words[0] in "ZX" else words[19]

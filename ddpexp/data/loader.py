@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -223,8 +222,6 @@ def _deaths(pids: memoryview) -> Iterator[None]:
         for worker, pid in enumerate(pids):
             problem = _death(pid)
             if problem is not None:
-                for path in Path(_SHARED).glob(f"torch_{pid}_*"):  # made, and not yet passed on
-                    path.unlink(missing_ok=True)
                 raise _lost(worker, problem)
         if callable(before):
             before(number, frame)

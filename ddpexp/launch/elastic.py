@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, RefusedError, StoppedError, first_end
+from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, RefusedError, StoppedError, first_end
 from ddpexp.launch import Job, child
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.layout import resolve
@@ -87,7 +87,7 @@ class Elastic:
         try:
             code = TorchrunEnv().launch(job, server)
             return code
-        except DdpexpError as error:
+        except ENDS as error:
             code = first_end(error).exit_code
             raise
         finally:

@@ -21,6 +21,8 @@ from ddpexp.launch.memory import Memory
 # list against what workers import; nothing here may ask CUDA for devices, for that breaks every forked GPU worker.
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.worker")
 
+_OF_THE_LOADER = 127  # its exit code where it gets no memory
+
 # The folder of the command is not trusted to hold a json.py, so it leaves the path before anything is imported.
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); import json; "
@@ -141,8 +143,9 @@ class Server:
         else:
             how = "is gone" if code is None else f"ended with exit code {code}"
         text = f"the process that starts the workers {how}, and they with it"
-        # Libraries abort where memory cannot be had, and the kernel kills.
-        why = self.memory.verdict() if signum in (signal.SIGKILL, None) else reason(MemoryError())
+        # Where memory cannot be had, libraries abort, the loader of libraries ends with 127, and the kernel kills.
+        short = code == _OF_THE_LOADER or signum not in (signal.SIGKILL, None)
+        why = reason(MemoryError()) if short else self.memory.verdict()
         return f"{text}: {why}" if why else text, signum
 
     def destroy(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Asked
+from ddpexp.launch.process import stat
 
 
 @dataclass(frozen=True)
@@ -119,11 +120,8 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place
 
 def process_identity(pid: int) -> str | None:
     """Name a process so that no later one is mistaken for it: host, process id and start time; None when it is gone."""
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    except OSError:
-        return None
-    return f"{os.uname().nodename}:{pid}:{started}"
+    words = stat(pid)
+    return f"{os.uname().nodename}:{pid}:{words[19]}" if words else None
 
 
 def _refuse_contradiction(asked: Asked, starter: str, nodes: int | None, local_size: int | None, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Bind a process's life to its parent's."""
+"""What lives: a process as the kernel describes it, and lives that are bound to a parent's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_SECONDS = 0.25
+
+
+def stat(pid: int) -> list[str] | None:
+    """Return what the kernel says of a process, from its state on; None when it is gone. Source: proc(5), stat.
+
+    Index 0 is its state, a letter; 11 and 12 are the ticks that it has used itself and the kernel for it; 19 is when it began.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+
+
+def is_gone(pid: int) -> bool:
+    """Tell whether a process has ended; of one that nobody has waited for, only the exit code is left."""
+    words = stat(pid)
+    return words is None or words[0] in "ZX"
 
 
 def die_with_parent(parent: int) -> None:

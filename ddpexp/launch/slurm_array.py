@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, DdpexpError, Failure, FinishedError, RefusedError, StoppedError
+from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, Failure, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Job
 from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.slurm_commands import ENDED, array_size, sbatch, signals_wait, state, states
@@ -99,7 +99,7 @@ def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[
     try:
         for kind, jobs in arrays:
             _submit(kind, jobs, folder, told)
-    except DdpexpError:
+    except ENDS:
         if known:
             say(f"ddpexp: {len(known)} of {len(everything)} jobs are submitted and go on; end them with scancel {_arrays(known)}")
         raise
@@ -145,7 +145,7 @@ def _make(jobs: Numbered) -> list[tuple[int, Job, Path]]:
             with suppress(FinishedError):  # by somebody else, meanwhile
                 made.append((number, job, job.create().resolve()))
                 job.note("submitted")  # before: it may begin at once
-    except DdpexpError:
+    except ENDS:
         for _, job in jobs:
             job.interrupt()
             job.close()

@@ -14,8 +14,8 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from ddpexp.errors import EXIT_FAILED, DdpexpError, Failure, FinishedError, RefusedError
-from ddpexp.launch import Crew, Job, Layout
+from ddpexp.errors import ENDS, EXIT_FAILED, Failure, FinishedError, RefusedError
+from ddpexp.launch import Crew, Job, Layout, leftovers
 from ddpexp.launch.causes import Worker
 from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
 from ddpexp.launch.fork_server import Server
@@ -113,13 +113,13 @@ def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: floa
                 for peer in called:
                     peer.send({**go, "seat": asdict(seats[peer.index])})
                 _hear_ready(called, who)
-        except DdpexpError as error:
+        except ENDS as error:
             meeting.tell({"kind": "finished" if isinstance(error, FinishedError) else "refused", "message": str(error)})
             raise
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
             return _watch(job, layout, seats[0], meeting, server, store)
-    except DdpexpError:
+    except ENDS:
         # The others leave when this connection closes, which is when this command has said why and ended: what started them
         # may kill all that is left as soon as one leaves.
         meeting = Meeting(0)
@@ -299,6 +299,7 @@ def _watch(
     # that torch opens itself listens on every interface, and a port that is found, closed and opened again can be lost.
     own = socket.create_server((LOOPBACK, 0), backlog=1024) if store is None else None
     listener = own or (store if isinstance(store, socket.socket) else None)
+    began = time.time()
     place: tuple[str, int] = listener.getsockname()[:2] if listener else store  # type: ignore[assignment]
     try:
         workers = []
@@ -323,6 +324,9 @@ def _watch(
             listener.close()
     try:
         return supervise(server, workers, Terminal(), meeting, job.asked, layout.device == "cuda")
+    except BaseException:
+        leftovers.clear(began)
+        raise
     finally:
         for worker in workers:
             worker.log.close()

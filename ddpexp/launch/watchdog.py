@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.errors import Failure
 from ddpexp.launch import Timeout
+from ddpexp.launch.process import stat
 
 if TYPE_CHECKING:
     from ddpexp.launch.causes import Worker
@@ -315,22 +316,15 @@ def _place(pid: int | None, stacks: Sequence[Sequence[tuple[str, str, str]]], us
 
 
 def _state(pid: int) -> str:
-    """Return the kernel's letter for a process. Source: proc(5), stat."""
-    words = _stat(pid)
+    """Return the kernel's letter for a process."""
+    words = stat(pid)
     return words[0] if words else "X"
 
 
 def _ticks(pid: int | None) -> int:
     """Return the processor time that a process has used, in the kernel's ticks."""
-    words = _stat(pid) if pid is not None else None
+    words = stat(pid) if pid is not None else None
     return int(words[11]) + int(words[12]) if words else 0
-
-
-def _stat(pid: int) -> list[str] | None:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
 
 
 def _activity(pid: int) -> tuple[int, ...]:
