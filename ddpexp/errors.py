@@ -66,6 +66,15 @@ class Failure:
         return asdict(self)
 
 
+class LoaderError(BaseException):
+    """A DataLoader worker died, hangs, or has no room for its batches.
+
+    A signal brings the first, wherever its rank is: no `Exception`, which libraries catch and forget.
+    """
+
+    exit_code = EXIT_FAILED
+
+
 class WorkerError(DdpexpError):
     """A worker failed: the first genuine cause, and the ranks that only went down with it."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, RefusedError
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
 from ddpexp.launch.control import SIGNALS, Control
 from ddpexp.launch.limits import reason
 from ddpexp.printable import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, printable
@@ -60,7 +60,7 @@ def run_rank(work: Callable[[Control], None]) -> int:
     except RefusedError as error:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, None)
-    except DdpexpError as error:
+    except (DdpexpError, LoaderError) as error:
         code = error.exit_code
         _report(control, type(error).__name__, str(error), code, "")
     except BaseException as error:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection
@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from ddpexp.data.samples import called, code_error, form, odd_one, origin, tensors_of
-from ddpexp.errors import CodeError, DdpexpError
+from ddpexp.errors import CodeError, LoaderError
 from ddpexp.launch.process import die_with_parent
 from ddpexp.seeds import seed_everything
 
@@ -34,10 +34,6 @@ _python_address = _sockets.arbitrary_address
 _SHARED = "/dev/shm"
 _SMALL = 64 << 20  # bytes of shared memory: what a container has unless it is given more
 _DUMP_SECONDS = 0.5  # for a worker to write where it is
-
-
-class LoaderError(DdpexpError):
-    """A DataLoader worker died, hangs, or has no room for its batches."""
 
 
 def load(
@@ -63,20 +59,23 @@ def load(
         worker_init_fn=partial(_start_worker, os.getpid(), pids) if num_workers else None,
         generator=torch.Generator().manual_seed(0),  # its own draw must not move the global generator
     )
-    try:
-        batches = iter(loader)
-    except OSError as error:  # its semaphores are there too
-        raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
     received = 0
-    with _deaths(pids):
+    with ExitStack() as handler:
+        try:
+            batches = iter(loader)
+            handler.enter_context(_deaths(pids))  # in front of torch's own, which is there by now
+        except OSError as error:  # its semaphores are there too
+            raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
+        except RuntimeError:  # of torch's handler
+            _raise_death(pids)
+            raise
         while True:
+            _raise_death(pids)  # before there was a handler, or while Python let an error of one pass
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                if isinstance(error.__cause__, LoaderError):  # torch catches what a signal's handler raises while it waits
-                    raise error.__cause__ from None
                 if "timed out" not in str(error):
                     # A worker that died while it handed over a batch is noticed, and waited for, before its signal comes.
                     for worker, process in enumerate(getattr(batches, "_workers", ())):
@@ -89,7 +88,7 @@ def load(
                 raise _silent(worker, called(data, stuck, name), timeout_seconds) from None
             received += 1
             asked.popleft()
-            if isinstance(batch, DdpexpError):
+            if isinstance(batch, CodeError | LoaderError):
                 raise batch
             yield batch
 
@@ -219,10 +218,7 @@ def _deaths(pids: memoryview) -> Iterator[None]:
         return
 
     def look(number: int, frame: FrameType | None) -> None:
-        for worker, pid in enumerate(pids):
-            problem = _death(pid)
-            if problem is not None:
-                raise _lost(worker, problem)
+        _raise_death(pids)
         if callable(before):
             before(number, frame)
 
@@ -231,6 +227,13 @@ def _deaths(pids: memoryview) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGCHLD, before)
+
+
+def _raise_death(pids: memoryview) -> None:
+    for worker, pid in enumerate(pids):
+        problem = _death(pid)
+        if problem is not None:
+            raise _lost(worker, problem)
 
 
 def _death(pid: int) -> str | None:
