@@ -7,9 +7,12 @@ import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+
+Figures = dict[str, list[dict[str, float]]]
+"""Of each arm its figures, by round."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Arm:
     name: str
     command: Callable[[Path], Sequence[str]]  # from a new, empty folder to the words
     figures: Callable[[Path, str, float, float], dict[str, float]]  # folder, output, seconds at start and end
+    environ: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -34,20 +38,22 @@ class Ratio:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, list[dict[str, float]]]:
+def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], None]) -> Figures:
     """Run every arm once a round, in an order that turns; return each arm's figures by round.
 
     Raises:
         RuntimeError: a program failed; its output is in the message.
     """
-    results: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
+    results: Figures = {arm.name: [] for arm in arms}
     for number in range(rounds):
         turned = [*arms[number % len(arms) :], *arms[: number % len(arms)]]
         for arm in turned:
             place = folder / f"{arm.name.replace(' ', '-')}-{number}"
             place.mkdir(parents=True)
             start = time.time()
-            done = subprocess.run(arm.command(place), capture_output=True, text=True, check=False, env=_environ(), timeout=1800)
+            done = subprocess.run(
+                arm.command(place), capture_output=True, text=True, check=False, env=_environ(arm.environ), timeout=1800
+            )
             end = time.time()
             if done.returncode:
                 raise RuntimeError(f"{arm.name} failed with {done.returncode}:\n{done.stdout}\n{done.stderr}")
@@ -57,7 +63,7 @@ def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], No
     return results
 
 
-def ratio(results: dict[str, list[dict[str, float]]], arm: str, other: str, figure: str) -> Ratio:
+def ratio(results: Figures, arm: str, other: str, figure: str) -> Ratio:
     """Divide `arm` by `other` in each round."""
     pairs = zip(results[arm], results[other], strict=True)
     values = sorted(mine[figure] / theirs[figure] for mine, theirs in pairs)
@@ -65,7 +71,7 @@ def ratio(results: dict[str, list[dict[str, float]]], arm: str, other: str, figu
     return Ratio(statistics.median(values), quartiles[0], quartiles[2])
 
 
-def median(results: dict[str, list[dict[str, float]]], arm: str, figure: str) -> float:
+def median(results: Figures, arm: str, figure: str) -> float:
     """Return the middle figure of an arm."""
     return statistics.median(row[figure] for row in results[arm])
 
@@ -76,6 +82,18 @@ def last_json(output: str) -> dict[str, float]:
     return found
 
 
-def _environ() -> dict[str, str]:
+def refuse_other_work(results: Figures, figure: str, tolerance: float) -> None:
+    """See that all arms of all rounds have reached the same, relatively: who does other work is not in the race.
+
+    Raises:
+        RuntimeError: an arm has not.
+    """
+    found = {arm: [row[figure] for row in rows] for arm, rows in results.items()}
+    middle = statistics.median(value for values in found.values() for value in values)
+    if any(abs(value - middle) > tolerance * abs(middle) for values in found.values() for value in values):
+        raise RuntimeError(f"the programs differ in {figure}: {found}")
+
+
+def _environ(own: Mapping[str, str]) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("DDPEXP_")}
-    return {**kept, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    return {**kept, **own, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
