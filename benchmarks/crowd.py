@@ -89,10 +89,8 @@ def lead(port: int, commands: int, workers: int, mark: str) -> int:
     command.stop_on_signals()
     server = Server()
     refuse_broken(server.receive() or {"kind": "gone"})  # its imports are not what is timed
-    if workers == 1:
-        place = Place(0, commands, True, 0, min(commands, _ON_A_HOST))
-    else:
-        place = Place(0, commands, nodes=commands)
+    one_rank = Place(0, commands, True, 0, min(commands, _ON_A_HOST))
+    place = one_rank if workers == 1 else Place(0, commands, nodes=commands)
     way = Fixed(LOOPBACK, port, ("port", "port"))
     try:
         return command.told(lambda: team.run(Crowded(workers, mark), place, way, server))
@@ -140,9 +138,9 @@ class Crowd:
         del self.heard[kind]
         return self.last[kind]
 
-    def turn(self) -> None:
+    def turn(self, seconds: float = 0.1) -> None:
         """Read what has come, send what can be sent."""
-        for key, events in self._selector.select(0.1):
+        for key, events in self._selector.select(seconds):
             if events & selectors.EVENT_WRITE:
                 self._send(key.data)
             if events & selectors.EVENT_READ:
@@ -293,8 +291,9 @@ def _end(crowd: Crowd, pid: int, how: str) -> dict[str, float]:
     elif how == "failure":
         crowd.report("ValueError", 1, crowd.others[-1])
         for other in crowd.others[:-1]:
-            crowd.report("RuntimeError", 2, other)
-            crowd.turn()
+            if not other.parted:
+                crowd.report("RuntimeError", 2, other)
+            crowd.turn(0)
         told = crowd.wait_for("end")
     else:
         crowd.say(crowd.others[-1], {"kind": "silence"})
