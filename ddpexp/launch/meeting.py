@@ -241,6 +241,7 @@ class Peer:
     index: int
     channel: socket.socket
     host: str = ""
+    first_rank: int = 0  # of those that it runs, known when all have met
     _rest: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:

@@ -221,8 +221,9 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
     if not open_ and _count_out(watch, other.peer.index):
         now = time.monotonic()
         if watch.leads:
-            text = f"the command of rank {other.peer.index} on {other.peer.host} is gone: it was killed, or its host is cut off"
-            failure = Failure(rank=other.peer.index, host=other.peer.host, kind="CommandLost", message=text)
+            rank, host = other.peer.first_rank, other.peer.host
+            text = f"the command of rank {rank} on {host} is gone: it was killed, or its host is cut off"
+            failure = Failure(rank=rank, host=host, kind="CommandLost", message=text)
             watch.heard.append(Heard(failure, 1, now))
             watch.failed_at = watch.failed_at or now
         else:

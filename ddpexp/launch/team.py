@@ -104,6 +104,8 @@ def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: floa
         try:
             hellos = [hello, *others]
             layout, seats = settle(hellos, job.asked.threads, who)
+            for peer in meeting.peers:
+                peer.first_rank = seats[peer.index].first_rank
             job.check(layout)
             owners = [one["owner"] for one in hellos if one["owner"]]
             job.begin(layout, Crew([one["host"] for one in hellos], owners, place.restarted))

@@ -227,8 +227,8 @@ class Watchdog:
         self._accounts = None
         self.absent = list(absent)
         for peer in absent.values():
-            text = f"the command of rank {peer.index} on {peer.host} does not answer: it is stopped, or its host is"
-            return Failure(rank=peer.index, host=peer.host, kind="Hang", message=text)
+            text = f"the command of rank {peer.first_rank} on {peer.host} does not answer: it is stopped, or its host is"
+            return Failure(rank=peer.first_rank, host=peer.host, kind="Hang", message=text)
         return verdict(accounts, self.on_gpus)
 
 

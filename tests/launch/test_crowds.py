@@ -162,7 +162,7 @@ class Watched:
         os.close(number)
         self.worker = Worker(0, Lines(control), Log(None, 0), page, signals, pid=os.getpid())
         pairs = [self.pair() for _ in range(size)]
-        self.meeting = Meeting(0, [Peer(index, ours, f"node{index}") for index, (ours, _) in enumerate(pairs, start=1)])
+        self.meeting = Meeting(0, [Peer(index, ours, f"node{index}", 8 * index) for index, (ours, _) in enumerate(pairs, start=1)])
         self.others = [theirs for _, theirs in pairs]
 
     def pair(self, kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
@@ -230,3 +230,15 @@ def test_a_failure_costs_the_same_a_command_however_many_report_theirs_too(monke
             watched.close()
 
     assert a_command(MANY) < 1.2 * a_command(FEW)
+
+
+def test_a_command_that_is_lost_is_named_by_its_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(4, monkeypatch)
+    watched.others[2].close()
+    for other in watched.others[:2] + watched.others[3:]:
+        other.sendall(b'{"kind": "done"}\n')
+    with pytest.raises(WorkerError) as failed:
+        watched.watch()
+    watched.close()
+    assert (failed.value.failure.rank, failed.value.failure.host) == (24, "node3")
+    assert failed.value.failure.message.startswith("the command of rank 24 on node3 is gone")
