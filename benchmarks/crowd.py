@@ -64,7 +64,7 @@ def _identity() -> Mapping[str, Any]:
 
 
 def rank(mark: str) -> int:
-    """Be a rank of the leading command: step after step, and what all ranks agree on. It trains when `mark` is there."""
+    """Be a rank of the leading command: step after step, and what all ranks agree on. Rank zero trains when `mark` is there."""
     control = Control.from_environ()
     control.say("began", step=0)
     control.enter("train")
@@ -72,7 +72,7 @@ def rank(mark: str) -> int:
     while True:
         time.sleep(_STEP_SECONDS)
         step += 1
-        if step == 2:
+        if step == 2 and os.environ["RANK"] == "0":
             Path(mark).touch()
         if control.poll(step) == "stop":
             control.tell("stopped", step=step)
