@@ -9,27 +9,44 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from ddpexp.plan.calibrate import step_ms
 
-_MODELS = {"linear": 1200, "lenet": 192}  # steps of the run
+MODELS = {"linear": 1200, "lenet": 192}  # steps of the run
 _BATCH = 128
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What was planned, and what it took."""
+
+    predicted_ms: float
+    measured_ms: float
+    disturbed: str  # by other programs, as far as the plan has noticed
+
+    @property
+    def error(self) -> float:
+        """Return by how much of what it took the plan was wrong."""
+        return self.predicted_ms / self.measured_ms - 1
 
 
 def main() -> None:
     print(f"{'model':<8}{'predicted':>12}{'measured':>12}{'error':>8}  others")
     for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 3):
-        for model, steps in _MODELS.items():
-            typed = ["recipe=mnist", f"model={model}", "data.source=embedded", "trainer.gpus=4"]
-            plan = json.loads(_ddpexp("plan", *typed, "--calibrate", "--json"))
-            predicted = plan["step"]["total_ms"]
-            busy = [note for note in plan["notes"] if note.startswith("other programs")]
-            measured = _measure(typed, steps)
-            error = predicted / measured - 1
-            print(
-                f"{model:<8}{predicted:>9.3g} ms{measured:>9.3g} ms{error:>+8.1%}  {busy[0].split(' of ')[0] if busy else 'quiet'}"
-            )
+        for model in MODELS:
+            found = predict(model)
+            shown = f"{found.predicted_ms:>9.3g} ms{found.measured_ms:>9.3g} ms{found.error:>+8.1%}"
+            print(f"{model:<8}{shown}  {found.disturbed or 'quiet'}")
+
+
+def predict(model: str) -> Prediction:
+    """Plan four workers from runs with one and two, and run them."""
+    typed = ["recipe=mnist", f"model={model}", "data.source=embedded", "trainer.gpus=4"]
+    plan = json.loads(_ddpexp("plan", *typed, "--calibrate", "--json"))
+    busy = [note.split(" of ")[0] for note in plan["notes"] if note.startswith("other programs")]
+    return Prediction(plan["step"]["total_ms"], _measure(typed, MODELS[model]), "".join(busy))
 
 
 def _measure(typed: list[str], steps: int) -> float:

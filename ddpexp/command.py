@@ -17,6 +17,7 @@ from ddpexp.launch import Job, Launcher
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.terminal import say
 
+_NAMED = 16  # ranks that ended with the first; of thousands the others are counted
 _NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
 
 
@@ -125,8 +126,9 @@ def _first_cause(error: WorkerError) -> str:
         return f"{summary} (the whole report is with rank zero, on {error.leader})"
     lines = [] if error.shown or not failure.traceback else [failure.traceback.rstrip()]
     if error.others:
-        ranks = ", ".join(map(str, error.others))
-        summary += f" (rank{'s' if len(error.others) > 1 else ''} {ranks} ended with it)"
+        ranks, more = ", ".join(map(str, error.others[:_NAMED])), len(error.others) - _NAMED
+        also = f" and {more:,} others" if more > 0 else ""
+        summary += f" (rank{'s' if len(error.others) > 1 else ''} {ranks}{also} ended with it)"
     return "\n".join([*lines, summary])
 
 

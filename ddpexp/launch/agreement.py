@@ -8,7 +8,7 @@ of them as the step, and all write it down. Ranks that are not there yet go on t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,19 @@ class Agreement:
     _what: What | None = None  # it is for, until it is settled
     _wanted: What | None = None
     _step: int = 0  # of the newest settled one
-    _bounds: dict[int, int] = field(default_factory=dict)  # what the other commands have said
+    _bound: int = 0  # the latest that a command has said of this one
+    _awaited: set[int] = field(default_factory=set)  # the other commands that have not
 
     def want(self, what: What) -> None:
         """Have all ranks save, or save and stop: what comes after a stop is nothing new. For the leading command."""
         if not self._stops:
             self._wanted, self._stops = what, what == "stop"
 
-    def advance(self, others: Sequence[int]) -> None:
-        """Go on as far as that needs no wait; `others` are the other commands that take part. For the leading command."""
+    def advance(self, others: Collection[int]) -> None:
+        """Go on as far as that needs no wait; `others` are the other commands that take part. For the leading command.
+
+        Called with every message that comes, so it looks at the others only when an agreement begins.
+        """
         first = self.pages[0]  # rank zero's
         if self._what is None:
             if self._wanted is None and not self._stops and first.wish > self._number:
@@ -46,13 +50,18 @@ class Agreement:
             self._what, self._wanted = self._wanted, None
             self._number += 1
             self.send({"kind": "begin", "number": self._number})
-            self._bounds = {-1: self._begin()}
-        if set(others) <= set(self._bounds):
-            # Never before an older one: a rank that has acted upon that has done its step, which is in the bounds.
-            self._step = max(self._step, *self._bounds.values())
-            self._settle(self._number, self._step, self._what)
-            self.send({"kind": "settle", "number": self._number, "step": self._step, "what": self._what})
-            self._what = None
+            self._awaited, self._bound = set(others), self._begin()
+        if self._awaited:
+            return
+        # Never before an older one: a rank that has acted upon that has done its step, which is in the bounds.
+        self._step = max(self._step, self._bound)
+        self._settle(self._number, self._step, self._what)
+        self.send({"kind": "settle", "number": self._number, "step": self._step, "what": self._what})
+        self._what = None
+
+    def forget(self, other: int) -> None:
+        """Wait for another command no longer: it has ended."""
+        self._awaited.discard(other)
 
     def hear(self, message: Mapping[str, Any], sender: int) -> None:
         """Take in what another command says of an agreement."""
@@ -61,7 +70,8 @@ class Agreement:
             self._number = number
             self.send({"kind": "bound", "number": number, "step": self._begin()})
         elif message["kind"] == "bound" and number == self._number:
-            self._bounds[sender] = message["step"]
+            self._bound = max(self._bound, message["step"])
+            self._awaited.discard(sender)
         elif message["kind"] == "settle":
             self._settle(number, message["step"], message["what"])
 

@@ -12,9 +12,11 @@ import socket
 import stat
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +24,9 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.control import Lines
 from ddpexp.launch.network import LOOPBACK, holder_of, is_loopback, is_wildcard, own_address
 
-_RETRY_SECONDS = 0.05
+_BACKLOG = 4096  # all may come at once; who finds no room is held up by a second and more
+_RETRY_SECONDS = 0.05  # at first, then a tenth of the time waited: thousands must not keep the leader's host or a disk busy
+_LONGEST_RETRY_SECONDS = 1.0
 _HELLO_SECONDS = 5.0
 _SEND_SECONDS = 10.0
 _LONGEST_LINE = 1 << 24  # bytes
@@ -72,7 +76,7 @@ class Fixed:
         except (socket.gaierror, UnicodeError) as error:
             raise RefusedError(f"{name}={self.host} is not a known host: {_reason(error)}.") from None
         try:
-            return socket.create_server((host, self.port), backlog=1024), ""
+            return socket.create_server((host, self.port), backlog=_BACKLOG), ""
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise RefusedError(
@@ -112,7 +116,7 @@ class Named:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listener.bind(f"\0{self.name}")
-            listener.listen(1024)
+            listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()
             raise RefusedError(
@@ -147,7 +151,7 @@ class Published:
         Raises:
             RefusedError: the file cannot be written.
         """
-        listener = socket.create_server((own_address(), 0), backlog=1024)
+        listener = socket.create_server((own_address(), 0), backlog=_BACKLOG)
         host, port = listener.getsockname()[:2]
         word = secrets.token_hex(16)
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
@@ -216,7 +220,7 @@ class Told:
 
     def listen(self) -> tuple[socket.socket, str]:
         """Bind a free port and put it into the store."""
-        listener = socket.create_server((LOOPBACK if self.local else own_address(), 0), backlog=1024)
+        listener = socket.create_server((LOOPBACK if self.local else own_address(), 0), backlog=_BACKLOG)
         word = secrets.token_hex(16)
         self.publish(json.dumps([*listener.getsockname()[:2], word]))
         return listener, word
@@ -237,14 +241,19 @@ class Peer:
     index: int
     channel: socket.socket
     host: str = ""
+    first_rank: int = 0  # of those that it runs, known when all have met
     _rest: bytes = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message; a peer that is gone is noticed when it is read from."""
+        self.send_line(_line(message))
+
+    def send_line(self, line: bytes) -> None:
+        """Send a message that is a line already."""
         before = self.channel.gettimeout()  # none while the watch reads
         with suppress(OSError):
             self.channel.settimeout(_SEND_SECONDS)
-            self.channel.sendall(json.dumps(message).encode() + b"\n")
+            self.channel.sendall(line)
         self.channel.settimeout(before)
 
     def receive(self, deadline: float) -> dict[str, Any]:
@@ -312,13 +321,18 @@ class Meeting:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send a message to every connected command."""
+        line = _line(message)
         for peer in self.peers:
-            peer.send(message)
+            peer.send_line(line)
 
     def close(self) -> None:
         """Close every connection."""
         for peer in self.peers:
             peer.channel.close()
+
+
+def _line(message: Mapping[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[dict[str, Any]]]:
@@ -365,7 +379,7 @@ def _welcome(peer: Peer, hello: dict[str, Any], size: int, found: dict[int, tupl
     found[index] = (peer, hello)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Guest:
     peer: Peer
     until: float  # when it must have said who it is
@@ -373,47 +387,50 @@ class _Guest:
 
 
 class _Door:
-    """Who comes to the listener. All are heard at once: a stranger that says nothing keeps nobody out."""
+    """Who comes to the listener. All are heard at once: a stranger that says nothing keeps nobody out.
+
+    Whoever comes or speaks costs the same, however many are there already.
+    """
 
     def __init__(self, listener: socket.socket, word: str) -> None:
         self._listener, self._word = listener, word
         self._selector = selectors.DefaultSelector()
+        self._unknown: OrderedDict[_Guest, None] = OrderedDict()  # who has come first must first have said who it is
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, deadline: float) -> Iterator[tuple[Peer, dict[str, Any] | None]]:
         """Yield those who say hello with the word, and with None those who had done so and are gone."""
-        until = min([deadline, *(guest.until for guest in self._guests() if not guest.known)])
+        until = min([deadline, *(guest.until for guest in islice(self._unknown, 1))])
         keys = [key for key, _ in self._selector.select(max(0.0, until - time.monotonic()))]
         guests: list[_Guest] = [key.data for key in keys if key.data is not None]
         for guest in sorted(guests, key=lambda guest: not guest.known):  # who leaves may be coming again
             yield from self._hear(guest)
         if len(guests) < len(keys):
             self._admit()
-        for guest in self._guests():
-            if not guest.known and guest.until < time.monotonic():
-                self._turn_away(guest)
+        now = time.monotonic()
+        for guest in list(takewhile(lambda guest: guest.until < now, self._unknown)):
+            self._turn_away(guest)
 
     def close(self) -> None:
         """Turn away all who have not said who they are."""
-        for guest in self._guests():
-            if not guest.known:
-                self._turn_away(guest)
+        for guest in list(self._unknown):
+            self._turn_away(guest)
         self._selector.close()
 
-    def _guests(self) -> list[_Guest]:
-        return [key.data for key in self._selector.get_map().values() if key.data is not None]
-
     def _admit(self) -> None:
-        try:
-            channel, _ = self._listener.accept()
-        except OSError:
-            return  # it has gone again
-        if not _is_ours(channel):
-            channel.close()
-            return
-        _keep_alive(channel)
-        self._selector.register(channel, selectors.EVENT_READ, _Guest(Peer(-1, channel), time.monotonic() + _HELLO_SECONDS))
+        for _ in range(_BACKLOG):  # then those who are here already are heard first
+            try:
+                channel, _ = self._listener.accept()
+            except OSError:
+                return  # nobody else waits
+            if not _is_ours(channel):
+                channel.close()
+                continue
+            _keep_alive(channel)
+            guest = _Guest(Peer(-1, channel), time.monotonic() + _HELLO_SECONDS)
+            self._selector.register(channel, selectors.EVENT_READ, guest)
+            self._unknown[guest] = None
 
     def _hear(self, guest: _Guest) -> Iterator[tuple[Peer, dict[str, Any] | None]]:
         try:
@@ -427,11 +444,13 @@ class _Door:
             return
         if hello.get("word") == self._word and _is_hello(hello):
             guest.known = True
+            del self._unknown[guest]
             yield guest.peer, hello
         else:
             self._turn_away(guest)
 
     def _turn_away(self, guest: _Guest) -> None:
+        self._unknown.pop(guest, None)
         self._selector.unregister(guest.peer.channel)
         guest.peer.channel.close()
 
@@ -448,7 +467,8 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
     Raises:
         RefusedError: it was not found within `seconds`.
     """
-    deadline = time.monotonic() + seconds
+    started = time.monotonic()
+    deadline = started + seconds
     seen, dead, strange_since = f"nothing was heard of it{_where(way)}", False, None
     while time.monotonic() < deadline:
         place = way.seek()
@@ -473,7 +493,8 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
                 f"{who} {hello['index']} did not find {who} 0: another program answers at {way.host}:{way.port}. "
                 f"Choose another {way.names[1]}, the same for all, or end that program."
             )
-        time.sleep(_RETRY_SECONDS)
+        waited = time.monotonic() - started
+        time.sleep(min(_LONGEST_RETRY_SECONDS, max(_RETRY_SECONDS, waited / 10), max(0.0, seconds - waited)))
     if dead:
         way.close()  # it leads to one that was killed
     raise RefusedError(

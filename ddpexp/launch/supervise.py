@@ -7,7 +7,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -67,7 +67,6 @@ class _Other:
 
     peer: Peer
     lines: Lines
-    ended: bool = False
 
 
 @dataclass
@@ -83,7 +82,9 @@ class _Watch:
     agreement: Agreement
     watchdog: Watchdog
     grace_seconds: float
-    others: Sequence[_Other] = ()  # of the leading command all, of another one the leading one
+    tell: Callable[[Mapping[str, Any]], None]  # of the leading command to all others, of another one to the leading one
+    others: Sequence[_Other] = ()  # those
+    living: dict[int, Peer] = field(default_factory=dict)  # of them by number those that have not ended
     leads: bool = True
     speaks: bool = True  # somebody looks at this terminal who does not see the leading command's
     heard: list[Heard] = field(default_factory=list)
@@ -117,10 +118,11 @@ def supervise(
     tell = meeting.tell if meeting is not None else lambda message: None
     agreement = Agreement([worker.page for worker in workers], tell)
     watchdog = Watchdog(workers, asked.timeout, meeting is None or meeting.leads, tell, lambda: _dump(server, watch), on_gpus)
-    watch = _Watch(workers, agreement, watchdog, asked.grace_seconds)
+    watch = _Watch(workers, agreement, watchdog, asked.grace_seconds, tell)
     if meeting is not None:
         watch.leads, watch.speaks = meeting.leads, meeting.speaks
         watch.others = [_Other(peer, peer.lines()) for peer in meeting.peers]
+        watch.living = {peer.index: peer for peer in meeting.peers}
     shown = next((worker for worker in workers if worker.rank == 0), None)
     with selectors.DefaultSelector() as selector, signals_as_bytes() as signals:
         selector.register(server.channel, selectors.EVENT_READ, "server")
@@ -151,7 +153,7 @@ def supervise(
                 elif not _listen(key.data, watch, terminal):
                     selector.unregister(key.data.control.channel)
             if watch.leads:
-                watch.agreement.advance([other.peer.index for other in watch.others if not other.ended])
+                watch.agreement.advance(watch.living.keys())
 
         try:
             while any(worker.code is None for worker in workers):
@@ -194,9 +196,9 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
         elif kind == "warning":
             _hold(watch, message["rank"], message["text"])
         elif kind == "done":
-            other.ended = True
+            _count_out(watch, other.peer.index)
         elif kind == "stopped":
-            other.ended = True
+            _count_out(watch, other.peer.index)
             if watch.stopped_by is None:
                 _take(server, watch, message["signal"], other.peer.index + _ELSEWHERE)
         elif kind == "signal":
@@ -216,18 +218,24 @@ def _hear(other: _Other, server: Server, watch: _Watch) -> bool:
             if message["cause"] is not None:
                 watch.heard.append(Heard(Failure(**message["cause"]), -1, time.monotonic()))
             _kill(server, watch)
-    if not open_ and not other.ended:
-        other.ended = True
+    if not open_ and _count_out(watch, other.peer.index):
         now = time.monotonic()
         if watch.leads:
-            text = f"the command of rank {other.peer.index} on {other.peer.host} is gone: it was killed, or its host is cut off"
-            failure = Failure(rank=other.peer.index, host=other.peer.host, kind="CommandLost", message=text)
+            rank, host = other.peer.first_rank, other.peer.host
+            text = f"the command of rank {rank} on {host} is gone: it was killed, or its host is cut off"
+            failure = Failure(rank=rank, host=host, kind="CommandLost", message=text)
             watch.heard.append(Heard(failure, 1, now))
             watch.failed_at = watch.failed_at or now
         else:
             watch.leader_lost = not watch.parted
             _kill(server, watch)
     return open_
+
+
+def _count_out(watch: _Watch, number: int) -> bool:
+    """Note that another command has ended; tell whether that is new."""
+    watch.agreement.forget(number)
+    return watch.living.pop(number, None) is not None
 
 
 def _pass_on(watch: _Watch) -> None:
@@ -249,7 +257,7 @@ def _part(watch: _Watch, look: Callable[[], None]) -> None:
         return
     bad = watch.failed_at is not None or watch.stopped_by is not None
     if watch.leads:
-        while _may_hear_the_cause(watch) and not all(other.ended for other in watch.others):
+        while watch.living and _may_hear_the_cause(watch):
             look()
         if bad:
             _end_others(watch)
@@ -260,7 +268,7 @@ def _part(watch: _Watch, look: Callable[[], None]) -> None:
         watch.others[0].peer.send({"kind": "done"} if stopped is None else {"kind": "stopped", "signal": stopped})
         seconds = _FAREWELL_SECONDS if bad else 0.0  # what started this command may end all others at once when it leaves
     deadline = time.monotonic() + seconds
-    while not all(other.ended for other in watch.others) and time.monotonic() < deadline:
+    while watch.living and time.monotonic() < deadline:
         look()
 
 
@@ -473,8 +481,7 @@ def _tell_leader(watch: _Watch, number: int, again: bool = False) -> None:
 
 def _tell_others(watch: _Watch, message: dict[str, Any]) -> None:
     if watch.leads:
-        for other in watch.others:
-            other.peer.send(message)
+        watch.tell(message)
 
 
 def _end_in_time(server: Server, watch: _Watch) -> None:
@@ -492,17 +499,16 @@ def _end_hangs(server: Server, watch: _Watch) -> None:
     """End the run when a rank holds the others up for too long. A stop, or a failure, has a time of its own."""
     if watch.stopped_by is not None or watch.failed_at is not None or watch.killed_at is not None:
         return
-    living = {other.peer.index: (other.peer.index, other.peer.host) for other in watch.others if not other.ended}
-    cause = watch.watchdog.look(living)
+    cause = watch.watchdog.look(watch.living)
     if cause is not None:
         watch.failed_at = time.monotonic()
-        for other in watch.others:
-            other.ended |= other.peer.index in watch.watchdog.absent  # nobody waits for its farewell
+        for number in watch.watchdog.absent:
+            _count_out(watch, number)  # nobody waits for its farewell
         watch.heard.append(Heard(cause, 0, watch.failed_at))
         _kill(server, watch)
     elif watch.watchdog.leader_is_silent:
         watch.failed_at, watch.leader_lost = time.monotonic(), True
-        watch.others[0].ended = True
+        watch.living.clear()
         _kill(server, watch)
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
+from itertools import accumulate
 from typing import Any
 
 from ddpexp.errors import ENDS, EXIT_FAILED, Failure, FinishedError, RefusedError
@@ -103,6 +104,8 @@ def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: floa
         try:
             hellos = [hello, *others]
             layout, seats = settle(hellos, job.asked.threads, who)
+            for peer in meeting.peers:
+                peer.first_rank = seats[peer.index].first_rank
             job.check(layout)
             owners = [one["owner"] for one in hellos if one["owner"]]
             job.begin(layout, Crew([one["host"] for one in hellos], owners, place.restarted))
@@ -223,16 +226,17 @@ def settle(hellos: Sequence[Mapping[str, Any]], threads: str | int, who: str) ->
     hosts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for hello in hellos:
         hosts.setdefault((hello["host"], hello["boot"]), []).append(hello)
-    world_size = sum(hello["workers"] for hello in hellos)
+    *ranks_before, world_size = accumulate((hello["workers"] for hello in hellos), initial=0)
     seats: dict[int, Seat] = {}
     for node_rank, members in enumerate(hosts.values()):
-        local_size = sum(member["workers"] for member in members)
+        *local_ranks, local_size = accumulate((member["workers"] for member in members), initial=0)
         own_gpus = _own_gpus(members, local_size)
+        if _told_all(members):
+            local_ranks = [member["local_rank"] for member in members]
         for position, member in enumerate(members):
-            ranks_before = sum(other["workers"] for other in hellos[: member["index"]])
-            local_rank = member["local_rank"] if _told_all(members) else sum(other["workers"] for other in members[:position])
             seats[member["index"]] = Seat(
-                ranks_before, member["workers"], local_rank, local_size, node_rank, own_gpus, position == 0
+                ranks_before[member["index"]], member["workers"], local_ranks[position], local_size, node_rank, own_gpus,
+                position == 0,
             )  # fmt: skip
     layout = Layout(**hellos[0]["layout"])
     found = min(_threads(members) for members in hosts.values()) if threads == "auto" else int(threads)
@@ -277,13 +281,15 @@ def _own_gpus(members: Sequence[Mapping[str, Any]], workers: int) -> bool:
 
 def first_difference(one: Any, other: Any, key: str = "") -> tuple[str, Any, Any] | None:
     """Return the first key at which two trees differ, with both values, or None."""
+    if one == other:
+        return None
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for name in [*one, *(name for name in other if name not in one)]:
             found = first_difference(one.get(name), other.get(name), f"{key}.{name}" if key else str(name))
             if found:
                 return found
         return None
-    return None if one == other else (key, one, other)
+    return key, one, other
 
 
 def _watch(

@@ -23,6 +23,7 @@ from ddpexp.launch.process import stat
 
 if TYPE_CHECKING:
     from ddpexp.launch.causes import Worker
+    from ddpexp.launch.meeting import Peer
 
 _LOOK_SECONDS = 0.25
 _GAP_SECONDS = 1.0  # what a look counts at most: a command that was stopped itself, or a host, has seen no silence meanwhile
@@ -109,8 +110,8 @@ class Watchdog:
         """Tell whether what the ranks write now is for this inquiry, and nothing to show."""
         return self._stacks is not None
 
-    def look(self, others: Mapping[int, tuple[int, str]]) -> Failure | None:
-        """Count, ask, decide; never waits. `others` are the other commands: their numbers, with first rank and host.
+    def look(self, others: Mapping[int, Peer]) -> Failure | None:
+        """Count, ask, decide; never waits. `others` are the other commands that take part, by number.
 
         Returns the cause where one is found, on the leading command.
         """
@@ -214,18 +215,20 @@ class Watchdog:
             self.tell({"kind": "seen", "accounts": [asdict(one) for one in accounts]})
             self._accounts = None
 
-    def _decide(self, now: float, others: Mapping[int, tuple[int, str]]) -> Failure | None:
+    def _decide(self, now: float, others: Mapping[int, Peer]) -> Failure | None:
         if self._accounts is None or self._stacks is not None:
             return None
+        if len(self._accounts) <= len(others) and now - self._asked < _ANSWER_SECONDS:
+            return None  # somebody's is not there, whoever that is
         absent = {number: other for number, other in others.items() if number not in self._accounts}
         if absent and now - self._asked < _ANSWER_SECONDS:
             return None
         accounts = [one for found in self._accounts.values() for one in found]
         self._accounts = None
         self.absent = list(absent)
-        for rank, host in absent.values():
-            text = f"the command of rank {rank} on {host} does not answer: it is stopped, or its host is"
-            return Failure(rank=rank, host=host, kind="Hang", message=text)
+        for peer in absent.values():
+            text = f"the command of rank {peer.first_rank} on {peer.host} does not answer: it is stopped, or its host is"
+            return Failure(rank=peer.first_rank, host=peer.host, kind="Hang", message=text)
         return verdict(accounts, self.on_gpus)
 
 

@@ -1,0 +1,244 @@
+"""Thousands of commands: what each costs the one that leads must not grow with their number. Work is counted, not timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from ddpexp.errors import Failure, WorkerError
+from ddpexp.launch import Asked, Layout, supervise
+from ddpexp.launch.agreement import Agreement
+from ddpexp.launch.causes import Worker
+from ddpexp.launch.control import Lines, Page
+from ddpexp.launch.log import Log
+from ddpexp.launch.meeting import Fixed, Meeting, Peer, lead
+from ddpexp.launch.memory import Memory
+from ddpexp.launch.team import settle
+from ddpexp.launch.terminal import Terminal
+
+FEW, MANY = 32, 256
+
+
+def work(call: Callable[[], object]) -> int:
+    """Count the interpreter's operations in a call; what C does within one counts once."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def hello(index: int, size: int) -> dict[str, Any]:
+    layout = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
+    return {
+        "index": index, "size": size, "word": "", "host": f"node{index // 8}", "boot": "one", "versions": {}, "owner": None,
+        "identity": {"trainer": dict.fromkeys("abcdefgh", 1)}, "layout": asdict(layout), "workers": 1, "told": True,
+        "local_rank": index % 8, "local_world_size": 8, "cores": [0, 1], "quota": None, "gpus": [],
+    }  # fmt: skip
+
+
+def test_who_comes_to_the_meeting_costs_the_same_however_many_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def a_command(size: int) -> float:
+        way = Fixed("127.0.0.1", 0, ("port", "port"))
+        listener, word = way.listen()
+        monkeypatch.setattr(Fixed, "listen", lambda _: (listener, word))
+        with ExitStack() as leaving:
+            for index in range(1, size):
+                channel = leaving.enter_context(socket.create_connection(listener.getsockname()))
+                channel.sendall(json.dumps(hello(index, size)).encode() + b"\n")
+            met: list[Meeting] = []
+            counted = work(lambda: met.append(lead(way, size, 30, "rank")[0]))
+            met[0].close()
+        monkeypatch.undo()
+        return counted / size
+
+    assert a_command(MANY) < 1.2 * a_command(FEW)
+
+
+def test_a_seat_costs_the_same_however_many_there_are() -> None:
+    def a_seat(size: int) -> float:
+        hellos = [hello(index, size) for index in range(size)]
+        return work(lambda: settle(hellos, "auto", "rank")) / size
+
+    assert a_seat(MANY) < 1.2 * a_seat(FEW)
+
+
+@dataclass
+class Counted:
+    """Numbers that count how often one of them was looked at."""
+
+    numbers: range
+    looks: int = 0
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __contains__(self, number: object) -> bool:
+        self.looks += 1
+        return number in self.numbers
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self.numbers:
+            self.looks += 1
+            yield number
+
+
+def test_an_agreement_looks_at_each_command_once() -> None:
+    page, number = Page.make()
+    os.close(number)
+    page.words[0] = 1
+    said: list[Any] = []
+    others = Counted(range(1, MANY))
+    agreement = Agreement([page], said.append)
+    agreement.want("save")
+    agreement.advance(others)
+    for other in others.numbers:
+        assert [message["kind"] for message in said] == ["begin"]
+        if other % 2:
+            agreement.hear({"kind": "bound", "number": 1, "step": other}, other)
+        else:
+            agreement.forget(other)
+        agreement.advance(others)
+    assert said[1] == {"kind": "settle", "number": 1, "step": MANY - 1, "what": "save"}
+    assert others.looks <= len(others)
+    page.close()
+
+
+@dataclass
+class Started:
+    """A server whose one worker lives until it is let go."""
+
+    channel: socket.socket
+    theirs: socket.socket
+    memory: Memory = field(default_factory=Memory)
+
+    def receive(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.channel.recv(1 << 16))
+        return found
+
+    def exit(self, code: int) -> None:
+        self.theirs.send(json.dumps({"kind": "exit", "pid": os.getpid(), "code": code}).encode())
+
+    def kill(self, signum: int, spared: int | None = None) -> None:
+        self.exit(-signum)
+
+    def lost(self) -> tuple[str, int | None]:
+        raise AssertionError
+
+    def destroy(self) -> None:
+        raise AssertionError
+
+
+class Watched:
+    """The watch of a leading command with one worker and many other commands, of which nothing is heard at first."""
+
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(supervise, "_TAIL_SECONDS", 0.001)
+        self.sockets: list[socket.socket] = []
+        self.server = Started(*self.pair(socket.SOCK_SEQPACKET))
+        control, self.control = self.pair()
+        signals, _ = self.pair()
+        page, number = Page.make()
+        os.close(number)
+        self.worker = Worker(0, Lines(control), Log(None, 0), page, signals, pid=os.getpid())
+        pairs = [self.pair() for _ in range(size)]
+        self.meeting = Meeting(0, [Peer(index, ours, f"node{index}", 8 * index) for index, (ours, _) in enumerate(pairs, start=1)])
+        self.others = [theirs for _, theirs in pairs]
+
+    def pair(self, kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:
+        made = socket.socketpair(socket.AF_UNIX, kind)
+        self.sockets += made
+        return made
+
+    def watch(self) -> int:
+        return supervise.supervise(self.server, [self.worker], Terminal(), self.meeting, Asked())
+
+    def part(self) -> None:
+        """Let the worker and all other commands end well."""
+        self.control.sendall(b'{"kind": "done"}\n')
+        self.server.exit(0)
+        for other in self.others:
+            other.sendall(b'{"kind": "done"}\n')
+
+    def close(self) -> None:
+        for one in self.sockets:
+            one.close()
+        self.worker.log.close()
+        self.worker.page.close()
+
+
+def test_a_moment_without_news_costs_the_same_however_many_commands_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def moments(size: int, number: int) -> int:
+        watched, looks = Watched(size, monkeypatch), 0
+
+        def advance(*_: object) -> None:
+            nonlocal looks
+            looks += 1
+            if looks == number:
+                watched.part()
+
+        monkeypatch.setattr(Agreement, "advance", advance)
+        try:
+            return work(watched.watch)
+        finally:
+            watched.close()
+
+    def a_hundred(size: int) -> int:
+        return moments(size, 110) - moments(size, 10)
+
+    assert a_hundred(MANY) < 1.2 * a_hundred(FEW)
+
+
+def test_a_failure_costs_the_same_a_command_however_many_report_theirs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def a_command(size: int) -> float:
+        watched = Watched(size, monkeypatch)
+        monkeypatch.setattr(supervise, "_FAILURE_SECONDS", 0.0)
+        for index, other in enumerate(watched.others, start=1):
+            failure = Failure(index, f"node{index}", "RuntimeError", "gloo: connection closed", signal=signal.SIGKILL)
+            message = {"kind": "failed", "failure": failure.as_dict(), "weight": 0 if index == 3 else 2}
+            other.sendall(json.dumps(message).encode() + b'\n{"kind": "done"}\n')
+        try:
+
+            def fails() -> None:
+                with pytest.raises(WorkerError) as failed:
+                    watched.watch()
+                assert failed.value.failure.rank == 3
+                assert len(failed.value.others) == size
+
+            return work(fails) / size
+        finally:
+            watched.close()
+
+    assert a_command(MANY) < 1.2 * a_command(FEW)
+
+
+def test_a_command_that_is_lost_is_named_by_its_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(4, monkeypatch)
+    watched.others[2].close()
+    for other in watched.others[:2] + watched.others[3:]:
+        other.sendall(b'{"kind": "done"}\n')
+    with pytest.raises(WorkerError) as failed:
+        watched.watch()
+    watched.close()
+    assert (failed.value.failure.rank, failed.value.failure.host) == (24, "node3")
+    assert failed.value.failure.message.startswith("the command of rank 24 on node3 is gone")
