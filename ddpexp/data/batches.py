@@ -19,7 +19,8 @@ from ddpexp.data.samples import called, code_error
 from ddpexp.errors import RefusedError
 from ddpexp.seeds import DATA, EVAL, seed_of, seed_torch
 
-_BLOCK = 8192  # indices computed at once: large enough to amortise numpy's calls, small enough to stay in the cache
+# Indices computed at once: few at first, so that a start does not wait, then enough to amortise numpy's calls within the cache.
+_FIRST_BLOCK, _BLOCK = 8192, 32768
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,16 @@ class TrainBatches:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
-        step = from_step
+        step, block = from_step, _FIRST_BLOCK
+        order = Permutation(len(self.data), self.seed, step // self.steps_per_epoch)
         while step < to_step:
             epoch, first = divmod(step, self.steps_per_epoch)
-            count = min(max(1, _BLOCK // share), self.steps_per_epoch - first, to_step - step)
-            order = Permutation(len(self.data), self.seed, epoch)
+            if epoch != order.epoch:
+                order = Permutation(len(self.data), self.seed, epoch)  # has keys to compute
+            count = min(max(1, block // share), self.steps_per_epoch - first, to_step - step)
             positions = np.arange(first, first + count)[:, None] * total + offsets
             yield from order(positions)
-            step += count
+            step, block = step + count, _BLOCK
 
     def _gather(self, step: int, number: int, indices: Tensor) -> Any:
         seed_torch(self._seed(step, number), self.device)
