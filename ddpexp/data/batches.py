@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData
+from ddpexp.data.datasets import IndexData, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
 from ddpexp.data.samples import called, code_error
@@ -55,12 +55,16 @@ class TrainBatches:
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1).
 
-        Random numbers that the data set draws are a function of seed, step and micro-batch.
+        Random numbers that the data set draws are a function of seed, step and micro-batch; what a set that has an `of_epoch`
+        does to a sample follows from seed, epoch and sample, however the batch is cut.
         """
         if isinstance(self.data, IndexData):
+            data = self.data
             for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
+                if step == from_step or step % self.steps_per_epoch == 0:
+                    data = of_epoch(self.data, self.seed, step // self.steps_per_epoch)
                 parts = torch.split(torch.from_numpy(indices), self.plan.micro_batch_size)
-                yield [self._gather(step, number, part) for number, part in enumerate(parts)]
+                yield [self._gather(data, step, number, part) for number, part in enumerate(parts)]
             return
         keys = self._keys(from_step, to_step)
         micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
@@ -82,9 +86,9 @@ class TrainBatches:
             yield from order(positions)
             step, block = step + count, _BLOCK
 
-    def _gather(self, step: int, number: int, indices: Tensor) -> Any:
+    def _gather(self, data: IndexData, step: int, number: int, indices: Tensor) -> Any:
         seed_torch(self._seed(step, number), self.device)
-        return _gather(self.data, "train", indices, self.device)
+        return _gather(data, "train", indices, self.device)
 
     def _seed(self, step: int, number: int) -> int:
         return seed_of(self.seed, DATA, step, self.rank * self.plan.gradient_accumulation_steps + number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -24,6 +24,20 @@ class IndexData(Protocol):
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Return the samples as tensors on `device`. Shapes: `indices` is (batch,), int64, on the CPU."""
         ...
+
+
+@runtime_checkable
+class EpochData(Protocol):
+    """An index data set that looks different in each epoch of training: an augmented one."""
+
+    def of_epoch(self, seed: int, epoch: int) -> IndexData:
+        """Return the set as it is in one epoch, where what is done to a sample is a function of seed, epoch and sample alone."""
+        ...
+
+
+def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
+    """Return an index data set as it is trained on in one epoch; the set as it stands is what is evaluated."""
+    return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,10 @@ class Subset:
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Gather from the whole. Shapes: as the whole's."""
         return self.data.gather(self.places(indices), device)
+
+    def of_epoch(self, seed: int, epoch: int) -> Subset:
+        """Return the same part of what the whole is in one epoch."""
+        return replace(self, data=of_epoch(self.data, seed, epoch))
 
     def places(self, indices: Tensor) -> Tensor:
         """Return where the samples are in the whole. Shapes: as `indices`."""

@@ -101,11 +101,11 @@ class Permutation:
         # The tag keeps these streams apart from any other use of the same seed.
         key = np.frombuffer(b"ddporder", dtype="<u8").astype(np.uint64)
         for part in (self.length, self.seed, self.epoch):
-            key = _mix((key ^ np.uint64(part % 2**64)) + stride)
-        return _mix(key + np.arange(1, count + 1, dtype=np.uint64) * stride)
+            key = mix((key ^ np.uint64(part % 2**64)) + stride)
+        return mix(key + np.arange(1, count + 1, dtype=np.uint64) * stride)
 
 
-def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble each word one-to-one, every output bit depending on every input bit (SplitMix64's finaliser)."""
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
