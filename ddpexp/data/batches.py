@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData, of_epoch
+from ddpexp.data.datasets import IndexData, may_draw, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
 from ddpexp.data.samples import called, code_error
@@ -59,12 +59,12 @@ class TrainBatches:
         does to a sample follows from seed, epoch and sample, however the batch is cut.
         """
         if isinstance(self.data, IndexData):
-            data = self.data
-            for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
-                if step == from_step or step % self.steps_per_epoch == 0:
-                    data = of_epoch(self.data, self.seed, step // self.steps_per_epoch)
-                parts = torch.split(torch.from_numpy(indices), self.plan.micro_batch_size)
-                yield [self._gather(data, step, number, part) for number, part in enumerate(parts)]
+            seeded = may_draw(self.data)
+            for first, block in self._blocks(from_step, to_step):
+                data = of_epoch(self.data, self.seed, first // self.steps_per_epoch)
+                cut = torch.from_numpy(block).view(len(block), -1, self.plan.micro_batch_size)
+                for step, parts in enumerate(cut.unbind(), start=first):
+                    yield [self._gather(data, step, number, part, seeded) for number, part in enumerate(parts.unbind())]
             return
         keys = self._keys(from_step, to_step)
         micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
@@ -73,6 +73,11 @@ class TrainBatches:
 
     def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
+        for _, block in self._blocks(from_step, to_step):
+            yield from block
+
+    def _blocks(self, from_step: int, to_step: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield some steps of one epoch at a time: the first step's number, and the indices. Shapes: (steps, as in `indices`)."""
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
         step, block = from_step, _FIRST_BLOCK
@@ -82,12 +87,12 @@ class TrainBatches:
             if epoch != order.epoch:
                 order = Permutation(len(self.data), self.seed, epoch)  # has keys to compute
             count = min(max(1, block // share), self.steps_per_epoch - first, to_step - step)
-            positions = np.arange(first, first + count)[:, None] * total + offsets
-            yield from order(positions)
+            yield step, order(np.arange(first, first + count)[:, None] * total + offsets)
             step, block = step + count, _BLOCK
 
-    def _gather(self, data: IndexData, step: int, number: int, indices: Tensor) -> Any:
-        seed_torch(self._seed(step, number), self.device)
+    def _gather(self, data: IndexData, step: int, number: int, indices: Tensor, seeded: bool) -> Any:
+        if seeded:
+            seed_torch(self._seed(step, number), self.device)
         return _gather(data, "train", indices, self.device)
 
     def _seed(self, step: int, number: int) -> int:

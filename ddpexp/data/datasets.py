@@ -28,16 +28,14 @@ class IndexData(Protocol):
 
 @runtime_checkable
 class EpochData(Protocol):
-    """An index data set that looks different in each epoch of training: an augmented one."""
+    """An index data set that looks different in each epoch of training: an augmented one.
+
+    What it does to a sample is a function of seed, epoch and sample alone, so a gather draws from no generator.
+    """
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
-        """Return the set as it is in one epoch, where what is done to a sample is a function of seed, epoch and sample alone."""
+        """Return the set as it is trained on in one epoch; the set as it stands is what is evaluated."""
         ...
-
-
-def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
-    """Return an index data set as it is trained on in one epoch; the set as it stands is what is evaluated."""
-    return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,21 @@ class Subset:
         """Gather from the whole. Shapes: as the whole's."""
         return self.data.gather(self.places(indices), device)
 
-    def of_epoch(self, seed: int, epoch: int) -> Subset:
-        """Return the same part of what the whole is in one epoch."""
-        return replace(self, data=of_epoch(self.data, seed, epoch))
-
     def places(self, indices: Tensor) -> Tensor:
         """Return where the samples are in the whole. Shapes: as `indices`."""
         return torch.from_numpy(self.shuffle(indices.numpy() + self.offset))
+
+
+def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
+    """Return an index data set, or a part of one, as it is trained on in one epoch."""
+    if isinstance(data, Subset):
+        return replace(data, data=of_epoch(data.data, seed, epoch))
+    return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
+
+
+def may_draw(data: IndexData) -> bool:
+    """Tell whether a gather may draw from torch's generators."""
+    return may_draw(data.data) if isinstance(data, Subset) else not isinstance(data, EpochData)
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:
