@@ -53,9 +53,9 @@ def main() -> None:
     print(json.dumps({**found, "rate": count / (time.perf_counter() - begin)}))
 
 
-def held(words: Words) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def held(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Read the training images into memory. Shapes: (samples, channels, height, width), (samples,), (channels, 1, 1) twice."""
-    images, labels = (torch.from_numpy(np.load(Path(words.folder) / f"train-{what}.npy")) for what in ("images", "labels"))
+    images, labels = (torch.from_numpy(np.load(Path(folder) / f"train-{what}.npy")) for what in ("images", "labels"))
     images = images if images.dim() == 4 else images.unsqueeze(1)
     mean, deviation = (torch.tensor(values[images.shape[1]]).view(-1, 1, 1) for values in (MEAN, DEVIATION))
     return images, labels.long(), mean, deviation
@@ -81,7 +81,7 @@ def ddpexp(words: Words) -> Epoch:
 
 def gather(words: Words) -> Epoch:
     """Read as the best hand-written loop we know: shuffled numbers, a gather, two passes that normalise, a copy for each cut."""
-    images, labels, mean, deviation = held(words)
+    images, labels, mean, deviation = held(words.folder)
     scale, shift = 1 / (255 * deviation), mean / deviation
 
     def epoch(number: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,12 +97,12 @@ def gather(words: Words) -> Epoch:
 
 def loader(words: Words) -> Epoch:
     """Read as the tutorials do: a data set of single samples behind torch's DataLoader, with lasting workers."""
-    return _loaded(Samples(*held(words), words.augment), words)
+    return _loaded(Samples(*held(words.folder), words.augment), words)
 
 
 def tensors(words: Words) -> Epoch:
     """Read a TensorDataset through the DataLoader, normalised a batch at a time."""
-    images, labels, mean, deviation = held(words)
+    images, labels, mean, deviation = held(words.folder)
 
     def collate(samples: list[Any]) -> Any:
         pixels, found = default_collate(samples)
