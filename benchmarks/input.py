@@ -14,12 +14,12 @@ from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
 
 _SHAPES = {"60,000 x 28 x 28": (60_000, 28, 28), "50,000 x 3 x 32 x 32": (50_000, 3, 32, 32)}
 _WAYS = {
-    "ddpexp": ["--way", "ddpexp", "--epochs", "5"],
-    "gather by hand": ["--way", "gather", "--epochs", "5"],
+    "ddpexp": ["--way", "ddpexp", "--epochs", "15"],
+    "gather by hand": ["--way", "gather", "--epochs", "15"],
     "DataLoader": ["--way", "loader"],
     "DataLoader, 2 workers": ["--way", "loader", "--workers", "2"],
     "TensorDataset": ["--way", "tensors"],
-    "ddpexp again": ["--way", "ddpexp", "--epochs", "5"],
+    "ddpexp again": ["--way", "ddpexp", "--epochs", "15"],
 }
 _QUICK = ("ddpexp", "gather by hand", "DataLoader", "ddpexp again")
 _RANKS, _STEPS = 8, 48
@@ -42,7 +42,7 @@ def run(bench: Bench) -> Report:
             ]  # fmt: skip
             groups[what] = of_rounds(results, "rate")
         if len(shape) == 4 and not bench.quick:
-            report.rows.append(_memory(bench, folder, shape))
+            report.rows += _memory(bench, folder, shape)
     report.charts.append(Chart("one rank on one thread, batches of 128", "samples a second", groups, log=True))
     return report
 
@@ -64,10 +64,11 @@ def _race(bench: Bench, folder: Path, augment: bool) -> Figures:
     return results
 
 
-def _memory(bench: Bench, folder: Path, shape: tuple[int, ...]) -> Row:
+def _memory(bench: Bench, folder: Path, shape: tuple[int, ...]) -> list[Row]:
     few = _written(bench.folder / "few", (2048, *shape[1:]))
     arms = [_eight(name, way, data) for way in ("ddpexp", "by hand") for name, data in ((way, folder), (f"{way} few", few))]
     results = race(arms, bench.at_most(3), bench.folder / "memory", bench.say)
+    refuse_other_work(results, "ranks", 0)
     more = _bytes(folder) - _bytes(few)
 
     def copies(way: str) -> float:
@@ -76,7 +77,10 @@ def _memory(bench: Bench, folder: Path, shape: tuple[int, ...]) -> Row:
 
     ours, theirs, bar = copies("ddpexp"), copies("by hand"), Bar("at most", 1.1)
     what = f"copies of {more / 1e6:.0f} MB of images in the memory of {_RANKS} ranks, by hand each its own"
-    return Row(what, f"{ours:.2f} against {theirs:.2f}", f"{ours / theirs:.3f}", bar=f"{bar} copies", met=bar.met(ours))
+    return [
+        Row(what, f"{ours:.2f} against {theirs:.2f}", f"{ours / theirs:.3f}", bar=f"{bar} copies", met=bar.met(ours)),
+        compare(results, f"all memory of these {_RANKS} ranks", "memory", lambda value: f"{value / 1e6:,.0f} MB", "by hand"),
+    ]
 
 
 def _eight(name: str, way: str, data: Path) -> Arm:
@@ -98,8 +102,8 @@ def _eight(name: str, way: str, data: Path) -> Arm:
             sys.executable, "-m", "ddpexp", "recipe=mnist", f"trainer.gpus={_RANKS}", "trainer.threads=1", "trainer.device=cpu",
             "run.trust=[benchmarks]", "task._target_=benchmarks.peers.memory.Weigh", f"+task.notes={place / 'notes'}",
             f"+task.steps={_STEPS}", "model=linear", "model._target_=benchmarks.peers.memory.Net", "data=images",
-            f"data.root={data}", f"trainer.global_batch_size={128 * _RANKS}", f"trainer.max_steps={_STEPS}", "trainer.eval_every=0",
-            "trainer.checkpoint_every=0", "logger=none", "scheduler=constant", f"run.dir={place / 'run'}",
+            f"data.root={data}", f"trainer.global_batch_size={128 * _RANKS}", "trainer.epochs=null",
+            f"trainer.max_steps={_STEPS}", "trainer.eval_every=0", "trainer.checkpoint_every=0", "logger=none", "scheduler=constant", f"run.dir={place / 'run'}",
         ]  # fmt: skip
 
     def figures(place: Path, _output: str, _begin: float, _end: float) -> dict[str, float]:
