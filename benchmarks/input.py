@@ -103,7 +103,8 @@ def _eight(name: str, way: str, data: Path) -> Arm:
             "run.trust=[benchmarks]", "task._target_=benchmarks.peers.memory.Weigh", f"+task.notes={place / 'notes'}",
             f"+task.steps={_STEPS}", "model=linear", "model._target_=benchmarks.peers.memory.Net", "data=images",
             f"data.root={data}", f"trainer.global_batch_size={128 * _RANKS}", "trainer.epochs=null",
-            f"trainer.max_steps={_STEPS}", "trainer.eval_every=0", "trainer.checkpoint_every=0", "logger=none", "scheduler=constant", f"run.dir={place / 'run'}",
+            f"trainer.max_steps={_STEPS}", "trainer.eval_every=0", "trainer.checkpoint_every=0",
+            "logger=none", "scheduler=constant", f"run.dir={place / 'run'}",
         ]  # fmt: skip
 
     def figures(place: Path, _output: str, _begin: float, _end: float) -> dict[str, float]:

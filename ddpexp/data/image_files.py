@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from ddpexp.errors import RefusedError
 
 _PARTS = ("train", "test")
-_LABELS = ("|u1", "|i1", "<u2", "<i2", "<i4", "<i8")
+_LABELS = ("|u1", "|i1", "<i2", "<i4", "<i8")
 _LOOKED_AT = 1 << 16  # bytes at both ends of a file: enough to tell data sets apart, in no time
 
 
@@ -94,7 +94,7 @@ def _refuse_options(mean: tuple[float, ...], deviation: tuple[float, ...], crop:
         raise RefusedError(
             f"data.mean={list(mean)} and data.deviation={list(deviation)} differ in length: use one for each channel."
         )
-    if any(value <= 0 for value in deviation):
+    if not all(value > 0 for value in deviation):
         raise RefusedError(f"data.deviation={list(deviation)} divides the images: use numbers above 0.")
     if not 0 <= crop <= min(shape[-2:]):
         raise RefusedError(f"data.crop={crop} is no frame for images of {_spoken(shape[1:])}: use 0 to {min(shape[-2:])}.")

@@ -16,6 +16,7 @@ from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import hold_out
 from ddpexp.data.image_files import prepare
 from ddpexp.data.images import Images, load
+from tests.conftest import Ddpexp, finish
 
 CPU = torch.device("cpu")
 COUNT, HEIGHT, WIDTH = 60, 6, 5
@@ -127,3 +128,26 @@ def test_files_become_splits_of_which_only_the_training_set_is_augmented(tmp_pat
     [[(trained, _)]] = list(batches(splits.train).steps(0, 1))
     assert trained.shape == (12, 1, 4, 4)
     assert trained.min() == 0  # the frame
+
+
+def test_a_run_on_augmented_images_ends_with_the_same_weights_at_other_world_sizes_and_in_two_parts(
+    ddpexp: Ddpexp, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 70), ("test", 16)):
+        np.save(tmp_path / f"{part}-images.npy", draw.integers(0, 256, (count, 28, 28), dtype=np.uint8))
+        np.save(tmp_path / f"{part}-labels.npy", draw.integers(0, 10, count))
+    words = ("recipe=mnist", "model=linear", "scheduler=constant", "logger=none", "data=images", f"data.root={tmp_path}",
+             "data.flip=true", "trainer.reduction=exact", "trainer.global_batch_size=16", "trainer.micro_batch_size=4",
+             "trainer.epochs=null", "trainer.eval_every=0")  # fmt: skip
+    whole = ddpexp(*words, "data.crop=3", "trainer.gpus=1", "trainer.max_steps=9")
+    assert whole.code == 0, whole.err
+    assert "70 + 16 images of 28 x 28, from files in" in whole.out
+    run = tmp_path / "parts"
+    for size, steps in ((2, 5), (1, 9)):  # the first part ends in the second epoch
+        process, _ = ddpexp.start(*words, "data.crop=3", f"run.dir={run}", f"trainer.gpus={size}", f"trainer.max_steps={steps}")
+        done = finish(process, run)
+        assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
+    plain = ddpexp(*words, "trainer.gpus=2", "trainer.max_steps=9")
+    assert plain.result()["weights_sha256"] != whole.result()["weights_sha256"]
