@@ -19,7 +19,8 @@ from ddpexp.data.samples import called, code_error
 from ddpexp.errors import RefusedError
 from ddpexp.seeds import DATA, EVAL, seed_of, seed_torch
 
-# Indices computed at once: few at first, so that a start does not wait, then enough to amortise numpy's calls within the cache.
+# Indices computed at once: few at first, so that a start does not wait; then enough to amortise numpy's calls, and few enough that
+# their arrays come from memory that the process keeps (with twice as many the kernel clears new pages every time).
 _FIRST_BLOCK, _BLOCK = 8192, 32768
 
 
