@@ -63,9 +63,10 @@ class TrainBatches:
             seeded = may_draw(self.data)
             for first, block in self._blocks(from_step, to_step):
                 data = of_epoch(self.data, self.seed, first // self.steps_per_epoch)
-                cut = torch.from_numpy(block).view(len(block), -1, self.plan.micro_batch_size)
-                for step, parts in enumerate(cut.unbind(), start=first):
-                    yield [self._gather(data, step, number, part, seeded) for number, part in enumerate(parts.unbind())]
+                parts = iter(torch.from_numpy(block).view(-1, self.plan.micro_batch_size).unbind())
+                for step in range(first, first + len(block)):
+                    numbers = range(self.plan.gradient_accumulation_steps)
+                    yield [self._gather(data, step, number, next(parts), seeded) for number in numbers]
             return
         keys = self._keys(from_step, to_step)
         micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)

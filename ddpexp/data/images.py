@@ -62,10 +62,13 @@ class Images:
 
     def batch(self, pixels: Tensor, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Make a batch of gathered pixels, which are moved as bytes. Shapes: as in `load`."""
-        images = pixels.to(device, non_blocking=True).float()
+        labels = self.labels.index_select(0, indices)
+        if device.type != "cpu":
+            pixels, labels = pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+        images = pixels.float()
         for channel, (shift, scale) in zip(images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True):
             torch.add(shift, channel, alpha=scale, out=channel)  # one pass, where a product and a difference are two
-        return images, self.labels.index_select(0, indices).to(device, torch.int64, non_blocking=True)
+        return images, labels.long()
 
     @cached_property
     def _norm(self) -> list[tuple[Tensor, float]]:
