@@ -11,7 +11,7 @@ import numpy.random  # late it would cost every worker what it costs the fork se
 import torch
 
 # Streams: what augments a sample must not correlate with what drops its activations.
-MODEL, DATA, EVAL, OPTIMIZER, HOST = range(5)
+MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT = range(6)
 _MASK = 0xFFFFFFFFFFFFFFFF
 _MASK32 = 0xFFFFFFFF
 
