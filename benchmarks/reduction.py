@@ -14,6 +14,8 @@ def run(bench: Bench) -> Report:
     report = Report()
     groups = {}
     for (model, workers), times in _TIMES.items():
+        if bench.quick and workers > 2:
+            continue
         job = Job(bench, bench.folder / f"{model}-{workers}", model, workers, _STEPS[model])
         arms = [
             job.ours("ddpexp", "trainer.threads=1"),
