@@ -57,9 +57,13 @@ class TrainBatches:
         Random numbers that the data set draws are a function of seed, step and micro-batch.
         """
         if isinstance(self.data, IndexData):
-            for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
-                parts = torch.split(torch.from_numpy(indices), self.plan.micro_batch_size)
-                yield [self._gather(step, number, part) for number, part in enumerate(parts)]
+            each, step = self.plan.gradient_accumulation_steps, from_step
+            for block in self._blocks(from_step, to_step):
+                # Cut at once: for one step after the other it would take as long as a gather.
+                parts = torch.from_numpy(block).view(-1, self.plan.micro_batch_size).unbind()
+                for first in range(0, len(parts), each):
+                    yield [self._gather(step, number, part) for number, part in enumerate(parts[first : first + each])]
+                    step += 1
             return
         keys = self._keys(from_step, to_step)
         micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
@@ -68,6 +72,11 @@ class TrainBatches:
 
     def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
+        for block in self._blocks(from_step, to_step):
+            yield from block
+
+    def _blocks(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
+        """Yield the indices of some steps at once. Shapes: (steps, accumulation * micro_batch_size)."""
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
         step = from_step
@@ -76,7 +85,7 @@ class TrainBatches:
             count = min(max(1, _BLOCK // share), self.steps_per_epoch - first, to_step - step)
             order = Permutation(len(self.data), self.seed, epoch)
             positions = np.arange(first, first + count)[:, None] * total + offsets
-            yield from order(positions)
+            yield order(positions)
             step += count
 
     def _gather(self, step: int, number: int, indices: Tensor) -> Any:
