@@ -55,6 +55,17 @@ class Trouble(Items):
         return number, row, label
 
 
+class Careless(Paced):
+    # Catches every Exception that comes by, as libraries do here and there.
+    def step(self, model, batch):
+        for _ in range(100):
+            try:
+                time.sleep(0.01)
+            except Exception:
+                pass
+        return super().step(model, batch)
+
+
 class Large(Trouble):
     # Samples of 400 kB, or many small ones, in the forms that torch makes batches of.
     def __getitem__(self, index):
@@ -126,6 +137,17 @@ def test_a_dataloader_worker_that_is_killed_ends_the_run_with_its_rank_and_signa
     os.kill(victim, number)
     error = running.ended().failed(rank=1, says=rf"LoaderError: DataLoader worker [01] was killed by {signal.Signals(number).name}")
     assert error["phase"] in ("data", "train", "evaluate", "save")
+
+
+@pytest.mark.fault(54)
+def test_what_a_task_catches_does_not_hide_the_death_of_a_dataloader_worker(recipe: Recipe) -> None:
+    words = ("trainer.epochs=100", "task._target_=points.Careless", "trainer.timeout.data_seconds=600")
+    running = Running(recipe, *EVERY, *ITEMS, *words)
+    wait_for(lambda: len(loader_workers(1)) == 2)
+    victim = loader_workers(1)[0]
+    running.strike()
+    os.kill(victim, signal.SIGKILL)
+    running.ended().failed(rank=1, says=r"LoaderError: DataLoader worker [01] was killed by SIGKILL")
 
 
 @pytest.mark.fault(54)
