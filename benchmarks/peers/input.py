@@ -1,7 +1,7 @@
 """Read data held in memory, batch by batch on one thread, in one of the ways that there are.
 
-`--way ddpexp|gather|loader|tensors --folder FOLDER --epochs N [--workers N] [--augment]`; prints JSON: the fastest epoch, as what else
-runs on a machine only makes them slower. The first is not timed: it tells what was read, so that other work is found out.
+`--way ddpexp|gather|loader|tensors --folder FOLDER --epochs N [--workers N] [--augment]`; prints JSON: the fastest epoch, as
+what else runs on a machine only makes them slower. The first is not timed: it tells what was read, so that other work is found out.
 """
 
 from __future__ import annotations
