@@ -238,4 +238,7 @@ def test_only_the_functions_meant_for_it_are_open_to_a_configuration() -> None:
     }
     sections = ("model", "task", "optimizer", "data", "data.prepare", "data.part", "model.part")
     found = {(section, target) for section in sections for target in allowed if Trust().allows(target, section)}
-    assert found == {("data", "ddpexp.data.mnist.load"), ("data.prepare", "ddpexp.data.mnist_files.prepare")}
+    assert found == {
+        *(("data", f"ddpexp.data.{name}.load") for name in ("mnist", "images")),
+        *(("data.prepare", f"ddpexp.data.{name}.prepare") for name in ("mnist_files", "image_files")),
+    }
