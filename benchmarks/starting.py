@@ -18,9 +18,9 @@ _MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-t
 
 
 def started(way: str, workers: int, program: Sequence[str], ours: bool) -> list[str]:
-    """Return the words that start a program's ranks in one of the ways; ours has ranks of its own under spawn and salloc."""
-    if way == "spawn" and ours:
-        return [sys.executable, *program, f"trainer.gpus={workers}"]
+    """Return the words that start a program's ranks in one of the ways; ours has its own under spawn, elastic and salloc."""
+    if way in ("spawn", "elastic") and ours:
+        return [sys.executable, *program, f"launcher={way}", f"trainer.gpus={workers}"]
     if way in ("spawn", "torchrun"):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
         return [*torchrun, *program, *(["launcher=torchrun-env"] if ours else [])]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,10 +48,14 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss`. Shapes: both are scalars."""
-        # A product, though backward takes a first gradient: torch imports sympy for that, a quarter of a second a worker.
-        product = loss * weight
-        scaled = product if self._scaler is None else self._scaler.scale(product)
-        scaled.backward()  # type: ignore[no-untyped-call]
+        if self._scaler is not None:
+            self._scaler.scale(loss * weight).backward()  # type: ignore[no-untyped-call]
+        elif type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
+            # What `torch.autograd.backward(loss, weight)` ends with. The questions that it begins with take longer than all of
+            # the run loop, and import sympy, a quarter of a second a worker.
+            _engine_run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        else:
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Bring the gradients of an optimizer to their true size, once before its step."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import numpy.random  # late it would cost every worker what it costs the fork server once
 import torch
 
 # Streams: what augments a sample must not correlate with what drops its activations.
-MODEL, DATA, EVAL, OPTIMIZER, HOST = range(5)
+MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT = range(6)
 _MASK = 0xFFFFFFFFFFFFFFFF
 _MASK32 = 0xFFFFFFFF
 
@@ -21,10 +22,13 @@ def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
 
     Source: the finaliser of SplitMix64; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
-    value = seed
-    for part in (stream, step, micro_batch):
-        value = _mix(value) + part
-    return _mix(value)
+    return _mix(_mix(_stream(seed, stream) + step) + micro_batch)
+
+
+@cache
+def _stream(seed: int, stream: int) -> int:
+    """Mix what stays the same in every step of a run."""
+    return _mix(_mix(seed) + stream)
 
 
 def seed_torch(value: int, device: torch.device) -> None:

@@ -170,6 +170,7 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
     return look
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
@@ -202,10 +203,15 @@ def test_killed_twice_and_started_again_the_run_ends_as_if_nothing_was(
     assert set(found.values()) == {1}
 
 
-PLACES = ["begun", "written", "share", "recorded", "manifest", "renamed", "pruning"]
+POINTS = [
+    ("begun", 0), ("manifest", 0), ("share", 1), ("written", 0), ("share", 0), ("recorded", 0), ("renamed", 0), ("pruning", 0),
+    ("begun", 1), ("written", 1),
+]  # fmt: skip
+"""Where a rank is killed in a save, and which rank."""
 
 
-@pytest.mark.parametrize(("place", "rank"), [*((place, 0) for place in PLACES), ("begun", 1), ("written", 1), ("share", 1)])
+@pytest.mark.variants(3)
+@pytest.mark.parametrize(("place", "rank"), POINTS)
 def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
     recipe: Recipe, undisturbed: Callable[..., Done], place: str, rank: int
 ) -> None:
@@ -222,6 +228,7 @@ def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
     assert "resumed after step" in done.out
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("place", ["written", "manifest", "renamed"])
 @pytest.mark.parametrize("what", ["command", "everything"])
 def test_a_save_that_ends_with_the_command_loses_no_checkpoint(
@@ -239,6 +246,7 @@ def test_a_save_that_ends_with_the_command_loses_no_checkpoint(
     same(recipe(*words, run=run), undisturbed(*words))
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [*range(3), *(pytest.param(one, marks=pytest.mark.slow) for one in range(3, 6))])
 def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Done], number: int) -> None:
     chance = random.Random(number)
@@ -297,6 +305,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(
     ("harm", "word"),
     [
@@ -493,6 +502,7 @@ def test_the_average_of_the_weights_is_what_is_evaluated_and_kept(recipe: Recipe
     assert f"eval/loss {done.result()['metrics']['eval/loss']:.6g}" in evaluated.out
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_write_that_fails_for_a_moment_is_tried_again(recipe: Recipe, undisturbed: Callable[..., Done], world_size: int) -> None:
     words = (*DEEP, *LONG, *SGD, f"trainer.gpus={world_size}", "model.hidden=150")

@@ -34,7 +34,10 @@ ROWS = [
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 HYDRA = {"config", "sweep", "__main__"}
 # What the command loads before it hands over to the workers.
-COMMAND = ("__main__", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "launch.spawn", "jobs")
+COMMAND = (
+    "__main__", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "data.image_files",
+    "launch.spawn", "jobs",
+)  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
 
 FILES = sorted((ROOT / "ddpexp").rglob("*.py"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -49,6 +50,13 @@ def test_the_gradient_is_weighted_and_of_its_true_size(model: nn.Linear, name: A
     gradient = update(Precision(name, CPU, skip), model, optimizer)
     assert gradient.tolist() == [[0.5, 0.5], [0.5, 0.5]]
     torch.testing.assert_close(model.weight.detach(), before - 0.5)
+
+
+@pytest.mark.parametrize("form", [Tensor.float, Tensor.double, lambda loss: loss.view(1)])
+def test_a_loss_of_another_type_or_form_is_weighted_too(model: nn.Linear, form: Callable[[Tensor], Tensor]) -> None:
+    Precision("fp32", CPU, False).backward(form(model.weight.sum()), torch.tensor(0.5))
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize(("name", "skip"), [("fp32", True), ("bf16", True), ("fp16", False), ("fp16", True)])

@@ -24,14 +24,21 @@ def load(root: str, part: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def model(name: str, seed: int = 0) -> nn.Module:
-    """Build the linear model or the network of `model=lenet`, with the same layers."""
+    """Build a model, with the same layers and weights as ddpexp: `linear`, `lenet`, or perceptrons.
+
+    Those are `shallow`, with one hidden layer of 128, and `deep`, with four of 64: 10 tensors, 63,370 parameters.
+    """
     torch.manual_seed(seed)
-    if name == "linear":
-        return nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
-        nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
-    )  # fmt: skip
+    if name == "lenet":
+        return nn.Sequential(
+            nn.Conv2d(1, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+            nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
+        )  # fmt: skip
+    hidden = {"linear": [], "shallow": [128], "deep": [64] * 4}[name]
+    layers: list[nn.Module] = [nn.Flatten()]
+    for width, following in zip([784, *hidden], hidden, strict=False):
+        layers += [nn.Linear(width, following), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear([784, *hidden][-1], 10))
 
 
 class Report:

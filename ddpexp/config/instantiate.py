@@ -23,8 +23,8 @@ _RECIPES = "ddpexp.recipes."
 _OF_ONE_SECTION = {
     "scheduler": ("ddpexp.schedule.",),
     "launcher": ("ddpexp.launch.",),
-    "data": ("ddpexp.data.mnist.load",),
-    "data.prepare": ("ddpexp.data.mnist_files.prepare",),
+    "data": ("ddpexp.data.mnist.load", "ddpexp.data.images.load"),
+    "data.prepare": ("ddpexp.data.mnist_files.prepare", "ddpexp.data.image_files.prepare"),
 }
 
 _OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")

@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData
+from ddpexp.data.datasets import IndexData, may_draw, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
 from ddpexp.data.samples import called, code_error
 from ddpexp.errors import RefusedError
 from ddpexp.seeds import DATA, EVAL, seed_of, seed_torch
 
-_BLOCK = 8192  # indices computed at once: large enough to amortise numpy's calls, small enough to stay in the cache
+# Indices computed at once: few at first, so that a start does not wait; then enough to amortise numpy's calls, and few enough that
+# their arrays come from memory that the process keeps (with twice as many the kernel clears new pages every time).
+_FIRST_BLOCK, _BLOCK = 8192, 32768
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,17 @@ class TrainBatches:
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1).
 
-        Random numbers that the data set draws are a function of seed, step and micro-batch.
+        Random numbers that the data set draws are a function of seed, step and micro-batch; what a set that has an `of_epoch`
+        does to a sample follows from seed, epoch and sample, however the batch is cut.
         """
         if isinstance(self.data, IndexData):
-            for step, indices in enumerate(self.indices(from_step, to_step), start=from_step):
-                parts = torch.split(torch.from_numpy(indices), self.plan.micro_batch_size)
-                yield [self._gather(step, number, part) for number, part in enumerate(parts)]
+            seeded = may_draw(self.data)
+            for first, block in self._blocks(from_step, to_step):
+                data = of_epoch(self.data, self.seed, first // self.steps_per_epoch)
+                parts = iter(torch.from_numpy(block).view(-1, self.plan.micro_batch_size).unbind())
+                for step in range(first, first + len(block)):
+                    numbers = range(self.plan.gradient_accumulation_steps)
+                    yield [self._gather(data, step, number, next(parts), seeded) for number in numbers]
             return
         keys = self._keys(from_step, to_step)
         micro_batches = load(self.data, "train", keys, self.num_workers, self.device, self.timeout_seconds)
@@ -68,20 +75,27 @@ class TrainBatches:
 
     def indices(self, from_step: int, to_step: int) -> Iterator[NDArray[np.int64]]:
         """Yield for each step the indices of this rank's samples. Shapes: (accumulation * micro_batch_size,)."""
+        for _, block in self._blocks(from_step, to_step):
+            yield from block
+
+    def _blocks(self, from_step: int, to_step: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Yield some steps of one epoch at a time: the first step's number, and the indices. Shapes: (steps, as in `indices`)."""
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
-        step = from_step
+        step, block = from_step, _FIRST_BLOCK
+        order = Permutation(len(self.data), self.seed, step // self.steps_per_epoch)
         while step < to_step:
             epoch, first = divmod(step, self.steps_per_epoch)
-            count = min(max(1, _BLOCK // share), self.steps_per_epoch - first, to_step - step)
-            order = Permutation(len(self.data), self.seed, epoch)
-            positions = np.arange(first, first + count)[:, None] * total + offsets
-            yield from order(positions)
-            step += count
+            if epoch != order.epoch:
+                order = Permutation(len(self.data), self.seed, epoch)  # has keys to compute
+            count = min(max(1, block // share), self.steps_per_epoch - first, to_step - step)
+            yield step, order(np.arange(first, first + count)[:, None] * total + offsets)
+            step, block = step + count, _BLOCK
 
-    def _gather(self, step: int, number: int, indices: Tensor) -> Any:
-        seed_torch(self._seed(step, number), self.device)
-        return _gather(self.data, "train", indices, self.device)
+    def _gather(self, data: IndexData, step: int, number: int, indices: Tensor, seeded: bool) -> Any:
+        if seeded:
+            seed_torch(self._seed(step, number), self.device)
+        return _gather(data, "train", indices, self.device)
 
     def _seed(self, step: int, number: int) -> int:
         return seed_of(self.seed, DATA, step, self.rank * self.plan.gradient_accumulation_steps + number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -23,6 +23,18 @@ class IndexData(Protocol):
 
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Return the samples as tensors on `device`. Shapes: `indices` is (batch,), int64, on the CPU."""
+        ...
+
+
+@runtime_checkable
+class EpochData(Protocol):
+    """An index data set that looks different in each epoch of training: an augmented one.
+
+    What it does to a sample is a function of seed, epoch and sample alone, so a gather draws from no generator.
+    """
+
+    def of_epoch(self, seed: int, epoch: int) -> IndexData:
+        """Return the set as it is trained on in one epoch; the set as it stands is what is evaluated."""
         ...
 
 
@@ -74,6 +86,18 @@ class Subset:
     def places(self, indices: Tensor) -> Tensor:
         """Return where the samples are in the whole. Shapes: as `indices`."""
         return torch.from_numpy(self.shuffle(indices.numpy() + self.offset))
+
+
+def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
+    """Return an index data set, or a part of one, as it is trained on in one epoch."""
+    if isinstance(data, Subset):
+        return replace(data, data=of_epoch(data.data, seed, epoch))
+    return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
+
+
+def may_draw(data: IndexData) -> bool:
+    """Tell whether a gather may draw from torch's generators."""
+    return may_draw(data.data) if isinstance(data, Subset) else not isinstance(data, EpochData)
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:

@@ -101,11 +101,11 @@ class Permutation:
         # The tag keeps these streams apart from any other use of the same seed.
         key = np.frombuffer(b"ddporder", dtype="<u8").astype(np.uint64)
         for part in (self.length, self.seed, self.epoch):
-            key = _mix((key ^ np.uint64(part % 2**64)) + stride)
-        return _mix(key + np.arange(1, count + 1, dtype=np.uint64) * stride)
+            key = mix((key ^ np.uint64(part % 2**64)) + stride)
+        return mix(key + np.arange(1, count + 1, dtype=np.uint64) * stride)
 
 
-def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Scramble each word one-to-one, every output bit depending on every input bit (SplitMix64's finaliser)."""
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
@@ -127,14 +127,17 @@ def _network(values: NDArray[np.int64], width: int, keys: NDArray[np.uint32]) ->
     left = (values >> right_width).astype(np.uint32)
     right = (values & (1 << right_width) - 1).astype(np.uint32)
     hashed, shifted = np.empty_like(left), np.empty_like(left)
-    for key in keys:
+    # As arrays: numpy takes half a microsecond to convert a number, and most calls are for few values.
+    first, second, half = (np.array(word, np.uint32) for word in (0x7FEB352D, 0x846CA68B, 16))
+    drop, drop_next = (np.array(32 - width, np.uint32) for width in (left_width, right_width))
+    for key in keys[:, None]:
         np.add(right, key, out=hashed)
-        hashed *= np.uint32(0x7FEB352D)
-        np.right_shift(hashed, np.uint32(16), out=shifted)
+        hashed *= first
+        np.right_shift(hashed, half, out=shifted)
         hashed ^= shifted
-        hashed *= np.uint32(0x846CA68B)
-        hashed >>= np.uint32(32 - left_width)  # The high bits of a product are its best mixed.
+        hashed *= second
+        hashed >>= drop  # The high bits of a product are its best mixed.
         left ^= hashed
         left, right = right, left
-        left_width, right_width = right_width, left_width
+        drop, drop_next = drop_next, drop
     return left.astype(np.int64) << right_width | right

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import lru_cache
 
 from ddpexp.launch.control import Control
 from ddpexp.printable import one_line
@@ -35,9 +36,15 @@ class Progress(Null):
 
 
 def _shown(name: str, value: float) -> str:
-    name = one_line(name)  # the recipe has chosen it
+    name = _one_line(name)  # the recipe has chosen it
     if name.endswith("accuracy"):
         return f"{name} {value:.2%}"
     if name == "samples_per_second":
         return f"{value:,.0f} samples/s"
     return f"{name} {value:.4g}"
+
+
+@lru_cache(1024)
+def _one_line(name: str) -> str:
+    """Return the name as it may stand within a line; it is the same in every record, and finding out takes long."""
+    return one_line(name)

@@ -160,6 +160,8 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
         ("model.width=16", "model.width=16 is not a list (its default is [16, 32])."),
         ("model.width=[16,wide]", "model.width[1]=wide is not a number (its default is 16)."),
         ("task.label_smoothing=much", "task.label_smoothing=much is not a number (its default is 0.0)."),
+        ("data=images data.flip=maybe", "data.flip=maybe is not true or false (its default is false)."),
+        ("data=images data.crop=half", "data.crop=half is not a number (its default is 0)."),
         ("data.embedded_train=many", "data.embedded_train=many is not a number (its default is 60000)."),
         ("-m --cfg job", "--cfg job shows one run: leave -m out, and give each key one value."),
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),

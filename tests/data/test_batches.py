@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
-from ddpexp.data.datasets import Arrays
+from ddpexp.data.datasets import Arrays, hold_out
 from ddpexp.data.order import Permutation
 from ddpexp.errors import RefusedError
 
@@ -69,6 +69,15 @@ def test_steps_from_anywhere_are_the_same_as_from_the_start(kind: Callable[[int]
     assert ids(batches.steps(begin, 12)) == ids(batches.steps(0, 12))[begin:]
 
 
+def test_steps_of_many_blocks_are_in_the_order_of_the_epochs() -> None:
+    held = train(indexed(20_000), size=2, rank=1, total=8)
+    found = [index for step in held.indices(100, 15_100) for index in step.tolist()]
+    steps = np.arange(100, 15_100)
+    positions = steps[:, None] % 2500 * 8 + np.arange(4, 8)
+    expected = [Permutation(20_000, 0, epoch)(positions[steps // 2500 == epoch]).ravel() for epoch in range(7)]
+    assert found == np.concatenate(expected).tolist()
+
+
 def test_a_start_in_the_middle_of_an_endless_epoch_costs_no_more_than_one_at_its_beginning() -> None:
     class Endless:
         def __len__(self) -> int:
@@ -96,6 +105,23 @@ def test_random_numbers_of_a_data_set_do_not_depend_on_who_draws_them(num_worker
     assert drawn(0, num_workers) == expected
     assert drawn(4, num_workers) == expected[4:]
     assert len({number for step in expected for batch in step for number in batch}) > 140
+
+
+class Draws:
+    """Gathers random numbers of torch."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+        return (torch.rand(len(indices)),)
+
+
+@pytest.mark.parametrize("data", [Draws(), hold_out(Draws(), 0.1)[0]], ids=["whole", "part"])
+def test_random_numbers_of_a_gather_do_not_depend_on_what_was_drawn_before(data: Any) -> None:
+    expected = ids(train(data, micro=6).steps(0, 9))
+    torch.rand(5)
+    assert ids(train(data, micro=6).steps(5, 9)) == expected[5:]
 
 
 def test_loader_workers_live_across_epochs() -> None:

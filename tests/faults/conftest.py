@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import json
 import subprocess
@@ -32,22 +31,6 @@ SOON = (
     "trainer.timeout.data_seconds=2",
 )  # fmt: skip
 """Timeouts for tests of hangs."""
-
-
-_OFTEN = 2  # variants of a test with real runs that are in the ordinary run; the others have -m slow
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the further variants of the tests in this folder to the longer run: all of them would be half of CI's time."""
-    seen: collections.Counter[str] = collections.Counter()
-    for item in items:
-        name = item.nodeid.partition("[")[0]
-        runs = {"recipe", "ddpexp", "commands", "run"} & set(getattr(item, "fixturenames", ()))
-        if name.startswith("tests/faults/") and runs and not item.get_closest_marker("slow"):
-            seen[name] += 1
-            if seen[name] > _OFTEN:
-                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture

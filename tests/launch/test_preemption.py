@@ -97,7 +97,7 @@ import time
 from pathlib import Path
 
 from ddpexp.command import launch, stop_on_signals
-from ddpexp.errors import DdpexpError, StoppedError
+from ddpexp.errors import ENDS, StoppedError
 from ddpexp.launch import Asked, Job, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.place import Place
@@ -120,7 +120,7 @@ def main():
     stop_on_signals()
     try:
         code = launch(Spawn(**launcher), Polls(folder, size, how, grace_seconds, nodes), None)
-    except DdpexpError as error:
+    except ENDS as error:
         print(error, file=sys.stderr, flush=True)
         code = error.exit_code
     os._exit(code)
@@ -238,6 +238,7 @@ def polls(tmp_path: Path, environ: dict[str, str]) -> Polls:
 # ------------------------------------------------------------------------------------------------------------ the signals
 
 
+@pytest.mark.variants(6)
 @pytest.mark.fault(8, 9, 15, 16)
 @pytest.mark.parametrize("whom", ["command", "rank", "all"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2], ids=lambda number: number.name)
@@ -375,6 +376,7 @@ def test_quit_writes_every_ranks_stacks_and_the_run_goes_on(polls: Polls, whom: 
 # ---------------------------------------------------------------------------------------------------------- several commands
 
 
+@pytest.mark.variants(4)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2], ids=lambda number: number.name)
 @pytest.mark.parametrize("whom", ["command", "last command", "rank", "all"])
 def test_two_commands_stop_after_the_same_step(polls: Polls, number: signal.Signals, whom: str) -> None:

@@ -242,6 +242,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(("how", "rank", "code", "kind", "message", "host"), FAILURES, ids=[case[0] for case in FAILURES])
 def test_one_failed_rank_ends_the_job_at_once_with_its_cause(
     recipe: Recipe, how: str, rank: int, code: int, kind: str, message: str, host: str
@@ -365,6 +366,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
+@pytest.mark.variants(5)
 @pytest.mark.fault(71, "S9")
 @pytest.mark.parametrize("name", ["", *HOSTILE])
 def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
@@ -399,6 +401,7 @@ def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Reci
     assert not list(recipe.ddpexp.folder.rglob("pwned"))
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(71, "S9")
 @pytest.mark.parametrize("where", ["sbatch", "salloc", "srun"])
 def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: Path, where: str) -> None:
@@ -576,6 +579,7 @@ def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None
     assert not done.run.exists()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("options", "shown"),
     [(("--ntasks-per-node=2", "--gpus-per-task=2"), "0,1,2,3"), (("--gpus-per-node=3",), "0,1,2"), ((), "none")],
@@ -598,6 +602,7 @@ def test_more_nodes_than_the_allocation_has_are_refused(recipe: Recipe) -> None:
 # Inside a step.
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("tasks", [4, 3], ids=["even", "uneven"])
 def test_each_task_of_srun_is_a_rank(recipe: Recipe, spawned: Callable[[int], Done], tasks: int) -> None:
     done = typed(recipe, ["srun", "-Q", "-N2", f"-n{tasks}"])
@@ -626,6 +631,7 @@ def test_each_task_sees_the_gpu_that_srun_gave_it(recipe: Recipe, tmp_path: Path
     assert shown == {"0.gpus": "0", "1.gpus": "1", "2.gpus": "0", "3.gpus": "1"}
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_one_failed_task_ends_the_step(recipe: Recipe, how: str) -> None:
     begin = time.monotonic()

@@ -47,7 +47,7 @@ from pathlib import Path
 from ddpexp.command import stop_on_signals
 from ddpexp.config import parse
 from ddpexp.config.compose import compose
-from ddpexp.errors import DdpexpError
+from ddpexp.errors import ENDS
 from ddpexp.jobs import Training
 
 sweep, jobs, ids = Path(sys.argv[1]), [], []
@@ -69,7 +69,7 @@ try:
     jobs[0][0].submit(jobs, sweep, submitted)
     if jobs[0][0].wait:
         jobs[0][0].follow(ids, ended)
-except DdpexpError as error:
+except ENDS as error:
     if not error.quiet:
         print(f"ddpexp: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -127,6 +127,7 @@ def failed(done: Done) -> dict[str, Any]:
     return error
 
 
+@pytest.mark.variants(3)
 @pytest.mark.fault(1)
 @pytest.mark.fault(1, 2, 61)
 @pytest.mark.parametrize(
@@ -158,6 +159,7 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words:
     assert "no luck" in (done.run / "ranks/1.log").read_text()
 
 
+@pytest.mark.variants(4)
 @pytest.mark.fault(3, 4, 18, 19)
 @pytest.mark.fault(3, 4, 18, 19)
 @pytest.mark.parametrize(
@@ -205,6 +207,7 @@ def recorded(run: Path) -> bool:
     return (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) >= 3
 
 
+@pytest.mark.variants(3)
 @pytest.mark.fault(8, 10, 16)
 @pytest.mark.parametrize(
     ("signum", "group", "moment"),
@@ -245,6 +248,7 @@ def stopped(done: Done, signum: signal.Signals) -> None:
     assert [record["step"] for record in written] == list(range(1, len(written) + 1))
 
 
+@pytest.mark.variants(2)
 @pytest.mark.fault(8)
 @pytest.mark.parametrize("items", [(), ITEMS], ids=["", "with loaders"])
 @pytest.mark.parametrize("last", [True, False], ids=["the command last", "the command first"])

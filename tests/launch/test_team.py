@@ -416,6 +416,7 @@ def test_a_machine_that_was_stopped_while_it_waited_may_be_started_again(recipe:
 FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0.1", "launcher.master_port=29500")
 
 
+@pytest.mark.variants(4)
 @pytest.mark.fault(26, 27)
 @pytest.mark.parametrize(
     ("words", "sentence"),

@@ -90,6 +90,7 @@ def plain(recipe: Recipe) -> Done:
     return done
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(
     ("words", "tolerance"),
     [

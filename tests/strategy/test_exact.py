@@ -202,6 +202,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(("size", "num_leaves"), [(2, 6), (3, 12), (4, 8), (8, 8)])
 def test_any_number_of_workers_leaves_the_same_gradients_and_buffers_as_one(folder: Path, size: int, num_leaves: int) -> None:
     try:
@@ -563,6 +564,7 @@ WAYS = {
 }
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_kind_of_task_and_data_has_them(recipe: Recipe, way: str) -> None:
     alone, four = (numbers(recipe, size, EXACT, *WAYS[way]) for size in (1, 4))

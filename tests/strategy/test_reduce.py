@@ -326,6 +326,7 @@ def fails(folder: Path, case: str, size: int) -> Failure:
     return caught.value.failure
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gradients_are_summed_in_the_order_of_the_ranks(folder: Path, size: int) -> None:
     works(folder, "order", size)
@@ -461,6 +462,8 @@ def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(r
         assert digest(recipe, *words, "strategy.reduce_through=backend") == found
 
 
+@pytest.mark.alone
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe, tmp_path: Path, victim: int) -> None:
     before = set(os.listdir("/dev/shm"))

@@ -33,7 +33,14 @@ def test_a_grid_fills_the_slots_and_every_job_has_the_weights_of_the_same_run_al
     # From the sweep's own record: the slot of a job that has ended is at once the next one's.
     ends, starts = sweep.events("ended"), sweep.events("started")
     held = {start["job"]: start["slots"] for start in starts}
-    assert [start["slots"] for start in starts[2:]] == [held[end["job"]] for end in ends[:2]]
+    assert sorted(start["slots"] for start in starts[2:]) == sorted(held[end["job"]] for end in ends[:2])
+    taken: set[int] = set()
+    for event in sweep.events():
+        if event["event"] == "started":
+            assert taken.isdisjoint(event["slots"])
+            taken.update(event["slots"])
+        elif event["event"] == "ended":
+            taken.difference_update(held[event["job"]])
 
 
 def test_a_rank_of_a_job_has_the_pipes_and_sockets_of_the_same_run_alone_and_no_more(sweeps: Sweeps) -> None:

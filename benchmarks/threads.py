@@ -1,0 +1,34 @@
+"""The same convolutional training under every launcher with its threads left alone, and raw mp.spawn; Slurm wants SLURM_CONF."""
+
+from __future__ import annotations
+
+import os
+
+from benchmarks.equal import Job
+from benchmarks.race import median
+from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
+
+_LAUNCHERS = ["spawn", "torchrun", "elastic", "mpirun"]
+_SPREAD = 1.03
+
+
+def run(bench: Bench) -> Report:
+    job = Job(bench, bench.folder, "lenet", 2, 1000)
+    ways = _LAUNCHERS + (["srun", "salloc"] if "SLURM_CONF" in os.environ else [])
+    arms = [job.ours("ddpexp" if way == "spawn" else way, way=way) for way in ways]
+    raw = job.by_hand("mp.spawn", "--spawn", "--threads", "0", "--reduce", "ddp")
+    results = job.run([*arms, raw, job.ours("ddpexp again")], bench.rounds)
+    report = Report(
+        charts=[Chart("LeNet, 2 workers, threads left alone", "steps a second", {"": of_rounds(results, "steps a second")})]
+    )
+    for arm in arms[1:]:
+        what = f"steps a second, LeNet, 2 workers, spawn against {arm.name}"
+        report.rows.append(compare(results, what, "steps a second", lambda value: f"{value:,.0f}", arm.name))
+    what = "steps a second, LeNet, 2 workers, raw mp.spawn, all cores for every rank"
+    report.rows.append(compare(results, what, "steps a second", lambda value: f"{value:,.0f}", raw.name))
+    rates = {arm.name.replace("ddpexp", "spawn"): median(results, arm.name, "steps a second") for arm in arms}
+    best, worst = max(rates, key=lambda name: rates[name]), min(rates, key=lambda name: rates[name])
+    spread, bar = rates[best] / rates[worst], Bar("at most", _SPREAD)
+    shown = f"{rates[best]:,.0f} ({best}) to {rates[worst]:,.0f} ({worst})"
+    report.rows.append(Row("best to worst of our launchers", shown, f"{spread:.3f}", bar=str(bar), met=bar.met(spread)))
+    return report

@@ -1,0 +1,142 @@
+"""Images in `.npy` files: found and looked at once, before any worker starts.
+
+Standard library only, and quick to import: the launching command imports this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ddpexp.errors import RefusedError
+
+_PARTS = ("train", "test")
+_LABELS = ("|u1", "|i1", "<i2", "<i4", "<i8")
+_LOOKED_AT = 1 << 16  # bytes at both ends of a file: enough to tell data sets apart, in no time
+
+
+@dataclass(frozen=True)
+class _Array:
+    """What an `.npy` file says of itself."""
+
+    kind: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+def prepare(
+    root: str | None, mean: tuple[float, ...], deviation: tuple[float, ...], flip: bool = False, crop: int = 0
+) -> dict[str, Any]:
+    """See that the four files are there and fit together, and say which data they hold.
+
+    The result is JSON-able: name, folder (absolute), hash (of the sizes and both ends of the files), num_train, num_test, note, and
+    the options.
+
+    Raises: RefusedError, where a file or an option is not as it must be.
+    """
+    if not root:
+        raise RefusedError(
+            "data.root is not set: name the folder with train-images.npy, train-labels.npy, test-images.npy and test-labels.npy."
+        )
+    folder = Path(os.path.abspath(os.path.expanduser(root)))
+    found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
+    for part in _PARTS:
+        _refuse_images(folder, part, found[part, "images"], found[part, "labels"])
+    shape = found["train", "images"].shape
+    if found["test", "images"].shape[1:] != shape[1:]:
+        raise RefusedError(
+            f"the images of data.root={folder} have two sizes, {_spoken(shape[1:])} in train-images.npy and "
+            f"{_spoken(found['test', 'images'].shape[1:])} in test-images.npy: make them one."
+        )
+    _refuse_options(mean, deviation, crop, shape)
+    num_train, num_test = shape[0], found["test", "images"].shape[0]
+    return {
+        "name": "images",
+        "folder": str(folder),
+        "hash": hashlib.sha256("\n".join(array.digest for array in found.values()).encode()).hexdigest(),
+        "num_train": num_train,
+        "num_test": num_test,
+        "note": f"{num_train:,} + {num_test:,} images of {_spoken(shape[1:])}, from files in {folder}",
+        "mean": list(mean),
+        "deviation": list(deviation),
+        "flip": flip,
+        "crop": crop,
+    }
+
+
+def _refuse_images(folder: Path, part: str, images: _Array, labels: _Array) -> None:
+    if images.kind != "|u1" or len(images.shape) not in (3, 4) or 0 in images.shape:
+        raise RefusedError(
+            f"{folder}/{part}-images.npy holds {images.kind} of shape {_spoken(images.shape)}: store bytes (uint8) of shape "
+            f"samples x channels x height x width, or without the channels where there is one."
+        )
+    if labels.kind not in _LABELS or labels.shape != images.shape[:1]:
+        raise RefusedError(
+            f"{folder}/{part}-labels.npy holds {labels.kind} of shape {_spoken(labels.shape)}, and there are {images.shape[0]:,} "
+            f"images: store one whole number for each."
+        )
+
+
+def _refuse_options(mean: tuple[float, ...], deviation: tuple[float, ...], crop: int, shape: tuple[int, ...]) -> None:
+    channels = shape[1] if len(shape) == 4 else 1
+    for key, values in (("data.mean", mean), ("data.deviation", deviation)):
+        if len(values) not in (1, channels):
+            raise RefusedError(
+                f"{key}={list(values)} has {len(values)} numbers, and the images {channels} channels: use one for each."
+            )
+    if len(mean) != len(deviation):
+        raise RefusedError(
+            f"data.mean={list(mean)} and data.deviation={list(deviation)} differ in length: use one for each channel."
+        )
+    if not all(value > 0 for value in deviation):
+        raise RefusedError(f"data.deviation={list(deviation)} divides the images: use numbers above 0.")
+    if not 0 <= crop <= min(shape[-2:]):
+        raise RefusedError(f"data.crop={crop} is no frame for images of {_spoken(shape[1:])}: use 0 to {min(shape[-2:])}.")
+
+
+def _read(path: Path) -> _Array:
+    """Read the header of an `.npy` file, and see that the file is whole: a page that is missing would kill a worker.
+
+    Source: NumPy Enhancement Proposal 1.
+    """
+    try:
+        with open(path, "rb") as file:
+            array, expected = _described(file)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            digest = hashlib.sha256(f"{size}\n".encode() + file.read(_LOOKED_AT))
+            file.seek(max(0, size - _LOOKED_AT))
+            digest.update(file.read())
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be read ({error.strerror}): set data.root to the folder with it.") from None
+    except (ValueError, KeyError, TypeError, SyntaxError, struct.error):
+        raise RefusedError(f"{path} is no .npy file of numbers in C order: store it with numpy.save.") from None
+    if size != expected:
+        raise RefusedError(f"{path} has {size:,} bytes, and its header says {expected:,}: it is damaged, so store it again.")
+    return _Array(array.kind, array.shape, digest.hexdigest())
+
+
+def _described(file: BinaryIO) -> tuple[_Array, int]:
+    """Return what the header says, and the size that the file must have."""
+    magic, major, _ = struct.unpack("<6sBB", file.read(8))
+    if magic != b"\x93NUMPY":
+        raise ValueError
+    [length] = struct.unpack("<H", file.read(2)) if major == 1 else struct.unpack("<I", file.read(4))
+    begin = file.tell() + length
+    if length > _LOOKED_AT:
+        raise ValueError
+    header = ast.literal_eval(file.read(length).decode("latin1"))
+    kind, shape = header["descr"], header["shape"]
+    if header["fortran_order"] or not all(isinstance(one, int) and one >= 0 for one in shape):
+        raise ValueError
+    return _Array(kind, shape, ""), begin + math.prod(shape) * int(kind[2:])
+
+
+def _spoken(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
