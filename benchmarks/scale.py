@@ -39,7 +39,7 @@ def _shares(bench: Bench, report: Report) -> None:
     asked: list[tuple[str, str, str, str, Bar | None]] = [
         ("order", "ns a sample", "a sample of a rank's share of the order", "{:.0f} ns", _FLAT),
         ("order", "us to the first", "a rank's batch plan and its first batches", "{:.0f} µs", _FLAT),
-        ("setup", "setup ms", "a rank's set-up in torch's fake process group, LeNet in DDP", "{:.1f} ms", _FLAT),
+        ("setup", "setup ms", "a rank's set-up in torch's fake process group, LeNet in DDP", "{:.1f} ms", None),
         ("setup", "MiB", "the memory of that, with the first steps", "{:.1f} MiB", _FLAT),
         ("setup", "step ms", "its step there, a CPU worker's: it adds up one part a rank, in order", "{:.1f} ms", None),
     ]
@@ -47,6 +47,13 @@ def _shares(bench: Bench, report: Report) -> None:
         found = ratio(results, f"{what} {_LARGE}", f"{what} {_SMALL}", figure)
         values = [unit.format(median(results, f"{what} {size}", figure)) for size in (_LARGE, _SMALL)]
         report.rows.append(_flat(text, f"{values[0]} against {values[1]}", found, bar))
+    more = [
+        large["setup ms"] - small["setup ms"]
+        for large, small in zip(results[f"setup {_LARGE}"], results[f"setup {_SMALL}"], strict=True)
+    ]
+    limit = Bar("at most", 50)  # once in a run; DDP compares the shapes of all ranks' parameters
+    what = f"that set-up, more at {_LARGE:,} ranks than at {_SMALL}"
+    report.rows.append(Row(what, f"{statistics.median(more):.1f} ms", "", "", f"{limit} ms", limit.met(statistics.median(more))))
     points = {str(size): [row["ns a sample"] for row in results[f"order {size}"]] for size in (8, *_SIZES)}
     report.charts.append(Chart("a sample of a rank's share of the order", "nanoseconds", {"ddpexp": points}, x="ranks"))
 
@@ -72,7 +79,7 @@ def _commands(bench: Bench, report: Report) -> None:
     for workers, way in _A_COMMAND.items():
         large = {end: _name(workers, _LARGE, end) for end in _ENDS}
         report.rows += [
-            _row_seconds(results, large["failure"], "meet", f"{_LARGE:,} ranks from the first call to the start, {way}", None),
+            _row_seconds(results, large["failure"], "meet", f"{_LARGE:,} ranks from the first call to the start, {way}", _SOON),
             _row_seconds(results, large["failure"], "save", f"{_LARGE:,} ranks from the signal to an agreed save, {way}", None),
             _row_seconds(results, large["stop"], "stop", f"{_LARGE:,} ranks from SIGTERM to an agreed stop, {way}", _SOON),
             _row_seconds(results, large["failure"], "failure", f"{_LARGE:,} ranks from a failure until all are told, {way}", _SOON),

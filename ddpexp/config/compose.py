@@ -34,6 +34,7 @@ from ddpexp import __version__
 from ddpexp.config import DATA_KEYS
 from ddpexp.config.build import did_you_mean, shown
 from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.errors import RefusedError
 from ddpexp.rundir import check_yaml
 
@@ -133,7 +134,7 @@ def compose_sweep(argv: list[str]) -> Swept:
     for word in overrides:
         _refuse_in_sweep(word)
     _refuse_words([word for word in overrides if not _OF_SWEEPS.match(word)], False)
-    with _signals_wait(), one_sentence(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+    with _signals_wait(), one_sentence(), quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         found = GlobalHydra.instance().hydra
         assert found is not None
         parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
@@ -261,7 +262,8 @@ def _options(group: str, folders: list[Path]) -> list[str]:
 def _let_hydra_answer(argv: list[str]) -> None:
     arguments, sys.argv = sys.argv, ["ddpexp", *argv]
     try:
-        hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(lambda cfg: None)()
+        with quick_yaml():
+            hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(lambda cfg: None)()
     finally:
         sys.argv = arguments
 
@@ -289,7 +291,7 @@ def _added(directory: str | None) -> Path | None:
 
 def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
-    with hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+    with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         return hydra.compose("config", [*_searched(added), *overrides], return_hydra_config=True)
 
 

@@ -1,0 +1,68 @@
+"""libyaml reads what OmegaConf's own parser reads, and refuses it in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from ddpexp.config.compose import conf_folder
+from ddpexp.config.quick_yaml import quick_yaml
+
+Load = Callable[[str], Any]
+GOOD = {
+    "numbers": "a: 1e-3\nb: 1e3\nc: .5\nd: 1_000\ne: 0x10\nf: 1:30\ng: .inf\nh: -7\ni: 1.\n",
+    "texts": "a: 2024-01-01\nb: 'it''s'\nc: \"\\u00e9\"\nd: é\ne: |\n  x\n  y\nf: on\ng: ~\nh: yes\n",
+    "interpolations": 'a: ${b}\nb: [1, {c: "${oc.env:HOME}"}]\nd: ???\n',
+    "anchors": "a: &x {b: 1}\nc: *x\nd:\n  <<: *x\n  e: 2\n",
+    "nothing": "",
+    "a comment": "# @package _global_\n",
+    "a list": "- 1\n- a: 2\n",
+}
+BAD = {
+    "a bracket": "a: [1\nb: 2\n",
+    "twice": "a: 1\na: 2\n",
+    "an object": 'a: !!python/object/apply:os.system ["x"]\n',
+    "a tab": "a:\n\tb: 1\n",
+    "a character": "a: \x01\n",
+}
+
+
+@pytest.fixture(params=["text", "file"])
+def load(request: pytest.FixtureRequest, tmp_path: Path) -> Load:
+    def of_file(text: str) -> object:
+        (tmp_path / "some.yaml").write_text(text)
+        return OmegaConf.load(tmp_path / "some.yaml")
+
+    return of_file if request.param == "file" else OmegaConf.create
+
+
+@pytest.mark.parametrize("text", GOOD.values(), ids=GOOD)
+def test_the_values_are_the_same(load: Load, text: str) -> None:
+    slow = load(text)
+    with quick_yaml():
+        assert load(text) == slow
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=BAD)
+def test_the_words_are_the_same(load: Load, text: str) -> None:
+    with pytest.raises(yaml.YAMLError) as slow:
+        load(text)
+    with quick_yaml(), pytest.raises(yaml.YAMLError) as quick:
+        load(text)
+    assert (type(quick.value), str(quick.value)) == (type(slow.value), str(slow.value))
+
+
+def test_our_own_files_are_read_by_libyaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object) -> None:
+        raise AssertionError
+
+    paths = sorted(conf_folder().glob("**/*.yaml"))
+    expected = [OmegaConf.load(path) for path in paths]
+    monkeypatch.setattr(yaml.scanner.Scanner, "fetch_more_tokens", slow)
+    with quick_yaml():
+        assert [OmegaConf.load(path) for path in paths] == expected
