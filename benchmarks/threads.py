@@ -10,10 +10,11 @@ from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
 
 _LAUNCHERS = ["spawn", "torchrun", "elastic", "mpirun"]
 _SPREAD = 1.03
+_STEPS = 400
 
 
 def run(bench: Bench) -> Report:
-    job = Job(bench, bench.folder, "lenet", 2, 1000)
+    job = Job(bench, bench.folder, "lenet", 2, _STEPS)
     ways = _LAUNCHERS + (["srun", "salloc"] if "SLURM_CONF" in os.environ else [])
     arms = [job.ours("ddpexp" if way == "spawn" else way, way=way) for way in ways]
     raw = job.by_hand("mp.spawn", "--spawn", "--threads", "0", "--reduce", "ddp")

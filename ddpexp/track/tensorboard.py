@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.plugins.hparams.metadata import (
     NULL_TENSOR,
@@ -23,6 +24,8 @@ from torch import Tensor
 from torch.utils.tensorboard import summary
 
 from ddpexp.track.appending import Appending
+
+_SCALAR = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
 
 
 class TensorBoard:
@@ -46,8 +49,10 @@ class TensorBoard:
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Write one point for each name, all in one event."""
-        made = [summary.scalar(name, value, new_style=True) for name, value in values.items()]  # type: ignore[no-untyped-call]
-        self._add(Summary(value=[value for one in made for value in one.value]), step)
+        # What `summary.scalar(name, value, new_style=True)` makes, which it does by way of numpy.
+        made = {name: TensorProto(float_val=[value], dtype="DT_FLOAT") for name, value in values.items()}
+        points = [Summary.Value(tag=name, tensor=tensor, metadata=_SCALAR) for name, tensor in made.items()]
+        self._add(Summary(value=points), step)
 
     def text(self, name: str, text: str) -> None:
         """Write a text for the Text tab."""
