@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import collections
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,44 +57,19 @@ class Done:
 ANY = Asked()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put off the further variants of a test to the longer run, and have the tests first that must be alone on the machine.
-
-    Of the tests of faults two variants are in the ordinary run where a variant is a whole run.
-    """
+    """Leave the further variants of a test to the longer run (-m slow): past its own number; of runs with a fault past two."""
     seen: collections.Counter[str] = collections.Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        of_faults, of_launch = name.startswith("tests/faults/"), name.startswith("tests/launch/")
-        if of_faults or of_launch or item.get_closest_marker("slurm"):
-            item.add_marker(pytest.mark.alone)
         few = item.get_closest_marker("variants")
         runs = {"recipe", "ddpexp", "commands", "run"} & set(getattr(item, "fixturenames", ()))
-        most = few.args[0] if few is not None else 2 if of_faults and runs else None
+        most = few.args[0] if few is not None else 2 if name.startswith("tests/faults/") and runs else None
         if most is not None and not item.get_closest_marker("slow"):
             seen[name] += 1
             if seen[name] > most:
                 item.add_marker(pytest.mark.slow)
-    files = {item.path for item in items if item.get_closest_marker("alone")}
-    items.sort(key=lambda item: item.path not in files)
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Of several processes that run tests (pytest -n 2), let one alone that looks at the whole machine, or at the time.
-
-    Such a test holds a lock for itself, the others share it; who waits for it stands at the door, so that no other goes first.
-    """
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if session is None:
-        return (yield)
-    alone = item.get_closest_marker("alone") is not None
-    place = Path(tempfile.gettempdir(), f"ddpexp-tests-{session}")
-    with place.with_suffix(".door").open("w") as door, place.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        return (yield)
 
 
 class Call(Job):

@@ -191,6 +191,7 @@ def test_what_is_copied_is_what_was_there_when_it_was_saved(tmp_path: Path) -> N
         assert set(one.tensors("model")["w"].tolist()) == {float(one.step)}
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_checkpoint_that_cannot_be_written_leaves_those_before_it(tmp_path: Path, stops: bool) -> None:
     folder = tmp_path / "checkpoints"

@@ -42,7 +42,7 @@ def test_training_imports_no_compiler() -> None:
     assert _run(_TRAIN + "print(loaded)").strip() == "False"
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("want", _WANT)
 def test_the_real_compiler_comes_when_it_is_wanted(want: str) -> None:
     after = (

@@ -510,6 +510,7 @@ def test_a_write_that_fails_for_a_moment_is_tried_again(recipe: Recipe, undistur
     same(finish(process, run), undisturbed(*words))
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_ends_the_run_and_keeps_what_was_saved(
     recipe: Recipe, undisturbed: Callable[..., Done], small_disk: Path
 ) -> None:

@@ -262,6 +262,7 @@ def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: P
     assert resumed(ddpexp, "run").code == 0
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("left", [(), ("ranks/",), ("lock",), ("ranks/", "lock"), ("ranks/", "lock", "config.yaml")])
 def test_a_start_that_was_killed_early_leaves_a_directory_that_can_be_used(
     ddpexp: Ddpexp, finished: Done, left: tuple[str, ...]

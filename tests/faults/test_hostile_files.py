@@ -98,6 +98,7 @@ def refused(done: Done, *parts: str) -> None:
 # --- Code in place of data ---
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault("S1")
 @pytest.mark.parametrize("kind", [0, 1], ids=["pickle", "torch.save"])
 def test_code_in_place_of_a_checkpoints_file_is_refused(ddpexp: Ddpexp, run: Path, canary: Path, tmp_path: Path, kind: int) -> None:

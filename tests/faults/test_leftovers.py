@@ -148,6 +148,7 @@ def by_thread(recipe: Recipe, size: int, *own: str) -> tuple[subprocess.Popen[st
     return process, run
 
 
+@pytest.mark.slow
 def test_the_end_of_the_thread_that_started_a_command_is_not_its_starters_end(recipe: Recipe) -> None:
     done = finish(*by_thread(recipe, 1, "trainer.epochs=40"), 60)
     assert (done.code, done.err) == (0, "")

@@ -50,6 +50,7 @@ def test_etcd_leads_the_ranks_together(recipe: Recipe, etcd: str) -> None:
     assert done.result()["weights_sha256"] == recipe("trainer.gpus=2", "trainer.threads=1").result()["weights_sha256"]
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
     done = recipe(
@@ -107,6 +108,7 @@ def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
     assert (done.code, done.err) == (2, "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic understands.\n")
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals) -> None:
     before = ddpexp_processes()

@@ -83,6 +83,7 @@ def refusal(future: Future[Any], seconds: float = 20) -> str:
 # ---------------------------------------------------------------------------------------------------- who comes when
 
 
+@pytest.mark.variants(4)
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
 def test_the_order_of_arrival_does_not_matter(way: Way, background: ThreadPoolExecutor, order: list[int]) -> None:
     leading: Future[Found] | None = None

@@ -320,6 +320,7 @@ def test_what_does_not_save_in_time_is_killed(polls: Polls) -> None:
     assert (done.code, done.err) == (143, "interrupted by SIGTERM; step 5 saved: False\n")
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(13)
 @pytest.mark.parametrize("whom", ["command", "rank zero"])
 def test_a_second_signal_within_two_seconds_is_the_same_and_a_later_one_ends_at_once(polls: Polls, whom: str) -> None:
@@ -394,6 +395,7 @@ def test_two_commands_save_and_show_where_they_are(polls: Polls) -> None:
     assert [line.split()[0] for line in polls.seen()] == ["save", "stop"]
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("whom", ["command", "last command"])
 def test_two_commands_end_in_time(polls: Polls, whom: str) -> None:
     polls.start(1, "long", nodes=2, grace_seconds=2)

@@ -789,6 +789,7 @@ def test_a_job_may_save_and_go_on(recipe: Recipe, tmp_path: Path) -> None:
     assert steps(done.run) == list(range(1, 81))
 
 
+@pytest.mark.slow
 def test_the_users_own_srun_goes_on_in_the_directory_that_it_had(recipe: Recipe, tmp_path: Path) -> None:
     typed, _ = recipe.words("launcher=slurm", "trainer.threads=1", *slow(tmp_path), "trainer.epochs=15")
     words = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])

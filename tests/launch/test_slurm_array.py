@@ -424,6 +424,7 @@ def test_no_more_jobs_run_at_once_than_asked_and_what_never_began_is_told(sweep:
     assert most == 2
 
 
+@pytest.mark.slow
 @pytest.mark.slurm
 def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(sweep: Sweep, tmp_path: Path) -> None:
     for number in range(2):

@@ -92,6 +92,7 @@ def test_a_warning_is_shown_once_with_its_rank_even_if_all_ranks_give_it(runs: d
         assert line.startswith(f"[rank {rank}] ") == (rank != 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_both_start_methods_give_the_same_weights(recipe: Recipe, runs: dict[int, Done], size: int) -> None:
     done = recipe(

@@ -73,6 +73,7 @@ def shells(recipe: Recipe, *words: list[str], **variables: str) -> list[Done]:
     return [finish(process, run, 60) for process in started]
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> None:
     process, run = start(recipe, "task._target_=points.Breaks", f"+task.how={how}", torchrun=("--nproc-per-node=3",))
@@ -85,6 +86,7 @@ def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> No
     assert done.err.count("ddpexp: rank 1 on") == 1  # said once, by rank zero's command
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_a_restart_goes_on_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
     words = ("task._target_=points.Breaks", f"+task.how={how}", "logger=tensorboard")
@@ -161,6 +163,7 @@ def test_shells_without_local_ranks_learn_them(recipe: Recipe) -> None:
         assert place == {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "0"}
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_torchrun(recipe: Recipe, number: signal.Signals) -> None:
     before = ddpexp_processes()

@@ -332,6 +332,7 @@ def test_gradients_are_summed_in_the_order_of_the_ranks(folder: Path, size: int)
     works(folder, "order", size)
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(("case", "size"), [("sparse", 3), ("two_models", 3), ("plain", 2), ("carriers", 2), ("carriers", 3)])
 def test_it_carries(folder: Path, case: str, size: int) -> None:
     works(folder, case, size)
@@ -443,6 +444,7 @@ def digest(recipe: Recipe, *words: str) -> str:
     return found
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("way", "size"),
     [
@@ -462,7 +464,6 @@ def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(r
         assert digest(recipe, *words, "strategy.reduce_through=backend") == found
 
 
-@pytest.mark.alone
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe, tmp_path: Path, victim: int) -> None:
