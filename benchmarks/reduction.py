@@ -29,5 +29,5 @@ def run(bench: Bench) -> Report:
             bar = Bar("at least", times) if arm.name == "DDP" else None
             report.rows.append(compare(results, what, "steps a second", lambda value: f"{value:,.0f}", arm.name, bar=bar))
         groups[f"{_NAMES[model]}, {workers} workers"] = of_rounds(results, "microseconds a step")
-    report.charts.append(Chart("a step on one host of two cores, batch 32 a rank", "microseconds", groups, log=True))
+    report.charts.append(Chart("a step on one host of two cores, batch 32 a rank", "microseconds", groups))
     return report

@@ -102,8 +102,13 @@ def _bars(axis: Any, chart: Mapping[str, Any]) -> None:
             middle = statistics.median(values)
             low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [middle] * 3
             spread = [[max(0.0, middle - low)], [max(0.0, high - middle)]]
-            axis.barh(place, middle, 0.8, xerr=spread, color="#1f77b4" if arm.startswith("ddpexp") else "#b0b0b0", capsize=2)
-            axis.annotate(f" {middle:.3g}", (max(high, middle), place), va="center", fontsize=7)
+            color = "#1f77b4" if arm.startswith("ddpexp") else "#909090"
+            if chart["log"]:  # a bar has no beginning there
+                axis.errorbar(middle, place, xerr=spread, fmt="o", color=color, capsize=2)
+            else:
+                axis.barh(place, middle, 0.8, xerr=spread, color=color, capsize=2)
+            number = f"{middle:,.0f}" if middle >= 100 else f"{middle:.3g}"
+            axis.annotate(f" {number}", (max(high, middle), place), va="center", fontsize=7)
             places.append(place)
             labels.append(f"{arm}, {group}" if group else arm)
             place -= 1

@@ -36,7 +36,7 @@ def run(bench: Bench) -> Report:
         if workers == 1:
             report.rows.append(_tax(results))
         groups[f"{workers} workers" if workers > 1 else "1 worker"] = of_rounds(results, "microseconds a step")
-    report.charts.append(Chart("a step of 784-128-10, batch 32 a rank", "microseconds", groups, log=True))
+    report.charts.append(Chart("a step of 784-128-10, batch 32 a rank", "microseconds", groups))
     return report
 
 
