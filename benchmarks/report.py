@@ -32,7 +32,7 @@ def write(name: str, title: str, found: Report) -> None:
     path = FOLDER / "results.json"
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     kept[name] = {"title": title, "machine": _machine(), "date": time.strftime("%Y-%m-%d"), **asdict(found)}
-    path.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    path.write_text(json.dumps(kept, indent=1) + "\n")
     render(kept)
 
 
