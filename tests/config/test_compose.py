@@ -459,3 +459,17 @@ def test_a_signal_while_hydra_composes_stops_the_command_when_it_is_done() -> No
     finally:
         OmegaConf.clear_resolver("interrupted")
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_stop_while_a_key_is_read_stays_one() -> None:
+    # OmegaConf makes errors of its own of every Exception: once one with a sentence in place of the signal's number.
+    def interrupted(*_: object) -> str:
+        raise StoppedError(signal.SIGTERM)
+
+    OmegaConf.register_new_resolver("interrupted", interrupted)
+    try:
+        with pytest.raises(StoppedError) as found:
+            OmegaConf.create({"key": "${interrupted:}"}).key  # noqa: B018
+        assert found.value.signum == signal.SIGTERM
+    finally:
+        OmegaConf.clear_resolver("interrupted")
