@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any, Literal, Protocol
 
 import torch
@@ -109,20 +111,12 @@ class Update:
         """Begin an optimizer step. Units: steps, from 0."""
         self._step, self._passes, self.norm = step, 0, None
 
-    @contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Enclose forward and backward of one micro-batch; the gradient is reduced in the last one.
 
         Random numbers are a function of seed, step and micro-batch inside, not of what happened before.
         """
-        self.control.beat()
-        reach("forward")
-        self._seed()
-        self._passes += 1
-        self._inside = True
-        with self.strategy.micro_batch(last):
-            yield
-        self._inside = False
+        return _MicroBatch(self, self.strategy.micro_batch(last))
 
     def _seed(self) -> None:
         each = self.plan.gradient_accumulation_steps
@@ -187,6 +181,27 @@ class Update:
             self.precision.step(optimizer)
         self.precision.update()
         self.strategy.clear_gradient()
+
+
+class _MicroBatch(AbstractContextManager[None]):
+    """One micro-batch of an update; a class, for a generator takes four times as long."""
+
+    def __init__(self, update: Update, strategy: AbstractContextManager[None]) -> None:
+        self._update = update
+        self._strategy = strategy
+
+    def __enter__(self) -> None:
+        update = self._update
+        update.control.beat()
+        reach("forward")
+        update._seed()
+        update._passes += 1
+        update._inside = True
+        self._strategy.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._update._inside = False
+        return self._strategy.__exit__(*error)
 
 
 @dataclass
@@ -525,9 +540,9 @@ class _Window:
             NonFiniteError: with `stop`, a loss that is not finite; names the first such step.
         """
         self._reduce()
-        if stop:
-            self.refuse_nonfinite(first_step)
         bad = self._bad()
+        if stop and bad:
+            raise self._not_finite(bad[0], first_step)
         means = self._means([row for row in range(len(self._rows)) if row not in bad])
         self._rows = []
         return {**means, **({"skipped_steps": float(len(bad))} if bad else {})}
@@ -540,10 +555,13 @@ class _Window:
         """
         self._reduce()
         for row in self._bad():
-            raise _not_finite("train/loss", self._rows[row][0], first_step + row)
+            raise self._not_finite(row, first_step)
+
+    def _not_finite(self, row: int, first_step: int) -> NonFiniteError:
+        return _not_finite("train/loss", self._rows[row][0], first_step + row)
 
     def _bad(self) -> list[int]:
-        return [row for row, (loss, *_) in enumerate(self._rows) if not math.isfinite(loss)]
+        return [number for number, row in enumerate(self._rows) if not math.isfinite(row[0])]
 
     def _means(self, rows_of_the_loss: Sequence[int]) -> dict[str, float]:
         totals = [sum(column) for column in zip(*self._rows, strict=True)]
@@ -556,24 +574,30 @@ class _Window:
         steps, self._steps = self._steps, []
         if not steps:
             return stopped
-        device = self._world.device
-        flat = [sums for step in steps for sums in step]
+        device, flat = self._world.device, [sums for step in steps for sums in step]
         self._names = sorted(flat[0][2])
         columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
         columns += [_stack([rest[name][part] for _, _, rest in flat], device) for name in self._names for part in (0, 1)]
-        own = torch.stack(columns, dim=1).view(len(steps), -1, len(columns))
-        places = self._places[: own.shape[1]]
-        packed = own.new_zeros(len(steps) * self._num_places * len(columns) + 1)
-        table = packed[:-1].view(len(steps), self._num_places, len(columns))
-        table[:, places[0] : places[-1] + 1 : _stride(places)] = own
-        packed[-1] = float(stopped)
-        self._world.sum(packed)
-        summed = packed.cpu()
-        if bool(summed[-1]):
+        own: list[list[float]] = torch.stack(columns, dim=1).tolist()
+        each = len(own) // len(steps)
+        table: Sequence[Sequence[Sequence[float]]] = [own[first : first + each] for first in range(0, len(own), each)]
+        if self._world.world_size > 1:
+            table, stopped = self._over_ranks(table, stopped)
+        if stopped:
             return True
-        # One after the other: the order does not depend on how many steps are summed at once.
-        self._rows += summed[:-1].view_as(table).cumsum(dim=1)[:, -1].tolist()
+        self._rows += [_total(places) for places in table]
         return False
+
+    def _over_ranks(self, own: Sequence[Sequence[Sequence[float]]], stopped: bool) -> tuple[list[list[list[float]]], bool]:
+        """Return for each step the sums at all places, and whether one rank was `stopped`. Ranks: all; communicates."""
+        packed = torch.zeros(len(own) * self._num_places * len(own[0][0]) + 1, dtype=torch.float64)
+        table = packed[:-1].view(len(own), self._num_places, -1)
+        places = self._places[: len(own[0])]
+        table[:, places[0] : places[-1] + 1 : _stride(places)] = torch.tensor(own, dtype=torch.float64)
+        packed[-1] = float(stopped)
+        summed = self._world.sum(packed.to(self._world.device)).cpu()
+        found: list[list[list[float]]] = summed[:-1].view_as(table).tolist()
+        return found, bool(summed[-1])
 
 
 class _Clock:
@@ -660,6 +684,13 @@ def _detached(sums: Sums) -> Sums:
 def _share(total: float, count: float) -> float:
     """Divide; a metric that nothing was counted for is not a number."""
     return total / count if count else math.nan
+
+
+def _total(places: Sequence[Sequence[float]]) -> list[float]:
+    """Add up the sums of a step, one place after the other: not `sum`, which newer Pythons round otherwise."""
+    if len(places) == 1:
+        return list(places[0])
+    return [reduce(add, column) for column in zip(*places, strict=True)]
 
 
 def _stack(values: Sequence[int | Tensor], device: torch.device) -> Tensor:

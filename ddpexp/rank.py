@@ -175,10 +175,14 @@ def open_log(world: World, control: Control, path: Path | None) -> logging.Logge
 
 
 class _Printable(logging.Formatter):
-    """What is logged tells of names and errors that others have chosen; what a recipe prints itself passes as it is."""
+    """What is logged tells of names and errors that others have chosen, unless a record says that it was seen to already.
+
+    What a recipe prints itself passes as it is.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        shown = super().format(record)
+        return shown if getattr(record, "printable", False) else printable(shown)
 
 
 class _ToWatcher(logging.Handler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class TrainBatches:
                 f"Use at most {len(self.data)}."
             )
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Return the number of whole global batches in an epoch."""
         return len(self.data) // self.plan.global_batch_size

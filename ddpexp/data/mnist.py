@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpexp.data.datasets import Arrays, Splits
+from ddpexp.data.datasets import Splits
+from ddpexp.data.images import Images
 
 _MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images, as shares of 255
 
@@ -24,17 +25,13 @@ def load(prepared: Mapping[str, Any]) -> Splits:
     return Splits(train=_part(folder, "train"), evals={"eval": _part(folder, "test")})
 
 
-def _part(folder: Path, part: str) -> Arrays:
+def _part(folder: Path, part: str) -> Images:
     images = _map(folder / f"{part}-images.npy").unsqueeze(1)
     # Labels are wanted as int64 in every batch; there are few enough to convert them once.
-    return Arrays((images, _map(folder / f"{part}-labels.npy").long()), _normalise)
+    return Images(images, _map(folder / f"{part}-labels.npy").long(), (_MEAN,), (_DEVIATION,))
 
 
 def _map(path: Path) -> Tensor:
     # Copy-on-write pages are shared between all workers until somebody writes, which nobody does; torch wants a
     # writable array, so read-only mapping would only bring a warning.
     return torch.from_numpy(np.load(path, mmap_mode="c"))
-
-
-def _normalise(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return images.float().mul_(1 / (255 * _DEVIATION)).sub_(_MEAN / _DEVIATION), labels

@@ -260,9 +260,8 @@ class Control:
         """Send what is left of the last line; tell whether all of it went."""
         assert self._channel is not None
         try:
-            self._channel.setblocking(False)
             while self._rest:
-                self._rest = self._rest[self._channel.send(self._rest) :]
+                self._rest = self._rest[self._channel.send(self._rest, socket.MSG_DONTWAIT) :]
         except OSError:
             return False
         return True

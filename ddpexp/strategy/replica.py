@@ -66,7 +66,12 @@ class Replica:
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the gradient, on the device."""
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return torch.tensor(0.0)
+        with torch.no_grad():  # what `nn.utils.get_total_norm` does on one device, without the questions where each of them is
+            norms: tuple[Tensor, ...] = torch._foreach_norm(gradients)
+            return torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[no-any-return]
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
         """Scale the gradient down to `limit` and return its norm before that."""

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
 from tensorboard.plugins.hparams.metadata import (
     NULL_TENSOR,
@@ -24,8 +23,6 @@ from torch import Tensor
 from torch.utils.tensorboard import summary
 
 from ddpexp.track.appending import Appending
-
-_SCALAR = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="scalars"))
 
 
 class TensorBoard:
@@ -49,10 +46,7 @@ class TensorBoard:
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Write one point for each name, all in one event."""
-        # What `summary.scalar(name, value, new_style=True)` makes, which it does by way of numpy.
-        made = {name: TensorProto(float_val=[value], dtype="DT_FLOAT") for name, value in values.items()}
-        points = [Summary.Value(tag=name, tensor=tensor, metadata=_SCALAR) for name, tensor in made.items()]
-        self._add(Summary(value=points), step)
+        self._add(Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]), step)
 
     def text(self, name: str, text: str) -> None:
         """Write a text for the Text tab."""

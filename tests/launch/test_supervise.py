@@ -241,10 +241,10 @@ def stopped(done: Done, signum: signal.Signals) -> None:
     assert done.result()["status"] == "interrupted"
     assert f"interrupted by {signum.name}" in done.out + done.err
     assert not (done.run / "error.json").exists()
-    board = EventAccumulator(str(done.run / "tb"), size_guidance={"tensors": 0})
+    board = EventAccumulator(str(done.run / "tb"), size_guidance={"scalars": 0})
     board.Reload()
     written = [record for record in done.metrics() if "train/loss" in record]
-    assert [event.step for event in board.Tensors("train/loss")] == [record["step"] for record in written]
+    assert [event.step for event in board.Scalars("train/loss")] == [record["step"] for record in written]
     assert [record["step"] for record in written] == list(range(1, len(written) + 1))
 
 

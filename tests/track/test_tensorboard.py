@@ -26,7 +26,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> D
 @pytest.fixture(scope="module")
 def board(done: Done) -> EventAccumulator:
     assert len(list((done.run / "tb").rglob("*"))) == 1  # one file, so one run in TensorBoard's list
-    board = EventAccumulator(str(done.run / "tb"), size_guidance={"tensors": 0})
+    board = EventAccumulator(str(done.run / "tb"), size_guidance={"tensors": 0, "scalars": 0})
     board.Reload()
     return board
 
@@ -43,7 +43,7 @@ def test_the_scalars_are_those_of_metrics_jsonl_with_the_step_as_x_axis(done: Do
         "train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second", "eval/loss", "eval/accuracy",
     }  # fmt: skip
     for name, points in expected.items():
-        found = [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in board.Tensors(name)]
+        found = [(event.step, event.value) for event in board.Scalars(name)]
         assert [step for step, _ in found] == [step for step, _ in points]
         assert [value for _, value in found] == pytest.approx([value for _, value in points], rel=1e-6)
 
