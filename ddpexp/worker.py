@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sized
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     average = Average(strategy.bare, decay) if decay is not None else None
     saves = Saves.of(run, experiment.trainer, strategy, average, tracker, world)
     saves.recorded = recorded
-    report = Report(experiment, run, layout, data, strategy.bare, strategy.shares_memory, batches, num_steps)
+    report = Report(experiment, run, layout, data, strategy.bare, strategy.memory is not None, batches, num_steps)
     log.info(report.headline())
     fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, saves, average)
     if world.is_rank_zero and (newest is None or newest.step < num_steps):
@@ -288,7 +289,7 @@ def _loop(
         optimizers=optimizers,
         schedule=experiment.scheduler,
         precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip"),
-        world=world,
+        world=replace(world, memory=strategy.memory),
         train=batches,
         evals=_evals(experiment, splits, world, batches.plan.micro_batch_size),
         tracker=tracker,

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ddpexp.strategy.shared_memory import SharedMemory
+
 
 class Strategy(Protocol):
     """How the replicas of a model work together: owns wrapping, the borders of micro-batches, the reduction and its norm."""
@@ -15,7 +17,7 @@ class Strategy(Protocol):
     single: bool  # the model is one module, not a mapping of them
     bare: dict[str, nn.Module]  # the modules themselves, which no forward pass communicates through
     gradient_weight: float  # what a part of the loss is multiplied by, because of how gradients are summed
-    shares_memory: bool  # gradients go through memory, not through the backend
+    memory: SharedMemory | None  # what gradients go through, where it is not the backend
 
     @property
     def training(self) -> Any:

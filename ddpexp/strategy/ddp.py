@@ -14,6 +14,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.strategy import Options
 from ddpexp.strategy.reduce import reduce_in_rank_order
 from ddpexp.strategy.replica import Models, Replica, take_rank_zeros
+from ddpexp.strategy.shared_memory import SharedMemory
 from ddpexp.world import World
 
 
@@ -42,11 +43,11 @@ class DDP:
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._shares_buffers = options.broadcast_buffers  # before every forward anyway
         self.wrapped = dict(self._replica.called)
-        self.shares_memory = False
+        self.memory: SharedMemory | None = None
         if world.world_size > 1:
             fixed = world.world_size > 2 and (options.comm_hook != "none" or (world.device.type == "cuda" and deterministic))
             self.wrapped = {name: _wrap(module, options, world, fixed) for name, module in self._replica.called.items()}
-            self.shares_memory = reduce_in_rank_order(list(self.wrapped.values()), options, world)
+            self.memory = reduce_in_rank_order(list(self.wrapped.values()), options, world)
 
     @property
     def training(self) -> Any:

@@ -68,7 +68,7 @@ class Exact:
         self._num_leaves = gradient_accumulation_steps * world.world_size
         num_bytes = sum(tensor.numel() * self._dtype.itemsize + ALIGNED for tensor in tensors)
         self._exchange = exchange_for(self._num_leaves, num_bytes, options, world)
-        self.shares_memory = isinstance(self._exchange, OverMemory)
+        self.memory = self._exchange.memory if isinstance(self._exchange, OverMemory) else None
         self._done = 0  # micro-batches of this round
         self._earlier: dict[nn.Parameter, Tensor] = {}  # gradients that earlier rounds of the step have left
         self._late: list[dict[Place, Tensor]] = []  # what the round's micro-batches have made of buffers that stood still so far

@@ -74,18 +74,14 @@ class Alone:
 
 
 class OverMemory:
-    """Every rank writes its blocks into its slot, piece by piece, and sums all slots when all have written.
-
-    The slots' two halves are used in turn, so one meeting a piece is enough: see `ddpexp.strategy.reduce.ThroughSharedMemory`.
-    """
+    """Every rank writes its blocks into its slot, piece by piece, and sums all slots when all have written."""
 
     def __init__(self, plan: Plan, memory: SharedMemory, world: World) -> None:
         """Use the memory; its slots may be smaller than the blocks."""
         self._plan = plan
-        self._memory = memory
+        self.memory = memory
         self._rank = world.rank
         self._size = world.world_size
-        self._half = 0
         self._place_bytes = memory.slot_bytes // max(plan.num_blocks) // ALIGNED * ALIGNED
         self._known: dict[tuple[int, int, torch.dtype], list[list[Tensor]]] = {}  # making views takes longer than adding
 
@@ -103,12 +99,11 @@ class OverMemory:
         for place, block in zip(theirs[self._rank], mine, strict=False):
             place.copy_(block)
         num_bytes = mine[0].numel() * mine[0].element_size()
-        self._memory.meet_with(self._half, num_bytes)
+        self.memory.end_round(num_bytes)
         if (self._size - 2) * num_bytes * max(self._plan.num_blocks) >= CHUNKED_BYTES:
             self._sum_in_chunks(theirs, mine[0])
         else:
             self._plan.sum(theirs, out=mine[0])
-        self._half = 1 - self._half
 
     def _sum_in_chunks(self, theirs: Sequence[Sequence[Tensor]], out: Tensor) -> None:
         """Sum one chunk here, and take the others from the ranks that have summed them: the same bits."""
@@ -116,18 +111,18 @@ class OverMemory:
         chunks = out.tensor_split(self._size)
         self._plan.sum([[place[self._rank] for place in places] for places in cut], out=chunks[self._rank])
         cut[self._rank][0][self._rank].copy_(chunks[self._rank])  # which no other rank reads before the meeting
-        self._memory.meet()
+        self.memory.meet()
         for rank, chunk in enumerate(chunks):
             if rank != self._rank:
                 chunk.copy_(cut[rank][0][rank])
 
     def _places(self, num_elements: int, dtype: torch.dtype) -> list[list[Tensor]]:
-        key = self._half, num_elements, dtype
+        key = self.memory.half, num_elements, dtype
         if key not in self._known:
             size, most = num_elements * dtype.itemsize, max(self._plan.num_blocks)
             starts = [number * self._place_bytes for number in range(most)]
             self._known[key] = [
-                [slot[start : start + size].view(dtype) for start in starts] for slot in self._memory.slots[self._half]
+                [slot[start : start + size].view(dtype) for start in starts] for slot in self.memory.slots[self.memory.half]
             ]
         return self._known[key]
 

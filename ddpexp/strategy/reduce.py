@@ -41,8 +41,8 @@ class Carrier(Protocol):
         ...
 
 
-def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: World) -> bool:
-    """Take over the reduction of CPU workers from DDP, and tell whether gradients now go through shared memory.
+def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: World) -> SharedMemory | None:
+    """Take over the reduction of CPU workers from DDP, and return the memory that gradients now go through, if they do.
 
     Leaves GPUs alone, and gradients that are compressed.
     Ranks: all; communicates.
@@ -52,14 +52,14 @@ def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: 
     """
     wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
     if not wrapped or world.device.type != "cpu" or options.comm_hook != "none":
-        return False
+        return None
     parameters = [p for module in wrapped for p in module.parameters() if p.requires_grad]
     carrier = _carrier(parameters, options, world)
     if carrier is not None:
         for module in wrapped:
             # Not a function with annotations: torch compares them with classes, and ours are texts.
             module.register_comm_hook(carrier, lambda carrier, bucket: _hook(carrier, world, bucket))
-    return isinstance(carrier, ThroughSharedMemory)
+    return carrier.memory if isinstance(carrier, ThroughSharedMemory) else None
 
 
 def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemory | None:
@@ -115,28 +115,23 @@ def _hook(carrier: Carrier, world: World, bucket: dist.GradBucket) -> Future[Ten
 
 
 class ThroughSharedMemory:
-    """Every rank writes its gradients into its slot, and sums all slots when all have written.
-
-    The slots' two halves are used in turn, so one meeting a round is enough: a rank writes into a half again two rounds
-    later, after the meeting of the round between, and to that one a peer comes only when it has read the first round's slots.
-    """
+    """Every rank writes its gradients into its slot, and sums all slots when all have written."""
 
     def __init__(self, memory: SharedMemory, world: World) -> None:
         """Use the memory; its slots may be smaller than the gradients, which then go in several rounds."""
-        self._memory = memory
+        self.memory = memory
         self._rank = world.rank
         self._size = world.world_size
-        self._half = 0
         self._filled = 0  # bytes of this round
         self._round: list[tuple[Tensor, Sequence[Tensor]]] = []  # a piece of gradient, and all ranks' places for it
         self._known: dict[tuple[int, int, int, torch.dtype], Sequence[Tensor]] = {}  # making views takes longer than adding
 
     def add(self, gradient: Tensor) -> None:
         """Copy the gradient into this rank's slot, as far as there is room; then a round makes some."""
-        most = self._memory.slot_bytes // gradient.element_size()
+        most = self.memory.slot_bytes // gradient.element_size()
         for piece in [gradient] if gradient.numel() <= most else torch.split(gradient, most):
             num_bytes = piece.numel() * piece.element_size()
-            if self._filled + num_bytes > self._memory.slot_bytes:
+            if self._filled + num_bytes > self.memory.slot_bytes:
                 self.finish()
             places = self._places(piece.numel(), piece.dtype)
             _scale(piece, self._size, out=places[self._rank])
@@ -145,7 +140,7 @@ class ThroughSharedMemory:
 
     def finish(self) -> None:
         """Meet, and sum what was added since the last time into the gradients it came from."""
-        self._memory.meet_with(self._half, self._filled)
+        self.memory.end_round(self._filled)
         if (self._size - 2) * self._filled >= CHUNKED_BYTES:
             self._sum_in_chunks()
         else:
@@ -153,7 +148,6 @@ class ThroughSharedMemory:
                 _sum(places, out=piece)
         self._round.clear()
         self._filled = 0
-        self._half = 1 - self._half
 
     def _sum_in_chunks(self) -> None:
         """Sum one chunk of every piece here, and take the others from the ranks that have summed them: the same bits."""
@@ -163,17 +157,17 @@ class ThroughSharedMemory:
         for chunks, places in cut:
             _sum([place[self._rank] for place in places], out=chunks[self._rank])
             places[self._rank][self._rank].copy_(chunks[self._rank])
-        self._memory.meet()
+        self.memory.meet()
         for chunks, places in cut:
             for rank, chunk in enumerate(chunks):
                 if rank != self._rank:
                     chunk.copy_(places[rank][rank])
 
     def _places(self, num_elements: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        key = self._half, self._filled, num_elements, dtype
+        key = self.memory.half, self._filled, num_elements, dtype
         if key not in self._known:
             end = self._filled + num_elements * dtype.itemsize
-            self._known[key] = [slot[self._filled : end].view(dtype) for slot in self._memory.slots[self._half]]
+            self._known[key] = [slot[self._filled : end].view(dtype) for slot in self.memory.slots[self.memory.half]]
         return self._known[key]
 
 

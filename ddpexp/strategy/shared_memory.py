@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.world import World
@@ -41,6 +42,10 @@ class Peer:
 class SharedMemory:
     """This rank's view of the memory: `slots[half][rank]`, each `slot_bytes` long.
 
+    Every rank writes into its slot of the half whose turn it is, meets the others, and reads theirs. One meeting a round is
+    enough: a rank writes into a half again two rounds later, after the meeting of the round between, and to that one a peer
+    comes only when it has read the first round's slots.
+
     The memory has no name anywhere, so nothing is left behind by whatever end: the kernel frees it with the last process.
     """
 
@@ -50,6 +55,7 @@ class SharedMemory:
         everything = torch.frombuffer(memory, dtype=torch.uint8)
         self.slots = [list(half) for half in everything[_first_slot(size) :].view(2, size, slot_bytes)]
         self.slot_bytes = slot_bytes
+        self.half = 0  # whose turn it is
         self._words = memoryview(memory)[: size * _LINE].cast("Q")  # of each rank: its meetings, and its bytes in each half
         self._address = everything.data_ptr()
         self._rank = world.rank
@@ -79,21 +85,38 @@ class SharedMemory:
         for rank in self._peers:
             self._wait_for(rank)
 
-    def meet_with(self, half: int, num_bytes: int) -> None:
-        """Meet, and check that all have brought as much into their slots of this half. Ranks: all.
+    def end_round(self, num_bytes: int) -> None:
+        """Meet, check that all have brought as much into their slots of this half, and turn to the other one. Ranks: all.
 
         Raises:
             PeerError: as in `meet`. DdpexpError: the ranks do not reduce the same gradients.
         """
-        self._words[self._rank * _WORDS + 1 + half] = num_bytes
+        word = 1 + self.half
+        self._words[self._rank * _WORDS + word] = num_bytes
         self.meet()
+        self.half = 1 - self.half
         for rank in self._peers:
-            theirs = self._words[rank * _WORDS + 1 + half]
+            theirs = self._words[rank * _WORDS + word]
             if theirs != num_bytes:
                 raise DdpexpError(
                     f"rank {rank} brought {theirs} bytes of gradients where rank {self._rank} brought {num_bytes}: the sum would "
                     f"be of different parameters. Let the task train the same models on every rank, in the same order."
                 )
+
+    def sum(self, tensor: Tensor) -> None:
+        """Add up over all ranks in their order, in place, between gradients. Shapes: any, contiguous. Ranks: all.
+
+        Raises:
+            PeerError, DdpexpError: as in `end_round`.
+        """
+        for piece in torch.split(tensor.view(-1), self.slot_bytes // tensor.element_size()):
+            num_bytes = piece.numel() * piece.element_size()
+            places = [slot[:num_bytes].view(piece.dtype) for slot in self.slots[self.half]]
+            places[self._rank].copy_(piece)
+            self.end_round(num_bytes)
+            torch.add(places[0], places[1], out=piece)
+            for place in places[2:]:
+                piece += place
 
     def _wait_for(self, rank: int) -> None:
         words, place = self._words, rank * _WORDS
@@ -113,11 +136,11 @@ class SharedMemory:
         ended = {descriptor for descriptor, _ in self._ends.poll(0)}
         if ended:
             gone = _listed({rank: peer for rank, peer in self._peers.items() if peer.descriptor in ended})
-            raise PeerError(f"{gone} ended in the middle of the training, so there is no sum of all ranks' gradients: see its log.")
+            raise PeerError(f"{gone} ended in the middle of the training, so there is no sum over all ranks: see its log.")
         if waited_seconds > self._timeout:
             late = _listed({rank: peer for rank, peer in self._peers.items() if self._words[rank * _WORDS] < self._meetings})
             raise PeerError(
-                f"{late} did not bring gradients within {self._timeout:g} s, for which rank {self._rank} waited: "
+                f"{late} did not come to where ranks add up within {self._timeout:g} s, for which rank {self._rank} waited: "
                 f"it is stopped or busy with something else. See where it is, for example with py-spy dump --pid PROCESS."
             )
 
