@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -50,13 +53,20 @@ class Job:
     steps: int
     batch: int = 32
 
-    def run(self, arms: Sequence[Arm], rounds: int) -> Figures:
-        """Race the programs, and refuse those that do other work."""
+    def run(self, arms: Sequence[Arm], rounds: int, floor: str | None = None) -> Figures:
+        """Race the programs, and refuse those that do other work; `floor` is an arm that leaves some of it out on purpose."""
         self._write_order()
         results = race(arms, rounds, self.folder, self.bench.say)
         for figure in ("loss", "moved"):
-            refuse_other_work(results, figure, TOLERANCE)
+            refuse_other_work({arm: rows for arm, rows in results.items() if arm != floor}, figure, TOLERANCE)
         return results
+
+    def run_peers(self, names: Sequence[str], words: Sequence[str]) -> Figures:
+        """Race ddpexp with programs of the peers' environment, which start slowly: a few rounds. Nothing where there is none."""
+        if self.bench.peers is None or self.bench.quick:
+            return {}
+        apart = replace(self, folder=self.folder / "peers")
+        return apart.run([apart.ours("ddpexp", *words), *(apart.peer(name) for name in names)], self.bench.at_most(3))
 
     def ours(self, name: str, *words: str, way: str = "spawn") -> Arm:
         """Return ddpexp's arm, with the peers' model and loss."""
@@ -72,6 +82,26 @@ class Job:
             rate = (lines[-1]["step"] - lines[0]["step"]) / (lines[-1]["time"] - lines[0]["time"]) if len(lines) > 1 else 0.0
             first = result(place / "run")["first_step_at"] - begin
             return {**self._figures(first, rate, _ours(place / "run")), "to the prompt": end - saved.stat().st_mtime}
+
+        return Arm(name, command, figures)
+
+    def in_turn(self, name: str, *words: str, block: int = 100) -> Arm:
+        """Return an arm that trains with ddpexp and with the hand-written loop in one process, blocks of steps in turn."""
+        ours = self.ours(name, *words)
+
+        def command(place: Path) -> list[str]:
+            told = {"data": self.bench.data, "order": self._order, "folder": place, "model": self.model, "block": block}
+            return [*ours.command(place), "task._target_=raced.InTurn", *(f"+task.{key}={value}" for key, value in told.items())]
+
+        def figures(place: Path, output: str, begin: float, end: float) -> dict[str, float]:
+            blocks = [json.loads(line) for line in (place / "blocks.jsonl").read_text().splitlines()][1:]
+            mine, theirs = ([1e6 * one[which] for one in blocks] for which in (0, 1))
+            more = statistics.median(one - other for one, other in zip(mine, theirs, strict=True))
+            shares = {"share": statistics.median(other / one for one, other in zip(mine, theirs, strict=True))}
+            again = {"again": statistics.median(other / one for one, other in itertools.pairwise(mine))}
+            middles = {"ours": statistics.median(mine), "theirs": statistics.median(theirs), "more": more}
+            found = ours.figures(place, output, begin, end)
+            return {"loss": found["loss"], "moved": found["moved"], **middles, **shares, **again}
 
         return Arm(name, command, figures)
 

@@ -67,9 +67,13 @@ def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], No
 def ratio(results: Figures, arm: str, other: str, figure: str) -> Ratio:
     """Divide `arm` by `other` in each round."""
     pairs = zip(results[arm], results[other], strict=True)
-    values = sorted(mine[figure] / theirs[figure] for mine, theirs in pairs)
-    quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return Ratio(statistics.median(values), quartiles[0], quartiles[2])
+    return quartiles([mine[figure] / theirs[figure] for mine, theirs in pairs])
+
+
+def quartiles(values: Sequence[float]) -> Ratio:
+    """Return the middle of ratios and their quartiles."""
+    cut = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return Ratio(statistics.median(values), cut[0], cut[2])
 
 
 def median(results: Figures, arm: str, figure: str) -> float:

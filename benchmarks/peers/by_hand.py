@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from benchmarks.peers.job import EVERY, Job, Whole, parser
 def main() -> None:
     """Train as one rank, or start the ranks."""
     typed = parser()
-    typed.add_argument("--reduce", choices=["ddp", "tuned", "flat", "shared"], default="tuned")
+    typed.add_argument("--reduce", choices=["ddp", "tuned", "flat", "shared", "none"], default="tuned")
     typed.add_argument("--spawn", action="store_true", help="start the ranks with mp.spawn, as the tutorials do")
     typed.add_argument("--threads", type=int, default=1, help="of a rank; 0 leaves torch's own number")
     words = typed.parse_args()
@@ -41,7 +41,9 @@ def run(rank: int, words: argparse.Namespace) -> None:
     if job.workers > 1:
         dist.init_process_group("gloo", rank=rank, world_size=job.workers)
     called, reduce, clear = reduction(network, words.reduce, rank, job.workers)
-    report = train(job, rank, network, called, reduce, clear)
+    report = Report()
+    for _ in steps(job, rank, network, called, reduce, clear):
+        report.step()
     if rank == 0:
         job.keep(network, report)
     if job.workers > 1:
@@ -49,10 +51,10 @@ def run(rank: int, words: argparse.Namespace) -> None:
         dist.destroy_process_group()
 
 
-def train(
+def steps(
     job: Job, rank: int, network: nn.Module, called: nn.Module, reduce: Callable[[], None], clear: Callable[[], None] | None
-) -> Report:
-    """Take every step of the order."""
+) -> Iterator[None]:
+    """Take every step of the order, and yield after each."""
     data, optimizer, loss_of = Whole(job.data), job.optimizer(network), nn.CrossEntropyLoss()
     clear = clear or optimizer.zero_grad
     writer = None
@@ -60,7 +62,6 @@ def train(
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(job.folder)
-    report = Report()
     for step, rows in enumerate(job.rows(rank), start=1):
         images, labels = data[rows]
         loss = loss_of(called(images), labels)
@@ -70,15 +71,14 @@ def train(
         clear()
         if writer is not None and step % EVERY == 0:
             writer.add_scalar("loss", loss.item(), step)
-        report.step()
-    return report
+        yield
 
 
 def reduction(
     network: nn.Module, how: str, rank: int, workers: int
 ) -> tuple[nn.Module, Callable[[], None], Callable[[], None] | None]:
     """Return what to call, what reduces after backward, and what clears the gradients if it is not the optimizer."""
-    if workers == 1:
+    if workers == 1 or how == "none":
         return network, lambda: None, None
     if how == "flat":
         return network, *flat(network, workers)

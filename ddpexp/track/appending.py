@@ -39,13 +39,12 @@ class Appending:
                 logging.getLogger("ddpexp").warning(text, self.path.name, error.strerror or error)
 
     def _append(self, descriptor: int) -> None:
-        length = os.fstat(descriptor).st_size
+        done = 0
         try:
-            done = 0
             while done < len(self._waiting):
                 done += os.write(descriptor, self._waiting[done:])
         except OSError:
-            os.ftruncate(descriptor, length)  # no half of a record stays
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - done)  # no half of a record stays
             raise
         self._waiting = b""
         self._warned = False
