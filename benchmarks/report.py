@@ -14,9 +14,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite import Report
+from benchmarks.suite import Report, Row
 
 FOLDER = Path(__file__).resolve().parent
+_WORSE = 1.2
 _HEAD = """\
 # Results
 
@@ -36,14 +37,30 @@ def write(name: str, title: str, found: Report) -> None:
     render(kept)
 
 
-def show(title: str, found: Report, seconds: float) -> int:
-    """Print a benchmark's rows; return how many bars are missed."""
+def show(title: str, found: Report, seconds: float) -> None:
+    """Print a benchmark's rows."""
     print(f"\n{title} ({seconds:.0f} s)")
     for row in found.rows:
         met = {True: "met", False: "MISSED", None: ""}[row.met]
         rest = [row.ratio, row.again and f"A/A {row.again}", row.bar and f"bar {row.bar}", met, row.note]
         print(f"  {row.what}: {row.figures}" + "".join(f"; {part}" for part in rest if part))
-    return sum(row.met is False for row in found.rows)
+
+
+def regressions(name: str, found: Report) -> list[str]:
+    """Return the rows that miss a bar which was met when it was recorded, or miss it by a fifth more than then."""
+    path = FOLDER / "results.json"
+    kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    recorded = {row["what"]: row for row in kept.get(name, {}).get("rows", [])}
+    return [row.what for row in found.rows if row.met is False and not _was_as_bad(row, recorded.get(row.what, {}))]
+
+
+def _was_as_bad(row: Row, recorded: Mapping[str, Any]) -> bool:
+    if recorded.get("met") is not False:
+        return False
+    then = recorded.get("value")
+    if row.value is None or then is None:
+        return True
+    return max(row.value / then, then / row.value) <= _WORSE or (row.value > then) == row.bar.startswith("≥")
 
 
 def render(kept: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import statistics
 from dataclasses import replace
 
 from benchmarks.equal import PEERS, Job
-from benchmarks.race import quartiles
+from benchmarks.race import Figures, quartiles
 from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
 
 _SHARE = 0.98  # of the hand-written loop's steps a second
@@ -28,28 +28,30 @@ def run(bench: Bench) -> Report:
     groups = {}
     for workers in (1,) if bench.quick else (1, 2):
         job = Job(bench, bench.folder / str(workers), "shallow", workers, _STEPS[workers])
+        if workers == 1:
+            report.rows += _in_turn(job, bench.rounds, note=_RECORDS)
+        if bench.quick:
+            break
         by_hand = {"by hand": ()} if workers == 1 else {"by hand": ("--reduce", "shared"), "by hand, DDP": ("--reduce", "tuned")}
         arms = [job.ours("ddpexp", *_WORDS), *(job.by_hand(name, *words) for name, words in by_hand.items())]
         results = job.run([*arms, job.ours("ddpexp again", *_WORDS)], bench.rounds)
         for arm in arms[1:]:
             bar = Bar("at least", _SHARE) if arm.name == "by hand" else None
             note = "with the same reduction through shared memory" if workers > 1 and arm.name == "by hand" else ""
-            what = f"steps a second, {workers} {'worker' if workers == 1 else 'workers'}, {arm.name}"
-            report.rows.append(
-                compare(results, what, "steps a second", lambda value: f"{value:,.0f}", arm.name, bar=bar, note=note)
-            )
+            report.rows.append(_steps(results, workers, arm.name, bar, note))
         if workers == 1:
-            report.rows += _in_turn(job, bench.rounds, note=_RECORDS)
             report.rows += _in_turn(job, bench.rounds, "trainer.log_every=1000000", name=", without records of ours", bars=False)
         peers = job.run_peers(list(PEERS), _WORDS)
-        for name in peers:
-            if name != "ddpexp":
-                what = f"steps a second, {workers} {'worker' if workers == 1 else 'workers'}, {name}"
-                report.rows.append(compare(peers, what, "steps a second", lambda value: f"{value:,.0f}", name))
+        report.rows += [_steps(peers, workers, name) for name in peers if name != "ddpexp"]
         figure = "microseconds a step"
         groups[f"{workers} workers" if workers > 1 else "1 worker"] = of_rounds(peers, figure) | of_rounds(results, figure)
-    report.charts.append(Chart("a step of 784-128-10, batch 32 a rank", "microseconds", groups))
+    report.charts += [Chart("a step of 784-128-10, batch 32 a rank", "microseconds", groups)] if groups else []
     return report
+
+
+def _steps(results: Figures, workers: int, other: str, bar: Bar | None = None, note: str = "") -> Row:
+    what = f"steps a second, {workers} {'worker' if workers == 1 else 'workers'}, {other}"
+    return compare(results, what, "steps a second", lambda value: f"{value:,.0f}", other, bar=bar, note=note)
 
 
 def _in_turn(job: Job, rounds: int, *words: str, name: str = "", bars: bool = True, note: str = "") -> list[Row]:
@@ -68,6 +70,7 @@ def _in_turn(job: Job, rounds: int, *words: str, name: str = "", bars: bool = Tr
             str(least) if bars else "",
             least.met(share.median) if bars else None,
             note,
+            share.median if bars else None,
         ),
         Row(
             f"a step more than by hand, in one process{name}",

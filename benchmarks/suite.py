@@ -42,6 +42,7 @@ class Row:
     bar: str = ""
     met: bool | None = None
     note: str = ""  # why a bar is missed, or what was different
+    value: float | None = None  # what the bar is for, where it is a ratio
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ def compare(
     found = ratio(results, other, mine, figure) if faster else ratio(results, mine, other, figure)
     noise = str(ratio(results, again, mine, figure)) if again is not None and again in results else ""
     met = bar.met(found.median) if bar is not None else None
-    return Row(what, f"{show(ours)} against {show(theirs)}", str(found), noise, str(bar or ""), met, note)
+    value = found.median if bar is not None else None
+    return Row(what, f"{show(ours)} against {show(theirs)}", str(found), noise, str(bar or ""), met, note, value)
 
 
 def of_rounds(results: Figures, figure: str) -> dict[str, list[float]]:

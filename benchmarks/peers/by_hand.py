@@ -72,6 +72,8 @@ def steps(
         if writer is not None and step % EVERY == 0:
             writer.add_scalar("loss", loss.item(), step)
         yield
+    if writer is not None:
+        writer.close()  # its thread in the interpreter's end aborts the process now and then
 
 
 def reduction(
