@@ -60,7 +60,7 @@ def _was_as_bad(row: Row, recorded: Mapping[str, Any]) -> bool:
     then = recorded.get("value")
     if row.value is None or then is None:
         return True
-    return max(row.value / then, then / row.value) <= _WORSE or (row.value > then) == row.bar.startswith("≥")
+    return bool(max(row.value / then, then / row.value) <= _WORSE or (row.value > then) == row.bar.startswith("≥"))
 
 
 def render(kept: Mapping[str, Any]) -> None:

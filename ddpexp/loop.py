@@ -232,7 +232,7 @@ class Loop:
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
         self._built = {name: _without_parameters(one) for name, one in self.optimizers.items()}
-        self._peaks = [group["lr"] for group in self._groups()]
+        self._peaks = [group["lr"] for one in self.optimizers.values() for group in one.param_groups]
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
         self._update = Update(
             self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan, self.options.seed,
@@ -390,12 +390,12 @@ class Loop:
 
     def _set_learning_rate(self, step: int) -> float:
         factor = self.schedule.factor(step, self.num_steps)
-        for group, peak in zip(self._groups(), self._peaks, strict=True):
-            group["lr"] = peak * factor
+        number = 0
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = self._peaks[number] * factor
+                number += 1
         return float(self._peaks[0] * factor)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def _record(self, done: int, rate: float, window: _Window, clock: _Clock) -> None:
         num_samples = len(window) * self.train.plan.global_batch_size
@@ -493,7 +493,7 @@ def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, contro
 
 
 class _Window:
-    """Sums since the last record, left on the device; one reduction and one wait bring them to the host.
+    """Sums since the last record; a GPU's are left there, and one wait brings all of them to the host.
 
     Every micro-batch has a place of its own in the reduction, where the other ranks hold zeros: so the sums over micro-batches
     have one order, whichever ranks computed them, and are the same to the bit at every number of workers.
@@ -502,6 +502,7 @@ class _Window:
     def __init__(self, world: World, places: Sequence[int] = (0,), num_places: int = 1) -> None:
         """`places` are those of this rank's sums in a step, of `num_places` over all ranks."""
         self._world = world
+        self._keep = _read if _is_host(world.device) else _detached
         self._places = places
         self._num_places = num_places
         self._steps: list[Sequence[Sums]] = []
@@ -513,7 +514,7 @@ class _Window:
 
     def add(self, sums: Sequence[Sums]) -> None:
         """Keep a step's sums, one for each micro-batch, without the graphs that made them."""
-        self._steps.append([_detached(one) for one in sums])
+        self._steps.append([self._keep(one) for one in sums])
 
     def totals(self, stopped: bool = False) -> dict[str, float] | None:
         """Return the means over everything added, or None if one rank was `stopped`. Ranks: all; communicates."""
@@ -679,6 +680,21 @@ def _stride(places: Sequence[int]) -> int:
 def _detached(sums: Sums) -> Sums:
     loss, count, rest = sums
     return loss.detach(), count, {name: (total.detach(), n) for name, (total, n) in rest.items()}
+
+
+def _is_host(device: torch.device) -> bool:
+    """Tell whether a number is there as soon as it is asked for."""
+    return device.type == "cpu"
+
+
+def _read(sums: Sums) -> Sums:
+    """Take the numbers themselves, where nobody has to wait for them: it is quicker than to detach and stack them."""
+    loss, count, rest = sums
+    return _number(loss), _number(count), {name: (_number(total), _number(n)) for name, (total, n) in rest.items()}
+
+
+def _number(value: float | Tensor) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _share(total: float, count: float) -> float:

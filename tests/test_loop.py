@@ -379,7 +379,10 @@ class _Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_step_waits_for_nothing_but_at_a_record(points: Any, fit: Callable[..., Once], precision: str) -> None:
+def test_a_step_on_a_gpu_waits_for_nothing_but_at_a_record(
+    points: Any, fit: Callable[..., Once], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpexp.loop._is_host", lambda device: False)
     counts = []
     for num_steps in (5, 45):
         syncs = _Syncs()
