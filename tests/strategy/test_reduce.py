@@ -372,7 +372,9 @@ def test_a_rank_that_is_silent_is_named_when_the_time_is_up(folder: Path) -> Non
     failure = fails(folder, "stopped", 3)
     assert failure.kind == "PeerError"
     assert failure.rank in (0, 2)
-    assert re.match(r"rank 1 \(process \d+\) did not come to where ranks add up within 1 s, for which rank \d waited: ", failure.message)
+    assert re.match(
+        r"rank 1 \(process \d+\) did not come to where ranks add up within 1 s, for which rank \d waited: ", failure.message
+    )
 
 
 def test_ranks_that_bring_different_gradients_are_told(folder: Path) -> None:
