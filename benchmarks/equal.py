@@ -127,7 +127,7 @@ class Job:
             return self._figures(found["first_step_at"] - begin, found["steps_per_second"] or 0.0, weights)
 
         threads = {} if "--threads" in words else {"OMP_NUM_THREADS": "1"}
-        return Arm(name, command, figures, threads)
+        return Arm(name, command, figures, threads, tries=3)  # with gloo torch aborts now and then as it leaves
 
     def _figures(self, first: float, rate: float, weights: Tensor) -> dict[str, float]:
         speed = {"steps a second": rate, "microseconds a step": 1e6 / rate} if rate else {}

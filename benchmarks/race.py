@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import time
@@ -24,6 +25,7 @@ class Arm:
     figures: Callable[[Path, str, float, float], dict[str, float]]  # folder, output, seconds at start and end
     environ: Mapping[str, str] = field(default_factory=dict)
     code: int = 0  # its exit code, where it is to refuse something
+    tries: int = 1
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,26 @@ def race(arms: Sequence[Arm], rounds: int, folder: Path, say: Callable[[str], No
     for number in range(rounds):
         turned = [*arms[number % len(arms) :], *arms[: number % len(arms)]]
         for arm in turned:
-            place = folder / f"{arm.name.replace(' ', '-')}-{number}"
-            place.mkdir(parents=True)
-            start = time.time()
-            done = subprocess.run(
-                arm.command(place), capture_output=True, text=True, check=False, env=_environ(arm.environ), timeout=1800
-            )
-            end = time.time()
-            if done.returncode != arm.code:
-                raise RuntimeError(f"{arm.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
-            figures = arm.figures(place, done.stdout, start, end)
+            figures = _run(arm, folder / f"{arm.name.replace(' ', '-')}-{number}", say)
             results[arm.name].append(figures)
             say(f"round {number + 1}/{rounds}  {arm.name:<24}" + "  ".join(f"{k} {v:.3f}" for k, v in figures.items()))
     return results
+
+
+def _run(arm: Arm, place: Path, say: Callable[[str], None]) -> dict[str, float]:
+    for left in reversed(range(arm.tries)):
+        place.mkdir(parents=True)
+        start = time.time()
+        done = subprocess.run(
+            arm.command(place), capture_output=True, text=True, check=False, env=_environ(arm.environ), timeout=1800
+        )
+        end = time.time()
+        if done.returncode == arm.code:
+            return arm.figures(place, done.stdout, start, end)
+        if left:
+            say(f"{arm.name} ended with {done.returncode}: once more")
+            shutil.rmtree(place)
+    raise RuntimeError(f"{arm.name} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
 
 
 def ratio(results: Figures, arm: str, other: str, figure: str) -> Ratio:
