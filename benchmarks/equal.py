@@ -25,7 +25,7 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.rundir import newest_checkpoint
 
-TOLERANCE = 0.02
+TOLERANCE = 0.01
 """How far the loss, and the way that the weights have gone, may be from the middle, relatively."""
 
 _RECIPE = str(Path(__file__).resolve().parent / "recipe" / "conf")
