@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -32,6 +33,7 @@ from tests.points import Recipe, weights
 
 CODE = """\
 import json
+import resource
 
 import torch.distributed as dist
 
@@ -72,6 +74,18 @@ class Records(Sides):
     def step(self, model, batch):
         words = {"train": model.training, "ids": batch[0].tolist(), "collectives": collectives, "reductions": reductions}
         self.file.write(json.dumps(words) + "\\n")
+        return super().step(model, batch)
+
+
+class Large(Sides):
+    # Sixteen megabytes a step, in blocks as activations are; how many pages the kernel has cleared for this process before each.
+    def __init__(self, folder):
+        self.file = open(f"{folder}/{RANK}", "w", buffering=1)
+
+    def step(self, model, batch):
+        self.file.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_minflt}\\n")
+        blocks = [torch.ones(1 << 18) for _ in range(16)]
+        del blocks
         return super().step(model, batch)
 
 
@@ -510,6 +524,14 @@ def test_the_ranks_talk_once_a_step_and_else_only_at_records_and_evaluations(
         others = [call["collectives"] for call in trained]  # a reduction is none, for it goes through memory
         # Between the steps 4 and 5 lie a record and an evaluation, each with one sum.
         assert [count - others[0] for count in others] == [0] * 4 * accumulation + [2] * 4 * accumulation
+
+
+def test_memory_that_a_step_frees_is_there_for_the_next_one(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("task._target_=points.Large", f"+task.folder={tmp_path}", "trainer.gpus=2", "trainer.eval_every=0")
+    assert done.code == 0, done.err
+    for rank in range(2):
+        faults = [int(line) for line in (tmp_path / str(rank)).read_text().split()]
+        assert max(after - before for before, after in itertools.pairwise(faults[2:])) < 2000  # of 4,096 pages
 
 
 def test_several_networks_train_by_hand_alike_at_every_world_size(points: Any, fit: Callable[..., Once], recipe: Recipe) -> None:
