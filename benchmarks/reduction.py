@@ -12,7 +12,7 @@ from benchmarks.suite import Bar, Bench, Chart, Report, compare, of_rounds
 _TIMES = {("deep", 2): 4.0, ("deep", 4): 6.0, ("lenet", 2): 1.3, ("lenet", 4): 1.8}
 _NAMES = {"deep": "MLP of 63,370 parameters", "lenet": "LeNet"}
 _FLOOR = "no reduction"  # ranks that train each for itself, by hand
-_STEPS = {
+_STEPS = {"deep": 1000, "lenet": 500}
     2: {"deep": 1000, "lenet": 500},
     4: {"deep": 500, "lenet": 300},
 }  # longer, another order of the sum of four is 1 %
@@ -24,11 +24,13 @@ def run(bench: Bench) -> Report:
     for (model, workers), times in _TIMES.items():
         if bench.quick and (model, workers) != ("deep", 2):
             continue
-        job = Job(bench, bench.folder / f"{model}-{workers}", model, workers, _STEPS[workers][model])
+        job = Job(bench, bench.folder / f"{model}-{workers}", model, workers, _STEPS[model])
         arms = [
             job.ours("ddpexp", "trainer.threads=1"),
             job.by_hand("DDP", "--reduce", "ddp"),
-            *([] if bench.quick else [job.by_hand("flat all-reduce", "--reduce", "flat"), job.by_hand(_FLOOR, "--reduce", "none")]),
+            # With four ranks its sum has another order, whose last bits grow to more than a race allows.
+            *([job.by_hand("flat all-reduce", "--reduce", "flat")] if workers == 2 and not bench.quick else []),
+            *([] if bench.quick else [job.by_hand(_FLOOR, "--reduce", "none")]),
             job.ours("ddpexp again", "trainer.threads=1"),
         ]
         results = job.run(arms, bench.rounds, floor=_FLOOR)
