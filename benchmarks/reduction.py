@@ -13,9 +13,6 @@ _TIMES = {("deep", 2): 4.0, ("deep", 4): 6.0, ("lenet", 2): 1.3, ("lenet", 4): 1
 _NAMES = {"deep": "MLP of 63,370 parameters", "lenet": "LeNet"}
 _FLOOR = "no reduction"  # ranks that train each for itself, by hand
 _STEPS = {"deep": 1000, "lenet": 500}
-    2: {"deep": 1000, "lenet": 500},
-    4: {"deep": 500, "lenet": 300},
-}  # longer, another order of the sum of four is 1 %
 
 
 def run(bench: Bench) -> Report:
