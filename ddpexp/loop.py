@@ -138,13 +138,13 @@ class Update:
         Ranks: all.
 
         Raises:
-            DdpexpError: with `trainer.reduction=exact`, outside of `micro_batch`.
+            DdpexpError: outside of `micro_batch`.
         """
         reach("backward")
-        if not self._inside and self.reduction == "exact":
+        if not self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, where "
-                "trainer.reduction=exact cannot tell which micro-batch a gradient belongs to. Enclose it."
+                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end the workers "
+                "sum their gradients: it belongs to none of them. Enclose it."
             )
         if isinstance(count, Tensor):  # known for the global batch only once all of it was seen: see apply
             total = self.plan.global_batch_size
@@ -160,7 +160,15 @@ class Update:
 
         Those of other parameters too: what one network's loss leaves in another must not reach that one's next step.
         Ranks: all; communicates only where the task's counts are tensors.
+
+        Raises:
+            DdpexpError: inside of `micro_batch`.
         """
+        if self._inside:
+            raise DdpexpError(
+                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end the workers sum "
+                "their gradients: the optimizer would see this worker's own. Call it after that."
+            )
         optimizers = [self.optimizers[name] for name in names or self.optimizers]
         if self._counts:
             counted = _stack(self._counts, self.world.device)

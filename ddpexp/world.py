@@ -46,11 +46,15 @@ class Board:
         return text
 
 
-class Adds(Protocol):
-    """What adds up faster than the backend: the memory that the workers of one host share."""
+class Memory(Protocol):
+    """What is faster than the backend: the memory that the workers of one host share."""
 
     def sum(self, tensor: Tensor) -> None:
         """Add up over all ranks, in place. Ranks: all; communicates."""
+        ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give every rank the values of `source`, in place. Ranks: all; communicates."""
         ...
 
 
@@ -65,7 +69,7 @@ class World:
     local_world_size: int
     device: torch.device
     patience_seconds: float = 1800.0  # for a rank that does not come to where this one waits for it
-    memory: Adds | None = None  # what sums go through; None: the backend
+    memory: Memory | None = None  # what sums and broadcasts go through; None: the backend
 
     @classmethod
     def join(cls, layout: Layout, patience_seconds: float = 1800.0, environ: Mapping[str, str] = os.environ) -> World:
@@ -118,7 +122,9 @@ class World:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Give every rank the values of `source`, in place. Ranks: all; communicates."""
-        if self.world_size > 1:
+        if self.memory is not None:
+            self.memory.broadcast(tensor, source)
+        elif self.world_size > 1:
             dist.broadcast(tensor, source)
         return tensor
 

@@ -88,15 +88,30 @@ def reduction(
         return DistributedDataParallel(network), lambda: None, None
     if how == "tuned":
         return DistributedDataParallel(network, gradient_as_bucket_view=True, static_graph=True), lambda: None, None
+    return network, shared(network, rank, workers), None
+
+
+def shared(network: nn.Module, rank: int, workers: int) -> Callable[[], None]:
+    """Return ddpexp's own reduction through shared memory, called by hand."""
     from ddpexp.strategy import Options
-    from ddpexp.strategy.reduce import reduce_in_rank_order
+    from ddpexp.strategy.bucket import Bucket
+    from ddpexp.strategy.reduce import ThroughSharedMemory, carrier_for
     from ddpexp.world import World
 
-    wrapped = DistributedDataParallel(network, gradient_as_bucket_view=True)
     world = World(rank, rank, 0, workers, workers, torch.device("cpu"))
     options = Options("ddp", False, False, True, 25, True, "shared_memory", "none", 1, False)
-    reduce_in_rank_order([wrapped], options, world)
-    return wrapped, lambda: None, None
+    carrier = carrier_for(list(network.parameters()), options, world)
+    assert isinstance(carrier, ThroughSharedMemory)
+    bucket = Bucket(dict(network.named_parameters()), carrier, world)
+    bucket.last = True
+
+    @torch.no_grad()
+    def reduce() -> None:
+        bucket.fill()
+        carrier.finish()
+        bucket.give()
+
+    return reduce
 
 
 def flat(network: nn.Module, workers: int) -> tuple[Callable[[], None], Callable[[], None]]:

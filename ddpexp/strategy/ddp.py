@@ -1,19 +1,22 @@
-"""Data parallelism with torch's DistributedDataParallel: whole replicas, averaged gradients."""
+"""Data parallelism: whole replicas, averaged gradients, by torch's DistributedDataParallel or in one bucket."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpexp.errors import RefusedError
 from ddpexp.strategy import Options
-from ddpexp.strategy.reduce import reduce_in_rank_order
-from ddpexp.strategy.replica import Models, Replica, take_rank_zeros
+from ddpexp.strategy.bucket import Bucket, WithRankZerosBuffers
+from ddpexp.strategy.reduce import ThroughSharedMemory, carrier_for, take_over
+from ddpexp.strategy.replica import Models, Replica, refuse_other_models, take_rank_zeros
 from ddpexp.strategy.shared_memory import SharedMemory
 from ddpexp.world import World
 
@@ -44,10 +47,27 @@ class DDP:
         self._shares_buffers = options.broadcast_buffers  # before every forward anyway
         self.wrapped = dict(self._replica.called)
         self.memory: SharedMemory | None = None
+        self._buckets: list[Bucket] = []
         if world.world_size > 1:
+            refuse_other_models(self.bare, world)
+            trained = {name: parameters for name, module in self.bare.items() if (parameters := _trained(name, module))}
+            carrier = carrier_for([p for parameters in trained.values() for p in parameters.values()], options, world)
+            if isinstance(carrier, ThroughSharedMemory):
+                self.memory = carrier.memory
+                self._world = replace(world, memory=self.memory)
             fixed = world.world_size > 2 and (options.comm_hook != "none" or (world.device.type == "cuda" and deterministic))
-            self.wrapped = {name: _wrap(module, options, world, fixed) for name, module in self._replica.called.items()}
-            self.memory = reduce_in_rank_order(list(self.wrapped.values()), options, world)
+            for name, parameters in trained.items():
+                module = self._replica.called[name]
+                if isinstance(carrier, ThroughSharedMemory) and Bucket.fits(parameters, options, carrier.memory.slot_bytes):
+                    self._buckets.append(Bucket(parameters, carrier, world))
+                    take_rank_zeros([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], self._world)
+                    if self._shares_buffers and next(module.buffers(), None) is not None:
+                        self.wrapped[name] = WithRankZerosBuffers(module, self._buckets[-1], self._world)
+                    continue
+                self.wrapped[name] = wrapped = _wrap(module, options, world, fixed)
+                if carrier is not None:
+                    take_over(wrapped, carrier, world)
+        self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
 
     @property
     def training(self) -> Any:
@@ -66,9 +86,7 @@ class DDP:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch: gradients are reduced in the last one of a step alone."""
-        if last or self._world.world_size == 1:
-            return nullcontext()
-        return self._without_reduction()
+        return self._micro_batches[last] if self._world.world_size > 1 else nullcontext()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every module."""
@@ -119,14 +137,14 @@ class DDP:
                 buffers[name].copy_(kept)
 
     def own_buffers(self) -> Mapping[str, Tensor]:
-        """Return the buffers that DDP does not share, by name: with `strategy.broadcast_buffers=false`, or in a frozen model."""
+        """Return the buffers that are not shared, by name: with `strategy.broadcast_buffers=false`, or in a frozen model."""
         if self._world.world_size == 1:
             return {}
         return {
             f"{name}.{key}": buffer
             for name, module in self.bare.items()
             for key, buffer in module.named_buffers()
-            if not (self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel))
+            if not (self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel | WithRankZerosBuffers))
         }
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -134,23 +152,49 @@ class DDP:
             return {}
         return {f"{name}.{key}": buffer for name, module in self.bare.items() for key, buffer in module.named_buffers()}
 
-    @contextmanager
-    def _without_reduction(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in self.wrapped.values():
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Sum the gradients that have come into the buckets. Ranks: all; communicates."""
+        filled = [bucket for bucket in self._buckets if bucket.fill()]
+        if filled:
+            filled[0].carrier.finish()
+            for bucket in filled:
+                bucket.give()
+
+
+class _MicroBatch(AbstractContextManager[None]):
+    """A micro-batch, of a step's last ones or not; a class, for a generator takes four times as long."""
+
+    def __init__(self, strategy: DDP, last: bool) -> None:
+        self._strategy, self._last = strategy, last
+        self._without = ExitStack()
+
+    def __enter__(self) -> None:
+        for bucket in self._strategy._buckets:
+            bucket.last = self._last
+        if not self._last:
+            for module in self._strategy.wrapped.values():
                 if isinstance(module, DistributedDataParallel):  # a frozen one is not
-                    stack.enter_context(module.no_sync())
-            yield
+                    self._without.enter_context(module.no_sync())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for bucket in self._strategy._buckets:
+            bucket.last = None
+        self._without.close()
+        if self._last and kind is None:
+            self._strategy._reduce()
 
 
-def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> nn.Module:
+def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
+    return {f"{model}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> DistributedDataParallel:
     """Wrap a module; `fixed` keeps its buckets as they are from the first step on.
 
     After its first step DDP lays the buckets out anew, and where the backend chooses the order of a sum by their layout, the
     first step after a resume would differ from that of the undisturbed run. It does not where it looks for unused parameters.
     """
-    if not any(p.requires_grad for p in module.parameters()):
-        return module  # nothing to reduce, and DDP refuses such a module
     wrapped = DistributedDataParallel(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,

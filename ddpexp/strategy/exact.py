@@ -17,12 +17,11 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy import Options
 from ddpexp.strategy.buffers import Buffers, Movement, Place
 from ddpexp.strategy.exchange import OverMemory, exchange_for
+from ddpexp.strategy.flat import Layout
 from ddpexp.strategy.reduce import ALIGNED
-from ddpexp.strategy.replica import Models, Replica, take_rank_zeros
+from ddpexp.strategy.replica import Models, Replica, listed, refuse_other_models, take_rank_zeros, unused
 from ddpexp.strategy.tree import Partial
 from ddpexp.world import World
-
-_LINE = 16  # elements: 64 bytes or more
 
 
 class Exact:
@@ -59,6 +58,7 @@ class Exact:
         self._finds_unused = options.find_unused_parameters
         self._counts = options.find_unused_parameters or len(self.bare) > 1
         if world.world_size > 1:
+            refuse_other_models(self.bare, world)
             own = [tensor for module in self.bare.values() for tensor in (*module.parameters(), *module.buffers())]
             take_rank_zeros([tensor.detach() for tensor in own], world)
         self._buffers = Buffers(self.bare)
@@ -160,10 +160,10 @@ class Exact:
         self._unit_of = [numbers.setdefault(name, len(numbers)) for name in names]
         self._units = list(numbers)
         flags = torch.empty((len(self._units) if self._counts else 0) + len(self._still))
-        self._layout = _Layout([*(p for _, _, p in self._parameters), *(one.start for one in self._movement.places), flags])
+        self._layout = Layout([*(p for _, _, p in self._parameters), *(one.start for one in self._movement.places), flags])
         self._partial = self._sums(self._layout)
 
-    def _sums(self, layout: _Layout) -> Partial:
+    def _sums(self, layout: Layout) -> Partial:
         return Partial(lambda: torch.zeros(layout.length, dtype=self._dtype, device=self._world.device))
 
     @torch.no_grad()
@@ -207,21 +207,14 @@ class Exact:
             places.append(view)
             used.add(unit)
             p.grad = None
-        if missing and not self._finds_unused:
-            self._refuse_unused([name for name, unit in missing if unit in used or not self._counts])
+        if missing and not self._finds_unused and (names := [name for name, u in missing if u in used or not self._counts]):
+            raise unused(names, "a micro-batch")
         self._refuse_thawed()
         if gradients:
             torch._foreach_copy_(places, gradients)
         if empty:
             torch._foreach_zero_(empty)
         return used
-
-    def _refuse_unused(self, names: Sequence[str]) -> None:
-        if names:
-            raise DdpexpError(
-                f"{_listed(names)} got no gradient in a micro-batch, for its loss does not depend on it. "
-                f"If that is meant, use strategy.find_unused_parameters=true."
-            )
 
     def _refuse_thawed(self) -> None:
         for name, p in self._frozen:
@@ -258,7 +251,7 @@ class Exact:
         partly = [name for name, count in zip(self._units, used, strict=True) if 0 < count < self._num_leaves]
         if partly and not self._finds_unused:
             raise DdpexpError(
-                f"{_listed(partly)} got gradients in some micro-batches of the step and none in others. If that is meant, use "
+                f"{listed(partly)} got gradients in some micro-batches of the step and none in others. If that is meant, use "
                 f"strategy.find_unused_parameters=true."
             )
         for (_, _, p), view, unit in zip(self._parameters, views, self._unit_of, strict=False):
@@ -274,7 +267,7 @@ class Exact:
         """Sum the buffers that have moved for the first time on some rank, which the leaves had no room for."""
         movement = Movement(places, self._dtype)
         movement.begin()
-        layout = _Layout([one.start for one in movement.places])
+        layout = Layout([one.start for one in movement.places])
         partial = self._sums(layout)
         for number, found in enumerate(self._late):
             leaf = partial.room()
@@ -282,32 +275,10 @@ class Exact:
             partial.close(self._world.rank * self._each + number)
         movement.read(self._sum(partial, layout), self._num_leaves)
 
-    def _sum(self, partial: Partial, layout: _Layout) -> list[Tensor]:
+    def _sum(self, partial: Partial, layout: Layout) -> list[Tensor]:
         mine = partial.take()
         self._exchange.sum(mine)
         return layout.views(mine[0])
-
-
-class _Layout:
-    """Where tensors lie in a flat one, as their own memory format lays them out."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Lay them out one after the other, each at the begin of a cache line."""
-        self._shapes = []
-        start = 0
-        for tensor in tensors:
-            stride = torch.empty_like(tensor, device="meta").stride()
-            self._shapes.append((tensor.shape, stride, start))
-            start += -(-tensor.numel() // _LINE) * _LINE
-        self.length = start
-        self._known: dict[int, list[Tensor]] = {}
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Return the tensors in `flat`. Making views takes longer than adding, so they are made once."""
-        found = self._known.get(flat.data_ptr())
-        if found is None:
-            found = self._known[flat.data_ptr()] = [flat.as_strided(*shape) for shape in self._shapes]
-        return found
 
 
 def _trained(models: Models) -> list[tuple[str, str, nn.Parameter]]:
@@ -329,8 +300,3 @@ def _named(models: Models) -> Iterator[tuple[str, str, nn.Parameter]]:
     for model, module in models.items():
         for name, p in module.named_parameters():
             yield f"{model}.{name}", model, p
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,25 +41,29 @@ class Carrier(Protocol):
         ...
 
 
-def reduce_in_rank_order(modules: Sequence[nn.Module], options: Options, world: World) -> SharedMemory | None:
-    """Take over the reduction of CPU workers from DDP, and return the memory that gradients now go through, if they do.
+def carrier_for(parameters: Sequence[Tensor], options: Options, world: World) -> Carrier | None:
+    """Choose what brings the gradients of CPU workers together; None: DDP's own reduction.
 
-    Leaves GPUs alone, and gradients that are compressed.
+    That is for GPUs, for gradients that are compressed, and for two workers through the backend.
     Ranks: all; communicates.
 
     Raises:
         RefusedError: `strategy.reduce_through=shared_memory` where the workers cannot share memory.
     """
-    wrapped = [module for module in modules if isinstance(module, DistributedDataParallel)]
-    if not wrapped or world.device.type != "cpu" or options.comm_hook != "none":
+    if not parameters or world.device.type != "cpu" or options.comm_hook != "none":
         return None
-    parameters = [p for module in wrapped for p in module.parameters() if p.requires_grad]
-    carrier = _carrier(parameters, options, world)
-    if carrier is not None:
-        for module in wrapped:
-            # Not a function with annotations: torch compares them with classes, and ours are texts.
-            module.register_comm_hook(carrier, lambda carrier, bucket: _hook(carrier, world, bucket))
-    return carrier.memory if isinstance(carrier, ThroughSharedMemory) else None
+    memory = common_memory(sum(p.numel() * p.element_size() + 2 * ALIGNED for p in parameters), options, world)
+    if memory is not None:
+        return ThroughSharedMemory(memory, world)
+    if world.world_size == 2 and not any(p.dtype in _HALVES for p in parameters):
+        return None  # a sum of two is the same in either order: DDP's own reduction gives the same bits
+    return ThroughBackend(world)
+
+
+def take_over(module: DistributedDataParallel, carrier: Carrier, world: World) -> None:
+    """Let `carrier` reduce this module's buckets, and not DDP."""
+    # Not a function with annotations: torch compares them with classes, and ours are texts.
+    module.register_comm_hook(carrier, lambda carrier, bucket: _hook(carrier, world, bucket))
 
 
 def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemory | None:
@@ -85,15 +89,6 @@ def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemor
         text = "gradients go through the backend, for the workers cannot share memory (%s)"
         logging.getLogger("ddpexp").warning(text, shared)
     return None
-
-
-def _carrier(parameters: Sequence[Tensor], options: Options, world: World) -> Carrier | None:
-    memory = common_memory(sum(p.numel() * p.element_size() + ALIGNED for p in parameters), options, world)
-    if memory is not None:
-        return ThroughSharedMemory(memory, world)
-    if world.world_size == 2 and not any(p.dtype in _HALVES for p in parameters):
-        return None  # a sum of two is the same in either order: DDP's own reduction gives the same bits
-    return ThroughBackend(world)
 
 
 def _hook(carrier: Carrier, world: World, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -123,20 +118,31 @@ class ThroughSharedMemory:
         self._rank = world.rank
         self._size = world.world_size
         self._filled = 0  # bytes of this round
-        self._round: list[tuple[Tensor, Sequence[Tensor]]] = []  # a piece of gradient, and all ranks' places for it
+        self._round: list[tuple[Tensor, Sequence[Tensor]]] = []  # what is to be filled, and all ranks' parts of it
         self._known: dict[tuple[int, int, int, torch.dtype], Sequence[Tensor]] = {}  # making views takes longer than adding
 
     def add(self, gradient: Tensor) -> None:
         """Copy the gradient into this rank's slot, as far as there is room; then a round makes some."""
         most = self.memory.slot_bytes // gradient.element_size()
         for piece in [gradient] if gradient.numel() <= most else torch.split(gradient, most):
-            num_bytes = piece.numel() * piece.element_size()
-            if self._filled + num_bytes > self.memory.slot_bytes:
-                self.finish()
-            places = self._places(piece.numel(), piece.dtype)
-            _scale(piece, self._size, out=places[self._rank])
-            self._round.append((piece, places))
-            self._filled += -(-num_bytes // ALIGNED) * ALIGNED
+            self.scale(piece, out=self.room(piece))
+
+    def room(self, total: Tensor) -> Tensor:
+        """Return the place in this rank's slot for its part of `total`, to be written before `finish` fills `total`.
+
+        A round makes room where there is too little. Shapes: both (elements,), no more than a slot holds.
+        """
+        num_bytes = total.numel() * total.element_size()
+        if self._filled + num_bytes > self.memory.slot_bytes:
+            self.finish()
+        places = self._places(total.numel(), total.dtype)
+        self._round.append((total, places))
+        self._filled += -(-num_bytes // ALIGNED) * ALIGNED
+        return places[self._rank]
+
+    def scale(self, gradient: Tensor, out: Tensor) -> None:
+        """Write a rank's share of the mean. Shapes: both alike."""
+        _scale(gradient, self._size, out)
 
     def finish(self) -> None:
         """Meet, and sum what was added since the last time into the gradients it came from."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from ddpexp.errors import DdpexpError
 from ddpexp.strategy import Options
 from ddpexp.world import World
 
@@ -90,3 +93,37 @@ def take_rank_zeros(tensors: Iterable[Tensor], world: World) -> None:
         world.broadcast(flat.view(torch.uint8))  # gloo moves any number as bytes, but knows few types
         for tensor, values in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(values.view_as(tensor))
+
+
+def refuse_other_models(models: Models, world: World) -> None:
+    """See that this rank has built what rank zero has, before anything is shared. Ranks: all; communicates.
+
+    Raises:
+        DdpexpError: the parameters or buffers have other names, shapes or kinds of number.
+    """
+    own = [
+        (name, key, list(tensor.shape), str(tensor.dtype), tensor.requires_grad)
+        for name, module in models.items()
+        for key, tensor in (*module.named_parameters(), *module.named_buffers())
+        if not is_lazy(tensor)  # of which nobody knows anything yet
+    ]
+    mark = torch.tensor(list(sha256(repr(own).encode()).digest()), dtype=torch.uint8, device=world.device)
+    if not torch.equal(world.broadcast(mark.clone()), mark):
+        raise DdpexpError(
+            f"rank {world.rank} has built another model than rank zero: its parameters or buffers have other names, shapes or "
+            f"kinds of number. Let model._target_ build the same one on every rank."
+        )
+
+
+def unused(names: Sequence[str], where: str) -> DdpexpError:
+    """Return the error of parameters that got no gradient where others did."""
+    return DdpexpError(
+        f"{listed(names)} got no gradient in {where}, for its loss does not depend on it. "
+        f"If that is meant, use strategy.find_unused_parameters=true."
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the names as a text, the first five of many."""
+    shown = ", ".join(names[:5])
+    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -118,6 +118,21 @@ class SharedMemory:
             for place in places[2:]:
                 piece += place
 
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Give every rank the values of `source`, in place, between gradients. Shapes: any, contiguous. Ranks: all.
+
+        Raises:
+            PeerError, DdpexpError: as in `end_round`.
+        """
+        for piece in torch.split(tensor.view(-1), self.slot_bytes // tensor.element_size()):
+            num_bytes = piece.numel() * piece.element_size()
+            place = self.slots[self.half][source][:num_bytes].view(piece.dtype)
+            if self._rank == source:
+                place.copy_(piece)
+            self.end_round(num_bytes)
+            if self._rank != source:
+                piece.copy_(place)
+
     def _wait_for(self, rank: int) -> None:
         words, place = self._words, rank * _WORDS
         for _ in range(_YIELDS):

@@ -115,13 +115,20 @@ def test_a_hook_that_gloo_does_not_have_is_refused(recipe: Recipe) -> None:
     assert done.err.startswith("ddpexp: strategy.comm_hook=bf16 needs trainer.backend=nccl: ")
 
 
-def test_an_unused_layer_needs_find_unused_parameters_and_torch_says_so(recipe: Recipe) -> None:
-    words = ("model._target_=points.Unused", "trainer.gpus=2")
-    done = recipe(*words)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "model.extra.weight, model.extra.bias got no gradient in the step, for its loss does not depend on it. "),
+        ("strategy.reduce_through=backend", "find_unused_parameters=True"),  # torch's own words
+    ],
+)
+def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, words: str, said: str) -> None:
+    typed = ("model._target_=points.Unused", "trainer.gpus=2", *words.split())
+    done = recipe(*typed)
     assert done.code == 1
-    assert "find_unused_parameters=True" in done.err
-    assert done.err.count("Traceback") == 1
-    done = recipe(*words, "strategy.find_unused_parameters=true")
+    assert said in done.err
+    assert ("Traceback" in done.err) == ("backend" in words)
+    done = recipe(*typed, "strategy.find_unused_parameters=true")
     assert done.code == 0, done.err
 
 
@@ -148,16 +155,19 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
         assert f"{name} {value:.6g}" in seen.out
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(recipe: Recipe, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "words", "wrapped"),
+    [(1, "", "Pictures"), (2, "", "Pictures"), (2, "strategy.static_graph=true", "DistributedDataParallel")],
+)
+def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(recipe: Recipe, size: int, words: str, wrapped: str) -> None:
     done = recipe(
+        *words.split(),
         "task._target_=points.Looks", "model._target_=points.Pictures", "trainer.channels_last=true", "trainer.deterministic=true",
         "trainer.threads=2", f"trainer.gpus={size}", "trainer.max_steps=4",
     )  # fmt: skip
     assert done.code == 0, done.err
     seen = {line for line in done.out.splitlines() if "channels_last=" in line}
     rest = "channels_last=True deterministic=True threads=2"
-    wrapped = "Pictures" if size == 1 else "DistributedDataParallel"
     assert seen == {f"{wrapped} train {rest}", f"Pictures eval {rest}"}
 
 

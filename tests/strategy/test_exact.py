@@ -494,6 +494,14 @@ class Outside(Pair):
     def train_step(self, update, batches):
         _, rows, labels = batches[0]
         update.backward(update.models["left"](rows).sum(), len(labels))
+
+
+class TooEarly(Pair):
+    def train_step(self, update, batches):
+        _, rows, labels = batches[0]
+        with update.micro_batch(last=True):
+            update.backward(update.models["left"](rows).sum(), len(labels))
+            update.apply("left")
 """
 DEEP = ("model._target_=points.Deep", "trainer.global_batch_size=48", "trainer.micro_batch_size=2", "trainer.log_every=1",
         "trainer.threads=1")  # fmt: skip
@@ -583,10 +591,21 @@ def test_a_run_goes_on_at_another_world_size_as_if_nothing_was(recipe: Recipe, e
     assert Numbers.of(done).weights_sha256 == exact[1].weights_sha256
 
 
-def test_a_backward_pass_outside_of_a_micro_batch_is_refused(recipe: Recipe) -> None:
-    done = recipe(*DEEP, EXACT, "trainer.gpus=2", "task._target_=points.Outside", "model._target_=points.pair")
+@pytest.mark.parametrize(
+    ("task", "reduction", "size", "said"),
+    [
+        ("Outside", "exact", 2, "calls update.backward outside of `with update.micro_batch(last):`"),
+        ("Outside", "fast", 1, "calls update.backward outside of `with update.micro_batch(last):`"),
+        ("TooEarly", "fast", 2, "calls update.apply inside of `with update.micro_batch(last):`"),
+    ],
+)
+def test_what_is_not_where_micro_batches_want_it_is_refused(
+    recipe: Recipe, task: str, reduction: str, size: int, said: str
+) -> None:
+    words = (f"trainer.gpus={size}", f"task._target_=points.{task}", "model._target_=points.pair")
+    done = recipe(*DEEP, *words, f"trainer.reduction={reduction}")
     assert done.code == 1
-    assert "calls update.backward outside of `with update.micro_batch(last):`" in done.err
+    assert said in done.err
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,13 @@ WORKER = """\
 import ctypes
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import random
 import signal
 import time
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -46,6 +48,8 @@ OPTIONS = Options(
     broadcast_buffers=True, reduce_through="auto", comm_hook="none", powersgd_rank=1, sync_batchnorm=False,
 )
 THROUGH = ("shared_memory", "backend")
+CAPS = (25, 0.00001)  # a bucket of ours for a small model, and many of DDP's
+LARGE, SMALL = (7, 300, 1, 140_001, 300_000), (7, 300, 1, 14_001, 500)  # for DDP's buckets, and for one of ours
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -83,7 +87,7 @@ def mean(parts):
 
 class Values(nn.Module):
     # Parameters whose gradient is whatever the forward pass is given.
-    def __init__(self, dtype, sizes=(7, 300, 1, 140_001, 300_000)):
+    def __init__(self, dtype, sizes):
         super().__init__()
         self.all = nn.ParameterList([nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes])
 
@@ -96,17 +100,18 @@ def order(world):
     size = world.world_size
     for dtype in DTYPES:
         for through in THROUGH:
-            for cap in (25, 0.3, 0.0001):
-                model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, lambda: Values(dtype))
+            for cap, sizes in itertools.product((25, 0.3, 0.0001), (LARGE, SMALL)):
+                model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, lambda: Values(dtype, sizes))
                 for step in range(3):  # DDP makes other buckets after the first
                     given = [[wide(1000 * step + 10 * rank + i, p.numel(), dtype) for i, p in enumerate(model.bare["model"].all)]
                              for rank in range(size)]
-                    model.training(given[world.rank]).backward()
+                    with model.micro_batch(last=True):
+                        model.training(given[world.rank]).backward()
                     for place, parameter in enumerate(model.bare["model"].all):
                         parts = [gradients[place] for gradients in given]
                         expected = mean(parts).to(dtype)
                         assert torch.equal(parameter.grad, expected), (dtype, through, cap, step, place)
-                        if size > 2 and len(expected) > 1000 and dtype in DTYPES[:2]:
+                        if size > 2 and len(expected) > 100_000 and dtype in DTYPES[:2]:
                             assert not torch.equal(mean(parts[::-1]), expected)  # the comparison can fail
                     model.clear_gradient()
 
@@ -117,32 +122,35 @@ def plain(world):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 3))
 
-    def trained(model):
+    def trained(model, micro_batch=nullcontext):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(12):
             rows = wide(2 * step + world.rank, 160, torch.float32).view(8, 20)
-            model(rows).square().mean().backward()
+            with micro_batch(True):
+                model(rows).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return nn.utils.parameters_to_vector(model.parameters())
 
     expected = trained(DistributedDataParallel(net(), bucket_cap_mb=0.001))
     for through in THROUGH:
-        assert torch.equal(trained(DDP(options(reduce_through=through), world, net).training), expected), through
+        for cap in (25, 0.001):
+            model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, net)
+            assert torch.equal(trained(model.training, model.micro_batch), expected), (through, cap)
 
 
 def carriers(world):
     # What carries what: memory where it can, else gloo, and DDP alone where the order is no question.
     parameter = [torch.zeros(5)]
-    assert isinstance(reduce._carrier(parameter, OPTIONS, world), ThroughSharedMemory)
-    through_backend = reduce._carrier(parameter, options(reduce_through="backend"), world)
+    assert isinstance(reduce.carrier_for(parameter, OPTIONS, world), ThroughSharedMemory)
+    through_backend = reduce.carrier_for(parameter, options(reduce_through="backend"), world)
     assert (type(through_backend) is ThroughBackend) == (world.world_size > 2)
     elsewhere = dataclasses.replace(world, local_world_size=world.world_size - 1)
-    assert not isinstance(reduce._carrier(parameter, OPTIONS, elsewhere), ThroughSharedMemory)
+    assert not isinstance(reduce.carrier_for(parameter, OPTIONS, elsewhere), ThroughSharedMemory)
     huge = [torch.empty(10**12, device="meta")]
-    memory = reduce._carrier(huge, OPTIONS, world).memory
+    memory = reduce.carrier_for(huge, OPTIONS, world).memory
     assert memory.slot_bytes == 1 << 20
-    small = reduce._carrier(parameter, OPTIONS, world).memory
+    small = reduce.carrier_for(parameter, OPTIONS, world).memory
     assert small.slot_bytes == 4096
 
 
@@ -183,9 +191,10 @@ def sparse(world):
         return model
 
     parts = [[p.grad.to_dense() for p in gradients(net(), rank).parameters()] for rank in range(world.world_size)]
-    for through in THROUGH:
-        model = DDP(options(reduce_through=through), world, net)
-        gradients(model.training, world.rank)
+    for through, cap in itertools.product(THROUGH, CAPS):
+        model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, net)
+        with model.micro_batch(last=True):
+            gradients(model.training, world.rank)
         for place, parameter in enumerate(model.parameters()):
             assert parameter.grad.is_sparse == (place == 0)
             assert torch.equal(parameter.grad.to_dense(), mean([part[place] for part in parts])), (through, place)
@@ -193,20 +202,16 @@ def sparse(world):
 
 def two_models(world):
     # One backward pass through two models, whose buckets come in between one another.
-    class Both(nn.Module):
-        def __init__(self, models):
-            super().__init__()
-            self.models = models
-
-    for through in THROUGH:
+    for through, cap in itertools.product(THROUGH, CAPS):
         def pair():
             torch.manual_seed(0)
             return {"one": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "two": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))}
 
-        model = DDP(options(reduce_through=through, bucket_cap_mb=0.00001), world, pair)
+        model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, pair)
         for step in range(3):
             rows = wide(step + 10 * world.rank, 8, torch.float32).view(2, 4)
-            (model.training["one"](rows).sum() * model.training["two"](rows).sum()).backward()
+            with model.micro_batch(last=True):
+                (model.training["one"](rows).sum() * model.training["two"](rows).sum()).backward()
             mine = torch.cat([p.grad.flatten() for p in model.parameters()])
             alone = pair()
             parts = []
@@ -218,6 +223,118 @@ def two_models(world):
                     m.zero_grad()
             assert torch.equal(mine, mean(parts)), (through, step)
             model.clear_gradient()
+
+
+def new(world):
+    # What backward has made since the last sum is summed, and nothing else is touched.
+    size = world.world_size
+
+    def pair():
+        torch.manual_seed(0)
+        return {"one": nn.Linear(3, 2), "two": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))}
+
+    def backward(model, number, rank):
+        model(wide(10 * number + rank, 12, torch.float32).view(4, 3)).sum().backward()
+
+    def gradients(model):
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).clone()
+
+    def expected(name, *numbers):
+        parts = []
+        for rank in range(size):
+            alone = pair()[name]
+            for number in numbers:
+                backward(alone, number, rank)
+            parts.append(gradients(alone))
+        return mean(parts)
+
+    model = DDP(OPTIONS, world, pair)
+    assert len(model._buckets) == 2
+    one, two = model.training["one"], model.training["two"]
+    for number in range(3):  # micro-batches of one step
+        with model.micro_batch(last=number == 2):
+            backward(one, number, world.rank)
+    first = expected("one", 0, 1, 2)
+    assert torch.equal(gradients(one), first)
+    with model.micro_batch(last=True):  # another loss: the first model's gradient stays as it is
+        backward(two, 3, world.rank)
+    assert torch.equal(gradients(one), first)
+    assert torch.equal(gradients(two), expected("two", 3))
+    with model.micro_batch(last=False):  # on top of what is summed already
+        backward(two, 4, world.rank)
+    with model.micro_batch(last=True):
+        pass
+    both = mean([expected("two", 3) + own for own in (expected_of(pair, backward, gradients, 4, rank) for rank in range(size))])
+    assert torch.allclose(gradients(two), both, rtol=1e-5, atol=1e-6)
+    assert len({p.grad.untyped_storage().data_ptr() for p in two.parameters()}) == 1
+    for p in two.parameters():
+        p.grad.zero_()  # as zero_grad(set_to_none=False)
+    with model.micro_batch(last=True):
+        backward(two, 5, world.rank)
+    assert torch.equal(gradients(two), expected("two", 5))
+    model.clear_gradient()
+    two[0].requires_grad_(False)  # frozen on the way
+    with model.micro_batch(last=True):
+        backward(two, 6, world.rank)
+    assert [p.grad is None for p in two.parameters()] == [True, True, False, False]
+    parts = []
+    for rank in range(size):
+        alone = pair()["two"]
+        backward(alone, 6, rank)
+        parts.append(alone[1].weight.grad)
+    assert torch.equal(two[1].weight.grad, mean(parts))
+    model.clear_gradient()
+    with model.micro_batch(last=True):  # nothing at all
+        pass
+    assert all(p.grad is None for p in model.parameters())
+
+
+def expected_of(pair, backward, gradients, number, rank):
+    alone = pair()["two"]
+    backward(alone, number, rank)
+    return gradients(alone)
+
+
+def buffers(world):
+    # Rank zero's statistics come when DDP's do: at the begin of each step, and after an evaluation's pass not again.
+    def net():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+    def trained(cap):
+        model, found = DDP(options(bucket_cap_mb=cap), world, net), []
+        assert bool(model._buckets) == (cap == 25)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(6):
+            for number in range(1 + step % 3):
+                torch.manual_seed(100 * step + 10 * number + world.rank)
+                rows = wide(7 * step + 3 * number + world.rank, 32, torch.float32).view(8, 4)
+                with model.micro_batch(last=number == step % 3):
+                    model.training(rows).square().mean().backward()
+                found += [buffer.clone() for buffer in model.bare["model"].buffers()]
+            optimizer.step()
+            model.clear_gradient()
+            if step == 3:
+                with torch.no_grad():
+                    model.training(torch.ones(3, 4))
+                with model.evaluation() as bare:
+                    assert torch.equal(world.sum(bare[1].running_mean.clone()) / world.world_size, bare[1].running_mean)
+        return [*found, *(p.detach() for p in model.parameters())]
+
+    for one, other in zip(trained(25), trained(0.00001), strict=True):
+        assert torch.equal(one, other)
+    apart = DDP(options(broadcast_buffers=False), world, net)
+    assert type(apart.training) is nn.Sequential
+    assert len(apart.own_buffers()) == 6
+
+
+def outside(world):
+    model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
+    model.training(torch.ones(1, 2)).sum().backward()
+
+
+def other_model(world):
+    DDP(OPTIONS, world, lambda: nn.Linear(2, 2 + world.rank))
 
 
 class Interrupted(BaseException):
@@ -238,7 +355,8 @@ def interrupt(world):
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     begin = time.monotonic()
     try:
-        model.training(torch.ones(1, 2)).sum().backward()
+        with model.micro_batch(last=True):
+            model.training(torch.ones(1, 2)).sum().backward()
     except Interrupted:
         assert 0.2 < time.monotonic() - begin < 1
         raise DdpexpError("interrupted in time") from None
@@ -249,15 +367,16 @@ def stopped(world):
     world = dataclasses.replace(world, patience_seconds=1)
     model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
     for step in range(3):
-        if step == 2 and world.rank == 1:  # in step 1 DDP talks through gloo, for it makes its buckets anew
+        if step == 2 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        model.training(torch.ones(1, 2)).sum().backward()
+        with model.micro_batch(last=True):
+            model.training(torch.ones(1, 2)).sum().backward()
 
 
 def different(world):
     # A rank that trains something else must not be summed with the others.
     ranks_own = nn.Linear(2, 2) if world.rank else nn.Linear(2, 3)
-    carrier = reduce._carrier([torch.zeros(100)], OPTIONS, world)
+    carrier = reduce.carrier_for([torch.zeros(100)], OPTIONS, world)
     carrier.add(torch.cat([p.detach().flatten() for p in ranks_own.parameters()]).repeat(20))
     carrier.finish()
 
@@ -291,7 +410,7 @@ def fallback(world):
 
     logging.getLogger("ddpexp").addHandler(Keep())
     hide(world)
-    carrier = reduce._carrier([torch.zeros(100)], OPTIONS, world)
+    carrier = reduce.carrier_for([torch.zeros(100)], OPTIONS, world)
     assert type(carrier) is ThroughBackend, carrier  # on every rank, also on those that could have mapped it
     gradient = torch.full((10,), float(world.rank))
     carrier.add(gradient)
@@ -340,7 +459,10 @@ def test_gradients_are_summed_in_the_order_of_the_ranks(folder: Path, size: int)
 
 
 @pytest.mark.variants(2)
-@pytest.mark.parametrize(("case", "size"), [("sparse", 3), ("two_models", 3), ("plain", 2), ("carriers", 2), ("carriers", 3)])
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [("sparse", 3), ("two_models", 3), ("buffers", 2), ("plain", 2), ("carriers", 2), ("carriers", 3)],
+)
 def test_it_carries(folder: Path, case: str, size: int) -> None:
     works(folder, case, size)
 
@@ -380,6 +502,18 @@ def test_a_rank_that_is_silent_is_named_when_the_time_is_up(folder: Path) -> Non
 def test_ranks_that_bring_different_gradients_are_told(folder: Path) -> None:
     failure = fails(folder, "different", 2)
     assert re.match(r"rank \d brought \d+ bytes of gradients where rank \d brought \d+: ", failure.message)
+
+
+def test_a_backward_pass_whose_gradient_no_worker_would_sum_is_refused(folder: Path) -> None:
+    failure = fails(folder, "outside", 2)
+    assert failure.message.startswith("the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose ")
+
+
+def test_ranks_that_build_different_models_are_told(folder: Path) -> None:
+    failure = fails(folder, "other_model", 3)
+    assert re.match(
+        r"rank [12] has built another model than rank zero: its parameters or buffers have other names, ", failure.message
+    )
 
 
 CODE = """\
