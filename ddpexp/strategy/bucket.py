@@ -30,6 +30,7 @@ class Bucket:
     def __init__(self, parameters: Mapping[str, nn.Parameter], carrier: ThroughSharedMemory, world: World) -> None:
         """Lay the gradients out, those of each kind of number in a flat tensor of their own."""
         self.last: bool | None = None  # whether the micro-batch that is going on is a step's last one; None: between them
+        self.training = True
         self._names = dict(zip(parameters.values(), parameters, strict=True))
         self.carrier, self._world = carrier, world
         self._kinds = [_Kind(group) for group in _by_kind(self._names)]
@@ -69,7 +70,7 @@ class Bucket:
                 parameter.grad = self._world.sum(parameter.grad / self._world.world_size)
 
     def _refuse_outside(self, _parameter: nn.Parameter) -> None:
-        if self.last is None:
+        if self.last is None and self.training:
             raise DdpexpError(
                 "the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose end the workers sum "
                 "their gradients: these would stay each worker's own. Enclose it."

@@ -83,6 +83,8 @@ class DDP:
         """Switch every module between training and evaluation."""
         for module in self.wrapped.values():
             module.train(mode)
+        for bucket in self._buckets:
+            bucket.training = mode
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch: gradients are reduced in the last one of a step alone."""

@@ -119,7 +119,7 @@ def test_a_hook_that_gloo_does_not_have_is_refused(recipe: Recipe) -> None:
     ("words", "said"),
     [
         ("", "model.extra.weight, model.extra.bias got no gradient in the step, for its loss does not depend on it. "),
-        ("strategy.reduce_through=backend", "find_unused_parameters=True"),  # torch's own words
+        pytest.param("strategy.reduce_through=backend", "find_unused_parameters=True", marks=pytest.mark.slow),  # torch's words
     ],
 )
 def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, words: str, said: str) -> None:
@@ -157,7 +157,11 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
 
 @pytest.mark.parametrize(
     ("size", "words", "wrapped"),
-    [(1, "", "Pictures"), (2, "", "Pictures"), (2, "strategy.static_graph=true", "DistributedDataParallel")],
+    [
+        (1, "", "Pictures"),
+        (2, "strategy.static_graph=true", "DistributedDataParallel"),
+        pytest.param(2, "", "Pictures", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(recipe: Recipe, size: int, words: str, wrapped: str) -> None:
     done = recipe(

@@ -330,6 +330,9 @@ def buffers(world):
 
 def outside(world):
     model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
+    with model.evaluation() as bare:  # where each rank looks at what it likes
+        bare(torch.ones(1, 2)).sum().backward()
+    model.clear_gradient()
     model.training(torch.ones(1, 2)).sum().backward()
 
 
