@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from benchmarks.equal import Job
-from benchmarks.race import median
+from benchmarks.race import median, ratio
 from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
 
 _LAUNCHERS = ["spawn", "torchrun", "elastic", "mpirun"]
@@ -31,5 +31,7 @@ def run(bench: Bench) -> Report:
     best, worst = max(rates, key=lambda name: rates[name]), min(rates, key=lambda name: rates[name])
     spread, bar = rates[best] / rates[worst], Bar("at most", _SPREAD)
     shown = f"{rates[best]:,.0f} ({best}) to {rates[worst]:,.0f} ({worst})"
-    report.rows.append(Row("best to worst of our launchers", shown, f"{spread:.3f}", bar=str(bar), met=bar.met(spread)))
+    again = ratio(results, "ddpexp again", "ddpexp", "steps a second")
+    row = Row("best to worst of our launchers", shown, f"{spread:.3f}", str(again), str(bar), bar.met(spread))
+    report.rows.append(row)
     return report
