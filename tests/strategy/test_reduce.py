@@ -111,7 +111,7 @@ def order(world):
                         parts = [gradients[place] for gradients in given]
                         expected = mean(parts).to(dtype)
                         assert torch.equal(parameter.grad, expected), (dtype, through, cap, step, place)
-                        if size > 2 and len(expected) > 100_000 and dtype in DTYPES[:2]:
+                        if size > 2 and dtype in DTYPES[:2] and len(expected) > (10_000 if dtype == torch.float32 else 100_000):
                             assert not torch.equal(mean(parts[::-1]), expected)  # the comparison can fail
                     model.clear_gradient()
 
