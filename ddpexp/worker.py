@@ -20,11 +20,11 @@ import torch
 from ddpexp import checkpoint, deferred_dynamo, loop
 from ddpexp.average import Average
 from ddpexp.checkpoint import Checkpoint
-from ddpexp.config import Experiment, Node, Trainer, load
+from ddpexp.config import Data, Experiment, Node, Trainer, load
 from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, hold_out
+from ddpexp.data.datasets import Splits, hold_out, on_device
 from ddpexp.data.loader import shared_memory_warning
 from ddpexp.errors import RefusedError
 from ddpexp.faults import reach
@@ -77,7 +77,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
     batches = TrainBatches(
         splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers,
-        experiment.trainer.timeout.data_seconds,
+        experiment.trainer.timeout.data_seconds, experiment.data.on_device,
     )  # fmt: skip
     newest = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
@@ -224,8 +224,13 @@ def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
         if len(part) == 0:
             raise RefusedError(f"data._target_={data.target} gave no samples for `{name}`.")
     _refuse_other_data(splits, data.target, world)
-    if data.validation_fraction == 0:
-        return splits
+    if data.validation_fraction:
+        splits = _divided(splits, data)
+    return on_device(splits, world.device) if data.on_device else splits
+
+
+def _divided(splits: Splits, data: Data) -> Splits:
+    """Hold a part of the training data out, to be evaluated."""
     if len(splits.train) < 2:
         raise RefusedError(f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided.")
     if "validation" in splits.evals:
@@ -317,9 +322,11 @@ def _loop(
 
 
 def _evals(experiment: Experiment, splits: Splits, world: World, batch_size: int) -> dict[str, EvalBatches]:
-    workers, seconds = experiment.data.num_workers, experiment.trainer.timeout.data_seconds
+    data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
     return {
-        name: EvalBatches(part, batch_size, world.rank, world.world_size, world.device, workers, seconds, name)
+        name: EvalBatches(
+            part, batch_size, world.rank, world.world_size, world.device, data.num_workers, seconds, name, data.on_device
+        )
         for name, part in splits.evals.items()
     }
 

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 Auto = Literal["auto"]
-DATA_KEYS = ("prepare", "validation_fraction", "num_workers")  # what every data section understands
+DATA_KEYS = ("prepare", "validation_fraction", "num_workers", "on_device")  # what every data section understands
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class Data:
     prepare: str | None
     validation_fraction: float
     num_workers: int
+    on_device: bool
     options: Mapping[str, Any]
 
 
@@ -337,6 +338,7 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
         prepare=prepare,
         validation_fraction=convert(values.get("validation_fraction", 0.0), float, "data.validation_fraction"),
         num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
+        on_device=convert(values.get("on_device", False), bool, "data.on_device"),
         options=node.kwargs,
     )
 

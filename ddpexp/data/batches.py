@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData, may_draw, of_epoch
+from ddpexp.data.datasets import IndexData, may_draw, moved, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
 from ddpexp.data.samples import called, code_error
@@ -40,6 +40,7 @@ class TrainBatches:
     device: torch.device
     num_workers: int = 0
     timeout_seconds: float = 0.0  # how long DataLoader workers may give nothing; 0: for ever
+    on_device: bool = False  # the samples lie on the device, and take their indices there
 
     def __post_init__(self) -> None:
         """Refuse a batch larger than the data."""
@@ -61,10 +62,12 @@ class TrainBatches:
         does to a sample follows from seed, epoch and sample, however the batch is cut.
         """
         if isinstance(self.data, IndexData):
-            seeded = may_draw(self.data)
+            seeded, begun = may_draw(self.data), -1
             for first, block in self._blocks(from_step, to_step):
-                data = of_epoch(self.data, self.seed, first // self.steps_per_epoch)
-                parts = iter(torch.from_numpy(block).view(-1, self.plan.micro_batch_size).unbind())
+                if (epoch := first // self.steps_per_epoch) != begun:
+                    data, begun = of_epoch(self.data, self.seed, epoch), epoch
+                indices = torch.from_numpy(block).view(-1, self.plan.micro_batch_size)
+                parts = iter((moved(indices, self.device) if self.on_device else indices).unbind())
                 for step in range(first, first + len(block)):
                     numbers = range(self.plan.gradient_accumulation_steps)
                     yield [self._gather(data, step, number, next(parts), seeded) for number in numbers]
@@ -120,13 +123,15 @@ class EvalBatches:
     num_workers: int = 0
     timeout_seconds: float = 0.0  # as in TrainBatches
     name: str = "eval"
+    on_device: bool = False  # as in TrainBatches
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; another rank may have one more."""
         if isinstance(self.data, IndexData):
             for start, stop in self._ranges():
                 seed_torch(seed_of(0, EVAL, 0, start), self.device)
-                yield _gather(self.data, self.name, torch.arange(start, stop), self.device)
+                indices = torch.arange(start, stop, device=self.device if self.on_device else "cpu")
+                yield _gather(self.data, self.name, indices, self.device)
         else:
             keys = ((seed_of(0, EVAL, 0, start), list(range(start, stop))) for start, stop in self._ranges())
             for batch in load(self.data, self.name, keys, self.num_workers, self.device, self.timeout_seconds):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.data.order import Permutation
+from ddpexp.errors import RefusedError
 
 
 @runtime_checkable
@@ -23,6 +24,20 @@ class IndexData(Protocol):
 
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Return the samples as tensors on `device`. Shapes: `indices` is (batch,), int64, on the CPU."""
+        ...
+
+
+@runtime_checkable
+class DeviceData(Protocol):
+    """An index data set that can lie in the memory of a device, for `data.on_device=true`."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what it takes there."""
+        ...
+
+    def to(self, device: torch.device) -> IndexData:
+        """Return the same set in the memory of the device, whose gather takes its indices there and waits for nothing."""
         ...
 
 
@@ -63,7 +78,16 @@ class Arrays:
 
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Gather rows as stored, move them, then transform on the device. Shapes: (batch, ...) each."""
-        return self.transform(*(tensor.index_select(0, indices).to(device, non_blocking=True) for tensor in self.tensors))
+        return self.transform(*(moved(tensor.index_select(0, indices), device) for tensor in self.tensors))
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of all rows."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def to(self, device: torch.device) -> Arrays:
+        """Return the rows in the memory of the device."""
+        return replace(self, tensors=[tensor.to(device) for tensor in self.tensors])
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,7 @@ class Subset:
     shuffle: Permutation
     offset: int
     length: int
+    table: Tensor | None = None  # the places of all its samples, on the device where the whole lies
 
     def __len__(self) -> int:
         """Return the number of samples in this part."""
@@ -85,6 +110,8 @@ class Subset:
 
     def places(self, indices: Tensor) -> Tensor:
         """Return where the samples are in the whole. Shapes: as `indices`."""
+        if self.table is not None:
+            return self.table.index_select(0, indices)
         return torch.from_numpy(self.shuffle(indices.numpy() + self.offset))
 
 
@@ -93,6 +120,56 @@ def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
     if isinstance(data, Subset):
         return replace(data, data=of_epoch(data.data, seed, epoch))
     return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor of the host without waiting for what the GPU still has to do: a copy from pages that are not locked would."""
+    if tensor.device == device:
+        return tensor
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def on_device(splits: Splits, device: torch.device) -> Splits:
+    """Return the sets with their samples in the memory of the device: each sample once, in however many parts it is.
+
+    Raises:
+        RefusedError: a set cannot lie there, or there is no room.
+    """
+    parts = {"train": splits.train, **splits.evals}
+    for name, part in parts.items():
+        if not isinstance(_whole(part), DeviceData):
+            raise RefusedError(
+                f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot lie in the memory of a device. "
+                f"Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave data.on_device=false."
+            )
+    wholes = {id(whole): whole for whole in map(_whole, parts.values())}
+    if device.type == "cuda":
+        size, (free, _) = device_bytes(splits), torch.cuda.mem_get_info(device)
+        if size > free:
+            raise RefusedError(
+                f"data.on_device=true: the samples take {size / 1e9:,.1f} GB, and of GPU {device.index} {free / 1e9:,.1f} GB are "
+                f"free. Leave data.on_device=false."
+            )
+    there = {number: whole.to(device) for number, whole in wholes.items()}
+    train, *evals = (_part_of(there[id(_whole(part))], part, device) for part in parts.values())
+    return Splits(train, dict(zip(splits.evals, evals, strict=True)))
+
+
+def device_bytes(splits: Splits) -> int:
+    """Return what the samples of all sets take in the memory of a device."""
+    wholes = {id(whole): whole for whole in map(_whole, (splits.train, *splits.evals.values()))}
+    return sum(whole.num_bytes for whole in wholes.values())
+
+
+def _whole(data: Any) -> Any:
+    return _whole(data.data) if isinstance(data, Subset) else data
+
+
+def _part_of(whole: IndexData, part: Any, device: torch.device) -> IndexData:
+    if not isinstance(part, Subset):
+        return whole
+    table = part.places(torch.arange(len(part))).to(device)
+    return replace(part, data=_part_of(whole, part.data, device), table=table)
 
 
 def may_draw(data: IndexData) -> bool:

@@ -6,7 +6,7 @@ What happens to a sample is a function of seed, epoch and sample: the same at ev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddpexp.data.datasets import IndexData, Splits
+from ddpexp.data.datasets import IndexData, Splits, moved
 from ddpexp.data.order import mix
 from ddpexp.seeds import AUGMENT, seed_of
 
@@ -60,12 +60,20 @@ class Images:
         """Return these images as they are trained on in one epoch."""
         return _Augmented(self, seed_of(seed, AUGMENT, epoch, 0)) if self.flip or self.crop else self
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of pixels and labels."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.pixels, self.labels))
+
+    def to(self, device: torch.device) -> IndexData:
+        """Return these images in the memory of the device, mirrored and cut there."""
+        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        return _OnDevice(**{**own, "pixels": self.pixels.to(device), "labels": self.labels.to(device)})
+
     def batch(self, pixels: Tensor, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Make a batch of gathered pixels, which are moved as bytes. Shapes: as in `load`."""
-        labels = self.labels.index_select(0, indices)
-        if device.type != "cpu":
-            pixels, labels = pixels.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        images = pixels.float()
+        labels = moved(self.labels.index_select(0, indices), device)
+        images = moved(pixels, device).float()
         for channel, (shift, scale) in zip(images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True):
             torch.add(shift, channel, alpha=scale, out=channel)  # one pass, where a product and a difference are two
         return images, labels.long()
@@ -73,6 +81,40 @@ class Images:
     @cached_property
     def _norm(self) -> list[tuple[Tensor, float]]:
         return [(torch.tensor(-middle / one), 1 / (255 * one)) for middle, one in zip(self.mean, self.deviation, strict=True)]
+
+
+@dataclass(frozen=True)
+class _OnDevice(Images):
+    """Images in the memory of a device."""
+
+    def of_epoch(self, seed: int, epoch: int) -> IndexData:
+        """Draw for all images of the epoch at once, so that a batch waits for nothing from the host."""
+        if not self.flip and not self.crop:
+            return self
+        drawn = _draw(seed_of(seed, AUGMENT, epoch, 0), np.arange(len(self)), self.crop)
+        return _AugmentedOnDevice(self, *(moved(torch.from_numpy(one), self.pixels.device) for one in drawn))
+
+
+@dataclass(frozen=True)
+class _AugmentedOnDevice:
+    """The images of one epoch in the memory of a device. Shapes: mirrored (samples,) bool; top, left (samples,)."""
+
+    images: Images
+    mirrored: Tensor
+    top: Tensor
+    left: Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        pixels = self.images.pixels.index_select(0, indices)
+        if self.images.flip:
+            pixels = torch.where(self.mirrored.index_select(0, indices).view(-1, 1, 1, 1), pixels.flip(-1), pixels)
+        if self.images.crop:
+            top, left = self.top.index_select(0, indices), self.left.index_select(0, indices)
+            pixels = _windows(pixels, self.images.crop)[torch.arange(len(pixels), device=pixels.device), :, top, left]
+        return self.images.batch(pixels, indices, device)
 
 
 @dataclass(frozen=True)
@@ -87,20 +129,23 @@ class _Augmented:
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         pixels = self.images.pixels.index_select(0, indices)
-        words = self._words(indices)
+        mirrored, top, left = _draw(self.key, indices.numpy(), self.images.crop)
         if self.images.flip:
-            _mirror(pixels, np.flatnonzero(words & np.uint64(1)))
+            _mirror(pixels, np.flatnonzero(mirrored))
         if self.images.crop:
-            places = np.uint64(2 * self.images.crop + 1)
-            # 31 bits each, so that a product fits; no place is likelier than another by more than a part in 10**8.
-            top, left = ((words >> np.uint64(begin) & np.uint64(2**31 - 1)) * places >> np.uint64(31) for begin in (1, 32))
-            pixels = _cut(pixels, self.images.crop, top.astype(np.int64), left.astype(np.int64))
+            # numpy's gather is quicker than torch's on a CPU.
+            cut = _windows(pixels, self.images.crop).numpy()[np.arange(len(pixels)), :, top, left]
+            pixels = torch.from_numpy(cut)
         return self.images.batch(pixels, indices, device)
 
-    def _words(self, indices: Tensor) -> NDArray[np.uint64]:
-        """Draw a random word for each sample, whatever batch it is in. Shapes: as `indices`."""
-        stride = np.uint64(0x9E3779B97F4A7C15)
-        return mix(np.uint64(self.key) + indices.numpy().astype(np.uint64) * stride)
+
+def _draw(key: int, samples: NDArray[np.int64], frame: int) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+    """Draw what happens to samples, whatever batch they are in: whether mirrored, and the window's top and left."""
+    words = mix(np.uint64(key) + samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    places = np.uint64(2 * frame + 1)
+    # 31 bits each, so that a product fits; no place is likelier than another by more than a part in 10**8.
+    top, left = ((words >> np.uint64(begin) & np.uint64(2**31 - 1)) * places >> np.uint64(31) for begin in (1, 32))
+    return words & np.uint64(1) != 0, top.astype(np.int64), left.astype(np.int64)
 
 
 def _mirror(pixels: Tensor, chosen: NDArray[np.int64]) -> None:
@@ -108,11 +153,10 @@ def _mirror(pixels: Tensor, chosen: NDArray[np.int64]) -> None:
     pixels.numpy()[chosen] = pixels.index_select(0, torch.from_numpy(chosen)).flip(-1).numpy()
 
 
-def _cut(pixels: Tensor, frame: int, top: NDArray[np.int64], left: NDArray[np.int64]) -> Tensor:
-    """Cut each image at its own place out of its framed self, all in one gather of whole rows."""
+def _windows(pixels: Tensor, frame: int) -> Tensor:
+    """Return a view of every window of every framed image. Shapes: (batch, channels, places, places, height, width)."""
     height, width = pixels.shape[-2:]
-    windows = pad(pixels, [frame] * 4).unfold(2, height, 1).unfold(3, width, 1)
-    return torch.from_numpy(windows.numpy()[np.arange(len(pixels)), :, top, left])  # numpy's gather is the faster one
+    return pad(pixels, [frame] * 4).unfold(2, height, 1).unfold(3, width, 1)
 
 
 def _part(folder: Path, part: str) -> tuple[Tensor, Tensor]:

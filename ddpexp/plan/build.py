@@ -21,6 +21,7 @@ from ddpexp.config import Experiment, load
 from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
+from ddpexp.data.datasets import Splits, device_bytes
 from ddpexp.data.samples import tensors_of
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -70,7 +71,8 @@ def learn(
     trainer = experiment.trainer
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, layout.world_size)
     before = _own_memory()
-    train = range(num_samples) if num_samples is not None else open_data(experiment, prepared, _ALONE).train
+    splits = Splits(range(num_samples), {}) if num_samples is not None else open_data(experiment, prepared, _ALONE)
+    train, there = splits.train, experiment.data.on_device and num_samples is None
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     batches = TrainBatches(train, plan, 0, trainer.seed, _CPU)
     steps = {"steps_per_epoch": batches.steps_per_epoch, "num_steps": count_steps(trainer, batches.steps_per_epoch)}
@@ -81,7 +83,7 @@ def learn(
     batch_bytes = activations = None
     if num_samples is None:
         samples = min(plan.micro_batch_size, len(train), _MOST_SAMPLES)
-        batch = to_device(EvalBatches(train, samples, 0, 1, _CPU).first(), device)
+        batch = to_device(EvalBatches(train, samples, 0, 1, _CPU, on_device=there).first(), device)
         scale = plan.micro_batch_size / samples
         batch_bytes = round(scale * sum(t.numel() * t.element_size() for t in tensors_of(batch)))
         measured = _activations(experiment, models, single, batch, notes)
@@ -99,6 +101,7 @@ def learn(
         activations_bytes=activations,
         batch_bytes=batch_bytes,
         data_bytes=data_bytes,
+        device_data_bytes=device_bytes(splits) if there else 0,
         num_samples=len(train),
         notes=notes,
     )

@@ -36,6 +36,7 @@ class Facts:
     batch_bytes: int | None
     data_bytes: int | None  # of the data sets, of each rank's own
     num_samples: int
+    device_data_bytes: int = 0  # of the data sets where they lie on the device
     sums_bytes: int = 0  # of trainer.reduction=exact
     shared_bytes: int = 0  # the memory through which the workers of a machine reduce; 0: they do not
     notes: Mapping[str, str] = field(default_factory=dict)  # by what they are about
@@ -156,6 +157,8 @@ def parts(facts: Facts, trainer: Trainer, options: Strategy, layout: Layout) -> 
         found.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
     found.append(Part("activations", facts.activations_bytes, facts.notes.get("activations", "")))
     found.append(Part("batch", facts.batch_bytes))
+    if layout.device == "cuda":
+        found.append(Part("samples", facts.device_data_bytes, "data.on_device=true"))
     found.append(Part("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
     saved = sum(checkpoint_files(facts, trainer).values())
     found.append(Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True))

@@ -72,6 +72,7 @@ def test_the_same_words_differ_in_nothing(stored: dict[str, Any]) -> None:
         ("data.root", "/there"),
         ("data.source", "files"),
         ("data.num_workers", 3),
+        ("data.on_device", True),
         ("strategy.reduce_through", "backend"),
         ("strategy.find_unused_parameters", True),
     ],

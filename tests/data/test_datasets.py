@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from ddpexp.data.datasets import Arrays, IndexData, Subset, hold_out
+from ddpexp.data.datasets import Arrays, IndexData, Splits, Subset, hold_out, on_device
+from ddpexp.errors import RefusedError
 
 CPU = torch.device("cpu")
 
@@ -60,3 +61,15 @@ def test_a_map_style_set_is_divided_alike() -> None:
     _, expected = hold_out(numbers(100), 0.1)
     assert [int(out[index][0]) for index in range(10)] == all_of(expected)
     assert len(kept) == 90
+
+
+def test_rows_that_lie_on_the_device_are_the_same_also_of_a_part_of_a_part() -> None:
+    kept, out = hold_out(numbers(100), 0.3)
+    inner, last = hold_out(kept, 0.5)
+    there = on_device(Splits(inner, {"last": last, "out": out}), CPU)
+    assert [all_of(part) for part in (there.train, *there.evals.values())] == [all_of(part) for part in (inner, last, out)]
+
+
+def test_what_cannot_lie_on_the_device_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"data\.on_device=true: `eval` is a TensorDataset, which cannot lie in the memory"):
+        on_device(Splits(numbers(4), {"eval": TensorDataset(torch.arange(3))}), CPU)

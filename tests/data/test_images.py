@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import hold_out
+from ddpexp.data.datasets import Splits, hold_out, on_device
 from ddpexp.data.image_files import prepare
 from ddpexp.data.images import Images, load
+from ddpexp.launch.hardware import count_gpus
 from tests.conftest import Ddpexp, finish
 
 CPU = torch.device("cpu")
@@ -117,6 +118,50 @@ def test_what_is_evaluated_is_as_it_is_also_where_it_is_held_out() -> None:
     assert list(step.values()) == whole.flatten(1).tolist()
 
 
+DEVICES = [
+    CPU,
+    pytest.param(
+        torch.device("cuda", 0), marks=[pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")]
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize(("flip", "crop"), [(False, 0), (True, 0), (False, 2), (True, 2)])
+def test_batches_made_on_the_device_are_those_made_on_the_host(flip: bool, crop: int, device: torch.device) -> None:
+    kept, held = hold_out(images(flip, crop), 0.2)
+    there = on_device(Splits(kept, {"eval": images(), "validation": held}), device)
+    plan = plan_batches(12, 4, 1)
+    trained = TrainBatches(there.train, plan, 0, 0, device, on_device=True)
+    assert by_sample(trained.steps(1, 11)) == by_sample(TrainBatches(kept, plan, 0, 0, CPU).steps(1, 11))
+    for name, part in {"eval": images(), "validation": held}.items():
+        pairs = zip(EvalBatches(there.evals[name], 7, 0, 1, device, on_device=True), EvalBatches(part, 7, 0, 1, CPU), strict=True)
+        for found, expected in pairs:
+            assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")
+@pytest.mark.parametrize("there", [False, True])
+def test_batches_for_a_gpu_wait_for_nothing(there: bool) -> None:
+    device = torch.device("cuda", 0)
+    data = on_device(Splits(images(True, 2), {}), device).train if there else images(True, 2)
+    steps = TrainBatches(data, plan_batches(12, 4, 1), 0, 0, device, on_device=there).steps(0, 11)
+    next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert len(list(steps)) == 10
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_parts_of_a_set_lie_on_the_device_once() -> None:
+    kept, held = hold_out(images(), 0.2)
+    there = on_device(Splits(kept, {"validation": held, "eval": images()}), CPU)
+    assert there.train.data is there.evals["validation"].data
+    assert there.train.data is not there.evals["eval"]
+
+
 def test_files_become_splits_of_which_only_the_training_set_is_augmented(tmp_path: Path) -> None:
     for part, count in (("train", 24), ("test", 5)):
         np.save(tmp_path / f"{part}-images.npy", np.full((count, 4, 4), 255, np.uint8))
@@ -144,8 +189,9 @@ def test_a_run_on_augmented_images_ends_with_the_same_weights_at_other_world_siz
     assert whole.code == 0, whole.err
     assert "70 + 16 images of 28 x 28, from files in" in whole.out
     run = tmp_path / "parts"
-    for size, steps in ((2, 5), (1, 9)):  # the first part ends in the second epoch
-        process, _ = ddpexp.start(*words, "data.crop=3", f"run.dir={run}", f"trainer.gpus={size}", f"trainer.max_steps={steps}")
+    for size, steps, there in ((2, 5, "true"), (1, 9, "false")):  # the first part ends in the second epoch
+        others = (f"run.dir={run}", f"trainer.gpus={size}", f"trainer.max_steps={steps}", f"data.on_device={there}")
+        process, _ = ddpexp.start(*words, "data.crop=3", *others)
         done = finish(process, run)
         assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
