@@ -170,7 +170,7 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
     return look
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
@@ -210,7 +210,7 @@ POINTS = [
 """Where a rank is killed in a save, and which rank."""
 
 
-@pytest.mark.variants(3)
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(("place", "rank"), POINTS)
 def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
     recipe: Recipe, undisturbed: Callable[..., Done], place: str, rank: int
@@ -305,7 +305,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.variants(2)
+@pytest.mark.variants(1)
 @pytest.mark.parametrize(
     ("harm", "word"),
     [

@@ -318,20 +318,6 @@ def test_a_line_break_in_the_name_is_refused_before_anything_is_made(ddpexp: Ddp
 # How an interrupted run is gone on with.
 
 
-def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(recipe: Recipe) -> None:
-    done, _ = interrupted(recipe)
-    assert done.code == 128 + signal.SIGTERM
-    *_, left, last = done.err.splitlines()
-    assert left.startswith("ddpexp: interrupted by SIGTERM; ")
-    assert left.endswith(f" in {done.run.name}")
-    folder = shlex.quote(str(recipe.folder / "conf"))
-    assert last == f"go on with: python -m ddpexp resume {done.run.name} --config-dir {folder}"
-    words = ["sh", "-c", f"{sys.executable} {last.removeprefix('go on with: python ')} {' '.join(SHORTER)}"]
-    after = subprocess.run(words, cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=60)
-    assert after.returncode == 0, after.stderr
-    assert json.loads((done.run / "result.json").read_text())["status"] == "done"
-
-
 def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, environ: dict[str, str]) -> None:
     inner = Ddpexp(ddpexp.folder / "a folder", environ)
     inner.folder.mkdir()
@@ -348,6 +334,7 @@ def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, envir
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recipe: Recipe) -> None:
     typed, run = recipe.words(*LONG, "launcher=torchrun-env")
     process = torchrun(recipe.ddpexp, *typed)

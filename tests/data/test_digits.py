@@ -77,6 +77,7 @@ def test_every_style_is_a_line_without_gaps() -> None:
         assert steps.max() < 2 * digits.PEN[0], f"dabs of a {style.digit} would show one by one"
 
 
+@pytest.mark.slow
 def test_linear_model_stays_under_its_mnist_accuracy_and_a_small_network_learns_them(
     request: pytest.FixtureRequest,
 ) -> None:

@@ -39,7 +39,7 @@ def ways() -> list[Any]:
     return found
 
 
-@pytest.mark.variants(1)
+@pytest.mark.slow
 @pytest.mark.fault(3, 5, 6, 19)
 @pytest.mark.parametrize(("starter", "fault"), ways())
 def test_a_rank_is_the_cause_for_all(recipe: Recipe, starter: Starter, fault: str) -> None:

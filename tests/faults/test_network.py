@@ -332,7 +332,7 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "clock.so"
 
 
-@pytest.mark.variants(1)
+@pytest.mark.slow
 @pytest.mark.fault(35)
 @pytest.mark.slurm
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])

@@ -104,6 +104,7 @@ def test_what_a_failure_brings_about_is_not_taken_for_the_cause(recipe: Recipe) 
     assert re.search(r"^ddpexp: rank 0 on \S+ failed \(train at step 2\): ValueError: the cause", done.err, re.MULTILINE), done.err
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(5, 6)
 @pytest.mark.parametrize(
     ("fault", "phase", "says"),
@@ -125,6 +126,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
     assert "most recent call first" in other
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(
     "words",
@@ -157,6 +159,7 @@ def test_a_rank_that_goes_on_is_left_alone(recipe: Recipe, words: tuple[str, ...
     assert (done.code, done.err) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 def test_a_rank_whose_checkpoint_takes_long_holds_up_nobody_before_its_time(recipe: Recipe, tmp_path: Path) -> None:
     words = (*EVERY, "trainer.checkpoint_every=1", "trainer.timeout.step_seconds=1", "trainer.timeout.save_seconds=4")
@@ -185,6 +188,7 @@ def test_ranks_that_wait_for_one_another_are_all_named(recipe: Recipe) -> None:
     assert re.search(r"rank [01] on .*Hang: .*every rank waits for another \(rank 0 in .*; rank 1 in .*\)", done.err)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(5)
 def test_a_fork_server_that_is_stopped_too_is_ended_by_force(recipe: Recipe) -> None:
     running = Running(recipe, *EVERY, *SOON, "trainer.epochs=50")

@@ -104,6 +104,7 @@ CASES = [
 ]
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize(("starter", "harm"), CASES)
 def test_an_interrupted_run_goes_on_under_its_launcher(
     recipe: Recipe, undisturbed: Callable[[int], Done], starter: Starter, harm: Callable[..., None]

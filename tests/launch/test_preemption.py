@@ -238,7 +238,7 @@ def polls(tmp_path: Path, environ: dict[str, str]) -> Polls:
 # ------------------------------------------------------------------------------------------------------------ the signals
 
 
-@pytest.mark.variants(6)
+@pytest.mark.variants(4)
 @pytest.mark.fault(8, 9, 15, 16)
 @pytest.mark.parametrize("whom", ["command", "rank", "all"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2], ids=lambda number: number.name)
@@ -377,7 +377,7 @@ def test_quit_writes_every_ranks_stacks_and_the_run_goes_on(polls: Polls, whom: 
 # ---------------------------------------------------------------------------------------------------------- several commands
 
 
-@pytest.mark.variants(4)
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2], ids=lambda number: number.name)
 @pytest.mark.parametrize("whom", ["command", "last command", "rank", "all"])
 def test_two_commands_stop_after_the_same_step(polls: Polls, number: signal.Signals, whom: str) -> None:

@@ -421,6 +421,7 @@ def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: 
         assert f"JobName={'n' * 300} " in ask("scontrol", "show", "job", "-o", job_of(done))
 
 
+@pytest.mark.slow
 @pytest.mark.fault(70)
 def test_a_controller_that_is_down_is_2_with_slurms_words(recipe: Recipe, cluster: str, tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"

@@ -159,8 +159,7 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words:
     assert "no luck" in (done.run / "ranks/1.log").read_text()
 
 
-@pytest.mark.variants(4)
-@pytest.mark.fault(3, 4, 18, 19)
+@pytest.mark.variants(3)
 @pytest.mark.fault(3, 4, 18, 19)
 @pytest.mark.parametrize(
     ("rank", "how", "code", "kind", "signum", "message"),

@@ -195,6 +195,7 @@ def test_the_weights_are_prepared_before_the_model_is_wrapped() -> None:
     assert torch.equal(strategy.evaluating.weight, torch.zeros(2, 2))
 
 
+@pytest.mark.slow
 def test_compile_compiles_a_model_that_is_made_of_torchs_own_modules(recipe: Recipe, plain: Done) -> None:
     done = recipe("task._target_=points.Compiled", "trainer.gpus=2", "trainer.compile=true", timeout=150)
     assert done.code == 0, done.err
