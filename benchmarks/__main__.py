@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.suite import Bench, trained
+from ddpexp.launch.hardware import count_gpus
 
 # In the order in which `python -m benchmarks` runs them, which takes hours; those of --quick first.
 BENCHMARKS = {
@@ -23,6 +24,7 @@ BENCHMARKS = {
     "threads": "The same job under every launcher",
     "scale": "Hundreds and thousands of ranks, simulated",
     "mnist": "MNIST to 99 %",
+    "gpu": "The training step on a GPU",
     "launchers": "Start under each launcher",
     "checkpoints": "Checkpoints",
     "position": "Resuming within an epoch",
@@ -30,6 +32,7 @@ BENCHMARKS = {
     "sweeps": "Sweeps",
     "soak": "Two hundred runs",
 }
+GPU = ("gpu",)  # left out where there is none
 QUICK = ("start", "cli", "steps", "reduction", "input", "order")
 
 
@@ -48,6 +51,10 @@ def main() -> None:
     unknown = [name for name in words.which if name not in BENCHMARKS]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]}; there are {', '.join(BENCHMARKS)}")
+    here = [name for name in BENCHMARKS if name not in GPU or count_gpus()]
+    elsewhere = [name for name in words.which if name not in here]
+    if elsewhere:
+        parser.error(f"the benchmark {elsewhere[0]} needs a GPU, and this machine shows none")
     if words.data is None or not list(words.data.glob("*.gz")):
         parser.error("--data must name a folder with MNIST's four gzipped IDX files")
     worse: list[str] = []
@@ -58,7 +65,7 @@ def main() -> None:
         for path in words.data.resolve().glob("*.gz"):
             shutil.copy(path, data)
         trained(data, folder / "warm", "trainer.max_steps=1", "trainer.eval_every=0")
-        for name in words.which or (QUICK if words.quick else BENCHMARKS):
+        for name in words.which or (QUICK if words.quick else here):
             (folder / name).mkdir()
             began = time.monotonic()
             rounds = min(words.rounds, 3) if words.quick else words.rounds

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers.common import model
 from benchmarks.peers.job import EVERY, Whole
-from benchmarks.race import Arm, Figures, last_json, race, refuse_other_work
+from benchmarks.race import Arm, Figures, last_json, race, ratio, refuse_other_work
 from benchmarks.starting import started
 from benchmarks.suite import Bench, records, result
 from ddpexp.data.batch_plan import plan_batches
@@ -28,7 +28,9 @@ from ddpexp.rundir import newest_checkpoint
 TOLERANCE = 0.01
 """How far the loss, and the way that the weights have gone, may be from the middle, relatively."""
 
-_RECIPE = str(Path(__file__).resolve().parent / "recipe" / "conf")
+RECIPE = str(Path(__file__).resolve().parent / "recipe" / "conf")
+FASTEST = "fastest steps a second"
+"""In the fastest stretch from one record to the next: where the machine disturbed a program the least."""
 _TRAINING_SAMPLES = 60_000
 PEERS = {
     "Lightning": ("lightning_trainer", []),
@@ -74,14 +76,17 @@ class Job:
         def command(place: Path) -> list[str]:
             sizes = [f"trainer.global_batch_size={self.batch * self.workers}", f"trainer.max_steps={self.steps}"]
             data = [f"data.root={self.bench.data}", "data.source=files", f"run.dir={place / 'run'}"]
-            program = ["-m", "ddpexp", "--config-dir", _RECIPE, "recipe=raced", f"model.name={self.model}"]
+            program = ["-m", "ddpexp", "--config-dir", RECIPE, "recipe=raced", f"model.name={self.model}"]
             return started(way, self.workers, [*program, *sizes, *data, f"trainer.log_every={EVERY}", *words], ours=True)
 
         def figures(place: Path, _output: str, begin: float, end: float) -> dict[str, float]:
             lines, saved = records(place / "run"), place / "run" / "result.json"
             rate = (lines[-1]["step"] - lines[0]["step"]) / (lines[-1]["time"] - lines[0]["time"]) if len(lines) > 1 else 0.0
+            pairs = itertools.pairwise(lines)
+            best = max(((b["step"] - a["step"]) / (b["time"] - a["time"]) for a, b in pairs), default=0.0)
             first = result(place / "run")["first_step_at"] - begin
-            return {**self._figures(first, rate, _ours(place / "run")), "to the prompt": end - saved.stat().st_mtime}
+            own = {FASTEST: best, "to the prompt": end - saved.stat().st_mtime}
+            return {**self._figures(first, rate, _ours(place / "run")), **own}
 
         return Arm(name, command, figures)
 
@@ -94,14 +99,8 @@ class Job:
             return [*ours.command(place), "task._target_=raced.InTurn", *(f"+task.{key}={value}" for key, value in told.items())]
 
         def figures(place: Path, output: str, begin: float, end: float) -> dict[str, float]:
-            blocks = [json.loads(line) for line in (place / "blocks.jsonl").read_text().splitlines()][1:]
-            mine, theirs = ([1e6 * one[which] for one in blocks] for which in (0, 1))
-            more = statistics.median(one - other for one, other in zip(mine, theirs, strict=True))
-            shares = {"share": statistics.median(other / one for one, other in zip(mine, theirs, strict=True))}
-            again = {"again": statistics.median(other / one for one, other in itertools.pairwise(mine))}
-            middles = {"ours": statistics.median(mine), "theirs": statistics.median(theirs), "more": more}
             found = ours.figures(place, output, begin, end)
-            return {"loss": found["loss"], "moved": found["moved"], **middles, **shares, **again}
+            return {"loss": found["loss"], "moved": found["moved"], **turns(place)}
 
         return Arm(name, command, figures)
 
@@ -124,7 +123,8 @@ class Job:
 
         def figures(place: Path, output: str, begin: float, _end: float) -> dict[str, float]:
             found, weights = last_json(output), torch.from_numpy(np.load(place / "weights.npy"))
-            return self._figures(found["first_step_at"] - begin, found["steps_per_second"] or 0.0, weights)
+            own = self._figures(found["first_step_at"] - begin, found["steps_per_second"] or 0.0, weights)
+            return {**own, FASTEST: found["fastest_steps_per_second"]}
 
         threads = {} if "--threads" in words else {"OMP_NUM_THREADS": "1"}
         return Arm(name, command, figures, threads, tries=3)  # with gloo torch aborts now and then as it leaves
@@ -153,6 +153,21 @@ class Job:
     @cached_property
     def _fixed(self) -> tuple[Tensor, Tensor]:
         return Whole(str(self.bench.data))[torch.arange(2000)]
+
+
+def fastest(results: Figures, other: str) -> str:
+    """Say what ddpexp's speed divided by another program's is in the fastest stretches of both."""
+    return f"of each program's fastest {EVERY} steps: {ratio(results, 'ddpexp', other, FASTEST).median:.2f}"
+
+
+def turns(place: Path) -> dict[str, float]:
+    """Compare the blocks of both loops of a process, but for the first ones. Units: microseconds a step."""
+    blocks = [json.loads(line) for line in (place / "blocks.jsonl").read_text().splitlines()][1:]
+    mine, theirs = ([1e6 * one[which] for one in blocks] for which in (0, 1))
+    more = statistics.median(one - other for one, other in zip(mine, theirs, strict=True))
+    share = statistics.median(other / one for one, other in zip(mine, theirs, strict=True))
+    again = statistics.median(other / one for one, other in itertools.pairwise(mine))
+    return {"ours": statistics.median(mine), "theirs": statistics.median(theirs), "more": more, "share": share, "again": again}
 
 
 def _ours(run: Path) -> Tensor:

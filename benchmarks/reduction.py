@@ -5,7 +5,7 @@ Ranks that reduce nothing show how much of DDP's step there is to win on the mac
 
 from __future__ import annotations
 
-from benchmarks.equal import Job
+from benchmarks.equal import Job, fastest
 from benchmarks.race import ratio
 from benchmarks.suite import Bar, Bench, Chart, Report, compare, of_rounds
 
@@ -36,7 +36,9 @@ def run(bench: Bench) -> Report:
             bar, note = None, ""
             if arm.name == "DDP":
                 bar = Bar("at least", times)
-                note = "" if bench.quick else f"without any reduction: {ratio(results, _FLOOR, 'DDP', 'steps a second').median:.1f}"
+                note = fastest(results, "DDP")
+                if not bench.quick:
+                    note += f"; without any reduction: {ratio(results, _FLOOR, 'DDP', 'steps a second').median:.1f}"
             report.rows.append(
                 compare(results, what, "steps a second", lambda value: f"{value:,.0f}", arm.name, bar=bar, note=note)
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from benchmarks.equal import PEERS, Job
+from benchmarks.equal import PEERS, Job, fastest
 from benchmarks.race import Figures, quartiles
 from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
 
@@ -37,7 +37,8 @@ def run(bench: Bench) -> Report:
         results = job.run([*arms, job.ours("ddpexp again", *_WORDS)], bench.rounds)
         for arm in arms[1:]:
             bar = Bar("at least", _SHARE) if arm.name == "by hand" else None
-            note = "with the same reduction through shared memory" if workers > 1 and arm.name == "by hand" else ""
+            note = fastest(results, arm.name) if bar is not None else ""
+            note += "; it has the same reduction through shared memory" if workers > 1 and bar is not None else ""
             report.rows.append(_steps(results, workers, arm.name, bar, note))
         if workers == 1:
             report.rows += _in_turn(job, bench.rounds, "trainer.log_every=1000000", name=", without records of ours", bars=False)

@@ -1,0 +1,42 @@
+"""The best hand-written loop we know for one GPU: samples in its memory, bf16, a compiled network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+
+from benchmarks.peers.common import model
+from benchmarks.peers.job import EVERY, RATE
+
+
+def steps(data: Path, order: Path, folder: Path, name: str, channels_last: bool) -> Iterator[None]:
+    """Take every step of the order, and yield after each; at the end leave the mean loss of the last record in `by_hand.json`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    images, labels = (torch.from_numpy(np.load(data / f"train-{what}.npy")).to(device) for what in ("images", "labels"))
+    rows = torch.from_numpy(np.load(order)).to(device)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    network = model(name).to(device, memory_format=memory_format)  # type: ignore[call-overload]
+    called, loss_of = torch.compile(network), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=0.9, nesterov=True)
+    writer, since = SummaryWriter(folder), torch.zeros((), device=device)
+    for step, row in enumerate(rows, start=1):
+        batch = images.index_select(0, row).float().mul_(1 / 127.5).sub_(1).contiguous(memory_format=memory_format)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(called(batch), labels.index_select(0, row))  # type: ignore[no-untyped-call]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        since += loss.detach()
+        if step % EVERY == 0:
+            mean = since.item() / EVERY
+            writer.add_scalar("loss", mean, step)
+            (folder / "by_hand.json").write_text(json.dumps({"loss": mean}))
+            since.zero_()
+        yield
+    writer.close()
