@@ -91,6 +91,8 @@ class Elastic:
             code = first_end(error).exit_code
             raise
         finally:
+            if code > 128 and any(not _ends_all(one) for one in _codes(Path(os.environ[_CODES]))):
+                code = EXIT_FAILED  # one that has failed has left: the agent ends the others, to start them all again
             _leave_code(code)
             if _ends_all(code):
                 _wait_for_the_end()

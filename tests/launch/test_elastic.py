@@ -6,10 +6,13 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import Ddpexp, ddpexp_processes, finish
+from ddpexp.errors import StoppedError
+from ddpexp.launch.elastic import Elastic
+from tests.conftest import Call, Ddpexp, ddpexp_processes, finish
 from tests.launch.starters import free_port
 from tests.launch.test_torchrun import CODE
 from tests.points import Recipe, wait_for
@@ -63,6 +66,26 @@ def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe
     assert "ddpexp: rank 1 on" in done.err
     assert "ddpexp: going on in" in done.err
     assert "torch/distributed" not in done.err.replace("torch/distributed/c10d", "")  # no log of the agent, no traceback of it
+
+
+@pytest.mark.parametrize(("other", "left"), [(0, 128 + signal.SIGTERM), (1, 1), (7, 1), (2, 128 + signal.SIGTERM)])
+def test_a_rank_that_is_ended_because_another_has_failed_does_not_keep_the_agent_from_restarting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int, left: int
+) -> None:
+    """The agent ends who is left when one rank's command has gone: that looks like somebody's SIGTERM, and is none."""
+
+    def stopped(*_: object) -> int:
+        raise StoppedError(signal.SIGTERM)
+
+    codes = tmp_path / "codes"
+    codes.write_bytes(other.to_bytes(4, "little") + bytes(4))
+    monkeypatch.setenv("DDPEXP_EXIT_CODES", str(codes))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr("ddpexp.launch.torchrun_env.TorchrunEnv.launch", stopped)
+    monkeypatch.setattr("ddpexp.launch.elastic._END_SECONDS", 0)
+    with pytest.raises(StoppedError):
+        Elastic().member(Call("time:sleep", ["0"], tmp_path))
+    assert int.from_bytes(codes.read_bytes()[4:], "little") == left
 
 
 def test_the_agent_gives_up_after_max_restarts(recipe: Recipe) -> None:

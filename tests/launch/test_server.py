@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,8 @@ def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, 
 def test_a_run_listens_on_loopback_alone_and_the_command_never_loads_torch(recipe: Recipe, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    process, run = start(recipe, *ITEMS, TMPDIR=str(temporary))
+    # An evaluation has loader workers of its own.
+    process, run = start(recipe, *ITEMS, "trainer.eval_every=0", TMPDIR=str(temporary))
     wait_for(lambda: trains(recipe))
     processes = session(process.pid)
     assert len(processes) == 8  # the command, the server, 2 ranks, 2 loader workers each
@@ -97,8 +99,9 @@ def inet_addresses(pid: int) -> set[str]:
     """Return the local addresses of a process's TCP and UDP sockets, as `127.0.0.1:port` or hexadecimal for IPv6."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
-            inodes.add(found[1])
+        with suppress(FileNotFoundError):  # closed since it was listed
+            if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
+                inodes.add(found[1])
     addresses = set()
     for name in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
