@@ -94,6 +94,7 @@ def test_a_link_is_found_wherever_a_start_writes(tmp_path: Path, name: str) -> N
 SOME_LINKS = ("ranks/0.log", "metrics.jsonl", "lock", "config.yaml", "tb/{events}", "checkpoints/.step-00000006.partial/", "ranks/")
 
 
+@pytest.mark.variants(1)
 @pytest.mark.fault("S16")
 @pytest.mark.parametrize("verb", ["start", "resume"])
 def test_a_link_where_a_start_would_write_is_refused_and_not_followed(recipe: Recipe, tmp_path: Path, verb: str) -> None:

@@ -147,6 +147,7 @@ def test_what_is_no_launcher_is_refused_in_a_sentence(recipe: Recipe, tmp_path: 
     assert not done.run.exists()
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("value", [":Toy", "a b:Toy", "..:", "toy:"])
 def test_an_entry_point_without_sense_disturbs_nobody(recipe: Recipe, tmp_path: Path, value: str) -> None:
     environ = package(tmp_path, value, target="toy.Toy")

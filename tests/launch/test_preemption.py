@@ -255,6 +255,7 @@ def test_one_rank_stops_as_four_do(polls: Polls, size: int) -> None:
     assert len(polls.seen()) == 1
 
 
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("whom", ["command", "rank zero", "all"])
 def test_usr1_has_every_rank_save_and_go_on(polls: Polls, whom: str) -> None:
     polls.start(2, "slow").signal(signal.SIGUSR1, whom)
@@ -359,6 +360,7 @@ def test_a_rank_that_is_killed_after_the_request_has_failed(polls: Polls) -> Non
 # ---------------------------------------------------------------------------------------------------------- where they are
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("whom", ["command", "rank", "all"])
 def test_quit_writes_every_ranks_stacks_and_the_run_goes_on(polls: Polls, whom: str) -> None:
     polls.start(2).signal(signal.SIGQUIT, whom)

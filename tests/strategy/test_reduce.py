@@ -455,8 +455,8 @@ def fails(folder: Path, case: str, size: int) -> Failure:
     return caught.value.failure
 
 
-@pytest.mark.variants(2)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("size", [3, 2, 4])
 def test_gradients_are_summed_in_the_order_of_the_ranks(folder: Path, size: int) -> None:
     works(folder, "order", size)
 
