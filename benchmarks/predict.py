@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ddpexp.plan.calibrate import step_ms
 
-MODELS = {"linear": 1200, "lenet": 192}  # steps of the run
+MODELS = {"linear": 3600, "lenet": 384}  # steps of the run
 _BATCH = 128
 
 

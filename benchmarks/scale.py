@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks import predict
@@ -113,7 +114,7 @@ def _plan(bench: Bench, report: Report) -> None:
 
 
 def _predictions(bench: Bench, report: Report) -> None:
-    """A plan for four workers, from runs with one and two, against a run."""
+    """A plan for four workers, from runs with one and two, against a run; beside it, what one run tells of the next."""
     bar = Bar("at most", 0.15)
     for model in predict.MODELS:
         found = []
@@ -124,14 +125,13 @@ def _predictions(bench: Bench, report: Report) -> None:
             bench.say(f"round {number + 1}  plan {model}: {one.error:+.1%} {one.disturbed} ({time.monotonic() - begin:.0f} s)")
         wrong = statistics.median(abs(one.error) for one in found)
         signed = sorted(one.error for one in found)
-        figures = " against ".join(
-            f"{statistics.median(values):.2f} ms"
-            for values in ([one.predicted_ms for one in found], [one.measured_ms for one in found])
-        )
+        times = [one.measured_ms for one in found]
+        figures = " against ".join(f"{statistics.median(values):.2f} ms" for values in ([one.predicted_ms for one in found], times))
+        again = f"{statistics.median(abs(one / other - 1) for one, other in pairwise(times)):.3f}" if len(times) > 1 else ""
         note = "; ".join(sorted({one.disturbed for one in found if one.disturbed}))
         what = f"a step of 4 workers planned from 1 and 2 against measured, {model}: error"
         shown = f"{wrong:.3f} ({signed[0]:+.3f} to {signed[-1]:+.3f})"
-        report.rows.append(Row(what, figures, shown, "", str(bar), bar.met(wrong), note))
+        report.rows.append(Row(what, figures, shown, again, str(bar), bar.met(wrong), note))
 
 
 def _row_a_rank(results: Figures, workers: int, end: str, figure: str, what: str, unit: str) -> Row:

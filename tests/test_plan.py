@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,8 +24,9 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.jobs import Training
 from ddpexp.launch import Layout
+from ddpexp.launch.process import children
 from ddpexp.plan.build import learn, most_blocks
-from ddpexp.plan.calibrate import num_steps, run_words, step_ms
+from ddpexp.plan.calibrate import _seconds, num_steps, run_words, step_ms
 from ddpexp.plan.layout import assume
 from ddpexp.plan.memory import (
     _GATHERED,
@@ -449,10 +453,10 @@ def test_without_a_second_size_all_is_latency() -> None:
 
 def test_a_short_run_has_the_words_of_the_plan_but_its_own_length() -> None:
     typed = ["--config-dir", "conf", "recipe=mine", "launcher=slurm", "launcher.time=60", "trainer.gpus=8", "optimizer.lr=0.1"]
-    words = run_words(typed, workers=2, passes=3, micro=4, threads=1, steps=36, folder=Path("there"))
+    words = run_words(typed, workers=2, passes=3, micro=4, threads=1, steps=36, log_every=3, folder=Path("there"))
     assert words[:5] == ["--config-dir", "conf", "recipe=mine", "optimizer.lr=0.1", "launcher=spawn"]
     assert {"trainer.gpus=2", "trainer.global_batch_size=24", "trainer.micro_batch_size=4", "trainer.log_every=3"} <= set(words)
-    composed = compose([*run_words(list(SMALL), 2, 3, 4, 1, 36, Path("there"))])
+    composed = compose([*run_words(list(SMALL), 2, 3, 4, 1, 36, 3, Path("there"))])
     assert composed is not None
     assert parse(composed.values).trainer.epochs is None
 
@@ -461,7 +465,20 @@ def test_the_time_of_a_step_is_that_of_undisturbed_windows() -> None:
     records = [{"train/samples_per_second": rate} for rate in (1.0, 100.0, 100.0, 50.0, 100.0)] + [{"eval/loss": 1.0}]
     assert step_ms(records, global_batch_size=10) == 100
     assert step_ms(records[:1], global_batch_size=10) == 10_000
-    assert (num_steps(0.4), num_steps(10), num_steps(5000)) == (1200, 96, 36)
+    assert (num_steps(0.4), num_steps(10), num_steps(5000)) == (4992, 192, 36)
+
+
+def test_what_a_neighbour_and_those_it_has_started_compute_is_known() -> None:
+    """They are killed and nobody waits for them: without this a quiet machine would seem to be busy with other programs."""
+    burn = "import time; [0 for _ in iter(lambda: time.process_time() < 0.4, False)]; print(flush=True); time.sleep(60)"
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, start_new_session=True) as neighbour:
+        assert neighbour.stdout is not None
+        neighbour.stdout.readline()
+        [child] = children(neighbour.pid)
+        assert 0.38 <= _seconds(child) <= _seconds(neighbour.pid)  # the kernel counts in hundredths
+        os.killpg(neighbour.pid, signal.SIGKILL)
+    assert children(neighbour.pid) == []
 
 
 def test_the_time_is_left_out_with_a_sentence_or_told_with_its_costs() -> None:

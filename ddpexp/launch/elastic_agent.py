@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -15,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
 from ddpexp.errors import EXIT_FAILED
-from ddpexp.launch.process import die_with_parent
+from ddpexp.launch.process import children, die_with_parent
 
 
 def main() -> None:
@@ -37,10 +36,9 @@ def main() -> None:
 
 
 def _pass_on(number: int, _frame: FrameType | None) -> None:
-    for children in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, children.read_text().split()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+    for pid in children(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -18,12 +19,22 @@ _LOOK_SECONDS = 0.25
 def stat(pid: int) -> list[str] | None:
     """Return what the kernel says of a process, from its state on; None when it is gone. Source: proc(5), stat.
 
-    Index 0 is its state, a letter; 11 and 12 are the ticks that it has used itself and the kernel for it; 19 is when it began.
+    Index 0 is its state, a letter; 11 and 12 are the ticks that it has used itself and the kernel for it, 13 and 14 those of its
+    children that it has waited for; 19 is when it began.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except (OSError, IndexError):
         return None
+
+
+def children(pid: int) -> list[int]:
+    """Return the processes that a process has started and not waited for; none when it is gone. Source: proc(5), children."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            found += map(int, path.read_text().split())
+    return found
 
 
 def is_gone(pid: int) -> bool:

@@ -20,15 +20,16 @@ from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.hardware import count_gpus, usable_core_numbers, usable_cores
+from ddpexp.launch.process import children, stat
 from ddpexp.plan.speed import Costs, Measured, Place, fit, turns
 
-_PILOT_STEPS = 30
-_SECONDS = 1.0  # of training that a run is to take
-_FEWEST_STEPS, _MOST_STEPS = 36, 1200
+_SECONDS = 2.0  # of training that a run is to take: cores are slowed by others' work for a second at a time
+_FEWEST_STEPS, _MOST_STEPS = 36, 6000
 _WINDOWS = 12  # records of a run, of which the first is left out
 _BUSY = 0.1  # of the machine, above which others have disturbed the measurement
 _SMALL = ("recipe=mnist", "model=linear", "data.source=embedded", "data.embedded_train=640", "data.embedded_test=10")
 _SMALL_BYTES = 31_400  # of its gradients
+_SMALL_STEPS = 2400
 _ENDLESS_STEPS = 10_000_000
 _SAID = "said"  # the file for what a run says
 _PROGRAM = (
@@ -52,13 +53,15 @@ class Calibration:
     notes: tuple[str, ...]
 
 
-def run_words(typed: Sequence[str], workers: int, passes: int, micro: int, threads: int, steps: int, folder: Path) -> list[str]:
+def run_words(
+    typed: Sequence[str], workers: int, passes: int, micro: int, threads: int, steps: int, log_every: int, folder: Path
+) -> list[str]:
     """Return the words of a short run: those of the plan, with its length, its workers and its records changed."""
     kept = [word for word in typed if not word.lstrip("+").startswith(_OF_THE_RUN)]
     return [
         *kept, "launcher=spawn", "logger=none", f"run.dir={folder}", "run.resume=never", f"trainer.gpus={workers}",
         f"trainer.threads={threads}", f"trainer.micro_batch_size={micro}", f"trainer.global_batch_size={micro * passes * workers}",
-        "trainer.epochs=null", f"trainer.max_steps={steps}", f"trainer.log_every={max(1, min(steps, _MOST_STEPS) // _WINDOWS)}",
+        "trainer.epochs=null", f"trainer.max_steps={steps}", f"trainer.log_every={log_every}",
         "trainer.eval_every=0", "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=null", "trainer.keep_best=null",
     ]  # fmt: skip
 
@@ -94,12 +97,12 @@ def calibrate(
     others = _Others()
     with tempfile.TemporaryDirectory(prefix="ddpexp-plan-") as name:
         by_backend = ["strategy.reduce_through=backend"] if on_cpu and place.way != "shared_memory" else []
-        bench = _Bench(Path(name), [*typed, *by_backend], batch.micro_batch_size, layout.threads, place, say)
+        bench = _Bench(Path(name), [*typed, *by_backend], batch.micro_batch_size, layout.threads, place, say, others)
         bench = replace(bench, steps=num_steps(bench.measure(1)))
         own, small = bench.measured(batch.gradient_accumulation_steps > 1, two, on_cpu), None
         if two and on_cpu and num_bytes > 4 * _SMALL_BYTES:
-            bench = replace(bench, typed=[*_SMALL, *by_backend], steps=_MOST_STEPS)
-            small = replace(bench, name=" of a small model").measured(False, True, False)
+            bench = replace(bench, typed=[*_SMALL, *by_backend], steps=_SMALL_STEPS, name=" of a small model")
+            small = bench.measured(False, True, False)
             small = replace(small, crowded=bench.measure(2, bench.fewer_cores()), crowded_turns=bench.fewer_turns())
     busy = others.share()
     if busy > _BUSY:
@@ -119,7 +122,8 @@ class _Bench:
     threads: int
     place: Place
     say: Callable[[str], None]
-    steps: int = _PILOT_STEPS
+    others: _Others
+    steps: int = _FEWEST_STEPS
     name: str = ""
 
     def measured(self, twice: bool, two: bool, on_cpu: bool) -> Measured:
@@ -166,6 +170,7 @@ class _Bench:
                 _finish(run, ours)
             if neighbour.poll() is not None:
                 _finish(neighbour, theirs)
+            self.others.leave_out(sum(_seconds(pid) for pid in children(neighbour.pid)))  # nobody waits for them
         return step_ms(_records(ours / "run"), self.micro)
 
     def _folder(self) -> Path:
@@ -174,11 +179,12 @@ class _Bench:
         return place
 
     def _words(self, workers: int, passes: int, steps: int, folder: Path) -> list[str]:
-        return run_words(self.typed, workers, passes, self.micro, self.threads, steps, folder / "run")
+        window = self.steps // _WINDOWS
+        return run_words(self.typed, workers, passes, self.micro, self.threads, steps, window, folder / "run")
 
 
 def num_steps(pilot_ms: float) -> int:
-    """Return how many steps a run takes: about a second, a few dozen at least. Units: milliseconds."""
+    """Return how many steps a run takes: about two seconds, a few dozen at least. Units: milliseconds."""
     steps = int(_SECONDS * 1e3 / max(pilot_ms, 1e-3))
     return max(_FEWEST_STEPS, min(_MOST_STEPS, steps)) // _WINDOWS * _WINDOWS
 
@@ -222,12 +228,17 @@ class _Others:
     def __init__(self) -> None:
         """Begin to look."""
         self._begin = time.monotonic(), _busy_seconds(), _own_seconds()
+        self._left_out = 0.0
+
+    def leave_out(self, seconds: float) -> None:
+        """Count so much as ours: what processes have computed whom this one does not wait for."""
+        self._left_out += seconds
 
     def share(self) -> float:
         """Return the share of all cores that others have taken since then."""
         begin, busy, own = self._begin
         seconds = (time.monotonic() - begin) * (os.cpu_count() or 1)
-        return max(0.0, (_busy_seconds() - busy - _own_seconds() + own) / seconds)
+        return max(0.0, (_busy_seconds() - busy - _own_seconds() + own - self._left_out) / seconds)
 
 
 def _busy_seconds() -> float:
@@ -235,6 +246,13 @@ def _busy_seconds() -> float:
     with open("/proc/stat") as file:
         ticks = list(map(int, file.readline().split()[1:9]))
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def _seconds(pid: int) -> float:
+    """Return the seconds that a process has computed, and what it has started."""
+    words = stat(pid)
+    own = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK") if words else 0.0
+    return own + sum(_seconds(child) for child in children(pid))
 
 
 def _own_seconds() -> float:
