@@ -175,7 +175,6 @@ def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done) -> None:
     assert done.result()["weights_sha256"] == trained.result()["weights_sha256"]
 
 
-@pytest.mark.slow
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("delay", [0.9, pytest.param(0.3, marks=pytest.mark.slow)])

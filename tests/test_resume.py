@@ -109,7 +109,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is(ddpexp: Ddpexp, run: Path) ->
     assert listing(run) == before
 
 
-@pytest.mark.slow
 def test_every_rank_of_a_finished_run_ends_well(ddpexp: Ddpexp, run: Path) -> None:
     before = listing(run)
     done = finish(torchrun(ddpexp, *SMALL, "run.dir=run", "launcher=torchrun-env"), run, 60)

@@ -156,7 +156,6 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
 # ------------------------------------------------------------------------------------------------- a host is cut off
 
 
-@pytest.mark.slow
 @pytest.mark.fault(28)
 @pytest.mark.slurm
 def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_later(recipe: Recipe, hosts: Hosts) -> None:
@@ -333,7 +332,6 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "clock.so"
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.fault(35)
 @pytest.mark.slurm

@@ -102,7 +102,7 @@ def test_the_order_is_the_same_at_every_size_and_the_weights_tell_sizes_apart(ex
     assert len({one["sha"] for one in expected.values()}) == 3  # BatchNorm sees other slices: the comparison can fail
 
 
-@pytest.mark.variants(1)
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("starter", params(sizes=False))
 @pytest.mark.parametrize(("how", "code"), [pytest.param("raise", 1, marks=pytest.mark.slow), ("exit", 7)])
 def test_a_failing_rank_ends_all_with_its_cause(recipe: Recipe, tmp_path: Path, starter: Starter, how: str, code: int) -> None:
