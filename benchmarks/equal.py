@@ -21,9 +21,9 @@ from benchmarks.peers.job import EVERY, Whole
 from benchmarks.race import Arm, Figures, last_json, race, ratio, refuse_other_work
 from benchmarks.starting import started
 from benchmarks.suite import Bench, records, result
+from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
-from ddpexp.rundir import newest_checkpoint
 
 TOLERANCE = 0.01
 """How far the loss, and the way that the weights have gone, may be from the middle, relatively."""

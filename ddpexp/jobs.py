@@ -204,7 +204,10 @@ class Training(Job):
         try:
             yield
         except OSError as error:
-            say(f"ddpexp: warning: {self._called(run)} cannot be written ({said_with_limit(error)}): it does not tell of this end")
+            if run.path.exists():  # else that is the end itself, which is reported
+                say(
+                    f"ddpexp: warning: {self._called(run)} cannot be written ({said_with_limit(error)}): it does not tell of this end"
+                )
 
     def _there(self, owners: Sequence[str]) -> RunDir | None:
         """Return the run directory that is there already: made for this command, typed, or begun by what starts it again."""
@@ -240,7 +243,7 @@ class Training(Job):
         """Hold the run that is there against what is asked."""
         again = self._is_member or rundir.owned(str(run.path), "", owners) is not None
         how = "auto" if self._goes_on and self.experiment.run.resume == "never" else self.experiment.run.resume
-        return resume.look(run, resume.Start(self._called(run), self._text, self._typed, how, again))
+        return resume.look(run, resume.Start(self._called(run), self._text, self._typed, how, again, verifies=True))
 
     def _write_down(self, run: RunDir, earlier: resume.Earlier | None) -> None:
         """Leave in the directory what is asked now; from here on it is this command's."""

@@ -22,6 +22,7 @@ from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.faults import reach
 from ddpexp.launch.control import Control
+from ddpexp.optimizers import optimizer_state, parameter_names, restore_optimizer, settings
 from ddpexp.precision import Precision
 from ddpexp.schedule import Schedule
 from ddpexp.seeds import MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
@@ -60,8 +61,10 @@ class Position:
 class Saves(Protocol):
     """What keeps checkpoints."""
 
-    def save(self, position: Position, state: Mapping[str, Any], epoch: float, end: bool) -> str | None:
-        """Save the run, whose optimizers and their kind `state` holds; at the `end` return the hash of the weights.
+    def save(
+        self, position: Position, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
+    ) -> str | None:
+        """Save the run, with the state of its optimizers and of its gradient scale; at the `end` return the hash of the weights.
 
         Ranks: all. Training may go on when this returns.
         """
@@ -233,13 +236,15 @@ class Loop:
     position: Position = field(default_factory=Position)
     _peaks: list[float] = field(init=False)
     _built: dict[str, list[dict[str, Any]]] = field(init=False)
+    _names: Mapping[str, Tensor] = field(init=False)
     _update: Update = field(init=False)
     _by_hand: HasTrainStep | None = field(init=False)
     _count: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
-        self._built = {name: _without_parameters(one) for name, one in self.optimizers.items()}
+        self._names = parameter_names(self.strategy.bare)
+        self._built = {name: settings(one) for name, one in self.optimizers.items()}
         self._peaks = [group["lr"] for one in self.optimizers.values() for group in one.param_groups]
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
         self._update = Update(
@@ -296,20 +301,19 @@ class Loop:
         epoch = done / self.train.steps_per_epoch
         return Outcome(done, epoch, self.position.metrics, clock.total(), first_step_at, interrupted, digest)
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Take up the state of a checkpoint: optimizers and scaler.
+    def restore(self, optimizers: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
+        """Restore the optimizers and the gradient scale from what `Saves.save` was given of them.
 
         Raises:
             RefusedError: the state of other optimizers.
         """
-        if state["optimizers"].keys() != self.optimizers.keys():
+        if optimizers.keys() != self.optimizers.keys():
             raise RefusedError(
-                f"the checkpoint holds the optimizers {', '.join(state['optimizers'])}, "
-                f"and the run has {', '.join(self.optimizers)}."
+                f"the checkpoint holds the optimizers {', '.join(optimizers)}, and the run has {', '.join(self.optimizers)}."
             )
         for name, optimizer in self.optimizers.items():
-            restore_optimizer(optimizer, state["optimizers"][name], state["built"][name], name)
-        self.precision.restore(state["precision"])
+            restore_optimizer(optimizer, optimizers[name], self._names, name)
+        self.precision.restore(precision)
 
     def _save(self, done: int, window: _Window, clock: _Clock, end: bool) -> str | None:
         if self.saves is None:
@@ -320,12 +324,11 @@ class Loop:
             self._refuse_to_keep(done, window)
             self.position.step, self.position.window = done, window.pending(clock.since_record())
             self.position.train_seconds = clock.total()
-            state = {
-                "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
-                "built": self._built,
-                "precision": self.precision.state(),
+            optimizers = {
+                name: {**optimizer_state(one, self._names), "built": self._built[name]} for name, one in self.optimizers.items()
             }
-            digest = self.saves.save(self.position, state, done / self.train.steps_per_epoch, end)
+            epoch = done / self.train.steps_per_epoch
+            digest = self.saves.save(self.position, optimizers, self.precision.state(), epoch, end)
         clock.saved()
         return digest
 
@@ -643,42 +646,6 @@ class _Clock:
         away = time.perf_counter() - begin
         self._away += away
         self._lap += away
-
-
-def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], built: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Give a newly built optimizer the state that it had.
-
-    Its settings are as they were, too, where they are built as they were `built` then: what the user has changed since stays.
-
-    Raises:
-        RefusedError: the state of another kind of optimizer, or of other parameters.
-    """
-    fresh = _without_parameters(optimizer)
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    found = [len(group["params"]) for group in saved["param_groups"]]
-    if sizes != found:
-        raise RefusedError(
-            f"the checkpoint's {name} holds groups of {found} parameters, and this run's has {sizes}: it is of another model."
-        )
-    groups = []
-    for now, then, first in zip(fresh, saved["param_groups"], built, strict=True):
-        kept = {key: value for key, value in then.items() if key == "params" or now.get(key) == first.get(key)}
-        groups.append({**then, **{key: value for key, value in now.items() if key not in kept}})
-    try:
-        optimizer.load_state_dict({**saved, "param_groups": groups})
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise RefusedError(f"the checkpoint's {name} does not fit {type(optimizer).__name__}: {error}") from None
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in saved.get("state", {}).items():
-        state: dict[str, Any] = optimizer.state.get(parameters[index]) or {}
-        for key, value in values.items():
-            # torch casts to the parameter's type what some optimizers keep in a better one.
-            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
-                state[key] = value.to(state[key].device, copy=True)
-
-
-def _without_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _stride(places: Sequence[int]) -> int:

@@ -8,11 +8,12 @@ from typing import Any
 
 import yaml
 
+from ddpexp.checkpoint.format import complete_checkpoints, scan
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.slurm_commands import exact_id, is_id, is_over, own_id
-from ddpexp.rundir import RunDir, check_yaml, complete_checkpoints
+from ddpexp.rundir import RunDir, check_yaml
 from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -28,6 +29,7 @@ class Start:
     typed: Sequence[str]  # the words of this command
     resume: str = "auto"  # run.resume
     again: bool = False  # the same command goes on: what started it has started it again
+    verifies: bool = False  # the final checkpoint of a finished run is read, too
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def look(run: RunDir, start: Start) -> Earlier:
     changes = changes_of(run, start)
     refuse(changes, start.name)
     status = result.get("status")
-    if status == "done" and not _is_longer(changes, new["trainer"], result):
+    lost = _lost(run, result, start.verifies) if status == "done" else None
+    if status == "done" and lost is None and not _is_longer(changes, new["trainer"], result):
         raise FinishedError(_finished(start.name, result, changes))
     if start.resume == "never" and not start.again:
         raise RefusedError(
@@ -61,8 +64,25 @@ def look(run: RunDir, start: Start) -> Earlier:
         _refuse_queued(start.name, result.get("job_id"))
     if start.resume == "require":
         require(run, start.name)
-    notes = result.get("notes")
-    return Earlier(manifest, changes, [str(note) for note in notes] if isinstance(notes, list) else [])
+    notes = [str(note) for note in result["notes"]] if isinstance(result.get("notes"), list) else []
+    if lost is not None:
+        notes.append(f"the run was finished at step {result.get('step')}, but its final checkpoint cannot be used ({lost})")
+    return Earlier(manifest, changes, notes)
+
+
+def _lost(run: RunDir, result: Mapping[str, Any], verifies: bool) -> str | None:
+    """Return why the weights of a finished run are lost, None where they are not, or where its owner has removed them.
+
+    A look at names and sizes; `verifies` reads every byte.
+    """
+    found = scan(run.checkpoints)
+    for one in found.damaged:
+        if one.step == result.get("step"):
+            return one.problem
+    last = next((one for one in found.complete if one.step == result.get("step")), None)
+    if last is None:
+        return None
+    return last.problem() if verifies else last.wrong_size()
 
 
 def changes_of(run: RunDir, start: Start) -> list[Change]:

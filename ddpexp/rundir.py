@@ -22,12 +22,13 @@ from typing import Any, TextIO
 import yaml
 
 from ddpexp import lock
-from ddpexp.errors import Failure, RefusedError
+from ddpexp.errors import DdpexpError, Failure, RefusedError
 from ddpexp.launch import Crew, Layout
 from ddpexp.secrets import masked_tree
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
 _YAML_BYTES, _DEPTH = 4 << 20, 100
+_TAIL_BYTES = 1 << 16
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
 _TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
 
@@ -152,7 +153,7 @@ class RunDir:
         if self.status() == "done":
             return
         try:
-            lines = [json.loads(line) for line in self.metrics.read_text().splitlines()]
+            lines = [json.loads(line) for line in self.metrics.read_bytes()[: whole_lines(self.metrics)].splitlines()]
         except (OSError, ValueError):
             lines = []
         try:
@@ -172,22 +173,35 @@ class RunDir:
         write(self.result, dumps(result))
 
 
-def complete_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the folders of the complete checkpoints, the newest first."""
-    found = [path.parent for path in checkpoints.glob("step-*/manifest.json") if path.parent.name[5:].isdecimal()]
-    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+class MovedError(DdpexpError):
+    """The run directory was moved or removed while the run was writing to it."""
 
 
-def newest_checkpoint(checkpoints: Path) -> Path:
-    """Return the newest complete checkpoint folder.
+class Anchor:
+    """Holds a run directory open, to notice that its path leads to it no more."""
 
-    Raises:
-        RefusedError: there is none.
-    """
-    found = complete_checkpoints(checkpoints)
-    if not found:
-        raise RefusedError(f"{checkpoints} holds no complete checkpoint.")
-    return found[0]
+    def __init__(self, path: Path) -> None:
+        """Open the directory. Raises OSError."""
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def check(self) -> None:
+        """See that the path still leads to the directory; a file system that cannot tell for a moment passes.
+
+        Raises:
+            MovedError: it leads to nothing, or to another one.
+        """
+        try:
+            same = os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            same = False
+        except OSError:
+            return
+        if not same:
+            raise MovedError(
+                f"the run directory {relative(self._path)} was moved or removed while the run was writing to it, so nothing more "
+                f"can be saved there. What was written before is in it: resume it where it is now."
+            )
 
 
 def parent(asked: str | None, recipe: str) -> Path:
@@ -316,6 +330,20 @@ def open_to_append(path: Path) -> TextIO:
     return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
 
 
+def whole_lines(path: Path) -> int:
+    """Return how many bytes of a file are whole lines: a write that was cut short leaves a torn one at the end. Raises OSError."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - _TAIL_BYTES)
+            file.seek(begin)
+            place = file.read(end - begin).rfind(b"\n")
+            if place >= 0:
+                return begin + place + 1
+            end = begin
+    return 0
+
+
 def take_up(run: RunDir) -> None:
     """Make an unfinished run ready to go on; what it has recorded stays, and why it failed is kept beside."""
     if run.error.is_file():
@@ -347,17 +375,33 @@ def read_json(path: Path) -> Any:
 
     Raises: OSError, ValueError.
     """
+    return parse_json(read_plain_file(path))
+
+
+def read_plain_file(path: Path) -> bytes:
+    """Read a plain file of bounded size.
+
+    Raises: OSError, ValueError.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would keep this waiting
     with open(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file")
+            raise OSError(errno.EINVAL, "it is no plain file", str(path))
         if found.st_size > JSON_BYTES:
-            raise ValueError(f"it has {found.st_size:,} bytes, more than {JSON_BYTES:,}")
-        try:
-            tree = json.loads(file.read())
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
+            raise ValueError(f"{path.name} has {found.st_size:,} bytes, more than {JSON_BYTES:,}")
+        return file.read()
+
+
+def parse_json(raw: bytes) -> Any:
+    """Parse JSON of bounded depth.
+
+    Raises: ValueError.
+    """
+    try:
+        tree = json.loads(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if not is_shallow(tree, _DEPTH):
         raise ValueError("it is nested too deeply")
     return tree

@@ -1,30 +1,37 @@
-"""What a run's checkpoints hold, and how a run goes on from one of them."""
+"""What a run's checkpoints hold, and how a run resumes from one of them."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from ddpexp import checkpoint
 from ddpexp.average import Average
-from ddpexp.checkpoint import Checkpoint, Writer
+from ddpexp.checkpoint import format as on_disk
+from ddpexp.checkpoint.format import CONFIG, Checkpoint, Damaged
+from ddpexp.checkpoint.layout import lay_out
+from ddpexp.checkpoint.reader import copy_into, read_model, read_own, read_part, weights_sha256
+from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config import Trainer
-from ddpexp.errors import RefusedError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.loop import Loop, Position
-from ddpexp.rundir import RunDir, relative
+from ddpexp.rundir import RunDir, relative, whole_lines
 from ddpexp.secrets import masked_tree
 from ddpexp.seeds import HostRandom
 from ddpexp.strategy.contract import Strategy
 from ddpexp.track import Tracker
 from ddpexp.world import World
+
+_MODEL_NAME = re.compile(r"[\w-]+")
 
 
 @dataclass
@@ -37,53 +44,66 @@ class Saves:
     random: HostRandom
     tracker: Tracker
     world: World
-    loaded: int | None = None  # the step that this start went on from
+    loaded: int | None = None  # the step that this start resumed from
     recorded: Mapping[Path, int] = field(default_factory=dict)  # what earlier starts have recorded, in bytes of each file
+    config: bytes | None = None  # config.yaml as this start has read it
 
     @classmethod
     def of(
         cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: Average | None, tracker: Tracker, world: World,
     ) -> Saves:  # fmt: skip
-        """Make the writer that a trainer's keys ask for."""
+        """Build from the trainer's configuration.
+
+        Raises:
+            RefusedError: a checkpoint could not hold the models.
+        """
+        _check_models(strategy.bare)
         writer = Writer(
             run.checkpoints, world, keep_last=trainer.keep_last, keep_best=trainer.keep_best, stops=trainer.on_save_error == "stop"
         )
-        return cls(writer, strategy, average, HostRandom(trainer.seed, world.rank), tracker, world)
+        random = HostRandom(trainer.seed, world.rank)
+        return cls(writer, strategy, average, random, tracker, world, config=run.config.read_bytes())
 
-    def save(self, position: Position, state: Mapping[str, Any], epoch: float, end: bool) -> str | None:
+    def save(
+        self, position: Position, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
+    ) -> str | None:
         """Save the run; see `ddpexp.loop.Saves`."""
-        own = {f"random.{name}": tensor for name, tensor in self.random.state().items()}
-        own |= {f"buffers.{name}": buffer.detach().clone() for name, buffer in self.strategy.own_buffers().items()}
+        own = _without_nothing({"random": self.random.state(), "buffers": _cloned(self.strategy.own_buffers())})
         with self.strategy.common_buffers():
-            digest = checkpoint.weights_sha256(self.strategy.bare) if end and self.world.is_rank_zero else None
+            digest = weights_sha256(self.strategy.bare) if end and self.world.is_rank_zero else None
             if position.step == self.loaded:  # it is there
                 return digest
             states = {name: module.state_dict() for name, module in self.strategy.bare.items()}
-            files = {name: _tensors(values) for name, values in states.items()}
-            hidden = {name: _not_in_state(module, files[name]) for name, module in self.strategy.bare.items()}
+            models = {name: _tensors(values) for name, values in states.items()}
+            hidden = {name: _not_in_state(module, models[name]) for name, module in self.strategy.bare.items()}
+            modules = {name: _without_nothing({"buffers": hidden[name], "extra": _others(states[name])}) for name in states}
             if self.average is not None:
-                files |= {f"{name}.ema": _tensors(self.average.tensors(name)) for name in states}
-            whole = {
-                **state,
-                "position": {**asdict(position), "metrics": masked_tree(position.metrics)},
-                "hidden_buffers": hidden,
-                "extra": {name: _others(values) for name, values in states.items()},
+                models |= {f"{name}.ema": _tensors(self.average.tensors(name)) for name in states}
+            progress, clock = _split(position)
+            parts = {
+                "optimizers": optimizers,
+                "progress": {**progress, "precision": precision},
+                "modules": _without_nothing(modules),
+                "clock": clock,
+                "world": {"world_size": self.world.world_size},
             }
             facts: dict[str, Any] = {"epoch": epoch, "metrics": position.metrics}
             if position.evaluated_at is not None:
                 facts["evaluated_at"] = position.evaluated_at
             if digest is not None:
                 facts["weights_sha256"] = digest
-            self.writer.save(position.step, files, own, whole, facts, {**self.recorded, **self.tracker.flush()})
+            texts = {CONFIG: self.config} if self.config is not None else {}
+            records = {**self.recorded, **self.tracker.flush()}
+            self.writer.save(position.step, Content(models, parts, own or None, texts, facts, records))
         return digest
 
     def check(self) -> None:
-        """Raise what went wrong behind, if anything did."""
+        """Re-raise an error of the thread that writes, if there was one."""
         self.writer.check()
 
-    def settle(self) -> None:
-        """Give a checkpoint that is being written the time for it, for a moment: this rank fails."""
-        self.writer.settle()
+    def drain(self) -> None:
+        """Give a checkpoint that is being written a short grace: this rank fails."""
+        self.writer.drain()
 
     def finish(self) -> None:
         """Wait until the last checkpoint counts. Ranks: all.
@@ -95,33 +115,57 @@ class Saves:
 
 
 def choose(run: RunDir, world: World, required: bool) -> Checkpoint | None:
-    """Return the newest complete and undamaged checkpoint, None where there is none; every rank reads a share of the bytes.
+    """Return the newest checkpoint of which every byte is right, None where there is none; every rank reads a share of the bytes.
 
+    Damaged ones that are newer are set aside, so that they neither count nor stand in the way when training comes there again.
     Ranks: all; communicates.
 
     Raises:
-        RefusedError: with `required`, there is none, or the newest is damaged.
+        RefusedError: with `required`, there is none, or the newest is damaged; or another rank reads other bytes than rank zero.
     """
-    log = logging.getLogger("ddpexp")
     if world.is_rank_zero:
-        checkpoint.clean(run.checkpoints)
-    found = checkpoint.complete(run.checkpoints) if world.is_rank_zero else []
-    steps = [one.step for one in found]
+        on_disk.clean(run.checkpoints)
+    found = on_disk.scan(run.checkpoints) if world.is_rank_zero else on_disk.Found()
+    steps = [one.step for one in found.complete]
+    damaged, chosen = list(found.damaged), None
     for number in range(_agreed(world, len(steps))):
         step = _agreed(world, steps[number] if world.is_rank_zero else 0)
-        one = found[number] if world.is_rank_zero else _at(run, step)
+        one = found.complete[number] if world.is_rank_zero else _at(run, step)
         problem = one.problem(world.rank, world.world_size) if one else f"{run.checkpoints} of this host lacks it"
-        if not int(world.sum(torch.tensor(int(problem is not None), device=world.device))):
-            return one
-        text = f"the checkpoint of step {step} in {relative(run.path)} cannot be used"
-        if required:
-            world.barrier()
-            raise RefusedError(f"{text}{f' ({problem})' if problem else ''}, and run.resume=require takes no older one: use auto.")
-        if problem is not None:
-            log.warning("%s (%s): going on from the one before it, or from the beginning", text, problem)
+        problems = int(world.sum(torch.tensor(int(problem is not None), device=world.device)))
+        if not problems:
+            chosen = one
+            break
+        confirmed = (problem or found.complete[number].problem()) if world.is_rank_zero else None
+        if not _agreed(world, int(confirmed is not None)):
+            raise RefusedError(
+                f"the checkpoint of step {step} in {relative(run.path)} is whole where rank zero reads it, but not on every host "
+                f"({problem or 'see the other ranks'}): see that all hosts have the same file system there, then start again."
+            )
+        if confirmed is not None:
+            damaged.append(Damaged(found.complete[number].folder, confirmed))
+    newer = [one for one in damaged if chosen is None or one.step > chosen.step]
     if required:
+        _check_required(run, world, chosen, newer)
+    on_disk.set_aside(newer)
+    if newer:
+        where = f"the checkpoint of step {chosen.step}" if chosen is not None else "the beginning"
+        logging.getLogger("ddpexp").warning("the newest checkpoint is damaged: resuming from %s", where)
+    world.barrier()  # nobody looks for a folder that is being renamed
+    return chosen
+
+
+def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer: Sequence[Damaged]) -> None:
+    """Refuse what `run.resume=require` does not take, on all ranks alike. Ranks: all; communicates."""
+    if _agreed(world, len(newer)):
+        latest = max(newer, key=lambda one: one.step) if newer else None
+        what = f" ({latest.folder.name}: {latest.problem})" if latest else ""
+        raise RefusedError(
+            f"the newest checkpoint in {relative(run.path)} cannot be used{what}, and run.resume=require takes no older one: use "
+            f"run.resume=auto."
+        )
+    if chosen is None:
         raise RefusedError(f"run.resume=require, but {relative(run.checkpoints)} holds no complete checkpoint.")
-    return None
 
 
 def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: Average | None) -> None:
@@ -182,39 +226,57 @@ def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def take_up(one: Checkpoint, loop: Loop, saves: Saves) -> None:
-    """Give everything the state that the checkpoint holds.
+def restore(one: Checkpoint, loop: Loop, saves: Saves) -> None:
+    """Restore everything that the checkpoint holds.
 
     Ranks: all.
 
     Raises:
-        RefusedError: it is of another model, or of other optimizers.
+        RefusedError: it is of another model, or of other optimizers, or not that of a run.
     """
-    state = one.state()
     where = f"the checkpoint of step {one.step}"
-    strategy, world = loop.strategy, loop.world
-    for name, module in strategy.bare.items():
+    if one.version == 1 and loop.world.is_rank_zero:
+        text = "%s was written by an older version of ddpexp (format 1, whose manifest has no hash of its own): it is read as it is"
+        logging.getLogger("ddpexp").warning(text, where)
+    parts = {name: read_part(one, name) for name in ("modules", "optimizers", "progress", "clock", "world")}
+    missing = next((name for name, part in parts.items() if not isinstance(part, Mapping)), None)
+    if missing is not None:
+        raise RefusedError(f"{where} holds no {missing}: it is not that of a run.")
+    modules, progress, clock = parts["modules"], dict(parts["progress"]), parts["clock"]
+    for name, module in loop.strategy.bare.items():
         current = module.state_dict()
-        checkpoint.copy_into(_tensors(current), one.tensors(name), f"{where} ({name}.safetensors)")
-        checkpoint.copy_into(_not_in_state(module, current), state["hidden_buffers"].get(name, {}), f"{where} (buffers)")
-        extra = state["extra"].get(name)
-        if extra:
-            module.load_state_dict({**module.state_dict(), **extra})
+        kept = modules.get(name) or {}
+        copy_into(_tensors(current), read_model(one, name) or {}, f"{where} ({name}.safetensors)")
+        copy_into(_not_in_state(module, current), kept.get("buffers") or {}, f"{where} (buffers)")
+        if kept.get("extra"):
+            module.load_state_dict({**module.state_dict(), **kept["extra"]})
         if saves.average is not None:
-            if (one.folder / f"{name}.ema.safetensors").is_file():
-                checkpoint.copy_into(_tensors(saves.average.tensors(name)), one.tensors(f"{name}.ema"), f"{where} (ema)")
-            elif world.is_rank_zero:
-                logging.getLogger("ddpexp").warning("%s holds no average of the weights: it begins with the weights", where)
-    if saves.average is not None and not list(one.folder.glob("*.ema.safetensors")):
-        saves.average.begin()
-    loop.restore(state)
-    known = {name: state["position"][name] for name in Position.__dataclass_fields__ if name in state["position"]}
-    loop.position = Position(**known)
+            _restore_average(one, saves.average, name, where, loop.world)
+    try:
+        loop.restore(parts["optimizers"], progress.pop("precision"))
+        loop.position = _joined(progress, clock)
+        world_size = int(parts["world"]["world_size"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RefusedError(f"{where} is not that of a run ({type(error).__name__}: {error}).") from None
     saves.loaded = one.step
-    _take_own(one, strategy, saves, world)
+    _restore_own(one, world_size, loop.strategy, saves, loop.world)
 
 
-def cut_back(run: RunDir, one: Checkpoint | None) -> dict[Path, int]:
+def _restore_average(one: Checkpoint, average: Average, name: str, where: str, world: World) -> None:
+    """Restore the average of a model, which starts from the restored weights where the checkpoint has none."""
+    target = _tensors(average.tensors(name))
+    kept = read_model(one, name, average=True)
+    if kept is None:
+        average.begin()
+        if world.is_rank_zero:
+            logging.getLogger("ddpexp").warning("%s holds no average of the weights: it starts from the weights", where)
+        return
+    if one.version == 1:  # averages had the type of their parameters
+        kept = {key: tensor.to(target[key].dtype) if key in target else tensor for key, tensor in kept.items()}
+    copy_into(target, kept, f"{where} ({name}.ema.safetensors)")
+
+
+def truncate_records(run: RunDir, one: Checkpoint | None) -> dict[Path, int]:
     """Remove from the records what came after the checkpoint, so that every step is recorded once; return what is left.
 
     Units: bytes. Ranks: rank zero, before anything is recorded.
@@ -233,6 +295,9 @@ def cut_back(run: RunDir, one: Checkpoint | None) -> dict[Path, int]:
         elif path.stat().st_size < left[path]:
             text = "%s is shorter than at the checkpoint: some of its records are lost"
             logging.getLogger("ddpexp").warning(text, path.name)
+            if path == run.metrics:
+                _truncate(path, whole_lines(path))  # the next record begins a line
+            left[path] = path.stat().st_size
     return left
 
 
@@ -244,22 +309,65 @@ def _truncate(path: Path, num_bytes: int) -> None:
         os.close(descriptor)
 
 
-def _take_own(one: Checkpoint, strategy: Strategy, saves: Saves, world: World) -> None:
+def _restore_own(one: Checkpoint, world_size: int, strategy: Strategy, saves: Saves, world: World) -> None:
     """Restore what ranks have for themselves, which only fits as many ranks."""
     buffers = strategy.own_buffers()
-    if int(one.manifest["world_size"]) != world.world_size:
-        if world.is_rank_zero and list(one.folder.glob("rank-*.safetensors")):
+    if world_size != world.world_size:
+        if world.is_rank_zero and any(name.startswith(("state.rank-", "rank-")) for name in one.files):
             logging.getLogger("ddpexp").warning(
                 "the checkpoint was made by %s workers, so what each of them had for itself (random numbers of numpy and Python, "
-                "buffers that are not shared) begins anew",
-                one.manifest["world_size"],
+                "buffers that are not shared) starts afresh",
+                world_size,
             )
         return
-    own = one.own(world.rank)
-    saves.random.restore({name.removeprefix("random."): t for name, t in own.items() if name.startswith("random.")})
+    own = read_own(one, world.rank) or {}
+    saves.random.restore(own.get("random") or {})
     if buffers:
-        kept = {name.removeprefix("buffers."): t for name, t in own.items() if name.startswith("buffers.")}
-        checkpoint.copy_into(buffers, kept, f"rank {world.rank}'s part of the checkpoint of step {one.step}")
+        copy_into(buffers, own.get("buffers") or {}, f"rank {world.rank}'s part of the checkpoint of step {one.step}")
+
+
+def _split(position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a position says of the training, and what the clock says of it: that differs in equal runs."""
+    progress = {**asdict(position), "metrics": masked_tree(position.metrics)}
+    window = progress["window"]
+    clock = {"train_seconds": progress.pop("train_seconds"), "since_record": sum(entry["seconds"] for entry in window)}
+    progress["window"] = [{key: value for key, value in entry.items() if key != "seconds"} for entry in window]
+    return progress, clock
+
+
+def _joined(progress: Mapping[str, Any], clock: Mapping[str, Any]) -> Position:
+    """Return what `_split` was given."""
+    known = {name: progress[name] for name in Position.__dataclass_fields__ if name in progress}
+    since = float(clock["since_record"])
+    window = [{**entry, "seconds": since if number == 0 else 0.0} for number, entry in enumerate(progress["window"])]
+    return Position(**{**known, "window": window, "train_seconds": float(clock["train_seconds"])})
+
+
+def _check_models(models: Mapping[str, torch.nn.Module]) -> None:
+    """Refuse at the start what a checkpoint could not hold hours later.
+
+    Raises:
+        RefusedError: a model's name is none of a file, or a tensor has a type that safetensors does not know.
+    """
+    for name, module in models.items():
+        if not _MODEL_NAME.fullmatch(name):
+            raise RefusedError(
+                f"the model section builds a model named {name!r}, and a checkpoint has a file for each: name it with letters, "
+                f"digits, - and _."
+            )
+        try:
+            lay_out(name, {key: tensor for key, tensor in _tensors(module.state_dict()).items() if not is_lazy(tensor)})
+        except DdpexpError as error:
+            raise RefusedError(f"the model cannot be saved: {error}") from None
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _without_nothing(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is empty."""
+    return {key: value for key, value in tree.items() if value}
 
 
 def _agreed(world: World, number: int) -> int:
@@ -268,7 +376,7 @@ def _agreed(world: World, number: int) -> int:
 
 
 def _at(run: RunDir, step: int) -> Checkpoint | None:
-    return next((one for one in checkpoint.complete(run.checkpoints) if one.step == step), None)
+    return next((one for one in on_disk.scan(run.checkpoints).complete if one.step == step), None)
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -13,12 +13,14 @@ import yaml
 
 from ddpexp import resume as going_on
 from ddpexp import rundir
+from ddpexp.checkpoint.format import whole
 from ddpexp.config import Experiment, Trust, load, parse
 from ddpexp.config.compose import compose, override_file
 from ddpexp.config.instantiate import targets
 from ddpexp.errors import RefusedError
 from ddpexp.jobs import Evaluation, Training
 from ddpexp.launch import Launcher, Starter, typed_again
+from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
@@ -197,8 +199,24 @@ def evaluate(argv: list[str]) -> tuple[Launcher, Evaluation] | None:
         text, experiment = _of_run(home, words)
     else:
         text, experiment = _of_words(source, words)
-    weights = rundir.newest_checkpoint(source / "checkpoints") if _is_run(source) else source
+    weights = _newest_weights(source) if _is_run(source) else source
     return experiment.launcher, Evaluation(experiment, text, weights)
+
+
+def _newest_weights(run: Path) -> Path:
+    """Return the newest checkpoint whose weights are as they were written; say which it is where a newer one is damaged.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    chosen, damaged = whole(run / "checkpoints", weights_alone=True)
+    for one in damaged:
+        say(f"ddpexp: warning: {rundir.relative(one.folder)} is damaged and not evaluated: {one.problem}")
+    if chosen is None:
+        raise RefusedError(f"{run / 'checkpoints'} holds no complete checkpoint.")
+    if damaged:
+        say(f"ddpexp: warning: this evaluates step {chosen.step}; resume the run to train the steps after it again")
+    return chosen.folder
 
 
 def _source(argv: list[str]) -> tuple[str, list[str]]:

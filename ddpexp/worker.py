@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from ddpexp import checkpoint, deferred_dynamo, loop
+from ddpexp import deferred_dynamo, loop
 from ddpexp.average import Average
-from ddpexp.checkpoint import Checkpoint
+from ddpexp.checkpoint.format import Checkpoint
+from ddpexp.checkpoint.reader import load_weights, weights_sha256
 from ddpexp.config import Data, Experiment, Node, Trainer, load
 from ddpexp.config.instantiate import instantiate
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
@@ -35,7 +36,7 @@ from ddpexp.precision import Precision
 from ddpexp.rank import Interrupted, open_log, run_rank
 from ddpexp.report import Report
 from ddpexp.rundir import RunDir, relative
-from ddpexp.saves import Saves, choose, cut_back, refuse_without_room, take_up
+from ddpexp.saves import Saves, choose, refuse_without_room, restore, truncate_records
 from ddpexp.strategy.contract import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact import Exact
@@ -87,7 +88,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
             f"the run is at step {newest.step} and would end after step {num_steps} with this trainer.max_steps and "
             f"trainer.epochs: ask for more, or evaluate what is there."
         )
-    recorded = cut_back(run, newest) if world.is_rank_zero else {}
+    recorded = truncate_records(run, newest) if world.is_rank_zero else {}
     tracker = _tracker(experiment, run, world, control, log, num_steps, newest.step if newest else 0)
     decay = experiment.trainer.ema_decay
     average = Average(strategy.bare, decay) if decay is not None else None
@@ -102,7 +103,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
         tracker.hyperparameters(report.hyperparameters())
     else:
-        take_up(newest, fit, saves)
+        restore(newest, fit, saves)
         log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")
         if experiment.strategy.comm_hook == "powersgd":
             log.warning("what powersgd remembers of the gradients begins anew: the last bits will not be the undisturbed run's")
@@ -117,7 +118,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         if world.is_rank_zero:
             log.info(report.finish(outcome, tracker))
     except (Exception, SystemExit):
-        saves.settle()
+        saves.drain()
         raise
     finally:
         tracker.close()
@@ -152,7 +153,7 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     for module in models.values():
         module.to(world.device).eval()
     averaged = experiment.trainer.ema_decay is not None
-    checkpoint.load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}", averaged)
+    load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}", averaged)
     control.enter("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     precision = Precision(experiment.trainer.precision, world.device, False)
@@ -160,7 +161,7 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     if metrics is None:
         raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
-    log.info(f"weights {described['weights']}  sha256 {checkpoint.weights_sha256(models)}")
+    log.info(f"weights {described['weights']}  sha256 {weights_sha256(models)}")
     world.barrier()
 
 
@@ -260,7 +261,7 @@ def _init_from(experiment: Experiment, newest: Checkpoint | None) -> Callable[[M
     source = experiment.run.init_from
     if source is None or newest is not None:
         return lambda models: None
-    return lambda models: checkpoint.load_weights(models, Path(source), f"run.init_from={source}")
+    return lambda models: load_weights(models, Path(source), f"run.init_from={source}")
 
 
 def _strategy(experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]) -> Strategy:

@@ -13,7 +13,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpexp.rundir import newest_checkpoint
+from ddpexp.checkpoint.format import newest_checkpoint
 from tests.conftest import TAG, Ddpexp, Done, finish
 
 CODE = """\
@@ -143,7 +143,7 @@ def weights(done: Done) -> dict[str, Tensor]:
     return {
         path.stem + "." + name: tensor
         for path in folder.glob("*.safetensors")
-        if path.stem != "state" and not path.stem.startswith("rank-")
+        if not path.name.startswith("state.")
         for name, tensor in load_file(path).items()
     }
 

@@ -97,12 +97,18 @@ def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Pa
     refused(evaluate(ddpexp, copied), r"holds no complete checkpoint\.\n$")
 
 
-def test_damaged_weights_are_refused(ddpexp: Ddpexp, copied: Path) -> None:
+def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_warning(ddpexp: Ddpexp, copied: Path) -> None:
     path = copied / "checkpoints/step-00000010/model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    refused(evaluate(ddpexp, copied), r"its hash is not the one in manifest\.json")
+    refused(evaluate(ddpexp, path), r"its hash is not the one in the manifest")
+    refused(evaluate(ddpexp, path.parent), r"its hash is not the one in the manifest")
+    done = evaluate(ddpexp, copied)
+    assert done.code == 0, done.err
+    assert re.search(r"warning: .*step-00000010 is damaged and not evaluated: model\.safetensors is damaged: its hash", done.err)
+    assert "this evaluates step 5; resume the run" in done.err
+    assert "step-00000005 " in done.out
 
 
 @pytest.mark.fault("S5")
@@ -194,8 +200,11 @@ def test_no_end_leaves_a_temporary_file(ddpexp: Ddpexp, trained: Done, tmp_path:
 
 def test_the_manifest_beside_the_weights_holds_their_hash(trained: Done) -> None:
     folder = trained.run / "checkpoints/step-00000010"
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for piece in manifest["pieces"]:
-        data = (folder / piece["file"]).read_bytes()[piece["offset"] :][: piece["num_bytes"]]
-        assert piece["sha256"] == hashlib.sha256(data).hexdigest()
-    assert {"model.safetensors", "state.safetensors", "state.json"} == {piece["file"] for piece in manifest["pieces"]}
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    for name, file in manifest["files"].items():
+        data = (folder / name).read_bytes()
+        assert len(data) == file["num_bytes"]
+        for piece in file["pieces"]:
+            assert piece["sha256"] == hashlib.sha256(data[piece["offset"] :][: piece["num_bytes"]]).hexdigest()
+    assert {path.name for path in folder.iterdir()} == {*manifest["files"], "checkpoint.json"}
+    assert {"model.safetensors", "state.optimizers.json", "config.yaml"} < set(manifest["files"])

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
-from ddpexp.rundir import complete_checkpoints
+from ddpexp.checkpoint.format import complete_checkpoints, scan, seal
 from tests.conftest import Ddpexp, Done, finish, living
 from tests.points import Recipe
 
@@ -310,9 +310,9 @@ def damage(path: Path) -> None:
     ("harm", "word"),
     [
         (lambda folder: damage(folder / "model.safetensors"), "model.safetensors is damaged"),
-        (lambda folder: (folder / "state.safetensors").write_bytes(b""), "state.safetensors is cut off"),
-        (lambda folder: (folder / "state.json").unlink(), "No such file"),
-        (lambda folder: (folder / "manifest.json").write_text('{"format": 1'), "manifest.json cannot be read"),
+        (lambda folder: (folder / "state.optimizers.safetensors").write_bytes(b""), "state.optimizers.safetensors is cut off"),
+        (lambda folder: (folder / "state.progress.json").unlink(), "state.progress.json: it is missing"),
+        (lambda folder: damage(folder / "checkpoint.json"), "checkpoint.json is damaged: it does not have its own hash"),
     ],
     ids=["a bit", "empty", "missing", "manifest"],
 )
@@ -324,16 +324,19 @@ def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(
     assert finish(process, run).code == 1
     newest, before = complete_checkpoints(run / "checkpoints")
     harm(newest)
-    (run / "checkpoints/step-00009999").mkdir()  # a stranger without a manifest
     (run / "checkpoints/notes.txt").write_text("mine")
-    if "manifest" not in word:
-        required = recipe(*words, "run.resume=require", run=run)
-        assert required.code == 2
-        assert f"the checkpoint of step {int(newest.name[5:])}" in required.err
-        assert "run.resume=require" in required.err
+    required = recipe(*words, "run.resume=require", run=run)
+    assert required.code == 2
+    assert "the newest checkpoint in " in required.err
+    assert f"({newest.name}: " in required.err
+    assert newest.is_dir()  # what is refused changes nothing
+    (run / "checkpoints/step-00009999").mkdir()  # without a manifest
     done = recipe(*words, run=run)
     assert done.code == 0, done.err
     assert word in done.out + done.err
+    assert "step-00009999.damaged" in done.out
+    assert f"it is kept as {newest.name}.damaged" in done.out
+    assert [one.problem() for one in scan(run / "checkpoints").complete] == [None, None]
     assert f"resumed after step {int(before.name[5:])} " in done.out
     assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
     assert records(run) == records(undisturbed(*words).run)
@@ -356,8 +359,10 @@ def test_a_checkpoint_of_a_newer_ddpexp_is_refused(recipe: Recipe) -> None:
     words = (*LONG, "trainer.gpus=1")
     process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:0:5"})
     assert finish(process, run).code == 1
-    path = complete_checkpoints(run / "checkpoints")[0] / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99, "ddpexp": "9.9"}))
+    path = complete_checkpoints(run / "checkpoints")[0] / "checkpoint.json"
+    manifest = json.loads(path.read_text())
+    del manifest["sha256"]
+    path.write_bytes(seal({**manifest, "format": 99, "ddpexp": "9.9"}))
     done = recipe(*words, run=run)
     assert done.code == 2
     assert "was written by ddpexp 9.9 (format 99)" in done.err

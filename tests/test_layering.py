@@ -16,13 +16,13 @@ from tests.conftest import ROOT
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
     ["errors", "deferred_dynamo", "seeds", "faults", "secrets"],
-    ["plain", "printable"],
+    ["printable"],
     ["launch", "task", "schedule"],
     ["lock"],
     ["rundir", "world"],
     ["data", "strategy", "checkpoint", "track"],
     ["config"],
-    ["precision", "average"],
+    ["precision", "average", "optimizers"],
     ["loop"],
     ["rank", "report", "prepare", "saves", "resume"],
     ["worker", "jobs"],

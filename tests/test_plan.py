@@ -171,7 +171,7 @@ def test_the_parts_of_a_rank() -> None:
 
 def test_checkpoints_on_the_disk() -> None:
     found = facts(of_floats(100), optimizer_bytes=800)
-    assert checkpoint_files(found, TRAINER) == {"model.safetensors": 400, "state.safetensors": 800}
+    assert checkpoint_files(found, TRAINER) == {"model.safetensors": 400, "state.optimizers.safetensors": 800}
     assert checkpoint_files(found, replace(TRAINER, ema_decay=0.9))["model.ema.safetensors"] == 400
     assert num_checkpoints(TRAINER, num_steps=25, steps_per_epoch=10) == 3
     assert num_checkpoints(replace(TRAINER, checkpoint_every=0), num_steps=25, steps_per_epoch=10) == 1

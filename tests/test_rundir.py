@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from ddpexp import rundir
+from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
-from ddpexp.rundir import RunDir, create, newest_checkpoint, write
+from ddpexp.rundir import RunDir, create, write
 
 LAYOUT = Layout(nodes=1, world_size=4, device="cpu", backend="gloo", threads=2)
 

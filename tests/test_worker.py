@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 
 import pytest
 import torch
 
+from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.rank import _exit_code
-from ddpexp.rundir import newest_checkpoint
 from tests.conftest import Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
 
@@ -80,7 +79,7 @@ def test_the_result_has_every_field_and_its_hash_is_that_of_the_saved_weights(do
         digest.update(tensor.numpy().tobytes())
     assert result["weights_sha256"] == digest.hexdigest()
     folder = newest_checkpoint(done.run / "checkpoints")
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = open_checkpoint(folder).manifest
     assert (folder.name, manifest["step"], manifest["weights_sha256"]) == ("step-00000008", 8, result["weights_sha256"])
 
 

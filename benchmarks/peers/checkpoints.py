@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpexp.checkpoint import Writer
+from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.world import World
 
 SIZES = {25: (784, 4096, 4096, 1024), 100: (784, 8192, 8192, 3072)}  # millions of parameters: layers
@@ -123,7 +123,7 @@ def saver(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
     writer = Writer(folder, world)
 
     def ddpexp(step: int) -> None:
-        writer.save(step, {"model": model.state_dict()}, {}, {"optimizer": optimizer.state_dict()}, {}, {})
+        writer.save(step, Content({"model": model.state_dict()}, {"optimizer": optimizer.state_dict()}))
 
     return ddpexp, lambda: writer.wait(end=True)
 

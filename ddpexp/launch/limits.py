@@ -73,10 +73,11 @@ def reason(error: BaseException | str) -> str | None:
     return None
 
 
-def said_with_limit(error: OSError) -> str:
-    """Return what the system says of an error, and the limit that it means."""
+def said_with_limit(error: BaseException) -> str:
+    """Return what the system says of an error, or its kind and message, and the limit that it means."""
     limit = reason(error)
-    return f"{error.strerror or error}{f' ({limit})' if limit else ''}"
+    said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"{said or error}{f' ({limit})' if limit else ''}"
 
 
 def _said(what: str, which: int, letter: str, unit: int) -> str | None:

@@ -313,7 +313,7 @@ def _place(pid: int | None, stacks: Sequence[Sequence[tuple[str, str, str]]], us
     stack = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in main)
     inner = next((frame for frame in main if not frame[0].endswith("/threading.py")), main[0])
     waits = bool(_WAITS.search(inner[0])) or (bool(_BACKWARD.search(inner[0])) and used < _BUSY)
-    if inner[0].endswith("/ddpexp/checkpoint.py"):  # for the thread that writes, which on rank zero waits for the others' shares
+    if inner[0].endswith("/ddpexp/checkpoint/writer.py"):  # its thread waits for the others' shares on rank zero
         waits = any(frame[2] == "_awaited" for other in stacks[:-1] for frame in other)
     return ("waits" if waits else "busy" if used > _BUSY else "asleep"), where, f"Stack, the innermost call first:\n{stack}"
 

@@ -170,7 +170,7 @@ def checkpoint_files(facts: Facts, trainer: Trainer) -> dict[str, int]:
     files = {f"{name}.safetensors": size for name, size in facts.state_bytes.items()}
     if trainer.ema_decay is not None:
         files |= {f"{name}.ema.safetensors": size for name, size in facts.state_bytes.items()}
-    return files | {"state.safetensors": facts.optimizer_bytes}
+    return files | {"state.optimizers.safetensors": facts.optimizer_bytes}
 
 
 def checkpoints_at_once(trainer: Trainer, num_checkpoints: int) -> int:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from ddpexp.rundir import Anchor
 from ddpexp.track import Null
 from ddpexp.track.appending import Appending
 
@@ -16,11 +17,17 @@ class JsonLines(Null):
     """Append scalars as lines of JSON; everything else is not for this file."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; each line reaches it whole."""
+        """Open the file, in a run directory; each line reaches it whole."""
+        self._anchor = Anchor(path.parent)
         self._file = Appending(path)
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Write one line; numbers that are not finite become null, for JSON has none."""
+        """Write one line; numbers that are not finite become null, for JSON has none.
+
+        Raises:
+            MovedError: the run directory is not where it was.
+        """
+        self._anchor.check()
         record = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record})
         self._file.write(f"{line}\n".encode())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddpexp import checkpoint
+from ddpexp.checkpoint.format import scan
 from tests.conftest import Ddpexp, ddpexp_processes
 from tests.points import Recipe
 
@@ -56,7 +56,7 @@ def hold(run: Path) -> None:
     """Check that a run directory is sound: whole files, checkpoints that load, each step recorded once."""
     for path in run.glob("*.json"):
         json.loads(path.read_text())
-    for one in checkpoint.complete(run / "checkpoints"):
+    for one in scan(run / "checkpoints").complete:
         assert one.problem(0, 1) is None
     metrics = run / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 
+from ddpexp.checkpoint.format import seal
 from tests.conftest import ROOT, SMALL, Ddpexp, Done
 
 LONGER = "trainer.epochs=3"
@@ -78,12 +79,19 @@ def newest(run: Path) -> Path:
 
 def rehash(folder: Path) -> None:
     """Write down the hashes of what is in a checkpoint now, as an attacker would."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    pieces = []
-    for name in sorted({piece["file"] for piece in manifest["pieces"]} | {path.name for path in folder.glob("rank-*")}):
+    manifest = read_manifest(folder)
+    files = {}
+    for name in sorted({path.name for path in folder.iterdir()} - {"checkpoint.json"}):
         content = (folder / name).read_bytes()
-        pieces.append({"file": name, "offset": 0, "num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()})
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "pieces": pieces}))
+        piece = {"offset": 0, "num_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        files[name] = {"num_bytes": len(content), "pieces": [piece]}
+    (folder / "checkpoint.json").write_bytes(seal({**manifest, "files": files}))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
+    del manifest["sha256"]
+    return manifest
 
 
 def refused(done: Done, *parts: str) -> None:
@@ -104,7 +112,10 @@ def refused(done: Done, *parts: str) -> None:
 def test_code_in_place_of_a_checkpoints_file_is_refused(ddpexp: Ddpexp, run: Path, canary: Path, tmp_path: Path, kind: int) -> None:
     content = bombs(canary, tmp_path)[kind]
     saved = {path.name: path.read_bytes() for path in newest(run).iterdir()}
-    names = ["model.safetensors", "state.safetensors", "state.json", "rank-00000.safetensors"]
+    names = [
+        "model.safetensors", "state.optimizers.safetensors", "state.optimizers.json", "state.rank-00000.safetensors",
+        "state.progress.json", "state.rank-00000.json",
+    ]  # fmt: skip
     for name in names[kind::2]:  # every file gets one of the two
         (newest(run) / name).write_bytes(content)
         rehash(newest(run))
@@ -112,10 +123,10 @@ def test_code_in_place_of_a_checkpoints_file_is_refused(ddpexp: Ddpexp, run: Pat
         (newest(run) / name).unlink()
         for other, original in saved.items():
             (newest(run) / other).write_bytes(original)
-    (newest(run) / "manifest.json").write_bytes(content)
+    (newest(run) / "checkpoint.json").write_bytes(content)
     done = ddpexp("resume", str(run), LONGER)
     assert done.code == 0, done.err
-    assert "is left out: manifest.json cannot be read" in done.out + done.err
+    assert "checkpoint.json is damaged" in done.out + done.err
     assert "resumed after step 5 of 15" in done.out
 
 
@@ -164,7 +175,9 @@ WEIGHTS = {
 LITTLE_MEMORY = """\
 import resource, signal, sys
 from pathlib import Path
-from ddpexp import checkpoint
+from ddpexp.checkpoint.format import scan
+from ddpexp.checkpoint.reader import read_part
+from ddpexp.checkpoint.tensors import read_tensors
 from ddpexp.errors import RefusedError
 
 signal.alarm(30)
@@ -174,20 +187,21 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
     try:
         for name in sys.argv[2:]:
             if name == "complete":
-                [one] = checkpoint.complete(folder)
+                found = scan(folder)
+                if found.damaged:
+                    raise RefusedError(found.damaged[0].problem)
+                [one] = found.complete
             elif name == "problem":
                 problem = one.problem()
                 if problem:
                     raise RefusedError(problem)
             elif name == "state":
-                one.state()
+                read_part(one, "progress")
             else:
-                checkpoint.read_tensors(folder / name)
+                read_tensors(folder / name)
         print(f"{folder.name}: taken")
     except RefusedError as error:
         print(f"{folder.name}: {error}")
-    except ValueError:
-        print(f"{folder.name}: left out")
 """
 
 
@@ -221,19 +235,28 @@ def sparse(path: Path) -> None:
 
 def piece(**changes: Any) -> Any:
     def change(folder: Path) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        manifest["pieces"][0].update(changes)
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        manifest = read_manifest(folder)
+        files = manifest["files"]
+        name = changes.pop("file", None)
+        if name is not None:
+            files[name] = files.pop("state.progress.json")
+        files[name or "state.progress.json"]["pieces"][0].update(changes)
+        (folder / "checkpoint.json").write_bytes(seal(manifest))
 
     return change
 
 
 def state(content: bytes) -> Any:
     def change(folder: Path) -> None:
-        (folder / "state.json").write_bytes(content)
+        (folder / "state.progress.json").write_bytes(content)
         rehash(folder)
 
     return change
+
+
+def sealed_deep() -> bytes:
+    text = b'{"deep": ' + DEEP + b',\n  "sha256": "'
+    return text + hashlib.sha256(text).hexdigest().encode() + b'"\n}\n'
 
 
 def pipe(path: Path) -> None:
@@ -242,18 +265,24 @@ def pipe(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "deep manifest": (lambda folder: (folder / "manifest.json").write_bytes(DEEP), "left out"),
-    "huge manifest": (lambda folder: sparse(folder / "manifest.json"), "left out"),
-    "piped manifest": (lambda folder: pipe(folder / "manifest.json"), "left out"),
-    "manifest of nothing": (lambda folder: (folder / "manifest.json").write_text("null"), "left out"),
+    "deep manifest": (lambda folder: (folder / "checkpoint.json").write_bytes(DEEP), "is damaged"),
+    "deep manifest that is sealed": (lambda folder: (folder / "checkpoint.json").write_bytes(sealed_deep()), "nested too deeply"),
+    "huge manifest": (lambda folder: sparse(folder / "checkpoint.json"), "more than 67,108,864"),
+    "piped manifest": (lambda folder: pipe(folder / "checkpoint.json"), "it is no plain file"),
+    "manifest of nothing": (lambda folder: (folder / "checkpoint.json").write_text("null"), "is damaged"),
+    "manifest without files": (lambda folder: (folder / "checkpoint.json").write_bytes(seal({"format": 2})), "KeyError: 'files'"),
+    "manifest of texts": (
+        lambda folder: (folder / "checkpoint.json").write_bytes(seal({**read_manifest(folder), "step": "x"})),
+        "of another step",
+    ),
     "deep state": (state(DEEP), "nested too deeply"),
-    "deeper than it is read": (state(b"[" * 900 + b"]" * 900), "state.json cannot be read: "),
-    "odd keys": (state(b'{"$": "mapping", "value": [[[1], 2]]}'), "state.json cannot be read: unhashable type"),
-    "huge state": (lambda folder: sparse(folder / "state.json"), "more than 67,108,864"),
-    "piped state": (lambda folder: pipe(folder / "state.json"), "state.json is no plain file"),
-    "negative size": (piece(num_bytes=-5), "has -5 bytes"),
+    "deeper than it is read": (state(b"[" * 900 + b"]" * 900), "state.progress.json cannot be read: "),
+    "odd keys": (state(b'{"$": "mapping", "value": [[[1], 2]]}'), "state.progress.json cannot be read: unhashable type"),
+    "huge state": (lambda folder: sparse(folder / "state.progress.json"), "bytes where"),
+    "piped state": (lambda folder: pipe(folder / "state.progress.json"), "state.progress.json: it is no plain file"),
+    "negative size": (piece(num_bytes=-5), "has -5 bytes at 0"),
     "negative offset": (piece(offset=-8), "at -8"),
-    "endless piece": (piece(num_bytes=1 << 60), "is cut off"),
+    "endless piece": (piece(num_bytes=1 << 60), "and the file"),
     "another folder": (piece(file="../../../secret"), "'../../../secret' is no name of a file"),
     "the root folder": (piece(file="/etc/hostname"), "'/etc/hostname' is no name of a file"),
 }
@@ -275,10 +304,9 @@ def test_a_hostile_checkpoint_is_read_in_little_memory_and_time(environ: dict[st
 def test_records_of_files_elsewhere_are_not_cut_off(ddpexp: Ddpexp, run: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside.jsonl"
     outside.write_text("mine\n")
-    path = newest(run) / "manifest.json"
-    manifest = json.loads(path.read_text())
+    manifest = read_manifest(newest(run))
     manifest["records"] |= {"../outside.jsonl": 0, str(outside): 0, "../../outside.jsonl": 0}
-    path.write_text(json.dumps(manifest))
+    (newest(run) / "checkpoint.json").write_bytes(seal(manifest))
     done = ddpexp("resume", str(run), LONGER)
     assert done.code == 0, done.err
     assert outside.read_text() == "mine\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.rundir import newest_checkpoint
+from ddpexp.checkpoint.format import newest_checkpoint
 from tests.conftest import Done, finish
 from tests.faults.harness import trained
 from tests.faults.hosts import Both, Hosts

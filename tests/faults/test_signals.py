@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.rundir import complete_checkpoints
+from ddpexp.checkpoint.format import complete_checkpoints
 from tests.conftest import ROOT, finish
 from tests.faults.harness import Running
 from tests.points import Recipe, wait_for

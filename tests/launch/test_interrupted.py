@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.rundir import complete_checkpoints
+from ddpexp.checkpoint.format import complete_checkpoints
 from tests.conftest import Ddpexp, Done, living
 from tests.launch.starters import OFTEN, SPAWN, Starter, params, skip_without
 from tests.points import Recipe

@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ddpexp import checkpoint
-from ddpexp.checkpoint import FORMAT, CheckpointError, Writer, complete, lay_out, share
+from ddpexp.checkpoint.codec import decode, encode
+from ddpexp.checkpoint.format import FORMAT, MANIFEST, scan
+from ddpexp.checkpoint.layout import lay_out, share
+from ddpexp.checkpoint.reader import load_weights, read_model, weights_sha256
+from ddpexp.checkpoint.writer import CheckpointError, Content, Writer
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.plain import decode, encode
 from ddpexp.world import World
 
 ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
@@ -31,7 +34,7 @@ ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=
 def save(folder: Path, models: Mapping[str, nn.Module], step: int = 4, **options: Any) -> Path:
     """Save models as the only worker does, and wait."""
     writer = Writer(folder, ALONE, **options)
-    writer.save(step, {name: module.state_dict() for name, module in models.items()}, {}, {"step": step}, {}, {})
+    writer.save(step, Content({name: module.state_dict() for name, module in models.items()}, {"progress": {"step": step}}))
     writer.wait(end=True)
     return folder / f"step-{step:08d}"
 
@@ -64,37 +67,37 @@ def hash_of(model: nn.Module) -> str:
 def test_the_hash_is_what_it_is_defined_to_be() -> None:
     torch.manual_seed(0)
     model = Tied()
-    assert checkpoint.weights_sha256({"model": model}) == hash_of(model)
+    assert weights_sha256({"model": model}) == hash_of(model)
     before = hash_of(model)
     model.get_buffer("steps").add_(1)
-    assert checkpoint.weights_sha256({"model": model}) == hash_of(model) != before
+    assert weights_sha256({"model": model}) == hash_of(model) != before
 
 
 def test_the_hash_does_not_depend_on_the_memory_format_but_on_names_shapes_and_types() -> None:
     torch.manual_seed(0)
     conv = nn.Conv2d(2, 3, 2)
-    plain = checkpoint.weights_sha256({"model": conv})
+    plain = weights_sha256({"model": conv})
     conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    assert checkpoint.weights_sha256({"model": conv}) == plain
-    assert checkpoint.weights_sha256({"other": conv}) != plain
+    assert weights_sha256({"model": conv}) == plain
+    assert weights_sha256({"other": conv}) != plain
     ones = [nn.ParameterDict({name: torch.ones(*shape)}) for name, shape in (("a", (4,)), ("b", (4,)), ("a", (2, 2)))]
-    assert len({checkpoint.weights_sha256({"model": one}) for one in ones}) == 3
-    assert checkpoint.weights_sha256({"model": ones[0].double()}) != checkpoint.weights_sha256({"model": ones[2]})
+    assert len({weights_sha256({"model": one}) for one in ones}) == 3
+    assert weights_sha256({"model": ones[0].double()}) != weights_sha256({"model": ones[2]})
 
 
 def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
     folder = save(tmp_path / "checkpoints", {"model": model})
-    manifest = json.loads((folder / "manifest.json").read_text())
-    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
-    assert {piece["file"]: (piece["offset"], piece["num_bytes"], piece["sha256"]) for piece in manifest["pieces"]} == {
-        name: (0, len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()
+    [one] = scan(folder.parent).complete
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
+    assert {name: [asdict(piece) for piece in file.pieces] for name, file in one.files.items()} == {
+        name: [{"offset": 0, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}] for name, data in files.items()
     }
-    assert (manifest["format"], manifest["step"], manifest["world_size"]) == (FORMAT, 4, 1)
+    assert (one.version, one.step, one.manifest["format"]) == (FORMAT, 4, FORMAT)
     for source in (folder, folder / "model.safetensors"):
         other = Tied()
-        checkpoint.load_weights({"model": other}, source, "run.init_from")
+        load_weights({"model": other}, source, "run.init_from")
         assert hash_of(other) == hash_of(model)
         assert other.head.weight is other.embed.weight
     assert [path.name for path in folder.parent.iterdir()] == ["step-00000004"]
@@ -103,12 +106,12 @@ def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
 def test_several_models_have_a_file_each(tmp_path: Path) -> None:
     models = {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)}
     folder = save(tmp_path, models)
-    assert {path.name for path in folder.glob("*.safetensors")} == {"left.safetensors", "right.safetensors", "state.safetensors"}
+    assert {path.name for path in folder.glob("*.safetensors")} == {"left.safetensors", "right.safetensors"}
     others = {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)}
-    checkpoint.load_weights(others, folder, "evaluate")
-    assert checkpoint.weights_sha256(others) == checkpoint.weights_sha256(models)
+    load_weights(others, folder, "evaluate")
+    assert weights_sha256(others) == weights_sha256(models)
     with pytest.raises(RefusedError, match=r"is one file, but there are several models: name the checkpoint's folder\.$"):
-        checkpoint.load_weights(others, folder / "left.safetensors", "evaluate")
+        load_weights(others, folder / "left.safetensors", "evaluate")
 
 
 def test_a_reader_never_sees_a_part_of_a_checkpoint(tmp_path: Path) -> None:
@@ -128,7 +131,7 @@ def test_a_reader_never_sees_a_part_of_a_checkpoint(tmp_path: Path) -> None:
     ended.set()
     reader.join()
     assert seen
-    assert all(names == {"model.safetensors", "state.safetensors", "state.json", "manifest.json"} for names in seen)
+    assert all(names == {"model.safetensors", "state.progress.json", MANIFEST} for names in seen)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
@@ -162,7 +165,7 @@ def test_plain_values_come_back_as_they_were() -> None:
     assert found.pop("deep")["t"] is value.pop("deep")["t"]
     assert found == value
     assert math.isnan(decode(encode(math.nan, {}), tensors.__getitem__))
-    with pytest.raises(DdpexpError, match=r"^a\.b is a builtins\.object, which a checkpoint cannot hold"):
+    with pytest.raises(DdpexpError, match=r"^a/b is a builtins\.object, which a checkpoint cannot hold"):
         encode({"a": {"b": object()}}, {})
     with pytest.raises(RefusedError, match="holds a 'call'"):
         decode({"$": "call", "value": "os.system"}, tensors.__getitem__)
@@ -172,9 +175,9 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
     writer = Writer(tmp_path, ALONE, keep_last=2, keep_best="max:eval/accuracy")
     for step, value in ((10, 0.3), (20, 0.9), (30, 0.9), (40, math.nan), (50, 0.5), (60, None)):
         facts = {} if value is None else {"metrics": {"eval/accuracy": value}, "evaluated_at": step}
-        writer.save(step, {"model": nn.Linear(2, 2).state_dict()}, {}, {}, facts, {})
+        writer.save(step, Content({"model": nn.Linear(2, 2).state_dict()}, facts=facts))
     writer.wait(end=True)
-    assert [one.step for one in complete(tmp_path)] == [60, 50, 20]
+    assert [one.step for one in scan(tmp_path).complete] == [60, 50, 20]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-00000050", "step-00000060"]
 
 
@@ -183,12 +186,14 @@ def test_what_is_copied_is_what_was_there_when_it_was_saved(tmp_path: Path) -> N
     writer = Writer(tmp_path, ALONE, keep_last=None)
     for step in range(1, 4):
         weights["w"].fill_(step)
-        writer.save(step, {"model": weights}, {}, {}, {}, {})
+        writer.save(step, Content({"model": weights}))
         weights["w"].fill_(-1)  # the next step of the training
     writer.wait(end=True)
-    for one in complete(tmp_path):
+    for one in scan(tmp_path).complete:
         assert one.problem() is None
-        assert set(one.tensors("model")["w"].tolist()) == {float(one.step)}
+        found = read_model(one, "model")
+        assert found is not None
+        assert set(found["w"].tolist()) == {float(one.step)}
 
 
 @pytest.mark.variants(1)
@@ -196,18 +201,18 @@ def test_what_is_copied_is_what_was_there_when_it_was_saved(tmp_path: Path) -> N
 def test_a_checkpoint_that_cannot_be_written_leaves_those_before_it(tmp_path: Path, stops: bool) -> None:
     folder = tmp_path / "checkpoints"
     writer = Writer(folder, ALONE, stops=stops)
-    weights = {"model": nn.Linear(2, 2).state_dict()}
-    writer.save(1, weights, {}, {}, {}, {})
+    weights = Content({"model": nn.Linear(2, 2).state_dict()})
+    writer.save(1, weights)
     writer.wait()
     (folder / ".step-00000002.partial").write_text("in the way")  # root may write into any directory
-    writer.save(2, weights, {}, {}, {}, {})
+    writer.save(2, weights)
     text = r"^the checkpoint of step 2 could not be written in .*: File exists .* MB free\), .* as they were\. .* then resume\.$"
     with pytest.raises(CheckpointError, match=text):
         writer.wait(end=True)
     (folder / ".step-00000002.partial").unlink()
-    writer.save(3, weights, {}, {}, {}, {})
+    writer.save(3, weights)
     writer.wait(end=True)
-    assert [one.step for one in complete(folder)] == [3, 1]
+    assert [one.step for one in scan(folder).complete] == [3, 1]
 
 
 @pytest.fixture
@@ -218,7 +223,7 @@ def saved(tmp_path: Path) -> Path:
 
 def refusal(source: Path, model: nn.Module | None = None) -> str:
     with pytest.raises(RefusedError) as caught:
-        checkpoint.load_weights({"model": model or nn.Linear(4, 3)}, source, f"run.init_from={source}")
+        load_weights({"model": model or nn.Linear(4, 3)}, source, f"run.init_from={source}")
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith(f"run.init_from={source}")
     return str(caught.value)
@@ -229,8 +234,8 @@ def test_a_file_that_was_changed_is_refused_by_its_hash(saved: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    assert "its hash is not the one in manifest.json" in refusal(saved)
-    assert "its hash is not the one in manifest.json" in refusal(path)
+    assert "its hash is not the one in the manifest" in refusal(saved)
+    assert "its hash is not the one in the manifest" in refusal(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04K\x01.", b"<!DOCTYPE html>", b"\xff" * 100])

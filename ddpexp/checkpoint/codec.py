@@ -15,7 +15,7 @@ _KIND = "$"  # marks what JSON has no form for
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """Return `value` as what JSON can hold; its tensors go into `tensors` under the names of their places.
+    """Return `value` as what JSON can hold; its tensors go into `tensors` under the names of their places, such as `a/b/0`.
 
     Numbers come back to the bit, tuples as tuples and keys as they were.
 
@@ -27,15 +27,18 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
     if isinstance(value, Tensor):
-        tensors[where] = value
-        return {_KIND: "tensor", "value": where}
+        name = where or "tensor"
+        while name in tensors:  # keys may hold a / themselves
+            name += "'"
+        tensors[name] = value
+        return {_KIND: "tensor", "value": name}
     if isinstance(value, Mapping):
-        inner = [(key, encode(one, tensors, f"{where}.{key}" if where else str(key))) for key, one in value.items()]
+        inner = [(key, encode(one, tensors, f"{where}/{key}" if where else str(key))) for key, one in value.items()]
         if all(isinstance(key, str) for key in value) and _KIND not in value:
             return dict(inner)
         return {_KIND: "mapping", "value": [[encode(key, tensors, where), one] for key, one in inner]}
     if isinstance(value, list | tuple):
-        items = [encode(one, tensors, f"{where}.{index}") for index, one in enumerate(value)]
+        items = [encode(one, tensors, f"{where}/{index}" if where else str(index)) for index, one in enumerate(value)]
         return items if isinstance(value, list) else {_KIND: "tuple", "value": items}
     if hasattr(value, "item") and callable(value.item):  # a number of numpy
         return encode(value.item(), tensors, where)

@@ -1,0 +1,353 @@
+"""What a checkpoint is on the disk: a folder whose every byte is under a hash. Free of torch, so the command can ask, too.
+
+    step-00000500/
+      <model>.safetensors        parameters and buffers, one file a model
+      <model>.ema.safetensors    their average
+      state.<part>.json          everything else, in named parts: optimizers, progress, modules, clock, world, ...
+      state.<part>.safetensors   the tensors of a part
+      state.rank-00001.json      what one rank has for itself
+      config.yaml                the configuration that wrote it
+      checkpoint.json            the manifest: facts, and size and hashes of every file
+
+A part is a tree of plain values and tensors (`ddpexp.checkpoint.codec`). A reader ignores parts that it does not know and sees
+None for those that are missing, so new kinds of state are new parts, not a new format. The manifest ends with the SHA-256 of all
+its bytes before that. Format 1 had `manifest.json`, without a hash of itself, and other files (`ddpexp.checkpoint.format_1`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpexp import __version__
+from ddpexp.errors import RefusedError
+from ddpexp.rundir import dumps, parse_json, read_plain_file, relative
+
+FORMAT = 2
+MANIFEST = "checkpoint.json"
+CONFIG = "config.yaml"
+_MANIFEST_1 = "manifest.json"
+_FOLDER = re.compile(r"step-(\d{8,})")
+_SEAL = ',\n  "sha256": "'
+_END = '"\n}\n'
+_HEX = 64  # digits of a SHA-256
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous part of a file, which one rank wrote. Units: bytes."""
+
+    offset: int
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as the manifest describes it: its pieces, in order, cover it without a gap."""
+
+    num_bytes: int
+    pieces: Sequence[Piece]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest is sound; `problem` tells whether its files are."""
+
+    folder: Path
+    manifest: Mapping[str, Any]
+    files: Mapping[str, File]
+    version: int = FORMAT
+
+    @property
+    def step(self) -> int:
+        """Return the number of optimizer steps that were done."""
+        return int(self.manifest["step"])
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """Return the metrics of the last evaluation, where that was after this very step."""
+        evaluated = self.manifest.get("evaluated_at") == self.step
+        return self.manifest.get("metrics") or {} if evaluated else {}
+
+    @property
+    def weights(self) -> list[str]:
+        """Return the names of the files of models and of their averages."""
+        return [name for name in self.files if name.endswith(".safetensors") and not name.startswith(("state.", "rank-"))]
+
+    @property
+    def config(self) -> str | None:
+        """Return the configuration that wrote it, or None where it holds none. Raises OSError, ValueError."""
+        return read_plain_file(self.folder / CONFIG).decode() if CONFIG in self.files else None
+
+    def problem(self, rank: int = 0, world_size: int = 1, files: Sequence[str] | None = None) -> str | None:
+        """Compare the files with the manifest and return the first difference, or None.
+
+        Ranks: all, or one alone; each compares all sizes and hashes every `world_size`-th piece.
+        """
+        wrong = self.wrong_size(files)
+        if wrong is not None:
+            return wrong
+        pieces = [(name, piece) for name in (self.files if files is None else files) for piece in self.files[name].pieces]
+        try:
+            for name, piece in pieces[rank::world_size]:
+                if _sha256(self.folder / name, piece) != piece.sha256:
+                    return f"{name} is damaged: its hash is not the one in the manifest"
+        except OSError as error:
+            return _said(error)
+        return None
+
+    def wrong_size(self, files: Sequence[str] | None = None) -> str | None:
+        """Compare the files' sizes alone with the manifest and return the first difference, or None."""
+        for name in self.files if files is None else files:
+            if name not in self.files:
+                return f"{name} is not in the manifest"
+            wanted = self.files[name].num_bytes
+            try:
+                size = _size(self.folder / name)
+            except OSError as error:
+                return _said(error)
+            if size < wanted:
+                return f"{name} is cut off: it has {size:,} of its {wanted:,} bytes"
+            if size > wanted:
+                return f"{name} has {size:,} bytes where {wanted:,} were written"
+        return None
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A folder in the place of a checkpoint that is none, or none any more."""
+
+    folder: Path
+    problem: str
+
+    @property
+    def step(self) -> int:
+        """Return the step that its name says."""
+        return _step(self.folder)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder of checkpoints holds, each the newest first."""
+
+    complete: list[Checkpoint] = field(default_factory=list)
+    damaged: list[Damaged] = field(default_factory=list)
+
+
+def scan(folder: Path) -> Found:
+    """Read the manifests of all checkpoints in a folder; not a byte of their files.
+
+    Raises:
+        RefusedError: one was written by a newer version of ddpexp.
+    """
+    found = Found()
+    for path in _folders(folder):
+        try:
+            found.complete.append(open_checkpoint(path))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            found.damaged.append(Damaged(path, _said(error)))
+    return found
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """Return the newest checkpoint with a sound manifest. Raises RefusedError, as `scan`."""
+    return next(iter(scan(folder).complete), None)
+
+
+def whole(folder: Path, weights_alone: bool = False) -> tuple[Checkpoint | None, list[Damaged]]:
+    """Return the newest checkpoint of which every byte is right, and the newer ones that are damaged.
+
+    `weights_alone` looks at the files of models and their averages alone.
+    Raises: RefusedError, as `scan`.
+    """
+    found = scan(folder)
+    damaged = list(found.damaged)
+    chosen = None
+    for one in found.complete:
+        problem = one.problem(files=one.weights if weights_alone else None)
+        if problem is None:
+            chosen = one
+            break
+        damaged.append(Damaged(one.folder, problem))
+    newer = [one for one in damaged if chosen is None or one.step > chosen.step]
+    return chosen, sorted(newer, key=lambda one: one.step, reverse=True)
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Read the manifest of one checkpoint.
+
+    Raises:
+        RefusedError: a newer version of ddpexp has written it. OSError, ValueError, TypeError, KeyError: it is damaged.
+    """
+    if not os.path.lexists(folder / MANIFEST) and os.path.lexists(folder / _MANIFEST_1):
+        manifest, files = _manifest_1(folder)
+        version = 1
+    else:
+        manifest = _unsealed(read_plain_file(folder / MANIFEST))
+        _refuse_newer(folder, manifest)
+        files = {str(name): _file(record) for name, record in manifest["files"].items()}
+        version = int(manifest["format"])
+        if version != FORMAT:
+            raise ValueError(f"{MANIFEST} says that it is of format {version}")
+    if _FOLDER.fullmatch(folder.name) and manifest["step"] != _step(folder):  # a copy may have any name
+        raise ValueError("its manifest is that of another step")
+    for name, file in files.items():
+        _check_file(name, file)
+    if not all(isinstance(size, int) and size >= 0 for size in manifest.get("records", {}).values()):
+        raise ValueError("its manifest holds numbers that cannot be")
+    return Checkpoint(folder, manifest, files, version)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has the manifest of a checkpoint; run directories have a file of the older name, too."""
+    return (folder / MANIFEST).is_file() or (bool(_FOLDER.fullmatch(folder.name)) and (folder / _MANIFEST_1).is_file())
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders that have a manifest, the newest first: a quick look, which reads none."""
+    return [path for path in _folders(folder) if is_checkpoint(path)]
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Return the newest folder that has a manifest.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    found = complete_checkpoints(folder)
+    if not found:
+        raise RefusedError(f"{folder} holds no complete checkpoint.")
+    return found[0]
+
+
+def clean(folder: Path) -> None:
+    """Remove what writes and removals before have left half done. Ranks: rank zero, while nobody writes."""
+    for path in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.removed")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside(damaged: Iterable[Damaged]) -> None:
+    """Give damaged checkpoints another name, so that none stands where training will put a whole one.
+
+    They are kept for whoever wants to save something of them. Ranks: rank zero, while nobody writes.
+    """
+    log = logging.getLogger("ddpexp")
+    for one in damaged:
+        try:
+            place = set_folder_aside(one.folder)
+        except OSError as error:
+            log.warning("%s is damaged and cannot be renamed: %s", relative(one.folder), error.strerror)
+        else:
+            log.warning("%s cannot be used (%s): it is kept as %s", relative(one.folder), one.problem, place.name)
+
+
+def set_folder_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint to the first free name that is none of a checkpoint. Raises OSError."""
+    number = 1
+    while os.path.lexists(place := folder.with_name(f"{folder.name}.damaged{'' if number == 1 else f'-{number}'}")):
+        number += 1
+    os.rename(folder, place)
+    return place
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step."""
+    return f"step-{step:08d}"
+
+
+def seal(manifest: Mapping[str, Any]) -> bytes:
+    """Return a manifest as JSON whose last entry is the hash of all bytes before it."""
+    text = dumps(manifest).removesuffix("\n}\n") + _SEAL
+    return f"{text}{hashlib.sha256(text.encode()).hexdigest()}{_END}".encode()
+
+
+def _unsealed(raw: bytes) -> dict[str, Any]:
+    """Return the manifest that `seal` was given. Raises ValueError: a byte of it is another one."""
+    text, digest, end = raw[: -_HEX - len(_END)], raw[-_HEX - len(_END) : -len(_END)], raw[-len(_END) :]
+    if end != _END.encode() or digest != hashlib.sha256(text).hexdigest().encode():
+        raise ValueError(f"{MANIFEST} is damaged: it does not have its own hash")
+    manifest = parse_json(raw)
+    if not isinstance(manifest, dict):
+        raise ValueError(f"{MANIFEST} holds no object")
+    return manifest
+
+
+def _manifest_1(folder: Path) -> tuple[dict[str, Any], dict[str, File]]:
+    """Read a manifest of format 1, in which the pieces of all files stand in one list."""
+    manifest = parse_json(read_plain_file(folder / _MANIFEST_1))
+    _refuse_newer(folder, manifest)
+    pieces: dict[str, list[Piece]] = {}
+    for piece in manifest["pieces"]:
+        pieces.setdefault(piece["file"], []).append(Piece(piece["offset"], piece["num_bytes"], piece["sha256"]))
+    if int(manifest["world_size"]) < 1:
+        raise ValueError("its manifest holds numbers that cannot be")
+    parts = {name: sorted(found, key=lambda piece: piece.offset) for name, found in pieces.items()}
+    return manifest, {name: File(found[-1].offset + found[-1].num_bytes, found) for name, found in parts.items()}
+
+
+def _refuse_newer(folder: Path, manifest: Mapping[str, Any]) -> None:
+    if int(manifest.get("format", 0)) > FORMAT:
+        raise RefusedError(
+            f"{folder} was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "
+            f"{__version__}, which reads up to format {FORMAT}: install that version."
+        )
+
+
+def _file(record: Mapping[str, Any]) -> File:
+    return File(record["num_bytes"], [Piece(**piece) for piece in record["pieces"]])
+
+
+def _check_file(name: str, file: File) -> None:
+    """Raise ValueError where the description of a file cannot be that of one."""
+    if not name or Path(name).name != name:
+        raise ValueError(f"{name!r} is no name of a file")
+    end = 0
+    for piece in file.pieces:
+        if not isinstance(piece.num_bytes, int) or piece.offset != end or piece.num_bytes < 0:
+            raise ValueError(f"a piece of {name} has {piece.num_bytes} bytes at {piece.offset}, and the one before ends at {end}")
+        end += piece.num_bytes
+    if end != file.num_bytes:
+        raise ValueError(f"the pieces of {name} have {end} bytes, and the file {file.num_bytes}")
+
+
+def _said(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    if isinstance(error, KeyError | TypeError | AttributeError):
+        return f"its manifest is none of a checkpoint ({type(error).__name__}: {error})"
+    return str(error)
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    """Yield what has the name of a checkpoint, the newest first."""
+    named = [path for path in folder.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
+    yield from sorted(named, key=_step, reverse=True)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _size(path: Path) -> int:
+    if not path.is_file():
+        raise OSError(0, "it is no plain file" if path.exists() else "it is missing", str(path))
+    return path.stat().st_size
+
+
+def _sha256(path: Path, piece: Piece) -> str:
+    digest, left = hashlib.sha256(), piece.num_bytes
+    with path.open("rb") as file:
+        file.seek(piece.offset)
+        while left and (block := file.read(min(left, _BLOCK))):
+            digest.update(block)
+            left -= len(block)
+    return digest.hexdigest()

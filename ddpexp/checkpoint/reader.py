@@ -1,0 +1,130 @@
+"""Read checkpoints and files of weights: tensors and plain values, never code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpexp.checkpoint import format_1
+from ddpexp.checkpoint.codec import decode
+from ddpexp.checkpoint.format import Checkpoint, is_checkpoint, open_checkpoint
+from ddpexp.checkpoint.tensors import read_tensors, refuse_odd_file
+from ddpexp.errors import RefusedError
+from ddpexp.rundir import read_json
+
+Models = Mapping[str, nn.Module]
+
+
+def weights_sha256(models: Models) -> str:
+    """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes."""
+    digest = hashlib.sha256()
+    named = {
+        name if prefix == "model" else f"{prefix}.{name}": tensor
+        for prefix, module in models.items()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+    for name in sorted(named):
+        tensor = named[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def read_model(one: Checkpoint, name: str, average: bool = False) -> dict[str, Tensor] | None:
+    """Return the tensors of a model, or of its average; tied ones under each of their names. None where it holds none.
+
+    Raises:
+        RefusedError: they cannot be read.
+    """
+    file = f"{name}.ema.safetensors" if average else f"{name}.safetensors"
+    return read_tensors(one.folder / file) if file in one.files else None
+
+
+def read_part(one: Checkpoint, name: str) -> Any:
+    """Return a part of the state as it was given to the writer, or None where the checkpoint has none of this name.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    if one.version == 1:
+        return format_1.read_part(one, name)
+    text, file = f"state.{name}.json", f"state.{name}.safetensors"
+    if text not in one.files:
+        return None
+    tensors = read_tensors(one.folder / file) if file in one.files else {}
+    try:
+        return decode(read_json(one.folder / text), lambda key: tensors[key])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise RefusedError(f"{one.folder / text} cannot be read: {error}.") from None
+
+
+def read_own(one: Checkpoint, rank: int) -> Any:
+    """Return what one rank had that others had not, None where there was nothing. Raises RefusedError."""
+    return read_part(one, f"rank-{rank:05}")
+
+
+def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
+    """Copy tensors by name into those of the same shapes and types.
+
+    Raises:
+        RefusedError: a name, a shape or a type that differs; names the first ones.
+    """
+
+    def form(tensor: Tensor) -> str:
+        return f"{tuple(tensor.shape)} of {tensor.dtype}"
+
+    missing, extra = [name for name in target if name not in source], [name for name in source if name not in target]
+    shapes = [
+        f"{name} is {form(source[name])} there and {form(tensor)} here"
+        for name, tensor in target.items()
+        if name in source and (source[name].shape, source[name].dtype) != (tensor.shape, tensor.dtype)
+    ]
+    if missing or extra or shapes:
+        parts = [*shapes, *([f"it lacks {_few(missing)}"] if missing else []), *([f"it has {_few(extra)} more"] if extra else [])]
+        raise RefusedError(f"{where} holds the weights of another model: {_few(parts, '; ')}.")
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
+
+
+def load_weights(models: Models, source: Path, asked: str, averaged: bool = False) -> None:
+    """Load weights from a safetensors file, or a checkpoint folder with one file a model, of which the `averaged` ones.
+
+    Raises:
+        RefusedError: no such file, damaged, or of another model; `asked` is how the user named it.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model
+
+    ending = ".ema.safetensors" if averaged else ".safetensors"
+    files = {name: source / f"{name}{ending}" for name in models} if source.is_dir() else dict.fromkeys(models, source)
+    if len(models) > 1 and not source.is_dir():
+        raise RefusedError(f"{asked} is one file, but there are several models: name the checkpoint's folder.")
+    for name, path in files.items():
+        try:
+            refuse_odd_file(path)
+            _check_hash(path)
+            load_model(models[name], str(path))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise RefusedError(f"{asked}: {path.name} cannot be read as safetensors ({error}).") from None
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:300]
+            raise RefusedError(f"{asked} holds the weights of another model: {reason}") from None
+
+
+def _check_hash(path: Path) -> None:
+    """Raise OSError or ValueError where a file that lies in a checkpoint is not the one that was written there."""
+    folder = path.resolve().parent
+    if is_checkpoint(folder):
+        problem = open_checkpoint(folder).problem(files=[path.name])
+        if problem is not None:
+            raise OSError(problem)
+
+
+def _few(names: Sequence[str], between: str = ", ") -> str:
+    return between.join(names[:3]) + (f"{between}and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,403 @@
+"""Write checkpoints, by all ranks and asynchronously: atomic, each either complete or not there.
+
+Every rank knows the bytes of all files, for the ranks hold the same tensors, and writes its share of them. Rank zero then writes
+the manifest with the hash of every piece, and gives the folder its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import mmap
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpexp import __version__
+from ddpexp.checkpoint.codec import encode
+from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, scan, seal, set_folder_aside
+from ddpexp.checkpoint.layout import Span, TensorFile, copy_span, lay_out, share, ties
+from ddpexp.errors import DdpexpError
+from ddpexp.faults import reach
+from ddpexp.launch.limits import said_with_limit
+from ddpexp.rundir import JSON_BYTES, Anchor, MovedError, write
+from ddpexp.world import World
+
+Files = Mapping[str, Mapping[str, Tensor]]
+
+_TRIES = 4
+_PAUSE_SECONDS = 0.5  # before the second try; twice as long before each further one
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 2.0  # a run that fails ends within five
+_NICE = 10  # the thread that writes yields to the training
+
+
+class CheckpointError(DdpexpError):
+    """A checkpoint could not be written."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one checkpoint holds."""
+
+    models: Files  # by the name of their file, without its ending
+    parts: Mapping[str, Any] = field(default_factory=dict)  # trees of plain values and tensors, by name; the same on all ranks
+    own: Any = None  # a tree that this rank alone has
+    texts: Mapping[str, bytes] = field(default_factory=dict)  # whole small files, by name
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
+    records: Mapping[Path, int] = field(default_factory=dict)  # files that must be on the disk first, up to so many bytes
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One save, as handed to the thread that writes."""
+
+    step: int
+    number: int
+    spans: Sequence[Span]
+    copied: Tensor  # the bytes of the spans, one after the other
+    mine: Mapping[str, bytes]  # whole small files of this rank
+    manifest: Mapping[str, Any]
+    records: Sequence[Path]
+
+
+class Writer:
+    """Writes this rank's share of each checkpoint while the training continues.
+
+    `save` returns as soon as this rank's share is copied; a second one waits until the first is written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        *,
+        keep_last: int | None = 2,
+        keep_best: str | None = None,
+        stops: bool = True,
+    ) -> None:
+        """Write into `folder`, which is made; `stops` says whether a checkpoint that cannot be written ends the run."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._anchor = Anchor(folder.parent)
+        self._world = world
+        self._keep_last, self._keep_best, self._stops = keep_last, keep_best, stops
+        self._board = world.board()
+        self._stage = _Stage(world.device)
+        self._plan: tuple[Any, list[TensorFile]] | None = None
+        self._thread: threading.Thread | None = None
+        self._problem: DdpexpError | None = None
+        self._number = 0
+
+    def save(self, step: int, content: Content) -> None:
+        """Copy this rank's share and have it written; rank zero also writes what is not tensors, and the manifest.
+
+        Ranks: all, with the same models and parts but for buffers, of which each rank copies its own.
+
+        Raises:
+            CheckpointError: the one before could not be written, and that is to end the run.
+        """
+        self.wait()
+        plain, tensors = _encoded(content.parts)
+        files = {**content.models, **tensors}
+        planned = self._planned(files)
+        spans = share(planned, self._world.rank, self._world.world_size)
+        copied = self._stage.copy(planned, files, spans)
+        mine = self._own_files(content.own)
+        if self._world.is_rank_zero:
+            mine |= {**_texts(plain), **content.texts}
+        for name, data in mine.items():
+            if len(data) > JSON_BYTES and not name.endswith(".safetensors"):
+                raise CheckpointError(
+                    f"the plain values in {name} of the checkpoint of step {step} take {len(data):,} bytes, more than the "
+                    f"{JSON_BYTES:,} that are read back: keep large states as tensors."
+                )
+        self._number += 1
+        manifest = {
+            "format": FORMAT, "ddpexp": __version__, "torch": torch.__version__, "step": step, **content.facts,
+            "records": {os.path.relpath(path, self._folder.parent): size for path, size in content.records.items()},
+        }  # fmt: skip
+        job = _Job(step, self._number, spans, copied, mine, manifest, list(content.records))
+        thread = threading.Thread(target=self._work, args=(job,), daemon=True, name=f"checkpoint {step}")
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:  # out of processes or memory: this rank's share cannot be written
+            self._report(job, {"problem": self._describe(error, job)})
+        else:
+            self._thread = thread
+
+    def check(self) -> None:
+        """Re-raise an error of the writing thread, if there was one.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written, and that is to end the run. MovedError: the run directory is gone.
+        """
+        self._look(self._stops)
+
+    def _look(self, stops: bool) -> None:
+        problem, self._problem = self._problem, None
+        if problem is None:
+            return
+        if stops or isinstance(problem, MovedError):
+            raise problem
+        logging.getLogger("ddpexp").warning("%s Training continues (trainer.on_save_error=continue).", problem)
+
+    def wait(self, end: bool = False) -> None:
+        """Wait until the last save is done: on rank zero until it counts, on others until their share is written.
+
+        Raises:
+            CheckpointError: it could not be written, and that is to end the run, or this is its `end`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._look(self._stops or end)
+
+    def drain(self) -> None:
+        """Give a write that is under way a short grace: another rank's share may never come."""
+        if self._thread is not None:
+            self._thread.join(_GRACE_SECONDS)
+
+    def _planned(self, files: Files) -> list[TensorFile]:
+        signature = [
+            (name, [(key, t.dtype, t.shape) for key, t in tensors.items()], ties(tensors)) for name, tensors in files.items()
+        ]
+        if self._plan is None or self._plan[0] != signature:
+            self._plan = signature, [lay_out(name, tensors) for name, tensors in files.items()]
+        return self._plan[1]
+
+    def _own_files(self, own: Any) -> dict[str, bytes]:
+        if own is None:
+            return {}
+        plain, tensors = _encoded({f"rank-{self._world.rank:05}": own})
+        return _texts(plain) | {f"{name}.safetensors": _serialised(found) for name, found in tensors.items()}
+
+    def _work(self, job: _Job) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        try:
+            report: dict[str, Any] = {"files": _tried(lambda: self._write_share(job))}
+        except BaseException as error:  # of whatever kind: rank zero waits for this report
+            report = {"problem": self._describe(error, job), "moved": isinstance(error, MovedError)}
+        self._report(job, report)
+
+    def _report(self, job: _Job, report: Mapping[str, Any]) -> None:
+        """Tell rank zero of this rank's share; rank zero completes the checkpoint with all of them, unless its own has failed."""
+        name = f"ddpexp/checkpoint/{job.number}"
+        try:
+            if not self._world.is_rank_zero:
+                self._board.put(f"{name}/{self._world.rank}", json.dumps(report))
+                return
+            reports = [report]
+            if "problem" not in report:
+                reports += [json.loads(self._awaited(f"{name}/{rank}")) for rank in range(1, self._world.world_size)]
+        except RuntimeError:
+            return  # the ranks' store has gone with its rank, and the run ends for that reason
+        failed = next((one for one in reports if "problem" in one), None)
+        if failed is None:
+            try:
+                _tried(lambda: self._complete(job, reports))
+                return
+            except BaseException as error:
+                failed = {"problem": self._describe(error, job), "moved": isinstance(error, MovedError)}
+        shutil.rmtree(self._partial(job.step), ignore_errors=True)  # a full disk needs the room
+        self._problem = (MovedError if failed.get("moved") else CheckpointError)(failed["problem"])
+
+    def _awaited(self, name: str) -> str:
+        while (text := self._board.take(name)) is None:
+            time.sleep(_POLL_SECONDS)
+        return text
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".{folder_name(step)}.partial"
+
+    def _write_share(self, job: _Job) -> dict[str, list[dict[str, Any]]]:
+        """Write this rank's spans to the disk; return the pieces of each file with their hashes."""
+        self._anchor.check()
+        folder = self._partial(job.step)
+        folder.mkdir(exist_ok=True)
+        reach("checkpoint.begun")
+        written: dict[str, list[dict[str, Any]]] = {}
+        copied: Any = job.copied.numpy().data
+        begin = 0
+        for span in job.spans:
+            data = copied[begin : begin + span.num_bytes]
+            begin += span.num_bytes
+            _write_at(folder / span.file, span.offset, data)
+            reach("checkpoint.written")
+            written.setdefault(span.file, []).append(_piece(span.offset, data))
+        for file, content in job.mine.items():
+            (folder / file).unlink(missing_ok=True)  # of a try before
+            _write_at(folder / file, 0, memoryview(content))
+            written[file] = [_piece(0, memoryview(content))]
+        _sync(folder)
+        reach("checkpoint.share")
+        return written
+
+    def _complete(self, job: _Job, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Make the folder count, once all shares are on the disk; then remove those that are not kept."""
+        folder, final = self._partial(job.step), self._folder / folder_name(job.step)
+        if folder.exists():  # else a try before has come that far
+            for path in job.records:
+                with suppress(FileNotFoundError):
+                    _sync(path)
+            reach("checkpoint.recorded")
+            files = _files(reports)
+            _refuse_missing(folder, files)
+            write(folder / MANIFEST, seal({**job.manifest, "files": files}))
+            reach("checkpoint.manifest")
+            _sync(folder)
+            if final.exists():  # whatever it is, the run did not continue from it
+                set_folder_aside(final)
+            os.rename(folder, final)
+            reach("checkpoint.renamed")
+        _sync(self._folder)
+        self._prune()
+
+    def _prune(self) -> None:
+        complete = scan(self._folder).complete
+        kept = complete if self._keep_last is None else complete[: self._keep_last]
+        best = _best(complete, self._keep_best) if self._keep_best is not None else None
+        for one in complete:
+            if one not in kept and one is not best:
+                removed = one.folder.with_name(f".{one.folder.name}.removed")
+                os.rename(one.folder, removed)  # atomic: what is half removed must not look complete
+                reach("checkpoint.pruning")
+                shutil.rmtree(removed)
+
+    def _describe(self, error: BaseException, job: _Job) -> str:
+        if isinstance(error, MovedError):
+            return str(error)
+        free = ""
+        with suppress(OSError):
+            free = f" ({shutil.disk_usage(self._folder.parent).free / 1e6:,.1f} MB free)"
+        size = job.copied.numel() / 1e6
+        remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
+        return (
+            f"the checkpoint of step {job.step} could not be written in {self._folder}: {said_with_limit(error)}{free}, "
+            f"rank {self._world.rank} writes {size:,.1f} MB of it; the checkpoints before it are as they were.{remedy}"
+        )
+
+
+class _Stage:
+    """Memory that keeps this rank's share while it is written; taken once, for fresh memory is slow to fill."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, planned: Sequence[TensorFile], files: Files, spans: Sequence[Span]) -> Tensor:
+        """Copy the bytes of the spans. Shapes: (bytes,) uint8, on the CPU."""
+        wanted = sum(span.num_bytes for span in spans)
+        if self._buffer.numel() < wanted:
+            self._buffer = _memory(wanted, self._device)
+        by_name = {file.name: file for file in planned}
+        begin = 0
+        for span in spans:
+            file = by_name[span.file]
+            copy_span(file, files[file.name.removesuffix(".safetensors")], span, self._buffer[begin : begin + span.num_bytes])
+            begin += span.num_bytes
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        return self._buffer[:wanted]
+
+
+def _encoded(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Return each part as what JSON can hold, and the tensors of those that have any, by the names of the files without ending."""
+    plain, files = {}, {}
+    for name, value in parts.items():
+        tensors: dict[str, Tensor] = {}
+        plain[f"state.{name}"] = encode(value, tensors)
+        if tensors:
+            files[f"state.{name}"] = tensors
+    return plain, files
+
+
+def _texts(plain: Mapping[str, Any]) -> dict[str, bytes]:
+    return {f"{name}.json": json.dumps(value, separators=(",", ":")).encode() for name, value in plain.items()}
+
+
+def _files(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put the ranks' pieces together: of each file its size, and its pieces in order."""
+    pieces: dict[str, list[dict[str, Any]]] = {}
+    for report in reports:
+        for name, found in report["files"].items():
+            pieces.setdefault(name, []).extend(found)
+    ordered = {name: sorted(found, key=lambda piece: piece["offset"]) for name, found in sorted(pieces.items())}
+    return {name: {"num_bytes": sum(piece["num_bytes"] for piece in found), "pieces": found} for name, found in ordered.items()}
+
+
+def _refuse_missing(folder: Path, files: Mapping[str, Any]) -> None:
+    """Raise OSError where a file that ranks have written is not there as a whole: a host may write to a disk of its own."""
+    for name, file in files.items():
+        size = (folder / name).stat().st_size
+        if size != file["num_bytes"]:
+            raise OSError(0, f"{name} has {size:,} bytes where {file['num_bytes']:,} were written")
+
+
+def _piece(offset: int, data: memoryview) -> dict[str, Any]:
+    return {"offset": offset, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def _best(complete: Sequence[Checkpoint], keep_best: str) -> Checkpoint | None:
+    """Return the checkpoint with the best value of a metric, if one has it; of equal ones the earliest."""
+    mode, _, name = keep_best.partition(":")
+    valued = [one for one in reversed(complete) if one.metrics.get(name) is not None]
+    if not valued:
+        return None
+    return (max if mode == "max" else min)(valued, key=lambda one: float(one.metrics[name]))
+
+
+def _memory(num_bytes: int, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    block = mmap.mmap(-1, max(num_bytes, 1))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)  # a fault for two megabytes, not for every four kilobytes
+    return torch.frombuffer(block, dtype=torch.uint8)[:num_bytes]
+
+
+def _tried(work: Callable[[], Any]) -> Any:
+    """Do what may fail for a moment; the last failure is raised."""
+    for number in range(_TRIES - 1):
+        try:
+            return work()
+        except OSError:
+            time.sleep(_PAUSE_SECONDS * 2**number)
+    return work()
+
+
+def _write_at(path: Path, offset: int, data: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        while data:
+            written = os.pwrite(descriptor, data[: 1 << 26], offset)
+            data, offset = data[written:], offset + written
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _serialised(tensors: Mapping[str, Tensor]) -> bytes:
+    from safetensors.torch import save
+
+    return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""The state of optimizers by the names of their parameters, so that it does not depend on the order they were given in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpexp.errors import RefusedError
+
+
+def parameter_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return every parameter under each of its names, such as `model.0.weight`, sorted; a tied one goes by its first."""
+    named = {
+        f"{model}.{name}": parameter
+        for model, module in models.items()
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
+    return dict(sorted(named.items()))
+
+
+def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer without their parameters."""
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the state of an optimizer: its groups with the names of their parameters, and what it keeps for each."""
+    saved = optimizer.state_dict()
+    by_position = _names_in_order(optimizer, names)
+    groups = [{**group, "params": sorted(by_position[index] for index in group["params"])} for group in saved["param_groups"]]
+    state = {by_position[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
+    others = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
+    return {"groups": groups, "state": dict(sorted(state.items(), key=lambda item: str(item[0]))), "others": others}
+
+
+def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str) -> None:
+    """Give a newly built optimizer the state that it had.
+
+    Its settings are as they were, too, where they are built as they were built then: what the user has changed since stays.
+
+    Raises:
+        RefusedError: the state of another kind of optimizer, or of other parameters.
+    """
+    state = saved["by_position"] if "by_position" in saved else _by_position(optimizer, saved, names, name)
+    fresh = settings(optimizer)
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    found = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != found:
+        raise RefusedError(
+            f"the checkpoint's {name} holds groups of {found} parameters, and this run's has {sizes}: it is of another model."
+        )
+    groups = []
+    for now, then, built in zip(fresh, state["param_groups"], saved["built"], strict=True):
+        kept = {key: value for key, value in then.items() if key == "params" or now.get(key) == built.get(key)}
+        groups.append({**then, **{key: value for key, value in now.items() if key not in kept}})
+    try:
+        optimizer.load_state_dict({**state, "param_groups": groups})
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise RefusedError(f"the checkpoint's {name} does not fit {type(optimizer).__name__}: {error}") from None
+    parameters = _parameters(optimizer)
+    for index, values in state.get("state", {}).items():
+        if not isinstance(index, int):
+            continue
+        restored: dict[str, Any] = optimizer.state.get(parameters[index]) or {}
+        for key, value in values.items():
+            # torch casts to the parameter's type what some optimizers keep in a better one.
+            if isinstance(value, Tensor) and isinstance(restored.get(key), Tensor) and restored[key].dtype != value.dtype:
+                restored[key] = value.to(restored[key].device, copy=True)
+
+
+def _by_position(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+    """Return the state in torch's own form, by the positions that this optimizer's parameters have.
+
+    Raises:
+        RefusedError: it is of other parameters, or they are grouped otherwise.
+    """
+    positions = {id(parameter): index for index, parameter in enumerate(_parameters(optimizer))}
+    known = {key: positions[id(parameter)] for key, parameter in names.items() if id(parameter) in positions}
+    known |= {key: index for index, key in enumerate(_names_in_order(optimizer, names)) if key not in known}
+    groups = []
+    for now, then in zip(optimizer.param_groups, saved["groups"], strict=False):
+        order = [positions[id(parameter)] for parameter in now["params"]]
+        held = [known.get(key) for key in then["params"]]
+        if sorted(order) != sorted(index for index in held if index is not None) or None in held:
+            other = next((key for key, index in zip(then["params"], held, strict=True) if index not in order), None)
+            what = f"state for {other}" if other is not None else f"{len(held)} parameters"
+            raise RefusedError(
+                f"the checkpoint's {name} holds {what} in a group that has {len(order)} other parameters in this run: it is of "
+                f"another model, or of other groups."
+            )
+        groups.append({**then, "params": order})
+    groups += [dict(group) for group in saved["groups"][len(groups) :]]
+    state = {known.get(key, key): value for key, value in saved["state"].items()}
+    return {"param_groups": groups, "state": state, **saved["others"]}
+
+
+def _names_in_order(optimizer: Optimizer, names: Mapping[str, Tensor]) -> list[str]:
+    """Return the name of each parameter of an optimizer, in its order; one that is in no model is named by its position."""
+    first: dict[int, str] = {}
+    for key, parameter in names.items():
+        first.setdefault(id(parameter), key)
+    return [first.get(id(parameter), f"#{index}") for index, parameter in enumerate(_parameters(optimizer))]
+
+
+def _parameters(optimizer: Optimizer) -> Sequence[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
