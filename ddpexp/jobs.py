@@ -205,9 +205,8 @@ class Training(Job):
             yield
         except OSError as error:
             if run.path.exists():  # else that is the end itself, which is reported
-                say(
-                    f"ddpexp: warning: {self._called(run)} cannot be written ({said_with_limit(error)}): it does not tell of this end"
-                )
+                text = f"{self._called(run)} cannot be written ({said_with_limit(error)}): it does not tell of this end"
+                say(f"ddpexp: warning: {text}")
 
     def _there(self, owners: Sequence[str]) -> RunDir | None:
         """Return the run directory that is there already: made for this command, typed, or begun by what starts it again."""
