@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tensorboard.compat.proto.event_pb2 import Event
 
 from ddpexp.checkpoint.format import complete_checkpoints, scan, seal
 from tests.conftest import Ddpexp, Done, finish, living
-from tests.points import Recipe
+from tests.points import Recipe, session
 
 CODE = """\
 import random
@@ -258,33 +259,80 @@ def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Do
     same(recipe(*words, run=run), expected)
 
 
+SOAKED = [
+    (2, (*DEEP, *SGD, "task._target_=points.Drawing"), 70),
+    (
+        3,
+        (*DEEP, *ADAMW, "data._target_=points.load_noisy", "data.num_workers=1", "trainer.precision=bf16", "trainer.ema_decay=0.9"),
+        70,
+    ),
+    (4, (*DEEP, *SGD, "trainer.reduction=exact", "trainer.micro_batch_size=3", "trainer.clip_grad_norm=0.5"), 70),
+]
+"""World size, recipe, and how often it is killed."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_killed_at_a_hundred_random_moments(recipe: Recipe, undisturbed: Callable[..., Done], world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "words", "most"), SOAKED, ids=["2", "3", "4"])
+def test_killed_at_random_moments_again_and_again(
+    recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, words: tuple[str, ...], most: int
+) -> None:
+    """Kill the command, the fork server, a rank, a loader's worker, everything, or a rank within a write; all runs end equal."""
     chance = random.Random(world_size)
-    words = (*DEEP, *LONG, *ADAMW, "trainer.max_steps=400", f"trainer.gpus={world_size}", "task._target_=points.Drawing")
+    words = (*LONG, *words, "trainer.max_steps=400", f"trainer.gpus={world_size}")
     expected = undisturbed(*words)
-    kills = rounds = 0
-    while kills < 100:
+    kinds: Counter[str] = Counter()
+    rounds = 0
+    while kinds.total() < most:
         rounds += 1
-        process, run = recipe.start(*words)
-        while process.poll() is None:
-            time.sleep(chance.uniform(0.3, 1.5))
-            if process.poll() is None and kills < 100:
-                kills += 1
-                chance.choice([lambda p, r: p.kill(), kill_everything, kill_a_rank])(process, run)
-                process.communicate(timeout=30)
-                process, run = recipe.start(*words, run=run)
-        same(finish(process, run), expected)
-    print(f"world size {world_size}: {kills} kills in {rounds} runs, all equal")
+        run = None
+        while True:
+            kind = chance.choice([*KILLS, "within a write"])
+            place = chance.choice(["begun", "written", "share", "recorded", "manifest", "renamed", "pruning"])
+            rank = chance.randrange(world_size) if place in ("begun", "written", "share") else 0
+            fault = {"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:{chance.randrange(1, 6)}"} if kind == "within a write" else {}
+            process, run = recipe.start(*words, run=run, environ=fault if kinds.total() < most else {})
+            time.sleep(chance.uniform(0.3, 2.5))
+            if process.poll() is None and kinds.total() < most and kind != "within a write":
+                KILLS[kind](process, run)
+            done = finish(process, run)
+            if done.code == 0:
+                break
+            kinds[kind] += 1
+        same(done, expected)
+    print(f"world size {world_size}: {dict(kinds)} in {rounds} runs, all equal")
 
 
 def kill_a_rank(process: subprocess.Popen[str], run: Path) -> None:
     """Kill one process that writes into a rank's log."""
-    found = [pid for pid in living(run) if pid != process.pid]
+    _kill_one([pid for pid in living(run) if pid != process.pid])
+
+
+def kill_the_server(process: subprocess.Popen[str], run: Path) -> None:
+    """Kill the process that the ranks were forked from."""
+    _kill_one([pid for pid, parent in session(process.pid).items() if parent == process.pid])
+
+
+def kill_a_loader_worker(process: subprocess.Popen[str], run: Path) -> None:
+    """Kill a child of a rank where there is one, else a rank."""
+    family = session(process.pid)
+    ranks = [pid for pid, parent in family.items() if family.get(parent) == process.pid]
+    _kill_one([pid for pid, parent in family.items() if parent in ranks] or ranks)
+
+
+def _kill_one(found: Sequence[int]) -> None:
     if found:
-        os.kill(random.choice(found), signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(random.choice(found), signal.SIGKILL)
+
+
+KILLS: dict[str, Callable[[subprocess.Popen[str], Path], None]] = {
+    "command": lambda process, run: process.kill(),
+    "server": kill_the_server,
+    "rank": kill_a_rank,
+    "loader": kill_a_loader_worker,
+    "everything": kill_everything,
+}
 
 
 @pytest.mark.parametrize(("step", "loss"), [(8, True), (10, False)])
