@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddpexp.config import Timeout, Trainer
-from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation
-from ddpexp.launch.control import Control
-from ddpexp.loop import Loop, NonFiniteError, _Window
-from ddpexp.precision import Precision
+from ddpexp.loop import NonFiniteError, _Window
 from ddpexp.schedule import Cosine
-from ddpexp.strategy import Options
-from ddpexp.strategy.ddp import DDP
-from ddpexp.track.jsonl import JsonLines
-from ddpexp.world import World
 from tests.conftest import Ddpexp, Done
+from tests.fitting import ALONE, Once, fit_alone, near
 from tests.points import Recipe, weights
 
 CODE = """\
@@ -163,75 +156,10 @@ def points(recipe: Recipe) -> Any:
     return recipe.module()
 
 
-TRAINER = Trainer(
-    nodes=1, gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,
-    micro_batch_size="auto", precision="fp32", compile=False, channels_last=False, clip_grad_norm=None, ema_decay=None,
-    nonfinite="stop", log_every=4, eval_every="epoch", checkpoint_every="epoch", checkpoint_every_seconds=None, keep_last=2,
-    keep_best=None, on_save_error="stop", reduction="fast", deterministic=False, grace_seconds=25,
-    timeout=Timeout(300, 600, 1800, 300),
-)  # fmt: skip
-STRATEGY = Options(
-    kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,
-    broadcast_buffers=True, reduce_through="auto", comm_hook="none", powersgd_rank=1, sync_batchnorm=False,
-)  # fmt: skip
-ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
-
-
-@dataclass(frozen=True)
-class Once:
-    """A whole run in this process, and what it recorded."""
-
-    loop: Loop
-    records: list[dict[str, Any]]
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        models = self.loop.strategy.bare
-        return {f"{name}.{key}": value for name, module in models.items() for key, value in module.state_dict().items()}
-
-
 @pytest.fixture
 def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
     """Train in this process, alone: `fit(task, num_steps=8, factory=Net, evals=..., **trainer keys)`."""
-
-    def run(
-        task: Any, num_steps: int = 8, factory: Any = None, evals: Mapping[str, Any] | None = None, around: Any = None, **keys: Any
-    ) -> Once:
-        options = replace(TRAINER, **keys)
-        cut = plan_batches(options.global_batch_size, options.micro_batch_size, 1)
-
-        def build() -> Any:
-            torch.manual_seed(0)
-            return (factory or points.Net)()
-
-        strategy = DDP(STRATEGY, ALONE, build)
-        train = TrainBatches(points.points(96, 0), cut, 0, options.seed, ALONE.device)
-
-        def make(parameters: Any) -> torch.optim.Optimizer:
-            return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
-
-        named = (
-            task.optimizers(strategy.evaluating, make)
-            if hasattr(task, "optimizers")
-            else {"optimizer": make(strategy.parameters())}
-        )
-        path = tmp_path / f"metrics{len(list(tmp_path.iterdir()))}.jsonl"
-        tracker = JsonLines(path)
-        sets = {"eval": points.points(33, 1)} if evals is None else evals
-        loop = Loop(
-            task=task, strategy=strategy, optimizers=named, schedule=Cosine(),
-            precision=Precision(options.precision, ALONE.device, options.nonfinite == "skip"), world=ALONE, train=train,
-            evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
-            tracker=tracker, control=Control(None), options=options, num_steps=num_steps,
-        )  # fmt: skip
-        try:
-            with around or torch.enable_grad():
-                loop.fit()
-        finally:
-            tracker.close()
-        return Once(loop, [json.loads(line) for line in path.read_text().splitlines()])
-
-    return run
+    return partial(fit_alone, points, tmp_path)
 
 
 def by_hand(
@@ -255,11 +183,6 @@ def by_hand(
         if step not in leave_out:
             optimizer.step()
     return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, losses, norms
-
-
-def near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> bool:
-    assert found.keys() == expected.keys()
-    return all(torch.allclose(found[name], expected[name], rtol=0, atol=tolerance) for name in expected)
 
 
 @pytest.mark.parametrize("micro", ["auto", 12, 6, 1])

@@ -10,8 +10,8 @@ from torch import nn
 
 from ddpexp.strategy.ddp import DDP
 from tests.conftest import Ddpexp, Done
+from tests.fitting import ALONE, STRATEGY, near
 from tests.points import Recipe, weights
-from tests.test_loop import ALONE, STRATEGY, near
 
 CODE = """\
 class Unused(Net):

@@ -16,9 +16,9 @@ from ddpexp.launch import Asked
 from ddpexp.launch.spawn import Spawn
 from ddpexp.strategy.exact import Exact
 from tests.conftest import Call, Ddpexp, Done, finish
+from tests.fitting import ALONE, STRATEGY
 from tests.launch.starters import STARTERS
 from tests.points import ITEMS, Recipe
-from tests.test_loop import ALONE, STRATEGY
 
 WORKER = """\
 import dataclasses
@@ -32,7 +32,7 @@ from ddpexp.rank import run_rank
 from ddpexp.strategy.exact import Exact
 from ddpexp.strategy.exchange import OverBackend, OverMemory
 from ddpexp.world import World
-from tests.test_loop import ALONE, STRATEGY
+from tests.fitting import ALONE, STRATEGY
 
 
 def main(size, num_leaves):

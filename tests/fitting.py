@@ -1,0 +1,113 @@
+"""Whole runs in this process: what a test trains in milliseconds, without a command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpexp.average import Average
+from ddpexp.config import Timeout, Trainer
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.launch.control import Control
+from ddpexp.loop import Loop
+from ddpexp.precision import Precision
+from ddpexp.schedule import Cosine
+from ddpexp.strategy import Options
+from ddpexp.strategy.contract import Strategy
+from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.exact import Exact
+from ddpexp.track.jsonl import JsonLines
+from ddpexp.world import World
+
+TRAINER = Trainer(
+    nodes=1, gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,
+    micro_batch_size="auto", precision="fp32", compile=False, channels_last=False, clip_grad_norm=None, ema_decay=None,
+    nonfinite="stop", log_every=4, eval_every="epoch", checkpoint_every="epoch", checkpoint_every_seconds=None, keep_last=2,
+    keep_best=None, on_save_error="stop", reduction="fast", deterministic=False, grace_seconds=25,
+    timeout=Timeout(300, 600, 1800, 300),
+)  # fmt: skip
+STRATEGY = Options(
+    kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,
+    broadcast_buffers=True, reduce_through="auto", comm_hook="none", powersgd_rank=1, sync_batchnorm=False,
+)  # fmt: skip
+ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class Once:
+    """A whole run in this process, and what it recorded."""
+
+    loop: Loop
+    records: list[dict[str, Any]]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        models = self.loop.strategy.bare
+        return {f"{name}.{key}": value for name, module in models.items() for key, value in module.state_dict().items()}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True)
+
+
+def loop_alone(
+    points: Any,
+    folder: Path,
+    task: Any,
+    num_steps: int = 8,
+    factory: Any = None,
+    evals: Mapping[str, Any] | None = None,
+    make: Callable[[Any], torch.optim.Optimizer] = sgd,
+    data: Any = None,
+    **keys: Any,
+) -> tuple[Loop, Path]:
+    """Build a run of this process alone, of the recipe `points` and `trainer` keys; return it with the file of its records."""
+    options = replace(TRAINER, **keys)
+    cut = plan_batches(options.global_batch_size, options.micro_batch_size, 1)
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return (factory or points.Net)()
+
+    strategy: Strategy
+    if options.reduction == "exact":
+        strategy = Exact(STRATEGY, ALONE, build, gradient_accumulation_steps=cut.gradient_accumulation_steps)
+    else:
+        strategy = DDP(STRATEGY, ALONE, build)
+    named = (
+        task.optimizers(strategy.evaluating, make) if hasattr(task, "optimizers") else {"optimizer": make(strategy.parameters())}
+    )
+    path = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
+    sets = {"eval": points.points(33, 1)} if evals is None else evals
+    loop = Loop(
+        task=task, strategy=strategy, optimizers=named, schedule=Cosine(),
+        precision=Precision(options.precision, ALONE.device, options.nonfinite == "skip"), world=ALONE,
+        train=TrainBatches(points.points(96, 0) if data is None else data, cut, 0, options.seed, ALONE.device),
+        evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
+        tracker=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
+        average=None if options.ema_decay is None else Average(strategy.bare, options.ema_decay),
+    )  # fmt: skip
+    return loop, path
+
+
+def fit_alone(points: Any, folder: Path, task: Any, num_steps: int = 8, around: Any = None, **options: Any) -> Once:
+    """Train in this process, alone; `around` is a context manager around that. The options are those of `loop_alone`."""
+    loop, path = loop_alone(points, folder, task, num_steps, **options)
+    try:
+        with around or torch.enable_grad():
+            loop.fit()
+    finally:
+        loop.tracker.close()
+    return Once(loop, [json.loads(line) for line in path.read_text().splitlines()])
+
+
+def near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> bool:
+    assert found.keys() == expected.keys()
+    return all(torch.allclose(found[name], expected[name], rtol=0, atol=tolerance) for name in expected)
