@@ -65,22 +65,51 @@ class Replica:
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient in place."""
-        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+        torch._foreach_mul_(gradient_values(self.parameters), factor)
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the gradient, on the device."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            return torch.tensor(0.0)
+        values = gradient_values(parameters)
+        if not values:
+            return torch.tensor(0.0, device=parameters[0].device if parameters else None)
         with torch.no_grad():  # what `nn.utils.get_total_norm` does on one device, without the questions where each of them is
-            norms: tuple[Tensor, ...] = torch._foreach_norm(gradients)
+            kinds = {value.dtype for value in values}
+            if kinds == {torch.float32}:
+                norms = torch._foreach_norm(values)
+            else:  # three digits of a 16-bit sum are too few to clip by, and kinds cannot be mixed
+                norms = torch._foreach_norm(values, 2, dtype=torch.float64 if torch.float64 in kinds else torch.float32)
             return torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[no-any-return]
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
         """Scale the gradient down to `limit` and return its norm before that."""
         norm = self.gradient_norm(parameters)
-        nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        with torch.no_grad():  # what `nn.utils.clip_grads_with_norm_` does, which knows dense gradients alone
+            if values := gradient_values(parameters):
+                torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
+
+
+def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return dense tensors of real numbers that hold the gradients there are: what changes them changes the gradients.
+
+    Of sparse gradients, which are coalesced for it, these are the values; of complex ones real and imaginary parts.
+    """
+    return [
+        gradient if gradient.layout is torch.strided and not gradient.is_complex() else _values_of(parameter)
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    ]
+
+
+def _values_of(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse and not gradient.is_coalesced():
+        parameter.grad = gradient = gradient.coalesce()
+    elif gradient.is_conj():  # a view that says so, of other numbers
+        parameter.grad = gradient = gradient.resolve_conj()
+    values = gradient._values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def take_rank_zeros(tensors: Iterable[Tensor], world: World) -> None:
