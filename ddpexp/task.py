@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ddpexp.loop import Update
     from ddpexp.track import Tracker
+    from ddpexp.update import Update
 
 Sums = tuple["Tensor", "int | Tensor", Mapping[str, "tuple[Tensor, int | Tensor]"]]
 

@@ -23,6 +23,7 @@ ROWS = [
     ["data", "strategy", "checkpoint", "track"],
     ["config"],
     ["precision", "average", "optimizers"],
+    ["update"],
     ["loop"],
     ["rank", "report", "prepare", "saves", "resume"],
     ["worker", "jobs"],
