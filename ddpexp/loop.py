@@ -102,7 +102,6 @@ class Loop:
     _names: Mapping[str, Tensor] = field(init=False)
     _update: Update = field(init=False)
     _by_hand: HasTrainStep | None = field(init=False)
-    _count: int | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
@@ -112,7 +111,7 @@ class Loop:
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
         self._update = Update(
             self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan, self.options.seed,
-            self.options.reduction, self.options.clip_grad_norm,
+            self.options.reduction, self.options.clip_grad_norm, self._by_hand is not None,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -137,7 +136,7 @@ class Loop:
             saves = self._saves_after(done)
             self._update.want_norm = logs or saves  # what is recorded or kept is looked at
             window.add(self._train_step(step, micro_batches))
-            if self.average is not None:
+            if self.average is not None and self._update.moved:
                 self.average.update()
             self.control.step = done
             reach("step")
@@ -241,26 +240,16 @@ class Loop:
         update, seen = self._update, []
         update.begin(step)
         if self._by_hand is not None:
-            return [self._by_hand.train_step(update, micro_batches)]
-        for number, batch in enumerate(micro_batches):
-            with update.micro_batch(last=number == len(micro_batches) - 1):
-                loss_sum, count, sums = update.forward(self.task, batch)
-                self._check_count(count)
-                update.backward(loss_sum, count)
-            seen.append((loss_sum, count, sums))
-        update.apply()
+            seen.append(self._by_hand.train_step(update, micro_batches))
+        else:
+            for number, batch in enumerate(micro_batches):
+                with update.micro_batch(last=number == len(micro_batches) - 1):
+                    sums = self.task.step(update.models, batch)
+                    update.backward(sums[0], sums[1])
+                seen.append(sums)
+            update.apply()
+        update.end()
         return seen
-
-    def _check_count(self, count: int | Tensor) -> None:
-        """Hold a task to its contract: a count that is a number is taken for that of every micro-batch on every rank."""
-        if isinstance(count, Tensor) or count == self._count:
-            return
-        if self._count is not None:
-            raise DdpexpError(
-                f"the task's step returned the count {count} after {self._count}: a number must be the same for every "
-                f"micro-batch. Return a tensor where it depends on the data."
-            )
-        self._count = count
 
     def _set_learning_rate(self, step: int) -> float:
         factor = self.schedule.factor(step, self.num_steps)

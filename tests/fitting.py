@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddpexp.average import Average
 from ddpexp.config import Timeout, Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.data.order import Permutation
 from ddpexp.launch.control import Control
 from ddpexp.loop import Loop
 from ddpexp.precision import Precision
@@ -106,6 +109,34 @@ def fit_alone(points: Any, folder: Path, task: Any, num_steps: int = 8, around: 
     finally:
         loop.tracker.close()
     return Once(loop, [json.loads(line) for line in path.read_text().splitlines()])
+
+
+def by_hand(
+    points: Any,
+    num_steps: int = 8,
+    limit: float | None = None,
+    leave_out: tuple[int, ...] = (),
+    loss: Any = None,
+    kind: torch.dtype = torch.float32,
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Train as a tutorial would; return the weights, and each step's loss and gradient norm."""
+    torch.manual_seed(0)
+    model = points.Net().to(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    data, losses, norms = points.points(96, 0), [], []
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * Cosine().factor(step, num_steps)
+        indices = Permutation(96, 0, step // 4)(np.arange(step % 4 * 24, step % 4 * 24 + 24))
+        batch = data.gather(torch.from_numpy(indices), ALONE.device)
+        optimizer.zero_grad()
+        value = loss(model, batch) if loss else nn.functional.cross_entropy(model(batch[1].to(kind)), batch[2])
+        value.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit)))
+        losses.append(float(value.detach()))
+        if step not in leave_out:
+            optimizer.step()
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, losses, norms
 
 
 def near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> bool:

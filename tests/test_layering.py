@@ -22,7 +22,7 @@ ROWS = [
     ["rundir", "world"],
     ["data", "strategy", "checkpoint", "track"],
     ["config"],
-    ["precision", "average", "optimizers"],
+    ["precision", "average", "optimizers", "undo"],
     ["update"],
     ["loop"],
     ["rank", "report", "prepare", "saves", "resume"],

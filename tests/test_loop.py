@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from ddpexp.data.order import Permutation
 from ddpexp.loop import NonFiniteError, _Window
 from ddpexp.schedule import Cosine
 from tests.conftest import Ddpexp, Done
-from tests.fitting import ALONE, Once, fit_alone, near
+from tests.fitting import ALONE, Once, by_hand, fit_alone, near
 from tests.points import Recipe, weights
 
 CODE = """\
@@ -160,29 +159,6 @@ def points(recipe: Recipe) -> Any:
 def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
     """Train in this process, alone: `fit(task, num_steps=8, factory=Net, evals=..., **trainer keys)`."""
     return partial(fit_alone, points, tmp_path)
-
-
-def by_hand(
-    points: Any, num_steps: int = 8, limit: float | None = None, leave_out: tuple[int, ...] = (), loss: Any = None
-) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """Train as a tutorial would; return the weights, and each step's loss and gradient norm."""
-    torch.manual_seed(0)
-    model = points.Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    data, losses, norms = points.points(96, 0), [], []
-    for step in range(num_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.05 * Cosine().factor(step, num_steps)
-        indices = Permutation(96, 0, step // 4)(np.arange(step % 4 * 24, step % 4 * 24 + 24))
-        batch = data.gather(torch.from_numpy(indices), ALONE.device)
-        optimizer.zero_grad()
-        value = loss(model, batch) if loss else nn.functional.cross_entropy(model(batch[1]), batch[2])
-        value.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), math.inf if limit is None else limit)))
-        losses.append(float(value.detach()))
-        if step not in leave_out:
-            optimizer.step()
-    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, losses, norms
 
 
 @pytest.mark.parametrize("micro", ["auto", 12, 6, 1])

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from ddpexp.errors import DdpexpError
 from tests.conftest import Ddpexp
-from tests.fitting import Once, fit_alone, near
+from tests.fitting import Once, by_hand, fit_alone, near
 from tests.points import Recipe, weights
 
 CODE = """\
+import random
+
+import numpy as np
+
+from ddpexp.data.order import Permutation
+
+
 class Words(nn.Module):
     # A table of which a step sees some rows, several of them more than once.
     def __init__(self, sparse=True, **options):
@@ -34,6 +45,49 @@ class Reads(Sides):
 
     def step(self, model, batch):
         return super().step(lambda rows: model(batch[0]), batch)
+
+
+class Normed(nn.Sequential):
+    def __init__(self, **options):
+        super().__init__(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+class Poisoned(Sides):
+    # One sample is not a number; noise comes from numpy and Python.
+    def step(self, model, batch):
+        ids, rows, labels = batch
+        if model.training:
+            noise = np.random.rand() + random.random()
+            rows = torch.where((ids == 17)[:, None], torch.nan, rows) + 0.1 * noise
+        return super().step(model, (ids, rows, labels))
+
+
+class LeavesOut(Poisoned):
+    # The same, but the steps that see that sample are not taken at all.
+    number = 0
+
+    def train_step(self, update, batches):
+        order = Permutation(96, 0, self.number // 4)(np.arange(96))
+        bad = 17 in order[self.number % 4 * 24 : self.number % 4 * 24 + 24]
+        self.number += 1
+        total, count = torch.zeros(()), 0
+        for number, batch in enumerate(() if bad else batches):
+            with update.micro_batch(last=number == len(batches) - 1):
+                loss, each, _ = self.step(update.models, batch)
+                update.backward(loss, each)
+            total, count = total + loss.detach(), count + each
+        if not bad:
+            update.apply()
+        return total, count, {"accuracy": (torch.zeros(()), count)}
+
+
+class Double(Sides):
+    def step(self, model, batch):
+        return super().step(model, (batch[0], batch[1].double(), batch[2]))
+
+
+def double(**options):
+    return Net(**options).double()
 """
 
 
@@ -69,7 +123,8 @@ def test_sparse_gradients_are_measured_clipped_and_checked_as_dense_ones(
     assert min(norms(found)) < 0.3 < max(norms(found))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("size", [3, 2])
 def test_sparse_gradients_train_at_every_world_size(points: Any, fit: Callable[..., Once], recipe: Recipe, size: int) -> None:
     words = ("task._target_=points.Reads", "model._target_=points.Words", "~model.hidden", "~model.dropout", "scheduler=cosine")
     done = recipe(*words, f"trainer.gpus={size}", "trainer.log_every=1", "trainer.clip_grad_norm=0.3")
@@ -92,7 +147,7 @@ class Mixed(nn.Module):
         return torch.stack([(one.abs() if one.is_complex() else one).double() for one in found]).sum(0)
 
 
-@pytest.mark.parametrize("limit", [None, 0.5])
+@pytest.mark.parametrize(("limit", "nonfinite"), [(None, "stop"), (0.5, "stop"), (0.5, "skip")])
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -105,7 +160,7 @@ class Mixed(nn.Module):
     ids=str,
 )
 def test_gradients_of_mixed_kinds_of_numbers_have_one_norm(
-    points: Any, fit: Callable[..., Once], kinds: tuple[torch.dtype, ...], limit: float | None
+    points: Any, fit: Callable[..., Once], kinds: tuple[torch.dtype, ...], limit: float | None, nonfinite: str
 ) -> None:
     seen: list[float] = []
 
@@ -122,7 +177,319 @@ def test_gradients_of_mixed_kinds_of_numbers_have_one_norm(
 
     once = fit(
         points.Sides(), factory=partial(Mixed, *kinds), make=watched, log_every=1, clip_grad_norm=limit, eval_every=0,
+        nonfinite=nonfinite,
     )  # fmt: skip
     tolerance = 5e-3 if limit and torch.bfloat16 in kinds else 1e-5
     assert seen == pytest.approx([min(norm, limit or norm) for norm in norms(once)], rel=tolerance)
     assert max(norms(once)) > 0.5
+
+
+def counted(rows: torch.Tensor) -> torch.Tensor:
+    return (rows[:, 0] > 0).sum()
+
+
+class TwoLosses:
+    """Two losses in each micro-batch, in two calls or in one; `counts(rows, labels)` are what they are divided by."""
+
+    def __init__(self, counts: Callable[..., tuple[Any, Any]], together: bool = False) -> None:
+        self.counts = counts
+        self.together = together
+
+    def losses(self, model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        _, rows, labels = batch
+        scores = model(rows)
+        return nn.functional.cross_entropy(scores, labels, reduction="sum"), (scores.square() * (rows[:, :1] > 0)).sum()
+
+    def train_step(self, update: Any, batches: list[Any]) -> Any:
+        total = torch.zeros(())
+        for number, batch in enumerate(batches):
+            with update.micro_batch(last=number == len(batches) - 1):
+                first, second = self.losses(update.models, batch)
+                one, other = self.counts(*batch[1:])
+                if self.together:
+                    update.backward(first + second, one)
+                else:
+                    update.backward(first, one)
+                    update.backward(self.losses(update.models, batch)[1], other)
+            total += (first + second).detach()
+        update.apply()
+        return total, 24, {}
+
+    def step(self, model: Any, batch: Any) -> Any:
+        return self.losses(model, batch)[0], len(batch[0]), {}
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_several_losses_with_tensor_counts_have_the_gradient_of_their_sum(fit: Callable[..., Once], reduction: str) -> None:
+    keys = {"micro_batch_size": 6, "log_every": 1, "eval_every": 0, "reduction": reduction}
+    numbers = fit(TwoLosses(lambda rows, labels: (6, 6)), **keys)
+    tensors = fit(TwoLosses(lambda rows, labels: (torch.tensor(6), torch.tensor(6))), **keys)
+    assert near(tensors.weights, numbers.weights, 1e-6)
+    assert norms(tensors) == pytest.approx(norms(numbers), rel=1e-5)
+    each = fit(TwoLosses(lambda rows, labels: (counted(rows), counted(rows))), **keys)
+    together = fit(TwoLosses(lambda rows, labels: (counted(rows), None), together=True), **keys)
+    assert near(each.weights, together.weights, 1e-6)
+    assert not near(each.weights, numbers.weights, 1e-3)  # the comparison can fail
+
+
+def test_a_loss_that_a_micro_batch_leaves_out_counts_for_the_others(fit: Callable[..., Once]) -> None:
+    class Sometimes(TwoLosses):
+        def train_step(self, update: Any, batches: list[Any]) -> Any:
+            for number, batch in enumerate(batches):
+                with update.micro_batch(last=number == len(batches) - 1):
+                    update.backward(self.losses(update.models, batch)[0], *self.counts(number)[:1])
+                    if number % 2:
+                        update.backward(self.losses(update.models, batch)[0], self.counts(number)[1])
+            update.apply()
+            return torch.zeros(()), 24, {}
+
+    keys = {"micro_batch_size": 6, "eval_every": 0}
+    numbers = fit(Sometimes(lambda number: (6, 6)), **keys)  # each of the two counts 24
+    tensors = fit(Sometimes(lambda number: (torch.tensor(6), torch.tensor(12))), **keys)  # 4 times 6, and twice 12
+    assert near(tensors.weights, numbers.weights, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        (
+            lambda rows, labels: (torch.tensor(6), counted(rows)),
+            r"train_step calls update\.backward with tensors that count 24, \d+ over the global batch: .* Call it once with ",
+        ),
+        (lambda rows, labels: (6, counted(rows)), r"train_step gives counts that are numbers and counts that are tensors"),
+        (lambda rows, labels: (counted(rows), 6), r"train_step gives counts that are numbers and counts that are tensors"),
+        (lambda rows, labels: (6, int(counted(rows))), r"train_step gave update\.backward the count \d after \d: a number must be"),
+        (lambda rows, labels: (0, 6), r"train_step gave the count 0, which the loop divides the loss by: "),
+    ],
+)
+def test_counts_that_cannot_be_divided_by_are_refused(fit: Callable[..., Once], counts: Callable[..., Any], message: str) -> None:
+    with pytest.raises(DdpexpError, match=f"^the task's {message}"):
+        fit(TwoLosses(counts), micro_batch_size=6)
+
+
+def test_a_task_that_counts_nothing_with_a_number_is_refused(points: Any, fit: Callable[..., Once]) -> None:
+    class Nothing(points.Sides):  # type: ignore[misc]
+        def step(self, model: Any, batch: Any) -> Any:
+            return super().step(model, batch)[0], 0, {}
+
+    with pytest.raises(DdpexpError, match=r"^the task's step gave the count 0, "):
+        fit(Nothing())
+
+
+def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(points: Any, fit: Callable[..., Once]) -> None:
+    class Padded(points.Sides):  # type: ignore[misc]
+        calls = 0
+
+        def step(self, model: Any, batch: Any) -> Any:
+            loss, count, _ = super().step(model, batch)
+            kept = float(self.calls // 4 != 2) if model.training else 1.0  # the third step's four micro-batches
+            self.calls += model.training
+            return loss * kept, torch.tensor(count * kept), {}
+
+    once = fit(Padded(), micro_batch_size=6, log_every=4, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    whole = fit(points.Sides(), micro_batch_size=6, log_every=1, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    train = [record["train/loss"] for record in once.records if "train/loss" in record]
+    expected = [record["train/loss"] for record in whole.records if "train/loss" in record]
+    assert train[0] == pytest.approx((expected[0] + expected[1] + expected[3]) / 3, abs=2e-2)
+    assert all(bool(tensor.isfinite().all()) for tensor in once.weights.values())
+
+
+class Both:
+    """Two networks whose gradients come from one round; `names` is what each call of apply is for."""
+
+    def __init__(self, *names: tuple[str, ...], again: bool = False) -> None:
+        self.names = names
+        self.again = again
+
+    def optimizers(self, model: Any, make: Any) -> Any:
+        return {name: make(module.parameters()) for name, module in model.items()}
+
+    def train_step(self, update: Any, batches: list[Any]) -> Any:
+        for _ in range(1 + self.again):
+            for number, (_, rows, labels) in enumerate(batches):
+                with update.micro_batch(last=number == len(batches) - 1):
+                    scores = update.models["left"](rows) + update.models["right"](rows)
+                    loss = nn.functional.cross_entropy(scores, labels, reduction="sum")
+                    update.backward(loss, torch.tensor(len(labels)))
+            for names in self.names:
+                update.apply(*names)
+        return loss.detach(), len(labels), {}
+
+    def step(self, model: Any, batch: Any) -> Any:
+        return nn.functional.cross_entropy(model["left"](batch[1]), batch[2], reduction="sum"), len(batch[0]), {}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_several_applies_use_the_gradients_of_one_round(
+    points: Any, fit: Callable[..., Once], reduction: str, precision: str
+) -> None:
+    def pair() -> dict[str, nn.Module]:
+        return {"left": points.Net(), "right": points.Net()}
+
+    keys = {"factory": pair, "micro_batch_size": 6, "reduction": reduction, "eval_every": 0, "precision": precision}
+    for again in (False, True):
+        at_once = fit(Both((), again=again), **keys)
+        in_turn = fit(Both(("right",), ("left",), again=again), **keys)
+        for name, tensor in at_once.weights.items():
+            assert torch.equal(tensor, in_turn.weights[name]), name
+        assert at_once.loop.precision.state() == in_turn.loop.precision.state()
+
+
+@pytest.mark.parametrize("names", [((), ("left",)), (("left",), ("left",)), (("left", "left"),), (("left",), ())])
+def test_the_same_gradients_are_not_applied_twice(points: Any, fit: Callable[..., Once], names: Any) -> None:
+    with pytest.raises(DdpexpError, match=r"^the task's train_step calls update\.apply for the optimizer 'left' twice"):
+        fit(Both(*names), factory=lambda: {"left": points.Net(), "right": points.Net()})
+
+
+def test_an_optimizer_that_there_is_not_is_named(points: Any, fit: Callable[..., Once]) -> None:
+    with pytest.raises(DdpexpError, match=r"no optimizer 'middle': the task's optimizers are 'left', 'right'\.$"):
+        fit(Both(("left", "middle")), factory=lambda: {"left": points.Net(), "right": points.Net()})
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_step_that_is_left_out_leaves_no_trace(points: Any, fit: Callable[..., Once], reduction: str) -> None:
+    keys = {
+        "num_steps": 60, "factory": points.Normed, "micro_batch_size": 6, "nonfinite": "skip", "ema_decay": 0.9,
+        "reduction": reduction, "eval_every": 20,
+    }  # fmt: skip
+    ends = []
+    for task in (points.Poisoned(), points.LeavesOut()):
+        np.random.seed(0)
+        random.seed(0)
+        once = fit(task, **keys)
+        average = once.loop.average
+        assert average is not None
+        ends.append((once.weights, average.tensors("model"), np.random.rand(), random.random()))
+    for found, expected in zip(*(end[:2] for end in ends), strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+    assert ends[0][2:] == ends[1][2:]
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_step_that_is_left_out_leaves_no_trace_on_any_of_two_workers(recipe: Recipe, reduction: str) -> None:
+    words = ("model._target_=points.Normed", "trainer.gpus=2", "trainer.micro_batch_size=6", f"trainer.reduction={reduction}",
+             "trainer.max_steps=60", "trainer.epochs=null", "trainer.nonfinite=skip", "trainer.ema_decay=0.9")  # fmt: skip
+    found, expected = (recipe(*words, f"task._target_=points.{task}") for task in ("Poisoned", "LeavesOut"))
+    assert (found.code, expected.code) == (0, 0), found.err + expected.err
+    assert found.result()["weights_sha256"] == expected.result()["weights_sha256"]
+    kept = weights(found)
+    assert any(name.startswith("model.ema.") for name in kept)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in weights(expected).items())
+    assert math.isfinite(found.result()["metrics"]["eval/loss"])
+
+
+def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[..., Once]) -> None:
+    class Steep(points.Sides):  # type: ignore[misc]
+        def step(self, model: Any, batch: Any) -> Any:
+            loss, count, metrics = super().step(model, batch)
+            return loss * 1e30 if model.training else loss, count, metrics  # with the scale more than fp32 holds, in any step
+
+    once = fit(Steep(), num_steps=3, precision="fp16", ema_decay=0.5, factory=points.Normed)
+    torch.manual_seed(0)
+    fresh = points.Normed().state_dict()
+    assert all(torch.equal(once.weights[f"model.{name}"], tensor) for name, tensor in fresh.items())
+    assert once.loop.average is not None
+    assert all(torch.equal(once.loop.average.tensors("model")[name], tensor) for name, tensor in fresh.items())
+    assert once.loop.precision.state()["scale"] == 2.0**13
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_optimizer_without_a_gradient_in_a_step_does_nothing(points: Any, fit: Callable[..., Once], precision: str) -> None:
+    class One(Both):
+        def train_step(self, update: Any, batches: list[Any]) -> Any:
+            _, rows, labels = batches[0]
+            with update.micro_batch(last=True):
+                loss = nn.functional.cross_entropy(update.models["left"](rows), labels, reduction="sum")
+                update.backward(loss, len(labels))
+            update.apply()
+            return loss.detach(), len(labels), {}
+
+    once = fit(One(), factory=lambda: {"left": points.Net(), "right": points.Net()}, nonfinite="skip", precision=precision)
+    torch.manual_seed(0)
+    fresh = {"left": points.Net(), "right": points.Net()}
+    for name, module in fresh.items():
+        same = [torch.equal(once.weights[f"{name}.{key}"], tensor) for key, tensor in module.state_dict().items()]
+        assert all(same) if name == "right" else not any(same)
+
+
+@pytest.mark.parametrize(("names", "moves"), [(((),), False), ((("left",), ("right",)), True)])
+def test_the_optimizers_of_one_apply_step_together_or_not_at_all(
+    points: Any, fit: Callable[..., Once], names: Any, moves: bool
+) -> None:
+    def pair() -> dict[str, nn.Module]:
+        return {"left": points.Net(), "right": points.Net()}
+
+    def spoilt() -> dict[str, nn.Module]:
+        models = pair()
+        next(models["left"].parameters()).register_hook(lambda gradient: gradient * torch.inf)  # type: ignore[no-untyped-call]
+        return models
+
+    once = fit(Both(*names), factory=spoilt, nonfinite="skip")
+    torch.manual_seed(0)
+    fresh = {f"{name}.{key}": tensor for name, module in pair().items() for key, tensor in module.state_dict().items()}
+    moved = {name.partition(".")[0] for name, tensor in fresh.items() if not torch.equal(once.weights[name], tensor)}
+    assert moved == ({"right"} if moves else set())
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+def test_a_tasks_own_train_step_computes_in_the_precision_that_was_asked_for(
+    points: Any, fit: Callable[..., Once], precision: str, kind: torch.dtype
+) -> None:
+    forwards, backwards = set(), set()
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
+            return scores.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            backwards.add(torch.is_autocast_enabled("cpu"))
+            return gradient
+
+    class ByHand(points.Sides):  # type: ignore[misc]
+        def train_step(self, update: Any, batches: list[Any]) -> Any:
+            for number, (_, rows, labels) in enumerate(batches):
+                with update.micro_batch(last=number == len(batches) - 1):
+                    with torch.no_grad():
+                        update.models(rows)  # as a GAN's other network does, whose weights are cast for it
+                    scores = update.models(rows)
+                    forwards.add(scores.dtype)
+                    seen = Looks.apply(scores)  # type: ignore[no-untyped-call]
+                    loss = nn.functional.cross_entropy(seen, labels, reduction="sum")
+                    update.backward(loss, len(labels))
+            update.apply()
+            return loss.detach(), len(labels), {}
+
+    keys = {"precision": precision, "micro_batch_size": 6, "num_steps": 12}
+    found = fit(ByHand(), **keys)
+    assert forwards == {kind}
+    assert backwards == {False}
+    expected = fit(points.Sides(), **keys)
+    assert all(torch.equal(found.weights[name], tensor) for name, tensor in expected.weights.items())
+
+
+def relative(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    return max(float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("task", ["numbers", "tensors"])
+def test_double_precision_is_kept(points: Any, fit: Callable[..., Once], recipe: Recipe, task: str) -> None:
+    class Tensors(points.Double):  # type: ignore[misc]
+        def step(self, model: Any, batch: Any) -> Any:
+            loss, count, metrics = super().step(model, batch)
+            return loss, torch.tensor(count), metrics
+
+    expected, _, _ = by_hand(points, kind=torch.float64)
+    once = fit(points.Double() if task == "numbers" else Tensors(), factory=points.double, micro_batch_size=4)
+    assert relative(once.weights, expected) < 1e-14
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("size", [3, 2])
+def test_double_precision_is_kept_at_every_world_size(points: Any, recipe: Recipe, size: int) -> None:
+    done = recipe("task._target_=points.Double", "model._target_=points.double", "scheduler=cosine", f"trainer.gpus={size}")
+    assert done.code == 0, done.err
+    assert relative(weights(done), by_hand(points, kind=torch.float64)[0]) < 1e-14

@@ -50,7 +50,7 @@ class ByHand(Slow):
     def train_step(self, update, micro_batches):
         for number, batch in enumerate(micro_batches):
             with update.micro_batch(last=number == len(micro_batches) - 1):
-                loss, count, sums = update.forward(self, batch)
+                loss, count, sums = self.step(update.models, batch)
                 update.backward(loss, count)
         update.apply()
         return loss, count, sums
