@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from ddpexp.precision import Precision
 from ddpexp.schedule import Schedule
 from ddpexp.strategy.contract import Strategy
 from ddpexp.task import HasOnEval, HasTrainStep, Sums, Task
+from ddpexp.task_checks import check_loss, check_sums, mean_for_a_sum, named
 from ddpexp.track import Tracker
 from ddpexp.update import Update
 from ddpexp.world import World
@@ -102,6 +104,7 @@ class Loop:
     _names: Mapping[str, Tensor] = field(init=False)
     _update: Update = field(init=False)
     _by_hand: HasTrainStep | None = field(init=False)
+    _checked: bool = field(init=False, default=False)  # that the task returns what it should
 
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
@@ -112,6 +115,7 @@ class Loop:
         self._update = Update(
             self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan, self.options.seed,
             self.options.reduction, self.options.clip_grad_norm, self._by_hand is not None,
+            None if self._by_hand is None else partial(check_loss, step=self._by_hand.train_step),
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -142,6 +146,8 @@ class Loop:
             reach("step")
             if math.isnan(first_step_at):
                 first_step_at = time.time()
+                if done == 1 and self._by_hand is None:
+                    self._warn_of_a_mean(micro_batches[0])
             if logs:
                 self._record(done, rate, window, clock)
             better = False
@@ -229,10 +235,10 @@ class Loop:
         """Make the window of training sums: a place for each micro-batch of the global batch, or by hand for each rank."""
         each, size = self.train.plan.gradient_accumulation_steps, self.world.world_size
         if self._by_hand is not None:
-            window = _Window(self.world, [self.world.rank], size)
+            window = _Window(self.world, [self.world.rank], size, self._by_hand.train_step)
         else:
             first = self.world.rank * each
-            window = _Window(self.world, range(first, first + each), each * size)
+            window = _Window(self.world, range(first, first + each), each * size, self.task.step)
         window.restore(self.position.window)
         return window
 
@@ -241,15 +247,27 @@ class Loop:
         update.begin(step)
         if self._by_hand is not None:
             seen.append(self._by_hand.train_step(update, micro_batches))
+            if not self._checked:
+                check_sums(seen[0], self._by_hand.train_step, trains=False)
         else:
             for number, batch in enumerate(micro_batches):
                 with update.micro_batch(last=number == len(micro_batches) - 1):
                     sums = self.task.step(update.models, batch)
+                    if not self._checked:
+                        check_sums(sums, self.task.step, trains=True)
+                        self._checked = True
                     update.backward(sums[0], sums[1])
                 seen.append(sums)
             update.apply()
         update.end()
+        self._checked = True
         return seen
+
+    def _warn_of_a_mean(self, batch: Any) -> None:
+        """Warn of a task that seems to return a mean for a sum, once in the life of a run. Ranks: all."""
+        found = mean_for_a_sum(self.task, self.strategy.evaluating, self.strategy.bare, batch, self.precision, self.world.device)
+        if found is not None and self.world.is_rank_zero:
+            logging.getLogger("ddpexp").warning(found)
 
     def _set_learning_rate(self, step: int) -> float:
         factor = self.schedule.factor(step, self.num_steps)
@@ -345,12 +363,17 @@ def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, contro
         stopped = control.asked_to_stop
         if stopped:
             break
-        seen.append(_detached(task.step(model, batch)))
+        sums = task.step(model, batch)
+        if not seen:
+            check_sums(sums, task.step, trains=False)
+        seen.append(_detached(sums))
     if not seen:  # fewer batches than ranks: learn the names, count nothing
-        loss, count, sums = task.step(model, batches.first())
-        seen = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in sums.items()})]
+        sums = task.step(model, batches.first())
+        check_sums(sums, task.step, trains=False)
+        loss, count, rest = sums
+        seen = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in rest.items()})]
     places = range(world.rank, world.rank + len(seen) * world.world_size, world.world_size)
-    window = _Window(world, places, max(batches.num_batches, world.world_size))
+    window = _Window(world, places, max(batches.num_batches, world.world_size), task.step)
     window.add(seen)
     return window.totals(stopped)
 
@@ -362,14 +385,18 @@ class _Window:
     have one order, whichever ranks computed them, and are the same to the bit at every number of workers.
     """
 
-    def __init__(self, world: World, places: Sequence[int] = (0,), num_places: int = 1) -> None:
-        """`places` are those of this rank's sums in a step, of `num_places` over all ranks."""
+    def __init__(
+        self, world: World, places: Sequence[int] = (0,), num_places: int = 1, source: Callable[..., Any] | None = None
+    ) -> None:
+        """`places` are those of this rank's sums in a step, of `num_places` over all ranks; `source` is what returns them."""
         self._world = world
         self._keep = _read if _is_host(world.device) else _detached
         self._places = places
         self._num_places = num_places
         self._steps: list[Sequence[Sums]] = []
-        self._names: list[str] = []
+        self._source = source
+        self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
+        self._before: list[str] = []  # names of the rows that an earlier start has left
         self._rows: list[list[float]] = []  # reduced ones: of a step the loss, its count, and the same of each metric
 
     def __len__(self) -> int:
@@ -388,12 +415,12 @@ class _Window:
     def pending(self, seconds: float) -> list[dict[str, Any]]:
         """Return, as plain values, what waits since `seconds` for the next record, and keep it. Ranks: all; communicates."""
         self._reduce()
-        return [{"names": self._names, "rows": self._rows.copy(), "seconds": seconds}] if self._rows else []
+        return [{"names": self._known_names(), "rows": self._rows.copy(), "seconds": seconds}] if self._rows else []
 
     def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
         """Take up what `pending` has returned."""
         for one in pending:
-            self._names, self._rows = list(one["names"]), [list(row) for row in one["rows"]]
+            self._before, self._rows = list(one["names"]), [list(row) for row in one["rows"]]
 
     def reduce(self, first_step: int, stop: bool) -> dict[str, float]:
         """Return the means since the last call, and forget. Ranks: all; communicates.
@@ -427,11 +454,10 @@ class _Window:
     def _bad(self) -> list[int]:
         return [number for number, row in enumerate(self._rows) if not math.isfinite(row[0])]
 
-    def _means(self, rows_of_the_loss: Sequence[int]) -> dict[str, float]:
-        totals = [sum(column) for column in zip(*self._rows, strict=True)]
-        loss, count = (sum(self._rows[row][column] for row in rows_of_the_loss) for column in (0, 1))
-        pairs = zip(totals[2::2], totals[3::2], strict=True)
-        return {"loss": _share(loss, count), **{name: _share(*pair) for name, pair in zip(self._names, pairs, strict=True)}}
+    def _means(self, rows: Sequence[int]) -> dict[str, float]:
+        names = ["loss", *self._known_names()]
+        totals = [sum(column) for column in zip(*(self._rows[row] for row in rows), strict=True)] or [0.0] * (2 * len(names))
+        return {name: _share(*pair) for name, pair in zip(names, zip(totals[::2], totals[1::2], strict=True), strict=True)}
 
     def _reduce(self, stopped: bool = False) -> bool:
         """Bring the sums of the added steps together; tell whether one rank was `stopped`. Ranks: all; communicates."""
@@ -439,9 +465,9 @@ class _Window:
         if not steps:
             return stopped
         device, flat = self._world.device, [sums for step in steps for sums in step]
-        self._names = sorted(flat[0][2])
+        names = self._agreed_names(flat)
         columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
-        columns += [_stack([rest[name][part] for _, _, rest in flat], device) for name in self._names for part in (0, 1)]
+        columns += [_stack([rest[name][part] for _, _, rest in flat], device) for name in names for part in (0, 1)]
         own: list[list[float]] = torch.stack(columns, dim=1).tolist()
         each = len(own) // len(steps)
         table: Sequence[Sequence[Sequence[float]]] = [own[first : first + each] for first in range(0, len(own), each)]
@@ -451,6 +477,34 @@ class _Window:
             return True
         self._rows += [_total(places) for places in table]
         return False
+
+    def _known_names(self) -> list[str]:
+        return self._before if self._names is None else self._names
+
+    def _agreed_names(self, sums: Sequence[Sums]) -> list[str]:
+        """Return the names of the metrics, which are those of the first sums.
+
+        Raises:
+            DdpexpError: later ones have others.
+        """
+        if self._names is None:
+            self._names = sorted(sums[0][2])
+            places = {name: 2 * number for number, name in enumerate(self._before, start=1)}
+            columns = [places.get(name) for name in self._names]  # the recipe may have changed since an earlier start
+            self._rows = [
+                row[:2] + [value for place in columns for value in ((0.0, 0.0) if place is None else row[place : place + 2])]
+                for row in self._rows
+            ]
+        known = set(self._names)
+        for _, _, rest in sums:
+            if rest.keys() != known:
+                now, then = (", ".join(names) or "none" for names in (sorted(rest), self._names))
+                source = "the task" if self._source is None else named(self._source)
+                raise DdpexpError(
+                    f"{source} returned the metrics {now} after {then}, and those of several steps are added up by name. Return "
+                    f"the same names every time, with a count of 0 where there is nothing."
+                )
+        return self._names
 
     def _over_ranks(self, own: Sequence[Sequence[Sequence[float]]], stopped: bool) -> tuple[list[list[list[float]]], bool]:
         """Return for each step the sums at all places, and whether one rank was `stopped`. Ranks: all; communicates."""
@@ -506,7 +560,12 @@ def _stride(places: Sequence[int]) -> int:
 
 def _detached(sums: Sums) -> Sums:
     loss, count, rest = sums
-    return loss.detach(), count, {name: (total.detach(), n) for name, (total, n) in rest.items()}
+    return loss.detach(), count, {name: (_unbound(total), n) for name, (total, n) in rest.items()}
+
+
+def _unbound(value: float | Tensor) -> Any:
+    """Take a number without the graph that made it."""
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _is_host(device: torch.device) -> bool:

@@ -22,8 +22,11 @@ class Task(Protocol):
         """Return `(loss_sum, count, {name: (sum, count)})` over the batch.
 
         Sums, not means: the loop divides by the count over the global batch, so uneven slices, padding and
-        accumulation come out right. A `count` that is a number must be the same for every micro-batch; one that depends
-        on the data (tokens that are not padding) is a tensor, and costs one small reduction a step.
+        accumulation come out right. A `count` that is a number must be the same for every micro-batch, and not 0; one that
+        depends on the data (tokens that are not padding) is a tensor, and costs one small reduction a step. Where tensors count
+        nothing in a whole global batch there is no gradient. The names of the metrics are the same in every step.
+
+        Called inside of autocast where `trainer.precision` asks for it.
 
         Shapes: every tensor is a scalar. `model` is what the model section builds: a module, or a mapping of modules.
         """
@@ -44,7 +47,30 @@ class HasTrainStep(Protocol):
     """A task with several losses in one step (GANs and the like)."""
 
     def train_step(self, update: Update, batches: list[Any]) -> Sums:
-        """Do one optimizer step by hand: `update.backward(loss)` and `update.apply(name)` keep precision and reduction right."""
+        """Do one optimizer step by hand, and return what `step` does, over all of this worker's micro-batches.
+
+        - `update.models` is what is trained: the module, or the mapping of them, as `step` gets it.
+        - `with update.micro_batch(last):` encloses forward and backward of each micro-batch, in the precision and with the
+          random numbers of this run. The workers sum their gradients where `last` is True: in the last of a pass over `batches`.
+        - `update.backward(loss_sum, count)`, inside of that, adds the gradient of `loss_sum / (count over the global batch)`. It
+          may be called several times in a micro-batch, each time with a count of its own, the first, the second and so on in
+          every micro-batch for the same. Counts are numbers, of one value in all micro-batches, or tensors. Tensors are known
+          for the global batch only when all gradients are added up, so those of all calls must be the same in sum, and every
+          worker makes as many calls.
+        - `update.apply(*names)`, behind the micro-batches, steps these optimizers, or all. Several calls may use the same
+          gradients, for different optimizers. All gradients are cleared when the next micro-batch begins or the step ends, so
+          what a loss leaves in other networks never reaches their own steps.
+
+            def train_step(self, update, batches):
+                for number, batch in enumerate(batches):
+                    with update.micro_batch(last=number == len(batches) - 1):
+                        loss_sum, count = self.loss(update.models["net"], batch)
+                        update.backward(loss_sum, count)
+                update.apply("net")
+                return loss_sum.detach(), count, {}
+
+        The loss that is returned is recorded; it needs no gradient. Ranks: all, with as many micro-batches.
+        """
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,6 +40,7 @@ class Update:
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
     by_hand: bool  # in a task's own train_step
+    look_at: Callable[[Tensor], None] | None = None  # sees each loss of the first step
     want_norm: bool = False
     norm: Tensor | None = None
     moved: bool = False  # an optimizer has stepped in this step
@@ -72,6 +73,7 @@ class Update:
 
     def end(self) -> None:
         """End an optimizer step: clear the gradients that were used."""
+        self.look_at = None
         if self._applied:
             self._end_round()
 
@@ -101,6 +103,8 @@ class Update:
                 "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end the workers "
                 "sum their gradients: it belongs to none of them. Enclose it."
             )
+        if self.look_at is not None:
+            self.look_at(loss_sum)
         position = self._position
         self._position = position + 1
         if isinstance(count, Tensor):

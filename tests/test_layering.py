@@ -23,7 +23,7 @@ ROWS = [
     ["data", "strategy", "checkpoint", "track"],
     ["config"],
     ["precision", "average", "optimizers", "undo"],
-    ["update"],
+    ["update", "task_checks"],
     ["loop"],
     ["rank", "report", "prepare", "saves", "resume"],
     ["worker", "jobs"],

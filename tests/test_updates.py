@@ -124,7 +124,7 @@ def test_sparse_gradients_are_measured_clipped_and_checked_as_dense_ones(
 
 
 @pytest.mark.variants(1)
-@pytest.mark.parametrize("size", [3, 2])
+@pytest.mark.parametrize("size", [2, 3])
 def test_sparse_gradients_train_at_every_world_size(points: Any, fit: Callable[..., Once], recipe: Recipe, size: int) -> None:
     words = ("task._target_=points.Reads", "model._target_=points.Words", "~model.hidden", "~model.dropout", "scheduler=cosine")
     done = recipe(*words, f"trainer.gpus={size}", "trainer.log_every=1", "trainer.clip_grad_norm=0.3")
@@ -488,7 +488,7 @@ def test_double_precision_is_kept(points: Any, fit: Callable[..., Once], recipe:
 
 
 @pytest.mark.variants(1)
-@pytest.mark.parametrize("size", [3, 2])
+@pytest.mark.parametrize("size", [2, 3])
 def test_double_precision_is_kept_at_every_world_size(points: Any, recipe: Recipe, size: int) -> None:
     done = recipe("task._target_=points.Double", "model._target_=points.double", "scheduler=cosine", f"trainer.gpus={size}")
     assert done.code == 0, done.err
