@@ -60,7 +60,13 @@ Forward = Callable[[parts.Batch], list[Loss]]
 
 def train(case: Case, mistake: Mistake | None = None) -> Outcome:
     """Train as the documentation says."""
-    return _Training(case, mistake).run()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for one another take a hundred times as long on a busy machine
+    try:
+        with torch.sparse.check_sparse_tensor_invariants(False):  # type: ignore[no-untyped-call]  # said, or torch warns
+            return _Training(case, mistake).run()
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Training:

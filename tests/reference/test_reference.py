@@ -33,7 +33,8 @@ CONF = ROOT / "tests/reference/recipe/conf"
 
 def agrees(ddpexp: Ddpexp, case: Case) -> None:
     run = ddpexp.folder / "run1"
-    done = ddpexp("--config-dir", str(CONF), "recipe=reference", f"run.dir={run}", *case.words())
+    typed = ("--config-dir", str(CONF), "recipe=reference", f"run.dir={run}", *case.words())
+    done = ddpexp(*typed, environ={"PYTHONWARNINGS": "error::UserWarning,ignore:Sparse invariant checks"})
     assert done.code == 0, f"{done.out}\n{done.err}"
     expected = train(case)
     assert bool(expected.skipped) == case.broken
