@@ -3,6 +3,10 @@
 It shares with the package the order of samples (`ddpexp.data.order`) and the seed of a micro-batch (`ddpexp.seeds`), which are
 documented as pure functions, and the user's code in `recipe/parts.py`. Everything else is written a second time, in the plainest
 way: a worker is a number here, gradients are added up in double precision, and no line is shared with the loop of the package.
+
+Three things the documentation leaves open, and the command was asked: steps that remain at the end are recorded although
+`trainer.log_every` does not divide them; a second pass over a step's micro-batches has random numbers of its own; the moving
+average starts from the weights, and the buffers beside it are those of the model.
 """
 
 from __future__ import annotations
