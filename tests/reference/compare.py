@@ -65,9 +65,8 @@ def _compared(key: str, case: Case, skipped: bool) -> bool:
     if key == "train/lr":
         return case.task != "Groups"  # there are several, and which one is recorded is not documented
     if key == "train/grad_norm":
-        return not case.by_hand and not skipped
-    # What a record says of a step that was left out is not documented, but for the loss.
-    return not skipped or key not in ("train/size", "train/half")
+        return not case.by_hand and not skipped  # of a step that is left out, or of which of two, is not documented
+    return True
 
 
 def _number(record: dict[str, float | None], key: str) -> Tensor | None:
