@@ -470,6 +470,10 @@ def test_it_carries(folder: Path, case: str, size: int) -> None:
     works(folder, case, size)
 
 
+def test_only_what_backward_has_made_since_the_last_sum_is_summed(folder: Path) -> None:
+    works(folder, "new", 2)
+
+
 def test_two_thousand_small_sums_of_ranks_out_of_step_are_exact(folder: Path) -> None:
     works(folder, "stress", 4)
 
