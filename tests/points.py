@@ -165,6 +165,11 @@ def session(pid: int) -> dict[int, int]:
     return found
 
 
+def seconds_since(mark: Path) -> float:
+    """Return how long ago a run has made the file; what came before, as a start, takes as long as the machine needs."""
+    return time.time() - mark.stat().st_mtime
+
+
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> float:
     """Wait until the condition holds and return how long that took; fail after `seconds`."""
     begin = time.monotonic()
