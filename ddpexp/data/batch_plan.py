@@ -38,7 +38,7 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
         return BatchPlan(total, total // world_size, 1, world_size)
     one_pass = micro * world_size
     if total % one_pass:
-        sizes = [size for size in range(1, min(total // micro, 64) + 1) if total % (micro * size) == 0]
+        sizes = [size for size in range(1, 65) if total % (micro * size) == 0]
         also = f" Or use {_either(sizes)} workers." if sizes and total % micro == 0 else ""
         raise RefusedError(
             f"{asked} does not split over {world_size} workers with trainer.micro_batch_size={micro} ({one_pass} a pass). "

@@ -67,3 +67,7 @@ def test_every_size_that_a_refusal_names_splits() -> None:
                             assert plan_batches(total, micro, int(other)).global_batch_size == total
                 else:
                     assert cut.micro_batch_size * cut.gradient_accumulation_steps * size == total
+
+
+def test_one_sample_a_step_is_a_batch() -> None:
+    assert plan_batches(1, "auto", 1) == plan_batches(1, 1, 1) == BatchPlan(1, 1, 1, 1)
