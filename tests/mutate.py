@@ -30,7 +30,7 @@ _PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [
     (ast.Mult, ast.FloorDiv), (ast.And, ast.Or),
 ]  # fmt: skip
 SWAPS = {**dict(_PAIRS), **{other: one for one, other in _PAIRS}, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
-CONSTANTS = {"True": "False", "False": "True", "0": "1", "1": "0", "None": "True"}
+CONSTANTS = {"True": "False", "False": "True", "0": "1", "1": "0", "None": "..."}
 SKIPPED = ("annotation", "returns", "decorator_list")
 LOGGING = ("debug", "info", "warning", "error", "exception")
 
