@@ -16,7 +16,7 @@ from tests.conftest import ROOT
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
     ["errors", "deferred_dynamo", "seeds", "faults", "secrets"],
-    ["printable"],
+    ["printable", "sources"],
     ["launch", "task", "schedule"],
     ["lock"],
     ["rundir", "world"],
