@@ -1,0 +1,139 @@
+"""What tells data from other data: lengths, and a few samples where they say something."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from ddpexp.data.datasets import Arrays, Splits, hold_out
+from ddpexp.data.fingerprint import Reading, contents, differences
+
+
+@dataclass
+class Items(Dataset[Any]):
+    """A set of single samples."""
+
+    sample: Callable[[int], Any]
+    count: int = 100
+    asked: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        return self.sample(index)
+
+
+def rows(count: int = 100, seed: int = 0) -> Arrays:
+    return Arrays((torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)), torch.arange(count)))
+
+
+def read(train: Any, known: bool = False, **evals: Any) -> dict[str, dict[str, Any]]:
+    return Reading(Splits(train, evals), known).result()
+
+
+def test_lengths_and_content_tell_data_from_other_data() -> None:
+    before = read(rows(), eval=rows(20))
+    assert {name: one["samples"] for name, one in before.items()} == {"train": 100, "eval": 20}
+    assert differences(before, read(rows(), eval=rows(20))) == []
+    assert differences(before, read(rows(80), eval=rows(1020))) == [
+        "`train` had 100 samples and has 80 now", "`eval` had 20 samples and has 1,020 now",
+    ]  # fmt: skip
+    assert differences(before, read(rows(seed=1), eval=rows(20))) == ["`train` has as many samples as before, and others"]
+    assert differences(before, read(rows(), test=rows(20))) == ["`test` is new", "`eval` is gone"]
+
+
+def test_a_set_that_gathers_is_read_as_one_that_gives_single_samples() -> None:
+    part = hold_out(rows(), 0.5)[0]  # no Arrays any more
+    before = read(part)
+    assert before["train"]["content"].keys() == {"[]", "[0]", "[1]"}
+    assert differences(before, read(hold_out(rows(), 0.5)[0])) == []
+    assert differences(before, read(hold_out(rows(seed=1), 0.5)[0])) == ["`train` has as many samples as before, and others"]
+
+
+def test_content_is_not_read_where_something_else_tells_it() -> None:
+    assert read(rows(), known=True) == {"train": {"samples": 100}}
+    assert differences(read(rows()), read(rows(seed=1), known=True)) == []
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "tensor": lambda i: torch.full((3,), i, dtype=torch.bfloat16),
+    "array": lambda i: np.full((2, 2), i, dtype=">i4"),
+    "scalar": lambda i: np.float32(i),
+    "nest": lambda i: {"image": (torch.tensor(i), [str(i), i, None]), "mask": {"x": float(i)}},
+    "image": lambda i: Image.new("RGB", (2, 3), (i, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_sample_is_hashed(kind: str) -> None:
+    sample = KINDS[kind]
+    same, other = contents(Items(sample)), contents(Items(lambda i: sample(i + (i == 99))))
+    assert same == contents(Items(sample))
+    assert same.keys() == other.keys()
+    assert same != other  # the last sample is among those that are read
+
+
+def test_of_unknown_objects_only_the_type_counts() -> None:
+    assert contents(Items(lambda i: (object(), i))) == contents(Items(lambda i: (object(), i)))
+    assert contents(Items(lambda i: object())) != contents(Items(lambda i: KINDS))
+    assert contents(Items(lambda i: torch.eye(2).to_sparse())) == contents(Items(lambda i: torch.zeros(2).to_sparse()))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(()),
+        lambda: np.random.rand(),
+        random.random,
+        lambda: np.random.default_rng().integers(2),
+        time.monotonic_ns,
+    ],
+)
+def test_what_is_random_in_a_sample_is_left_out(draw: Callable[[], Any]) -> None:
+    found = contents(Items(lambda i: (draw(), i)))
+    assert set(found) == {"[]", "[1]"}
+    assert found == contents(Items(lambda i: (draw(), i)))
+
+
+def test_reading_leaves_no_trace_in_this_process(capfd: pytest.CaptureFixture[str]) -> None:
+    items = Items(lambda i: (print("read"), torch.rand(()), np.random.rand(), random.random()))
+    states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
+    assert read(items)["train"]["samples"] == 100
+    assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states  # type: ignore[index]
+    assert items.asked == []
+    assert capfd.readouterr().out == ""
+
+
+def fails(index: int) -> Any:
+    raise OSError(index)
+
+
+def leaves(index: int) -> Any:
+    raise SystemExit(index)
+
+
+def test_a_set_that_cannot_be_read_is_known_by_its_length() -> None:
+    begin = time.monotonic()
+    assert read(Items(fails), eval=rows()) == {"train": {"samples": 100}, "eval": read(rows())["train"]}
+    assert read(Items(leaves)) == {"train": {"samples": 100}}
+    slow = read(rows(), eval=Items(lambda i: time.sleep(60)))
+    assert slow == {"train": read(rows())["train"], "eval": {"samples": 100}}
+    assert time.monotonic() - begin < 30
+
+
+def test_small_sets_are_read_too() -> None:
+    assert read(rows(1)) != read(rows(1, seed=1))
+    assert differences({"train": 3, "eval": {"samples": "x", "content": []}}, read(rows(), eval=rows())) == [
+        "`train` is new", "`eval` had x samples and has 100 now",
+    ]  # fmt: skip
