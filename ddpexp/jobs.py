@@ -86,7 +86,7 @@ class Training(Job):
         run, earlier = self._claim(())
         self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
         with self._refusing(run):
-            self._write_down(run, earlier)
+            self._write_down(run, earlier, earlier.manifest if earlier else None)
         self.close()  # it is for the later command, which may run before this one ends
         return run.path
 
@@ -130,12 +130,14 @@ class Training(Job):
             data = prepare(self.experiment.data, self.experiment.trust)
         notes: list[str] = []
         if earlier is not None:
-            resume.refuse_other_data(earlier.manifest, data, self._called(run))
+            other = resume.refuse_other_data(earlier.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.settle(earlier, layout, self.asked.threads)
-        manifest = rundir.describe(layout, data, self._argv, crew, earlier.manifest if earlier else None)
+            notes += other
+        before = earlier.manifest if earlier else None
+        inputs = {"config_sha256": rundir.sha256(self._accepted(run, earlier)), "code": resume.code_of(self.identity)}
+        manifest = rundir.describe(layout, data, self._argv, crew, before, inputs, notes)
         with self._refusing(run):
-            self._write_down(run, earlier)
-            rundir.write(run.manifest, rundir.dumps(manifest))
+            self._write_down(run, earlier, manifest)
         self._told = {"notes": notes, "config": _digest(run.config)}
         self._enter(run, data)
 
@@ -244,21 +246,37 @@ class Training(Job):
         how = "auto" if self._goes_on and self.experiment.run.resume == "never" else self.experiment.run.resume
         return resume.look(run, resume.Start(self._called(run), self._text, self._typed, how, again, verifies=True))
 
-    def _write_down(self, run: RunDir, earlier: resume.Earlier | None) -> None:
-        """Leave in the directory what is asked now; from here on it is this command's."""
+    def _accepted(self, run: RunDir, earlier: resume.Earlier | None) -> str:
+        """Return what config.yaml will hold: what is asked now, or what is there where that asks for the same."""
+        if earlier is not None and not earlier.replaces and run.config.exists() and run.overrides.exists():
+            return run.config.read_text()
+        return self._text
+
+    def _write_down(self, run: RunDir, earlier: resume.Earlier | None, manifest: Mapping[str, Any] | None) -> None:
+        """Leave in the directory what is asked now; from here on it is this command's.
+
+        The manifest, where there is one yet, says what config.yaml is to be before it is replaced: a start that is killed between
+        the two must not look like somebody who has edited it.
+        """
         self.run, self._began = run, True
+        goes_on = earlier is not None and earlier.manifest is not None
         if earlier is not None:
             self._before = {
                 path: path.read_text() for path in (run.config, run.overrides, run.manifest, run.result) if path.is_file()
             }
             rundir.take_up(run)
-            if earlier.manifest is not None:
+            if goes_on:
                 say(f"ddpexp: going on in {rundir.relative(run.path)}")
-            if not earlier.changes and run.config.exists() and run.overrides.exists():
-                return
+        text, there = self._accepted(run, earlier), self._before.get(run.config)
+        described = rundir.dumps({**manifest, "config": rundir.accepted(text, there)}) if manifest is not None else None
+        if described is not None and goes_on:
+            rundir.write(run.manifest, described)
+        if text != there or run.overrides not in self._before:
             self._kept = [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]
-        rundir.write(run.config, self._text)
-        rundir.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
+            rundir.write(run.config, text)
+            rundir.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
+        if described is not None and not goes_on:
+            rundir.write(run.manifest, described)
 
     def _put_back(self, run: RunDir) -> None:
         """Make the directory what it was before this start."""

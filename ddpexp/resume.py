@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddpexp.checkpoint.format import complete_checkpoints, scan
+from ddpexp import sources
+from ddpexp.checkpoint.format import complete_checkpoints, newest, scan
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
+from ddpexp.config.instantiate import targets
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.slurm_commands import exact_id, is_id, is_over, own_id
-from ddpexp.rundir import RunDir, check_yaml
+from ddpexp.rundir import RunDir, check_yaml, check_yaml_text, sha256
 from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -38,7 +42,16 @@ class Earlier:
 
     manifest: Mapping[str, Any] | None  # None: it was stopped before it began
     changes: Sequence[Change] = ()
-    notes: Sequence[str] = field(default_factory=list)  # of a submission, for the log of the job that it became
+    notes: Sequence[str] = field(default_factory=list)  # for the log: of a submission that became this job, of edits, of code
+    replaces: bool = False  # config.yaml is not what this start trains
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The configuration that the last start has accepted."""
+
+    tree: Mapping[str, Any]
+    edits: Sequence[Change] = ()  # made to config.yaml by hand since then
 
 
 def look(run: RunDir, start: Start) -> Earlier:
@@ -49,8 +62,10 @@ def look(run: RunDir, start: Start) -> Earlier:
     """
     manifest, result = run.found(run.manifest), run.found(run.result) or {}
     new = _read(start.text)
-    changes = changes_of(run, start)
-    refuse(changes, start.name)
+    stored = _stored(run, manifest)
+    changes = _changes(run, stored, new, start.typed)
+    edits = stored.edits if stored is not None else ()
+    refuse(changes, start.name, {edit.key for edit in edits})
     status = result.get("status")
     lost = _lost(run, result, start.verifies) if status == "done" else None
     if status == "done" and lost is None and not _is_longer(changes, new["trainer"], result):
@@ -64,10 +79,13 @@ def look(run: RunDir, start: Start) -> Earlier:
         _refuse_queued(start.name, result.get("job_id"))
     if start.resume == "require":
         require(run, start.name)
-    notes = [str(note) for note in result["notes"]] if isinstance(result.get("notes"), list) else []
+    said = result.get("notes")
+    notes = [str(note) for note in said] if isinstance(said, list) else []
+    notes += _said_of_edits(edits, _tree(run), new)
+    notes += refuse_other_code(run, manifest, new, start.name)
     if lost is not None:
         notes.append(f"the run was finished at step {result.get('step')}, but its final checkpoint cannot be used ({lost})")
-    return Earlier(manifest, changes, notes)
+    return Earlier(manifest, changes, list(dict.fromkeys(notes)), bool(changes) or (bool(edits) and _tree(run) != new))
 
 
 def _lost(run: RunDir, result: Mapping[str, Any], verifies: bool) -> str | None:
@@ -91,8 +109,114 @@ def changes_of(run: RunDir, start: Start) -> list[Change]:
     Raises:
         RefusedError: the stored one cannot be read.
     """
-    stored = _tree(run)
-    return compare(stored, _read(start.text), start.typed, run.words()) if stored is not None else []
+    return _changes(run, _stored(run, run.found(run.manifest)), _read(start.text), start.typed)
+
+
+def _changes(run: RunDir, stored: Stored | None, new: Mapping[str, Any], typed: Sequence[str]) -> list[Change]:
+    if stored is None:
+        return []
+    if stored.edits:
+        new = masked_tree(new)  # as it was written
+    return compare(stored.tree, new, typed, run.words())
+
+
+def _stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | None:
+    """Return what the last start has accepted: config.yaml, or what it was before somebody edited it.
+
+    None where the run was stopped before it had one.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    tree = _tree(run)
+    record = manifest.get("config") if manifest else None
+    if tree is None or not isinstance(record, Mapping):  # of an older version
+        return Stored(tree) if tree is not None else None
+    hashes, text = record.get("sha256"), record.get("text")
+    if not isinstance(hashes, list) or not isinstance(text, str) or sha256(run.config.read_text()) in hashes:
+        return Stored(tree)
+    try:
+        check_yaml_text(text)
+        before = _read(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise RefusedError(f"{run.manifest} cannot be read: {error}.") from None
+    if not isinstance(before, dict) or not isinstance(before.get("run"), dict):
+        raise RefusedError(f"{run.manifest} holds no configuration of a run.")
+    edits = compare(before, masked_tree(tree), ())
+    return Stored(before, edits) if edits else Stored(tree)  # else it was a comment
+
+
+def _said_of_edits(edits: Sequence[Change], tree: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
+    """Return a line for edits of config.yaml that this start follows, and one for the others: a whole command says all itself."""
+    others = {change.key for change in compare(tree, new, ())} if edits and tree is not None else set()
+    follows = [str(edit) for edit in edits if edit.key not in others]
+    ignores = [str(edit) for edit in edits if edit.key in others]
+    title = "config.yaml was edited since the last start"
+    return [
+        *([f"{title}: {', '.join(follows)}"] if follows else []),
+        *([f"{title}, and kept beside, for this command says otherwise: {', '.join(ignores)}"] if ignores else []),
+    ]
+
+
+def code_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint of the code that a configuration names; imports nothing."""
+    return sources.fingerprint(_targets(tree), _code(tree), sys.path)
+
+
+def refuse_other_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapping[str, Any], name: str) -> list[str]:
+    """Compare the code that `new` names with what the newest checkpoint was trained with; return what the log must say.
+
+    What the last start has accepted need not be allowed again, where it was ended before its first checkpoint.
+
+    Raises:
+        RefusedError: it is other code, and that was not typed to be allowed.
+    """
+    kept = newest_inputs(run)
+    if kept is None:  # no step is kept that other code has computed
+        return []
+    step, inputs = kept
+    last = manifest.get("inputs") if manifest else None
+    accepted = last.get("code") if isinstance(last, Mapping) else None
+    before = inputs.get("code", accepted)
+    if not isinstance(before, Mapping):
+        return []  # of an older version
+    named = before.get("targets")
+    both = [target for target in _targets(new) if isinstance(named, list) and target in named]
+    now = sources.fingerprint(both, _code(new), sys.path)  # what is typed to be other code is no surprise
+    changes = sources.differences(before, now)
+    if not changes:
+        return []
+    what = f"since step {step} {', '.join(changes)}"
+    if "code" in (new["run"].get("allow_changes") or ()):
+        return [f"{what} (run.allow_changes=[code])"]
+    if isinstance(accepted, Mapping) and not sources.differences(accepted, now):
+        return [f"{what}, as the last start was allowed to"]
+    raise RefusedError(
+        f"{name}: {what}, so the steps to come would be computed by other code than the steps so far. "
+        f"Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir."
+    )
+
+
+def newest_inputs(run: RunDir) -> tuple[int, Mapping[str, Any]] | None:
+    """Return the step of the newest checkpoint and what it was trained with; None where there is no checkpoint."""
+    one = newest(run.checkpoints)
+    if one is None:
+        return None
+    inputs = one.manifest.get("inputs")
+    return one.step, inputs if isinstance(inputs, Mapping) else {}
+
+
+def _targets(tree: Mapping[str, Any]) -> list[str]:
+    """Return what a configuration names of a recipe's code."""
+    sections = {name: tree.get(name) for name in ("task", "model", "data", "optimizer", "scheduler")}
+    data = sections["data"]
+    prepare = data.get("prepare") if isinstance(data, Mapping) else None
+    return [name for name in (*(target for _, target in targets(sections, "")), prepare) if isinstance(name, str)]
+
+
+def _code(tree: Mapping[str, Any]) -> Path | None:
+    code = tree["run"].get("code")
+    return Path(code) if isinstance(code, str) else None
 
 
 def require(run: RunDir, name: str) -> None:
@@ -112,21 +236,27 @@ def has_checkpoint(run: RunDir | None) -> bool:
     return run is not None and bool(complete_checkpoints(run.checkpoints))
 
 
-def refuse_other_data(manifest: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str) -> None:
-    """Compare what was said of the data before with what is said now.
+def refuse_other_data(
+    manifest: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str, allowed: Sequence[str] = ()
+) -> list[str]:
+    """Compare what was said of the data before with what is said now; return what the log must say.
 
     Raises:
-        RefusedError: it is other data.
+        RefusedError: it is other data, and that was not typed to be allowed.
     """
     before = manifest.get("data") if manifest else None
     data = masked_tree(data)  # as it was written
     if not isinstance(before, Mapping) or data is None:
-        return
-    if any(key in before and before[key] != data.get(key) for key in _IDENTITY):
-        raise RefusedError(
-            f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
-            f"samples. Make the same data available (data.root=...), or start a new run with another run.dir."
-        )
+        return []
+    if all(key not in before or before[key] == data.get(key) for key in _IDENTITY):
+        return []
+    if "data" in allowed:
+        return [f"data: {_data(before)} -> {_data(data)} (run.allow_changes=[data])"]
+    raise RefusedError(
+        f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
+        f"samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with this, or start a "
+        f"new run with another run.dir."
+    )
 
 
 def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[Layout, list[str]]:
@@ -153,8 +283,8 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
 
 
 def merged(run: RunDir, typed: Sequence[str]) -> list[str]:
-    """Return the words that a run was started with, and those that change it."""
-    keys = {_key(word) for word in typed}
+    """Return the words that a run was started with, and those that change it; what one start was allowed to is none of them."""
+    keys = {"run.allow_changes", *map(_key, typed)}
     return [word for word in run.words() if _key(word) not in keys] + list(typed)
 
 

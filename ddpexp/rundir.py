@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -426,8 +427,16 @@ def check_yaml(path: Path) -> None:
     """
     if path.stat().st_size > _YAML_BYTES or not path.is_file():
         raise ValueError(f"it is no plain file of {_YAML_BYTES:,} bytes at most")
+    check_yaml_text(path.read_text())
+
+
+def check_yaml_text(text: str) -> None:
+    """See that YAML, which anybody may have written, can be read: of bounded depth, nothing said twice.
+
+    Raises: ValueError, yaml.YAMLError.
+    """
     depth = 0
-    for event in yaml.parse(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEPTH:
             raise ValueError("it is nested too deeply")
@@ -456,9 +465,18 @@ def dumps(value: Mapping[str, Any]) -> str:
 
 
 def describe(
-    layout: Layout, data: Mapping[str, Any] | None, argv: Sequence[str], crew: Crew, before: Mapping[str, Any] | None = None
+    layout: Layout,
+    data: Mapping[str, Any] | None,
+    argv: Sequence[str],
+    crew: Crew,
+    before: Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    changes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Collect what manifest.json says about where and on what a run happens; `before` is what it said until this start."""
+    """Collect what manifest.json says about where and on what a run happens; `before` is what it said until this start.
+
+    `inputs` are the hashes of what this start trains with, and `changes` what its log says of differences from the one before.
+    """
     restart = os.environ.get("SLURM_RESTART_COUNT")
     start = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -469,12 +487,28 @@ def describe(
         "owners": sorted(set(crew.owners)),
         "platform": platform.platform(),
         "world": asdict(layout),
+        "inputs": dict(inputs or {}),
+        "changes": list(changes),
         **({"restart": int(restart)} if restart is not None and restart.isdecimal() else {}),
     }
     starts = before.get("starts") if before else []
     if before and not isinstance(starts, list):  # of a version that kept one start alone
-        starts = [{key: value for key, value in before.items() if key not in ("data", "starts")}]
+        starts = [{key: value for key, value in before.items() if key not in ("data", "config", "starts")}]
     return {**start, "data": dict(data) if data else None, "starts": [*(starts or []), start]}
+
+
+def accepted(text: str, replaced: str | None = None) -> dict[str, Any]:
+    """Return what manifest.json says of the config.yaml that a start has accepted, to tell whether somebody edits it later.
+
+    `replaced` is what the file held before: a start that is killed before it has replaced it leaves that, which is no edit.
+    """
+    texts = [text] if replaced is None else [text, replaced]
+    return {"sha256": list(dict.fromkeys(map(sha256, texts))), "text": text}
+
+
+def sha256(text: str) -> str:
+    """Hash a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def host() -> str:

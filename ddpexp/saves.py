@@ -45,6 +45,7 @@ class Saves:
     tracker: Tracker
     world: World
     loaded: int | None = None  # the step that this start resumed from
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # what this start trains with: configuration, code, data
     recorded: Mapping[Path, int] = field(default_factory=dict)  # what earlier starts have recorded, in bytes of each file
     config: bytes | None = None  # config.yaml as this start has read it
 
@@ -87,7 +88,7 @@ class Saves:
                 "clock": clock,
                 "world": {"world_size": self.world.world_size},
             }
-            facts: dict[str, Any] = {"epoch": epoch, "metrics": position.metrics}
+            facts: dict[str, Any] = {"epoch": epoch, "metrics": position.metrics, "inputs": dict(self.inputs)}
             if position.evaluated_at is not None:
                 facts["evaluated_at"] = position.evaluated_at
             if digest is not None:

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from ddpexp.checkpoint.format import Checkpoint
 from ddpexp.checkpoint.reader import load_weights, weights_sha256
 from ddpexp.config import Data, Experiment, Node, Trainer, load
 from ddpexp.config.instantiate import instantiate
+from ddpexp.data import fingerprint
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, hold_out, on_device
@@ -74,7 +75,10 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         log.info(note)
     control.enter("build")
     _warn_of_little_room(experiment, log)
-    splits = open_data(experiment, data, world)
+    whole = load_data(experiment, data, world)
+    known = data is not None and any(key in data for key in fingerprint.IDENTITY)
+    reading = fingerprint.Reading(whole, known) if world.is_rank_zero else None
+    splits = _arranged(whole, experiment.data, world)
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
     batches = TrainBatches(
         splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers,
@@ -82,6 +86,9 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     )  # fmt: skip
     newest = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
+    inputs = {**_inputs_of_command(run), "data": reading.result()} if reading is not None else {}
+    if newest is not None and world.is_rank_zero:
+        _refuse_changed_data(run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log)
     num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         raise RefusedError(
@@ -93,7 +100,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     decay = experiment.trainer.ema_decay
     average = Average(strategy.bare, decay) if decay is not None else None
     saves = Saves.of(run, experiment.trainer, strategy, average, tracker, world)
-    saves.recorded = recorded
+    saves.recorded, saves.inputs = recorded, inputs
     report = Report(experiment, run, layout, data, strategy.bare, strategy.memory is not None, batches, num_steps)
     log.info(report.headline())
     fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, saves, average)
@@ -203,7 +210,40 @@ def _warn_of_little_room(experiment: Experiment, log: logging.Logger) -> None:
         log.warning(warning)  # on every rank: the same sentence is shown once
 
 
+def _inputs_of_command(run: RunDir) -> dict[str, Any]:
+    """Return what the command has written down of this start's configuration and code."""
+    inputs = run.read(run.manifest).get("inputs")
+    return inputs if isinstance(inputs, dict) else {}
+
+
+def _refuse_changed_data(
+    run: RunDir, newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str], steps_per_epoch: int, log: logging.Logger
+) -> None:
+    """Compare the data with that of the steps so far, where the checkpoint says. Ranks: rank zero.
+
+    Raises:
+        RefusedError: it is other data, and that was not typed to be allowed.
+    """
+    inputs = newest.manifest.get("inputs")
+    before = inputs.get("data") if isinstance(inputs, Mapping) else None
+    changes = fingerprint.differences(before, now) if isinstance(before, Mapping) else []
+    if not changes:
+        return
+    what = f"since step {newest.step} the data has changed: {', '.join(changes)}"
+    if "data" not in allowed:
+        raise RefusedError(
+            f"{relative(run.path)}: {what}, so the steps to come would see other samples than the steps so far. Make the same "
+            f"data available, type run.allow_changes=[data] to resume with this, or start a new run with another run.dir."
+        )
+    log.info(f"{what} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")
+
+
 def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
+    """Build the data sets as they are trained on and evaluated; like `load_data`. Ranks: all; communicates."""
+    return _arranged(load_data(experiment, prepared, world), experiment.data, world)
+
+
+def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
     """Build the data sets; `prepared` is what `ddpexp.prepare` said of them. Ranks: all; communicates.
 
     Raises:
@@ -225,6 +265,11 @@ def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
         if len(part) == 0:
             raise RefusedError(f"data._target_={data.target} gave no samples for `{name}`.")
     _refuse_other_data(splits, data.target, world)
+    return splits
+
+
+def _arranged(splits: Splits, data: Data, world: World) -> Splits:
+    """Hold out what is evaluated, and move what is to lie in the memory of a device."""
     if data.validation_fraction:
         splits = _divided(splits, data)
     return on_device(splits, world.device) if data.on_device else splits

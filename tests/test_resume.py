@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ddpexp.resume import merged
+from ddpexp.rundir import RunDir, accepted
 from tests.conftest import SMALL, Ddpexp, Done, finish
 from tests.points import Recipe, wait_for
 from tests.test_evaluate import listing
@@ -167,7 +169,8 @@ def test_the_same_command_goes_on_and_lists_nothing(ddpexp: Ddpexp, stopped: Pat
     manifest = json.loads((stopped / "manifest.json").read_text())
     assert len(manifest["starts"]) == 2
     assert {key: manifest[key] for key in manifest["starts"][1]} == manifest["starts"][1]
-    assert set(manifest["starts"][1]) == {"started", "command", "git", "versions", "hosts", "owners", "platform", "world"}
+    facts = {"started", "command", "git", "versions", "hosts", "owners", "platform", "world", "inputs", "changes"}
+    assert set(manifest["starts"][1]) == facts
 
 
 def test_a_manifest_of_one_start_alone_becomes_the_first_of_several(ddpexp: Ddpexp, stopped: Path) -> None:
@@ -200,8 +203,10 @@ def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Pa
 
 
 def test_what_has_changed_without_being_typed_is_refused(ddpexp: Ddpexp, stopped: Path) -> None:
+    # As a default that was another one when the run was started.
     config = stopped / "config.yaml"
     config.write_text(config.read_text().replace("weight_decay: 0.0005", "weight_decay: 0.01"))
+    change(stopped / "manifest.json", config=accepted(config.read_text()))
     before = listing(stopped)
     sentence = (
         r"^ddpexp: run\.dir=run was started with optimizer\.weight_decay=0\.01, and this is optimizer\.weight_decay=0\.0005, "
@@ -496,3 +501,230 @@ def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Dd
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), after.stderr
+
+
+# What has changed between two starts.
+
+CHANGING = """\
+import helpers
+
+
+class Helped(Sides):
+    def step(self, model, batch):
+        loss, count, metrics = super().step(model, batch)
+        return helpers.scaled(loss), count, metrics
+
+
+def load_counted(train, test):
+    count, seed = map(int, open(os.path.join(os.path.dirname(__file__), "count.txt")).read().split())
+    return Splits(points(count, seed), {"eval": points(test, 1)})
+
+
+def load_counted_items(train, test):
+    parts = load_counted(train, test)
+    items = Items(1, 0)
+    items.rows = parts.train
+    return Splits(items, parts.evals)
+"""
+HELPED = ("task._target_=points.Helped", "trainer.epochs=1")
+
+
+@pytest.fixture
+def changing(ddpexp: Ddpexp) -> Recipe:
+    """A recipe with a helper beside it, and data in a file."""
+    recipe = Recipe(ddpexp, CHANGING)
+    (recipe.folder / "helpers.py").write_text("def scaled(loss):\n    return loss\n")
+    (recipe.folder / "count.txt").write_text("96 0")
+    return recipe
+
+
+def more(recipe: Recipe, run: Path, *words: str) -> Done:
+    """Resume the run of a recipe."""
+    return resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), *words)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def remedy(done: Done) -> str:
+    """Return the word that a refusal says to type."""
+    return str(re.findall(r"[Tt]ype (\S+=\S+)", done.err)[-1])
+
+
+def starts(run: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((run / "manifest.json").read_text())["starts"]
+    return found
+
+
+def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe) -> None:
+    done = changing(*HELPED)
+    run = done.run
+    assert done.code == 0, done.err
+    edit(changing.folder / "points.py", "# The same points,", "# Just the same points,")  # changes nothing
+    edit(changing.folder / "helpers.py", "return loss", "return 2 * loss")
+    before = listing(run)
+    sentence = (
+        "since step 4 helpers.py has changed, so the steps to come would be computed by other code than the steps so far. "
+        "Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.\n"
+    )
+    again = more(changing, run, "trainer.epochs=2")
+    refused(again, re.escape(f"ddpexp: {run.name}: {sentence}"))
+    refused(changing(*HELPED, "trainer.epochs=2", run=run), re.escape(f"ddpexp: run.dir={run.name}: {sentence}"))
+    assert listing(run) == before
+    shutil.copytree(run / "checkpoints", changing.folder / "checkpoints")
+    done = more(changing, run, "trainer.epochs=2", remedy(again))
+    assert done.code == 0, done.err
+    line = "since step 4 helpers.py has changed (run.allow_changes=[code])"
+    assert done.out.count(f"{line}\n") == 1
+    first, second = starts(run)
+    assert line in second["changes"]
+    assert first["changes"] == []
+    codes = [start["inputs"]["code"]["modules"]["helpers"]["sha256"] for start in (first, second)]
+    inputs = json.loads((run / "checkpoints/step-00000008/manifest.json").read_text())["inputs"]
+    assert inputs["code"]["modules"]["helpers"]["sha256"] == codes[1] != codes[0]
+    assert inputs["config_sha256"] == second["inputs"]["config_sha256"] != first["inputs"]["config_sha256"]
+    # Ended before its first checkpoint, it is not asked again; other code than it was allowed to is.
+    shutil.rmtree(run / "checkpoints")
+    shutil.move(changing.folder / "checkpoints", run / "checkpoints")
+    change(run / "result.json", status="interrupted")
+    edit(changing.folder / "points.py", "nn.Tanh()", "nn.ReLU()")
+    refused(more(changing, run), r"since step 4 points\.py has changed, helpers\.py has changed, so the steps to come")
+    edit(changing.folder / "points.py", "nn.ReLU()", "nn.Tanh()")
+    done = more(changing, run)
+    assert done.code == 0, done.err
+    assert "since step 4 helpers.py has changed, as the last start was allowed to\n" in done.out
+
+
+def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Recipe) -> None:
+    ddpexp, run = changing.ddpexp, changing(*HELPED).run
+    edit(changing.folder / "helpers.py", "return loss", "return 2 * loss")
+    bins = ddpexp.folder / "bin"
+    bins.mkdir()
+    for name, text in SLURM.items():
+        (bins / name).write_text(text)
+        (bins / name).chmod(0o755)
+    ddpexp.environ = {**ddpexp.environ, "PATH": f"{bins}:{os.environ['PATH']}"}
+    done = more(changing, run, "launcher=slurm", "trainer.epochs=2", "run.allow_changes=[code]")
+    assert done.code == 0, done.err
+    step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
+    job = subprocess.run(
+        [sys.executable, "-m", "ddpexp", "member", str(run)], cwd=ddpexp.folder, capture_output=True, text=True, timeout=60,
+        env={**ddpexp.environ, **step, "SLURM_LOCALID": "0"},
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert "edited" not in job.stdout
+    assert job.stdout.count("since step 4 helpers.py has changed (run.allow_changes=[code])\n") == 1
+    # It was for that job alone, although config.yaml says it.
+    edit(changing.folder / "helpers.py", "return 2 * loss", "return 3 * loss")
+    refused(more(changing, run, "launcher=spawn", "trainer.epochs=3"), r"since step 8 helpers\.py has changed")
+    done = more(changing, run, "launcher=elastic", "trainer.epochs=3", "run.allow_changes=[data,code]")
+    assert done.code == 0, done.err
+    assert done.out.count("since step 8 helpers.py has changed (run.allow_changes=[code])\n") == 1
+    assert "run.allow_changes" not in " ".join(merged(RunDir(run), ["trainer.epochs=4"]))
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize(
+    ("target", "counted", "phrase", "step"),
+    [
+        ("points.load_counted", "72 0", "`train` had 96 samples and has 72 now", 6),
+        ("points.load_counted_items", "96 5", "`train` has as many samples as before, and others", 8),
+    ],
+)
+def test_data_that_has_changed_is_refused_until_that_is_allowed(
+    changing: Recipe, target: str, counted: str, phrase: str, step: int
+) -> None:
+    run = changing(*HELPED, f"data._target_={target}", "trainer.gpus=2").run
+    (changing.folder / "count.txt").write_text(counted)
+    again = more(changing, run, "trainer.epochs=2")
+    assert again.code == 2
+    assert (
+        f"{run.name}: since step 4 the data has changed: {phrase}, so the steps to come would see other samples than the "
+        f"steps so far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a new run "
+    ) in again.err
+    assert "Traceback" not in again.err
+    assert json.loads((run / "result.json").read_text())["status"] == "done"  # as it was
+    assert len(starts(run)) == 1
+    done = more(changing, run, "trainer.epochs=2", remedy(again))
+    assert done.code == 0, done.err
+    line = f"since step 4 the data has changed: {phrase} (run.allow_changes=[data]): {step // 2} steps an epoch from here on\n"
+    assert line in done.out
+    assert json.loads((run / "result.json").read_text())["step"] == step
+    change(run / "result.json", status="interrupted")
+    assert more(changing, run).code == 0  # the newest checkpoint knows the new data
+
+
+def test_other_data_by_its_name_is_allowed_in_the_same_way(ddpexp: Ddpexp, stopped: Path) -> None:
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    change(stopped / "manifest.json", data={**manifest["data"], "sha256": "0" * 64})
+    word = remedy(again(ddpexp))
+    done = again(ddpexp, word)
+    assert (word, done.code) == ("run.allow_changes=[data]", 0), done.err
+    here = f"embedded-digits ({manifest['data']['sha256'][:12]})"
+    assert f"data: embedded-digits (000000000000) -> {here} (run.allow_changes=[data])\n" in done.out
+
+
+def test_an_edited_configuration_is_noticed(ddpexp: Ddpexp, run: Path) -> None:
+    change(run / "result.json", status="interrupted")
+    config = run / "config.yaml"
+    text = config.read_text()
+    edit(config, "seed: 0", "seed: 1")
+    before = listing(run)
+    why = "the order of the samples and every random number follow from it"
+    refused(
+        resumed(ddpexp, "run"),
+        re.escape(f"run was started with trainer.seed=0, and its config.yaml was edited to trainer.seed=1: {why}. "
+                  f"Keep trainer.seed=0, or start"),
+    )  # fmt: skip
+    refused(again(ddpexp, "trainer.seed=1"), r"config\.yaml was edited to trainer\.seed=1: the order")
+    assert listing(run) == before
+    kept = resumed(ddpexp, "run", "trainer.seed=0")
+    assert kept.code == 0, kept.err
+    line = "config.yaml was edited since the last start, and kept beside, for this command says otherwise: trainer.seed 0 -> 1\n"
+    assert line in kept.out
+    assert (config.read_text(), "seed: 1" in (run / "config-1.yaml").read_text()) == (text, True)
+    change(run / "result.json", status="interrupted")
+    edit(config, "weight_decay: 0.0005", "weight_decay: 0.01")
+    edit(config, "log_every: 5", "log_every: 7")
+    done = resumed(ddpexp, "run")
+    refused(done, r"weight_decay=0\.0005, and its config\.yaml was edited to optimizer\.weight_decay=0\.01, which is not typed: ")
+    done = resumed(ddpexp, "run", "optimizer.weight_decay=0.01")
+    assert done.code == 0, done.err
+    edits = "trainer.log_every 5 -> 7, optimizer.weight_decay 0.0005 -> 0.01\n"
+    assert f"config.yaml was edited since the last start: {edits}" in done.out
+    assert starts(run)[-1]["changes"][0] == f"config.yaml was edited since the last start: {edits[:-1]}"
+    # What was accepted is no edit any more, and a comment never was one.
+    change(run / "result.json", status="interrupted")
+    config.write_text(f"# mine\n{config.read_text()}")
+    done = resumed(ddpexp, "run")
+    assert (done.code, "edited" in done.out) == (0, False), done.err
+    assert config.read_text().startswith("# mine\n")
+
+
+def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edited_nothing(ddpexp: Ddpexp, stopped: Path) -> None:
+    before, manifest = (stopped / "config.yaml").read_text(), stopped / "manifest.json"
+    after = before.replace("lr: 0.1", "lr: 0.02")
+    assert after != before
+    change(manifest, config=accepted(after, before))
+    done = resumed(ddpexp, "run")
+    assert (done.code, "edited" in done.out, "changed" in done.out) == (0, False, False), done.err
+    # And one of a version that did not write this down has edited nothing either.
+    old = json.loads(manifest.read_text())
+    for key in ("config", "inputs", "changes"):
+        del old[key]
+    manifest.write_text(json.dumps(old))
+    (stopped / "config.yaml").write_text(after)
+    change(stopped / "result.json", status="interrupted")
+    assert resumed(ddpexp, "run").code == 0
+
+
+def test_what_may_have_changed_is_typed_and_nothing_else(ddpexp: Ddpexp, changing: Recipe) -> None:
+    refused(
+        ddpexp(*SMALL, "run.allow_changes=[cod]"), r"run\.allow_changes=cod is not one of code, data\. Did you mean run\.allow_c"
+    )
+    refused(ddpexp(*SMALL, "run.allow_changes=code"), r"run\.allow_changes=code is not a list, each item one of code, data\.")
+    edit(changing.folder / "conf/recipe/points.yaml", "trainer:\n", "run:\n  allow_changes: [code]\ntrainer:\n")
+    refused(changing(), r"run\.allow_changes=\['code'\] stands in a file: it is for one start, so it counts only when typed on the")

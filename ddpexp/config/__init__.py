@@ -98,6 +98,7 @@ class Run:
     init_from: str | None
     trust: tuple[str, ...]
     code: str | None
+    allow_changes: tuple[Literal["code", "data"], ...] = ()  # older runs do not have it
 
 
 @dataclass(frozen=True)

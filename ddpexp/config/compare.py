@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,9 +52,11 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
     """Return what differs between the stored tree and the new one.
 
     `typed` are the words of this command and `before` those that the run was started with: an option of a group counts as typed
-    when it was not typed before, for a file that has changed since was not asked for.
+    when it was not typed before, for a file that has changed since was not asked for. `run.allow_changes=[data]` in the new tree
+    makes the keys of `data` such as may be typed.
     """
     chosen = _keys(typed, before)
+    fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
     changes = []
     for key, was, now in _differences(old, new):
         if key == "run.dir":
@@ -65,7 +67,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
             kind = "free"  # another source is held against the data's identity
         elif was is UNSET and not said and _of_a_newer_version(key, new):
             continue
-        elif _under(key, tuple(_FIXED)):
+        elif _under(key, fixed):
             kind = "fixed"
         else:
             kind = "typed" if said else "untyped"
@@ -73,8 +75,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
     return changes
 
 
-def refuse(changes: Sequence[Change], run: str) -> None:
-    """Refuse what the run called `run` cannot go on with.
+def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) -> None:
+    """Refuse what the run called `run` cannot go on with; `edited` are the keys that were changed in its config.yaml.
 
     Raises:
         RefusedError: a key that stays as it is for as long as a run lasts, or one that has changed without being typed.
@@ -84,14 +86,14 @@ def refuse(changes: Sequence[Change], run: str) -> None:
         if change.kind == "fixed":
             reason = next(reason for name, reason in _FIXED.items() if _under(key, (name,)))
             raise RefusedError(
-                f"{run} was started with {_assigned(key, old)}, and this is {_assigned(key, new)}: {reason}. "
-                f"{_keep(key, old)}, or start a new run with another run.dir."
+                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}: {reason}. "
+                f"{_keep(key, old)}, {_or_allow(change)}or start a new run with another run.dir."
             )
     for change in changes:
         if change.kind == "untyped":
             key, old, new = change.key, change.old, change.new
             raise RefusedError(
-                f"{run} was started with {_assigned(key, old)}, and this is {_assigned(key, new)}, which is not typed: "
+                f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}, which is not typed: "
                 f"type {_word(key, new, old)} to change it, or {_word(key, old, new)} to keep it."
             )
 
@@ -159,6 +161,19 @@ def _said(value: Any) -> str:
 
 def _assigned(key: str, value: Any) -> str:
     return f"no {key}" if value is UNSET else f"{key}={shown(value)}"
+
+
+def _here(change: Change, edited: Collection[str]) -> str:
+    """Say what a key is now, and where that comes from."""
+    now = _assigned(change.key, change.new)
+    return f"its config.yaml was edited to {now}" if change.key in edited else f"this is {now}"
+
+
+def _or_allow(change: Change) -> str:
+    """Say what is typed for data that may be other data."""
+    if not _under(change.key, ("data",)):
+        return ""
+    return f"type {_word(change.key, change.new, change.old)} run.allow_changes=[data] to train on with other samples, "
 
 
 def _word(key: str, value: Any, other: Any) -> str:

@@ -399,6 +399,11 @@ def _refuse_untyped_trust(values: Mapping[str, Any], typed: Sequence[str]) -> No
         raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
     if run.get("trust") and not any(word.lstrip("+").startswith("run.trust=") for word in typed):
         raise RefusedError(f"run.trust={run['trust']} stands in a file: it counts only when typed on the command line.")
+    if run.get("allow_changes") and not any(word.lstrip("+").startswith("run.allow_changes=") for word in typed):
+        raise RefusedError(
+            f"run.allow_changes={run['allow_changes']} stands in a file: it is for one start, so it counts only when typed on the "
+            f"command line."
+        )
     if run.get("code"):
         raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
 
@@ -513,8 +518,9 @@ def _first_line(error: Exception) -> str:
 def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and override it with `key=value` words; also return it as text.
 
-    What the file says of whose code to trust does not count: run.trust and --config-dir are typed again. A run that `goes_on`
-    keeps its launcher unless another one is typed, and may take other options of its groups.
+    What the file says of whose code to trust does not count: run.trust and --config-dir are typed again. Nor does
+    run.allow_changes, which was for the start that it was typed for. A run that `goes_on` keeps its launcher unless another one
+    is typed, and may take other options of its groups.
 
     Raises:
         RefusedError: the file is damaged, or a word is no override of it.
@@ -535,6 +541,7 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
     for group, name in options.items():
         cfg[group] = _option(group, name, added)
     cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
+    cfg.run.allow_changes = []
     OmegaConf.set_struct(cfg, True)
     try:
         for word in words.overrides:

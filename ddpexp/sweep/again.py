@@ -26,7 +26,8 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     typed = [*argv[:place], *argv[place + 1 :]]
     words, options = asked_of(folder)
     keys = {key_of(word) for word in typed}
-    kept = [word for word in words if key_of(word) not in keys and key_of(word) != "hydra.sweep.dir"]
+    of_one_start = ("hydra.sweep.dir", "run.allow_changes")
+    kept = [word for word in words if key_of(word) not in keys and key_of(word) not in of_one_start]
     missing = [word for word in kept if runs_code(word)]
     if options and not any(word.startswith(_OPTIONS) for word in typed):
         missing = [*options, *missing]

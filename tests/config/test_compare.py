@@ -105,7 +105,18 @@ def test_what_the_steps_so_far_were_made_of_stays_even_when_typed(
     section, _, last = key.rpartition(".")
     old = stored[section][last]
     assert said.startswith(f"run.dir=x was started with {key}={old}, and this is {key}={value}: {reason}")
-    assert said.endswith(f". Keep {key}={old}, or start a new run with another run.dir.")
+    data = f"type {key}={value} run.allow_changes=[data] to train on with other samples, " if section == "data" else ""
+    assert said.endswith(f". Keep {key}={old}, {data}or start a new run with another run.dir.")
+
+
+def test_data_changes_when_that_is_allowed_and_typed(stored: dict[str, Any]) -> None:
+    allowed = changed(stored, "run.allow_changes", ["data"])
+    new = changed(allowed, "data.embedded_train", 7)
+    assert changes(allowed, new, "data.embedded_train=7", "run.allow_changes=[data]") == {"data.embedded_train": "typed"}
+    assert changes(allowed, new, "run.allow_changes=[data]") == {"data.embedded_train": "untyped"}
+    assert changes(stored, changed(changed(stored, "run.allow_changes", ["code"]), "data.embedded_train", 7)) == {
+        "data.embedded_train": "fixed", "run.allow_changes": "free",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

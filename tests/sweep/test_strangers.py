@@ -78,6 +78,14 @@ def test_of_a_key_that_is_typed_again_nothing_else_counts(tmp_path: Path) -> Non
         resumed([str(folder.path)], ["ddpexp", "resume", str(folder.path)])
 
 
+def test_what_one_start_of_a_sweep_was_allowed_is_typed_again(tmp_path: Path) -> None:
+    folder = given(tmp_path / "mine", *WORDS, "run.allow_changes=[code]")
+    typed = [str(folder.path)]
+    assert "run.allow_changes=[code]" not in resumed(typed, ["ddpexp", "resume", *typed]).words
+    swept = resumed([*typed, "run.allow_changes=[data]"], ["ddpexp", "resume", *typed, "run.allow_changes=[data]"])
+    assert [word for word in swept.words if "allow" in word] == ["run.allow_changes=[data]"]
+
+
 def _logs(path: Path, outside: Path) -> None:
     (path / "logs").symlink_to(outside)
 
