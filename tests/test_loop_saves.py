@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ddpexp.data.order import Permutation
-from ddpexp.rundir import complete_checkpoints
+from ddpexp.checkpoint.format import complete_checkpoints
 from tests.conftest import Ddpexp
 from tests.points import Recipe
 

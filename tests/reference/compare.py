@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpexp.rundir import newest_checkpoint
+from ddpexp.checkpoint.format import newest_checkpoint
 from tests.reference.case import Case
 from tests.reference.loop import Outcome
 
