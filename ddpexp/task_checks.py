@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from numbers import Real
 from typing import Any
 
@@ -109,8 +110,8 @@ def mean_for_a_sum(
     """Tell, in a sentence, whether a task seems to return the mean of the loss where its sum belongs.
 
     The loss of a batch is compared with those of its halves, in evaluation mode, of the bare `model`. Nothing is changed:
-    buffers and random numbers are put back. None too where that cannot be told: a batch that cannot be cut, a loss that is no
-    sum, a count that does not follow the batch, a step that fails on such a batch.
+    buffers and random numbers are put back, and what the task sets in itself is set in a copy. None too where that cannot be
+    told: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step that fails.
     Ranks: all, for a model may communicate.
     """
     halves = _halves(batch)
@@ -118,7 +119,7 @@ def mean_for_a_sum(
         return None
     try:
         with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
-            seen = [task.step(model, one)[:2] for one in (batch, *halves)]
+            seen = [copy(task).step(model, one)[:2] for one in (batch, *halves)]  # each on its own: a task may count its calls
             (whole, count), *parts = [(float(loss), float(count)) for loss, count in seen]
     except Exception:  # whatever it is, training goes on without it
         return None

@@ -60,13 +60,17 @@ def load_noisy(train=96, test=33):
 
 class Slow(Sides):
     # Long enough to be interrupted in the middle of whatever it is asked for.
+    steps = 0
+
     def __init__(self, train_seconds=0.0, eval_seconds=0.0, mark=None):
         self.train_seconds, self.eval_seconds, self.mark = train_seconds, eval_seconds, mark
 
     def step(self, model, batch):
-        if not model.training and self.mark:
+        self.steps += model.training
+        evaluates = not model.training and self.steps != 1  # after its first step a task is asked whether it returns sums
+        if evaluates and self.mark:
             open(self.mark, "w").close()
-        time.sleep(self.train_seconds if model.training else self.eval_seconds)
+        time.sleep(self.train_seconds if model.training else self.eval_seconds * evaluates)
         return super().step(model, batch)
 
 

@@ -237,7 +237,10 @@ def test_the_question_changes_nothing(
     points: Any, fit: Callable[..., Once], reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Noisy(points.Sides):  # type: ignore[misc]
+        calls = 0
+
         def step(self, model: Any, batch: Any) -> Any:
+            self.calls += 1
             ids, rows, labels = batch
             noise = np.random.rand() + random.random() + float(torch.rand(()))
             return super().step(model, (ids, rows + 0.1 * noise, labels))
@@ -247,12 +250,12 @@ def test_the_question_changes_nothing(
         layers.register_module("frozen", nn.Dropout(0.5).eval())
         return layers
 
-    def run() -> tuple[dict[str, Tensor], list[bool], float, float]:
+    def run() -> tuple[dict[str, Tensor], list[bool], int, float, float]:
         np.random.seed(0)
         random.seed(0)
-        once = fit(Noisy(), factory=net, micro_batch_size=6, reduction=reduction, eval_every=0)
+        once = fit(task := Noisy(), factory=net, micro_batch_size=6, reduction=reduction, eval_every=0)
         modes = [module.training for module in once.loop.strategy.bare["model"].modules()]
-        return once.weights, modes, np.random.rand(), random.random()
+        return once.weights, modes, task.calls, np.random.rand(), random.random()
 
     asked = run()
     monkeypatch.setattr("ddpexp.loop.mean_for_a_sum", lambda *_: None)

@@ -104,10 +104,12 @@ def load_bad(train=96, test=33):
 class Slow(Sides):
     # Twenty milliseconds a step, with a mark for every rank that has begun to train or to evaluate.
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.steps = folder, 0
 
     def step(self, model, batch):
-        open(f"{self.folder}/{'train' if model.training else 'eval'}{RANK}", "w").close()
+        self.steps += model.training
+        if model.training or self.steps > 1:  # after its first step a task is asked whether it returns sums
+            open(f"{self.folder}/{'train' if model.training else 'eval'}{RANK}", "w").close()
         time.sleep(0.02)
         return super().step(model, batch)
 """
