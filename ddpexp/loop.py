@@ -147,7 +147,8 @@ class Loop:
             if math.isnan(first_step_at):
                 first_step_at = time.time()
                 if done == 1 and self._by_hand is None:
-                    self._warn_of_a_mean(micro_batches[0])
+                    with clock.paused():
+                        self._warn_of_a_mean(micro_batches[0])
             if logs:
                 self._record(done, rate, window, clock)
             better = False

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.test_loop import Once, fit, points, recipe
+from tests.fitting import Once
+from tests.test_loop import fit, points, recipe
 
 __all__ = ["fit", "points", "recipe"]  # its fixtures
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from ddpexp.data.order import Permutation
 from ddpexp.checkpoint.format import complete_checkpoints
+from ddpexp.data.order import Permutation
 from tests.conftest import Ddpexp
 from tests.points import Recipe
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from ddpexp.data.datasets import Arrays, Splits
-from ddpexp.loop import Update
 from ddpexp.task import Sums
+from ddpexp.update import Update
 
 BROKEN = 17
 """The sample that is not a number where the data are asked to have one."""

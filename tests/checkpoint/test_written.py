@@ -12,7 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ddpexp.checkpoint import Writer, complete
+from ddpexp.checkpoint.format import scan
+from ddpexp.checkpoint.reader import read_model, read_part
+from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.world import World
 
 ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
@@ -32,19 +34,31 @@ def test_each_checkpoint_holds_its_own_tensors_whatever_the_one_before_held(tmp_
         {"model": {"w": torch.randn(2, 3), "b": torch.randn(3)}},
     ]
     for step, files in enumerate(saved):
-        writer.save(step, files, {}, {"moment": torch.full((step + 1,), float(step))}, {}, {})
+        writer.save(step, Content(files, {"progress": {"moment": torch.full((step + 1,), float(step))}}))
     writer.wait(end=True)
-    found = complete(tmp_path)[::-1]
+    found = scan(tmp_path).complete[::-1]
     assert [one.step for one in found] == list(range(len(saved)))
     for one, files in zip(found, saved, strict=True):
         assert one.problem() is None
-        assert one.state()["moment"].tolist() == [float(one.step)] * (one.step + 1)
+        assert read_part(one, "progress")["moment"].tolist() == [float(one.step)] * (one.step + 1)
         names = {path.stem for path in one.folder.glob("*.safetensors")}
-        assert names == {*files, "state"}
+        assert names == {*files, "state.progress"}
         for name, tensors in files.items():
             kept = load_file(one.folder / f"{name}.safetensors")
             assert kept.keys() == tensors.keys()
             assert all(torch.equal(kept[key], value) and kept[key].dtype == value.dtype for key, value in tensors.items())
+
+
+def test_a_weight_that_is_tied_no_more_is_written_by_itself(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, ALONE, keep_last=None)
+    tied, own = torch.ones(3), torch.zeros(3)
+    for step, head in enumerate((tied, own, tied)):
+        writer.save(step, Content({"model": {"embed": tied, "head": head}}))
+    writer.wait(end=True)
+    for one, head in zip(scan(tmp_path).complete[::-1], (tied, own, tied), strict=True):
+        found = read_model(one, "model")
+        assert found is not None
+        assert torch.equal(found["head"], head)
 
 
 @pytest.fixture
@@ -81,19 +95,23 @@ def test_records_and_shares_are_on_the_disk_before_a_checkpoint_counts_and_its_n
     gone = tmp_path / "removed"  # by hand, meanwhile
     writer = Writer(folder, ALONE)
     sizes = dict.fromkeys((*records, gone), 3)
-    writer.save(7, {"model": {"w": torch.ones(4)}}, {"buffers.x": torch.ones(1)}, {"a": torch.ones(2)}, {}, sizes)
+    models = {"model": {"w": torch.ones(4)}}
+    writer.save(7, Content(models, {"a": torch.ones(2)}, {"buffers": {"x": torch.ones(1)}}, records=sizes))
     writer.wait(end=True)
     final = folder / "step-00000007"
     counts = order.index(("name", str(final)))
-    assert {one.step for one in complete(folder)} == {7}
+    assert {one.step for one in scan(folder).complete} == {7}
     before = {where for how, where in order[:counts] if how == "sync"}
     assert before >= {str(path) for path in records}
-    manifest = min(place for place, (_, where) in enumerate(order) if "manifest.json" in where)
+    manifest = min(place for place, (_, where) in enumerate(order) if "checkpoint.json" in where)
     for path in records:
         assert order.index(("sync", str(path))) < manifest
     files = {path.name for path in final.iterdir()}
-    assert files == {"manifest.json", "model.safetensors", "state.safetensors", "state.json", "rank-00000.safetensors"}
-    assert {Path(where).name for where in before} >= files - {"manifest.json"}
-    assert any("manifest.json" in where for where in before)
+    assert files == {
+        "checkpoint.json", "model.safetensors", "state.a.json", "state.a.safetensors", "state.rank-00000.json",
+        "state.rank-00000.safetensors",
+    }  # fmt: skip
+    assert {Path(where).name for where in before} >= files - {"checkpoint.json"}
+    assert any("checkpoint.json" in where for where in before)
     assert ("sync", str(folder)) in order[counts:]  # without it a crash of the host may take the name back
     assert any(Path(where).parent == folder for where in before)  # the folder's own list of files, before it has its name
