@@ -51,11 +51,18 @@ class Precision:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss`, outside of autocast. Shapes: both are scalars."""
-        if self._dtype is None:
-            _backward(loss, weight)
-        else:
+        if self._dtype is not None and torch.is_autocast_enabled(self._device.type):
             with torch.autocast(self._device.type, enabled=False):  # each operation goes back in the format that it went forward
-                _backward(loss, weight if self._scale is None else weight * self._scale.value)
+                self.backward(loss, weight)
+            return
+        if self._scale is not None:
+            weight = weight * self._scale.value
+        if type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
+            # What `torch.autograd.backward(loss, weight)` ends with. The questions that it begins with take longer than all of
+            # the run loop, and import sympy, a quarter of a second a worker.
+            _engine_run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        else:
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, *optimizers: Optimizer) -> None:
         """Bring the gradients of some optimizers to their true size, and look whether all of them are finite.
@@ -137,12 +144,3 @@ class _Scale:
         self._good_steps.fill_(state["_growth_tracker"])
         self._growth_factor, self._backoff_factor = state["growth_factor"], state["backoff_factor"]
         self._growth_interval = state["growth_interval"]
-
-
-def _backward(loss: Tensor, weight: Tensor) -> None:
-    if type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
-        # What `torch.autograd.backward(loss, weight)` ends with. The questions that it begins with take longer than all of
-        # the run loop, and import sympy, a quarter of a second a worker.
-        _engine_run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-    else:
-        (loss * weight).backward()  # type: ignore[no-untyped-call]

@@ -54,12 +54,14 @@ class Update:
     _counts: list[Tensor] = field(default_factory=list)  # those of this round that are tensors
     _places: list[tuple[int, int]] = field(default_factory=list)  # which pass over the micro-batches, and position, each is of
     _weights: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-    _applied: list[str] = field(default_factory=list)  # optimizers that have used this round's gradients
+    _applied: tuple[str, ...] = ()  # optimizers that have used this round's gradients
     _undo: Undo | None = None
+    _names: tuple[str, ...] = field(init=False)
     _draws: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """See whether an optimizer may draw random numbers: torch's own do not."""
+        self._names = tuple(self.optimizers)
         self._draws = not all(type(one).__module__.startswith("torch.optim.") for one in self.optimizers.values())
 
     @property
@@ -123,10 +125,12 @@ class Update:
                 f"tensors, or all numbers."
             )
         key = (total, loss_sum.dtype)
-        if key not in self._weights:
+        weight = self._weights.get(key)
+        if weight is None:
             kind = torch.float64 if loss_sum.dtype == torch.float64 else torch.float32
-            self._weights[key] = torch.tensor(self.strategy.gradient_weight / total, dtype=kind, device=self.world.device)
-        self.precision.backward(loss_sum, self._weights[key])
+            weight = torch.tensor(self.strategy.gradient_weight / total, dtype=kind, device=self.world.device)
+            self._weights[key] = weight
+        self.precision.backward(loss_sum, weight)
 
     def apply(self, *names: str) -> None:
         """Step the named optimizers, or all, with the gradients of this round; several calls may use the same gradients.
@@ -143,17 +147,16 @@ class Update:
                 "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end the workers sum "
                 "their gradients: the optimizer would see this worker's own. Call it after that."
             )
-        chosen = names or tuple(self.optimizers)
-        if names:
-            self._refuse_unknown(names)
-        if self._applied or names:
-            self._refuse_again(chosen)
+        chosen = names or self._names
+        if names or self._applied:
+            self._refuse_wrong(chosen)
         optimizers = [self.optimizers[name] for name in chosen]
         if self._counts:
             self._scale_by_counts()
         if self._draws:
             seed_torch(seed_of(self.seed, OPTIMIZER, self._step, 0), self.world.device)
-        self.precision.unscale(*optimizers)
+        if self.precision.skips:
+            self.precision.unscale(*optimizers)
         if self.clip_grad_norm is not None:
             self.norm = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
         elif self.want_norm:
@@ -162,7 +165,7 @@ class Update:
             self.moved = True
         elif self._undo is not None:
             self._undo.restore()
-        self._applied.extend(chosen)
+        self._applied += chosen
 
     def _begin_micro_batch(self) -> None:
         if self._applied:
@@ -171,26 +174,23 @@ class Update:
             self._undo = Undo(self.strategy.bare)
         if self.by_hand and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
             self._numbers.clear()  # another pass over the micro-batches may count something else
-        self._seed()
+        each = self.plan.gradient_accumulation_steps
+        turn, number = divmod(self._passes, each)  # a task by hand may go through its micro-batches several times
+        value = seed_of(self.seed, MODEL, self._step, turn * each * self.plan.world_size + self.world.rank * each + number)
+        if self.reduction == "exact":
+            seed_everything(value)
+        seed_torch(value, self.world.device)
         self._passes += 1
         self._passes_in_round += 1
         self._position = 0
         self._inside = True
 
     def _end_round(self) -> None:
-        self.precision.update()
+        if self.precision.skips:
+            self.precision.update()
         self.strategy.clear_gradient()
-        self._applied.clear()
+        self._applied = ()
         self._passes_in_round, self._has_numbers = 0, False
-
-    def _seed(self) -> None:
-        each = self.plan.gradient_accumulation_steps
-        turn, number = divmod(self._passes, each)  # a task by hand may go through its micro-batches several times
-        index = turn * each * self.plan.world_size + self.world.rank * each + number
-        value = seed_of(self.seed, MODEL, self._step, index)
-        if self.reduction == "exact":
-            seed_everything(value)
-        seed_torch(value, self.world.device)
 
     @property
     def _caller(self) -> str:
@@ -234,15 +234,13 @@ class Update:
         self._counts.clear()
         self._places.clear()
 
-    def _refuse_unknown(self, names: Sequence[str]) -> None:
-        unknown = [name for name in names if name not in self.optimizers]
+    def _refuse_wrong(self, chosen: Sequence[str]) -> None:
+        unknown = [name for name in chosen if name not in self.optimizers]
         if unknown:
             raise DdpexpError(
-                f"the task's train_step calls update.apply({', '.join(map(repr, names))}), and there is no optimizer "
+                f"the task's train_step calls update.apply({', '.join(map(repr, chosen))}), and there is no optimizer "
                 f"{unknown[0]!r}: the task's optimizers are {', '.join(map(repr, self.optimizers))}."
             )
-
-    def _refuse_again(self, chosen: Sequence[str]) -> None:
         seen = [*self._applied, *chosen]
         again = [name for number, name in enumerate(seen) if name in seen[:number]]
         if again:
