@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddpexp.errors import DdpexpError
 from ddpexp.precision import Precision
 
 CPU = torch.device("cpu")
@@ -77,3 +78,24 @@ def test_without_a_guard_every_update_is_done(model: nn.Linear) -> None:
     assert not precision.skips
     update(precision, model, torch.optim.SGD(model.parameters(), lr=1.0), math.nan)
     assert bool(model.weight.isnan().all())
+
+
+def test_the_state_of_a_scaler_of_torch_is_restored_and_kept_under_its_names(model: nn.Linear) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=3)
+    precision = Precision("fp16", CPU, False)
+    precision.restore({**scaler.state_dict(), "_growth_tracker": 1})
+    assert precision.state() == {**scaler.state_dict(), "_growth_tracker": 1}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scales = []
+    for factor in (1.0, 1.0, math.inf):  # the third good step in a row is one to grow after
+        update(precision, model, optimizer, factor)
+        scales.append(precision.state()["scale"])
+    assert scales == [64.0, 256.0, 64.0]
+
+
+def test_weights_in_fp16_are_refused_where_gradients_are_scaled() -> None:
+    model = nn.Linear(2, 2, bias=False, dtype=torch.float16)
+    precision = Precision("fp16", CPU, False)
+    precision.backward(model.weight.sum(), torch.tensor(0.5))
+    with pytest.raises(DdpexpError, match=r"^trainer\.precision=fp16 computes in fp16 with weights in fp32, "):
+        precision.unscale(torch.optim.SGD(model.parameters(), lr=1.0))
