@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class Average:
-    """What the parameters were on average of late: every step moves it by a share of `1 - decay` towards them.
+    """Exponential moving average of the parameters: every step moves it by a share of `1 - decay` towards them.
 
     Averages of 16-bit parameters are kept in fp32: a share of a thousandth is less than what 16 bits can tell apart. Buffers are
     not averaged, and of parameters of whole numbers, which have no average, it holds the values of the last step.

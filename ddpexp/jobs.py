@@ -207,7 +207,7 @@ class Training(Job):
             yield
         except OSError as error:
             if run.path.exists():  # else that is the end itself, which is reported
-                text = f"{self._called(run)} cannot be written ({said_with_limit(error)}): it does not tell of this end"
+                text = f"{self._called(run)} cannot be written ({said_with_limit(error)}): this end could not be recorded there"
                 say(f"ddpexp: warning: {text}")
 
     def _there(self, owners: Sequence[str]) -> RunDir | None:

@@ -129,11 +129,10 @@ def _stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | None:
         RefusedError: it cannot be read.
     """
     tree = _tree(run)
-    record = manifest.get("config") if manifest else None
-    if tree is None or not isinstance(record, Mapping):  # of an older version
-        return Stored(tree) if tree is not None else None
-    hashes, text = record.get("sha256"), record.get("text")
-    if not isinstance(hashes, list) or not isinstance(text, str) or sha256(run.config.read_text()) in hashes:
+    if tree is None:
+        return None
+    text = _accepted(run, manifest, sha256(run.config.read_text()))
+    if text is None:
         return Stored(tree)
     try:
         check_yaml_text(text)
@@ -144,6 +143,28 @@ def _stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | None:
         raise RefusedError(f"{run.manifest} holds no configuration of a run.")
     edits = compare(before, masked_tree(tree), ())
     return Stored(before, edits) if edits else Stored(tree)  # else it was a comment
+
+
+def _accepted(run: RunDir, manifest: Mapping[str, Any] | None, now: str) -> str | None:
+    """Return the configuration that the last start accepted, where the file with the hash `now` is not that.
+
+    None, too, where nothing says what it was: in a run directory of an older version.
+    """
+    one = newest(run.checkpoints)
+    record = manifest.get("config") if manifest else None
+    if not isinstance(record, Mapping):  # what the steps so far were trained with is in their checkpoint
+        try:
+            text = one.config if one is not None else None
+        except (OSError, ValueError):
+            return None
+        return text if text is not None and sha256(text) != now else None
+    hashes, text = record.get("sha256"), record.get("text")
+    if not isinstance(hashes, list) or not isinstance(text, str) or sha256(text) == now:
+        return None
+    inputs = one.manifest.get("inputs") if one is not None else None
+    trained = inputs.get("config_sha256") if isinstance(inputs, Mapping) else None
+    # A start that was killed before it replaced the file has left the one before, and has trained no step.
+    return None if now in hashes and trained != sha256(text) else text
 
 
 def _said_of_edits(edits: Sequence[Change], tree: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
@@ -169,7 +190,7 @@ def refuse_other_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapp
     What the last start has accepted need not be allowed again, where it was ended before its first checkpoint.
 
     Raises:
-        RefusedError: it is other code, and that was not typed to be allowed.
+        RefusedError: the code has changed and run.allow_changes does not list it.
     """
     kept = newest_inputs(run)
     if kept is None:  # no step is kept that other code has computed
@@ -242,7 +263,7 @@ def refuse_other_data(
     """Compare what was said of the data before with what is said now; return what the log must say.
 
     Raises:
-        RefusedError: it is other data, and that was not typed to be allowed.
+        RefusedError: the data has changed and run.allow_changes does not list it.
     """
     before = manifest.get("data") if manifest else None
     data = masked_tree(data)  # as it was written

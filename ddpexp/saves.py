@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from ddpexp.average import Average
 from ddpexp.checkpoint import format as on_disk
-from ddpexp.checkpoint.format import CONFIG, Checkpoint, Damaged
+from ddpexp.checkpoint.format import CONFIG, OLDER, Checkpoint, Damaged
 from ddpexp.checkpoint.layout import lay_out
 from ddpexp.checkpoint.reader import copy_into, read_model, read_own, read_part, weights_sha256
 from ddpexp.checkpoint.writer import Content, Writer
@@ -115,11 +115,10 @@ class Saves:
         self.writer.wait(end=True)
 
 
-def choose(run: RunDir, world: World, required: bool) -> Checkpoint | None:
-    """Return the newest checkpoint of which every byte is right, None where there is none; every rank reads a share of the bytes.
+def choose(run: RunDir, world: World, required: bool) -> tuple[Checkpoint | None, list[Damaged]]:
+    """Return the newest checkpoint of which every byte is right, None where there is none, and the newer ones that are damaged.
 
-    Damaged ones that are newer are set aside, so that they neither count nor stand in the way when training comes there again.
-    Ranks: all; communicates.
+    Ranks: all, each reads a share of the bytes; communicates. The damaged ones are known to rank zero alone.
 
     Raises:
         RefusedError: with `required`, there is none, or the newest is damaged; or another rank reads other bytes than rank zero.
@@ -148,12 +147,7 @@ def choose(run: RunDir, world: World, required: bool) -> Checkpoint | None:
     newer = [one for one in damaged if chosen is None or one.step > chosen.step]
     if required:
         _check_required(run, world, chosen, newer)
-    on_disk.set_aside(newer)
-    if newer:
-        where = f"the checkpoint of step {chosen.step}" if chosen is not None else "the beginning"
-        logging.getLogger("ddpexp").warning("the newest checkpoint is damaged: resuming from %s", where)
-    world.barrier()  # nobody looks for a folder that is being renamed
-    return chosen
+    return chosen, newer
 
 
 def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer: Sequence[Damaged]) -> None:
@@ -188,7 +182,8 @@ def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: Aver
         cure = "raise that limit."
     if problem is not None and trainer.on_save_error == "stop":
         raise RefusedError(f"{problem}, so that nothing of this run could be saved: {cure}")
-    there = sum(path.stat().st_size for path in run.checkpoints.glob("step-*/*") if path.is_file())
+    found = on_disk.scan(run.checkpoints).complete
+    there = sum(file.num_bytes for one in found for file in one.files.values())
     kept = (trainer.keep_last or 1) + 1  # the oldest goes when the newest is complete
     if problem is not None:
         logging.getLogger("ddpexp").warning("%s: %s", problem, cure)
@@ -237,8 +232,7 @@ def restore(one: Checkpoint, loop: Loop, saves: Saves) -> None:
     """
     where = f"the checkpoint of step {one.step}"
     if one.version == 1 and loop.world.is_rank_zero:
-        text = "%s was written by an older version of ddpexp (format 1, whose manifest has no hash of its own): it is read as it is"
-        logging.getLogger("ddpexp").warning(text, where)
+        logging.getLogger("ddpexp").warning(OLDER, where)
     parts = {name: read_part(one, name) for name in ("modules", "optimizers", "progress", "clock", "world")}
     missing = next((name for name, part in parts.items() if not isinstance(part, Mapping)), None)
     if missing is not None:

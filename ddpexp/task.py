@@ -57,7 +57,7 @@ class HasTrainStep(Protocol):
           every micro-batch for the same. Counts are numbers, of one value in all micro-batches, or tensors. Tensors are known
           for the global batch only when all gradients are added up, so those of all calls must be the same in sum, and every
           worker makes as many calls.
-        - `update.apply(*names)`, behind the micro-batches, steps these optimizers, or all. Several calls may use the same
+        - `update.apply(*names)`, after the micro-batches, steps these optimizers, or all. Several calls may use the same
           gradients, for different optimizers. All gradients are cleared when the next micro-batch begins or the step ends, so
           what a loss leaves in other networks never reaches their own steps.
 

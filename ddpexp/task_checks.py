@@ -6,8 +6,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
+from copy import deepcopy
 from numbers import Real
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,13 +41,13 @@ def check_sums(found: Any, step: Callable[..., Any], trains: bool) -> None:
         raise DdpexpError(f"{named(step)} returned {problem}")
 
 
-def check_loss(loss: Any, step: Callable[..., Any]) -> None:
-    """Look at a loss that a task's own train_step goes back from.
+def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
+    """Look at a loss that a task's own train_step goes back from, and at its count.
 
     Raises:
-        DdpexpError: it is not a scalar that depends on the parameters.
+        DdpexpError: the loss is not a scalar that depends on the parameters, or the count is not a number.
     """
-    problem = _problem_of_loss(loss, trains=True)
+    problem = _problem_of_loss(loss, trains=True) or _problem_of_count(count)
     if problem is not None:
         raise DdpexpError(f"{named(step)} gave update.backward {problem}")
 
@@ -61,8 +62,9 @@ def _problem(found: Any, trains: bool) -> str | None:
     problem = _problem_of_loss(loss, trains)
     if problem is not None:
         return problem
-    if not _is_number(count):
-        return f"{_shown(count)} as the count, where one number belongs: what the loss of this batch is to be divided by."
+    problem = _problem_of_count(count)
+    if problem is not None:
+        return problem
     if not isinstance(metrics, Mapping):
         return f"{_shown(metrics)} as the metrics, where {{name: (sum, count)}} belongs, {{}} for none."
     for name, pair in metrics.items():
@@ -92,6 +94,12 @@ def _problem_of_loss(loss: Any, trains: bool) -> str | None:
     return None
 
 
+def _problem_of_count(count: Any) -> str | None:
+    if _is_number(count):
+        return None
+    return f"{_shown(count)} as the count, where one number belongs: what the loss of this batch is to be divided by."
+
+
 def _is_number(value: Any) -> bool:
     return not value.dim() if isinstance(value, Tensor) else isinstance(value, Real)
 
@@ -111,15 +119,16 @@ def mean_for_a_sum(
 
     The loss of a batch is compared with those of its halves, in evaluation mode, of the bare `model`. Nothing is changed:
     buffers and random numbers are put back, and what the task sets in itself is set in a copy. None too where that cannot be
-    told: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step that fails.
+    told: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step that fails, a task
+    that holds more than plain values (a file, a metric, a network).
     Ranks: all, for a model may communicate.
     """
     halves = _halves(batch)
-    if halves is None:
+    if halves is None or not _is_plain(vars(task) if isinstance(getattr(task, "__dict__", None), dict) else None):
         return None
     try:
         with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
-            seen = [copy(task).step(model, one)[:2] for one in (batch, *halves)]  # each on its own: a task may count its calls
+            seen = [deepcopy(task).step(model, one)[:2] for one in (batch, *halves)]  # each on its own: a task may count its calls
             (whole, count), *parts = [(float(loss), float(count)) for loss, count in seen]
     except Exception:  # whatever it is, training goes on without it
         return None
@@ -135,6 +144,17 @@ def mean_for_a_sum(
         f"{first:.4g} and {second:.4g} over its halves. The loop divides by the count itself, so the gradient is {count:g} times "
         f'too small: return the sum (reduction="sum"), or the mean times the count.'
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a copy of a value shares nothing with it that could change."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, nn.Module):
+        return type(value).__module__ == "torch.nn.modules.loss"
+    return isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | FunctionType | type)
 
 
 @contextmanager

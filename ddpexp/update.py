@@ -21,6 +21,8 @@ from ddpexp.strategy.contract import Strategy
 from ddpexp.undo import Undo
 from ddpexp.world import World
 
+_MOST_CALLS = 1 << 20  # of backward in a micro-batch
+
 
 @dataclass
 class Update:
@@ -40,7 +42,7 @@ class Update:
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
     by_hand: bool  # in a task's own train_step
-    look_at: Callable[[Tensor], None] | None = None  # sees each loss of the first step
+    look_at: Callable[[Tensor, Any], None] | None = None  # sees each loss of the first step, with its count
     want_norm: bool = False
     norm: Tensor | None = None
     moved: bool = False  # an optimizer has stepped in this step
@@ -74,9 +76,18 @@ class Update:
         self._step, self._passes, self.norm, self.moved = step, 0, None, False
 
     def end(self) -> None:
-        """End an optimizer step: clear the gradients that were used."""
+        """End an optimizer step: clear its gradients.
+
+        Raises:
+            DdpexpError: nobody has applied them, so they would be lost.
+        """
         self.look_at = None
-        if self._applied:
+        if self._passes_in_round:
+            if not self._applied and (self._counts or self._has_numbers):
+                raise DdpexpError(
+                    "the task's train_step calls update.backward without an update.apply behind it: gradients are cleared when the "
+                    "step ends, so these would be lost. Call update.apply() for the optimizers that are to use them."
+                )
             self._end_round()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
@@ -106,11 +117,11 @@ class Update:
                 "sum their gradients: it belongs to none of them. Enclose it."
             )
         if self.look_at is not None:
-            self.look_at(loss_sum)
+            self.look_at(loss_sum, count)
         position = self._position
         self._position = position + 1
         if isinstance(count, Tensor):
-            total = self.plan.global_batch_size  # for the time being: see _scale_by_counts
+            total = self.plan.global_batch_size  # provisional: see _scale_by_counts
             self._counts.append(count.detach())
             self._places.append(((self._passes_in_round - 1) // self.plan.gradient_accumulation_steps, position))
         else:
@@ -190,6 +201,8 @@ class Update:
             self.precision.update()
         self.strategy.clear_gradient()
         self._applied = ()
+        self._counts.clear()
+        self._places.clear()
         self._passes_in_round, self._has_numbers = 0, False
 
     @property
@@ -214,17 +227,15 @@ class Update:
     def _scale_by_counts(self) -> None:
         """Divide the gradient by what the tensors count, instead of by the size of the global batch. Ranks: all; communicates."""
         counted = _stack(self._counts, self.world.device)
-        each = counted.new_zeros(self.world.world_size, len(counted))
-        each[self.world.rank] = counted  # a number of each rank stands alone, so their sum has one order everywhere
-        summed = self.world.sum(each).cpu()
-        totals = []
-        for place in dict.fromkeys(self._places):
-            columns = [column for column, other in enumerate(self._places) if other == place]
-            totals.append(float(summed[:, columns].flatten().cumsum(0)[-1]))
+        codes = torch.tensor([turn * _MOST_CALLS + position for turn, position in self._places], dtype=torch.float64)
+        each = counted.new_zeros(2, self.world.world_size, len(counted))
+        each[:, self.world.rank] = torch.stack([counted, codes.to(counted.device)])  # a number of each rank stands alone, so
+        counts, places = self.world.sum(each).cpu().flatten(1)  # their sum has one order everywhere
+        totals = [float(counts[places == place].cumsum(0)[-1]) for place in places.unique()]
         if any(total != totals[0] for total in totals[1:]):
-            counts = ", ".join(f"{total:g}" for total in totals)
+            shown = ", ".join(f"{total:g}" for total in totals)
             raise DdpexpError(
-                f"{self._caller} calls update.backward with tensors that count {counts} over the global batch: that is known only "
+                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: that is known only "
                 f"when all gradients are added up, and they cannot be divided apart then. Call it once with the sum of the losses, "
                 f"weighted as you mean it, or give counts that are numbers."
             )

@@ -19,7 +19,7 @@ import torch
 
 from ddpexp import deferred_dynamo, loop
 from ddpexp.average import Average
-from ddpexp.checkpoint.format import Checkpoint
+from ddpexp.checkpoint.format import Checkpoint, set_aside
 from ddpexp.checkpoint.reader import load_weights, weights_sha256
 from ddpexp.config import Data, Experiment, Node, Trainer, load
 from ddpexp.config.instantiate import instantiate
@@ -76,19 +76,17 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     control.enter("build")
     _warn_of_little_room(experiment, log)
     whole = load_data(experiment, data, world)
-    known = data is not None and any(key in data for key in fingerprint.IDENTITY)
-    reading = fingerprint.Reading(whole, known) if world.is_rank_zero else None
+    inputs = _inputs(run, whole, data, experiment.data.num_workers) if world.is_rank_zero else {}
     splits = _arranged(whole, experiment.data, world)
     plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
     batches = TrainBatches(
         splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers,
         experiment.trainer.timeout.data_seconds, experiment.data.on_device,
     )  # fmt: skip
-    newest = choose(run, world, experiment.run.resume == "require")
+    newest, damaged = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
-    inputs = {**_inputs_of_command(run), "data": reading.result()} if reading is not None else {}
     if newest is not None and world.is_rank_zero:
-        _refuse_changed_data(run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log)
+        inputs |= _refuse_changed_data(run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log)
     num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         raise RefusedError(
@@ -114,6 +112,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")
         if experiment.strategy.comm_hook == "powersgd":
             log.warning("what powersgd remembers of the gradients begins anew: the last bits will not be the undisturbed run's")
+    set_aside(damaged)  # when nothing can refuse this start any more
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
     control.say("began", step=fit.position.step)
@@ -210,25 +209,29 @@ def _warn_of_little_room(experiment: Experiment, log: logging.Logger) -> None:
         log.warning(warning)  # on every rank: the same sentence is shown once
 
 
-def _inputs_of_command(run: RunDir) -> dict[str, Any]:
-    """Return what the command has written down of this start's configuration and code."""
-    inputs = run.read(run.manifest).get("inputs")
-    return inputs if isinstance(inputs, dict) else {}
+def _inputs(run: RunDir, splits: Splits, prepared: Mapping[str, Any] | None, num_workers: int) -> dict[str, Any]:
+    """Return what tells this start's configuration and code, as the command has recorded them, and its data from others."""
+    recorded = run.read(run.manifest).get("inputs")
+    known = prepared is not None and any(key in prepared for key in fingerprint.IDENTITY)
+    return {**(recorded if isinstance(recorded, dict) else {}), "data": fingerprint.fingerprint(splits, known, num_workers)}
 
 
 def _refuse_changed_data(
     run: RunDir, newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str], steps_per_epoch: int, log: logging.Logger
-) -> None:
+) -> dict[str, Any]:
     """Compare the data with that of the steps so far, where the checkpoint says. Ranks: rank zero.
 
+    Returns the data as later checkpoints record it, and what has changed so far.
+
     Raises:
-        RefusedError: it is other data, and that was not typed to be allowed.
+        RefusedError: the data has changed and run.allow_changes does not list it.
     """
     inputs = newest.manifest.get("inputs")
-    before = inputs.get("data") if isinstance(inputs, Mapping) else None
+    inputs = inputs if isinstance(inputs, Mapping) else {}
+    before, history = inputs.get("data"), inputs.get("data_changes") or []
     changes = fingerprint.differences(before, now) if isinstance(before, Mapping) else []
     if not changes:
-        return
+        return {"data": fingerprint.carried_over(before, now), **({"data_changes": history} if history else {})}
     what = f"since step {newest.step} the data has changed: {', '.join(changes)}"
     if "data" not in allowed:
         raise RefusedError(
@@ -236,6 +239,7 @@ def _refuse_changed_data(
             f"data available, type run.allow_changes=[data] to resume with this, or start a new run with another run.dir."
         )
     log.info(f"{what} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")
+    return {"data_changes": [*history, what]}
 
 
 def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:

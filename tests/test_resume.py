@@ -583,7 +583,7 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     assert line in second["changes"]
     assert first["changes"] == []
     codes = [start["inputs"]["code"]["modules"]["helpers"]["sha256"] for start in (first, second)]
-    inputs = json.loads((run / "checkpoints/step-00000008/manifest.json").read_text())["inputs"]
+    inputs = json.loads((run / "checkpoints/step-00000008/checkpoint.json").read_text())["inputs"]
     assert inputs["code"]["modules"]["helpers"]["sha256"] == codes[1] != codes[0]
     assert inputs["config_sha256"] == second["inputs"]["config_sha256"] != first["inputs"]["config_sha256"]
     # Ended before its first checkpoint, it is not asked again; other code than it was allowed to is.
@@ -704,6 +704,19 @@ def test_an_edited_configuration_is_noticed(ddpexp: Ddpexp, run: Path) -> None:
     assert config.read_text().startswith("# mine\n")
 
 
+def test_an_older_configuration_that_is_put_back_is_an_edit(ddpexp: Ddpexp, run: Path) -> None:
+    change(run / "result.json", status="interrupted")
+    done = resumed(ddpexp, "run", "trainer.max_steps=12", "trainer.epochs=null", "optimizer.lr=0.02")
+    assert done.code == 0, done.err  # and its checkpoint was trained with that
+    change(run / "result.json", status="interrupted")
+    (run / "config.yaml").write_text((run / "config-1.yaml").read_text())
+    refused(resumed(ddpexp, "run"), r"its config\.yaml was edited to ")
+    manifest = json.loads((run / "manifest.json").read_text())
+    del manifest["config"]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    refused(resumed(ddpexp, "run"), r"its config\.yaml was edited to ")  # as its checkpoint says
+
+
 def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edited_nothing(ddpexp: Ddpexp, stopped: Path) -> None:
     before, manifest = (stopped / "config.yaml").read_text(), stopped / "manifest.json"
     after = before.replace("lr: 0.1", "lr: 0.02")
@@ -711,14 +724,6 @@ def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edi
     change(manifest, config=accepted(after, before))
     done = resumed(ddpexp, "run")
     assert (done.code, "edited" in done.out, "changed" in done.out) == (0, False, False), done.err
-    # And one of a version that did not write this down has edited nothing either.
-    old = json.loads(manifest.read_text())
-    for key in ("config", "inputs", "changes"):
-        del old[key]
-    manifest.write_text(json.dumps(old))
-    (stopped / "config.yaml").write_text(after)
-    change(stopped / "result.json", status="interrupted")
-    assert resumed(ddpexp, "run").code == 0
 
 
 def test_what_may_have_changed_is_typed_and_nothing_else(ddpexp: Ddpexp, changing: Recipe) -> None:

@@ -204,6 +204,22 @@ def test_nothing_else_is_warned_of(fit: Callable[..., Once], caplog: pytest.LogC
     assert warnings_of(caplog) == []
 
 
+@pytest.mark.parametrize("held", [nn.BatchNorm1d(2), [nn.Linear(1, 1)], {"a": object()}])
+def test_a_task_that_holds_more_than_plain_values_is_not_asked(fit: Callable[..., Once], held: Any) -> None:
+    calls = []
+
+    class Holds(Mean):
+        def __init__(self) -> None:
+            self.held = held
+
+        def step(self, model: Any, batch: Any) -> Any:
+            calls.append(model.training)
+            return super().step(model, batch)
+
+    fit(Holds(), num_steps=1, eval_every=0)
+    assert calls == [True]
+
+
 class Pair(NamedTuple):
     rows: Any
     labels: Any

@@ -249,6 +249,23 @@ def test_a_loss_that_a_micro_batch_leaves_out_counts_for_the_others(fit: Callabl
     assert near(tensors.weights, numbers.weights, 1e-6)
 
 
+def test_gradients_that_nobody_applies_are_refused(fit: Callable[..., Once]) -> None:
+    class Forgets(TwoLosses):
+        def train_step(self, update: Any, batches: list[Any]) -> Any:
+            with update.micro_batch(last=True):
+                update.backward(self.losses(update.models, batches[0])[0], 24)
+            return torch.zeros(()), 24, {}
+
+    with pytest.raises(DdpexpError, match=r"calls update\.backward without an update\.apply behind it"):
+        fit(Forgets(lambda number: (24, 24)), eval_every=0)
+
+
+@pytest.mark.parametrize("count", [None, torch.ones(1), "24"])
+def test_a_count_that_is_no_number_is_named(fit: Callable[..., Once], count: Any) -> None:
+    with pytest.raises(DdpexpError, match=r"train_step \(.*\) gave update\.backward .* as the count, where one number belongs"):
+        fit(TwoLosses(lambda rows, labels: (count, count)), eval_every=0)
+
+
 @pytest.mark.parametrize(
     ("counts", "message"),
     [

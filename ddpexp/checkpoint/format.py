@@ -33,6 +33,7 @@ from ddpexp.rundir import dumps, parse_json, read_plain_file, relative
 FORMAT = 2
 MANIFEST = "checkpoint.json"
 CONFIG = "config.yaml"
+OLDER = "%s was written by an older version of ddpexp (format 1, whose manifest has no hash of its own)"
 _MANIFEST_1 = "manifest.json"
 _FOLDER = re.compile(r"step-(\d{8,})")
 _SEAL = ',\n  "sha256": "'
@@ -153,7 +154,7 @@ def scan(folder: Path) -> Found:
     for path in _folders(folder):
         try:
             found.complete.append(open_checkpoint(path))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        except (OSError, ValueError) as error:
             found.damaged.append(Damaged(path, _said(error)))
     return found
 
@@ -186,8 +187,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the manifest of one checkpoint.
 
     Raises:
-        RefusedError: a newer version of ddpexp has written it. OSError, ValueError, TypeError, KeyError: it is damaged.
+        RefusedError: a newer version of ddpexp has written it. OSError, ValueError: it is damaged.
     """
+    try:
+        return _open(folder)
+    except (TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise ValueError(f"its manifest is none of a checkpoint ({type(error).__name__}: {error})") from None
+
+
+def _open(folder: Path) -> Checkpoint:
     if not os.path.lexists(folder / MANIFEST) and os.path.lexists(folder / _MANIFEST_1):
         manifest, files = _manifest_1(folder)
         version = 1
@@ -209,7 +217,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def is_checkpoint(folder: Path) -> bool:
     """Return whether a folder has the manifest of a checkpoint; run directories have a file of the older name, too."""
-    return (folder / MANIFEST).is_file() or (bool(_FOLDER.fullmatch(folder.name)) and (folder / _MANIFEST_1).is_file())
+    return (folder / MANIFEST).is_file() or (is_named_so(folder) and (folder / _MANIFEST_1).is_file())
+
+
+def is_named_so(folder: Path) -> bool:
+    """Return whether a folder has the name of a checkpoint."""
+    return bool(_FOLDER.fullmatch(folder.name))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -303,7 +316,8 @@ def _refuse_newer(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _file(record: Mapping[str, Any]) -> File:
-    return File(record["num_bytes"], [Piece(**piece) for piece in record["pieces"]])
+    pieces = [Piece(piece["offset"], piece["num_bytes"], piece["sha256"]) for piece in record["pieces"]]
+    return File(record["num_bytes"], pieces)  # other entries are of a later version
 
 
 def _check_file(name: str, file: File) -> None:
@@ -322,8 +336,6 @@ def _check_file(name: str, file: File) -> None:
 def _said(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
-    if isinstance(error, KeyError | TypeError | AttributeError):
-        return f"its manifest is none of a checkpoint ({type(error).__name__}: {error})"
     return str(error)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ddpexp.checkpoint import format_1
 from ddpexp.checkpoint.codec import decode
-from ddpexp.checkpoint.format import Checkpoint, is_checkpoint, open_checkpoint
+from ddpexp.checkpoint.format import OLDER, Checkpoint, is_checkpoint, is_named_so, open_checkpoint
 from ddpexp.checkpoint.tensors import read_tensors, refuse_odd_file
 from ddpexp.errors import RefusedError
 from ddpexp.rundir import read_json
@@ -120,10 +121,13 @@ def load_weights(models: Models, source: Path, asked: str, averaged: bool = Fals
 def _check_hash(path: Path) -> None:
     """Raise OSError or ValueError where a file that lies in a checkpoint is not the one that was written there."""
     folder = path.resolve().parent
-    if is_checkpoint(folder):
-        problem = open_checkpoint(folder).problem(files=[path.name])
+    if is_checkpoint(folder) or is_named_so(folder):  # one without its manifest is damaged
+        one = open_checkpoint(folder)
+        problem = one.problem(files=[path.name])
         if problem is not None:
             raise OSError(problem)
+        if one.version == 1:
+            logging.getLogger("ddpexp").warning(OLDER, path.parent.name)
 
 
 def _few(names: Sequence[str], between: str = ", ") -> str:

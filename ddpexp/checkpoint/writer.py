@@ -27,7 +27,7 @@ from ddpexp import __version__
 from ddpexp.checkpoint.codec import encode
 from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, scan, seal, set_folder_aside
 from ddpexp.checkpoint.layout import Span, TensorFile, copy_span, lay_out, share, ties
-from ddpexp.errors import DdpexpError
+from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.faults import reach
 from ddpexp.launch.limits import said_with_limit
 from ddpexp.rundir import JSON_BYTES, Anchor, MovedError, write
@@ -52,7 +52,7 @@ class Content:
 
     models: Files  # by the name of their file, without its ending
     parts: Mapping[str, Any] = field(default_factory=dict)  # trees of plain values and tensors, by name; the same on all ranks
-    own: Any = None  # a tree that this rank alone has
+    own: Any = None  # a tree that this rank alone has; tensors of rank zero alone belong here, too
     texts: Mapping[str, bytes] = field(default_factory=dict)  # whole small files, by name
     facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
     records: Mapping[Path, int] = field(default_factory=dict)  # files that must be on the disk first, up to so many bytes
@@ -132,7 +132,7 @@ class Writer:
         try:
             thread.start()
         except (RuntimeError, MemoryError) as error:  # out of processes or memory: this rank's share cannot be written
-            self._report(job, {"problem": self._describe(error, job)})
+            self._report(job, self._failed(error, job), waits=False)
         else:
             self._thread = thread
 
@@ -188,30 +188,44 @@ class Writer:
         try:
             report: dict[str, Any] = {"files": _tried(lambda: self._write_share(job))}
         except BaseException as error:  # of whatever kind: rank zero waits for this report
-            report = {"problem": self._describe(error, job), "moved": isinstance(error, MovedError)}
-        self._report(job, report)
+            report = self._failed(error, job)
+        try:
+            self._report(job, report)
+        except BaseException as error:  # no save fails in silence
+            self._problem = CheckpointError(self._failed(error, job)["problem"])
 
-    def _report(self, job: _Job, report: Mapping[str, Any]) -> None:
-        """Tell rank zero of this rank's share; rank zero completes the checkpoint with all of them, unless its own has failed."""
+    def _report(self, job: _Job, report: Mapping[str, Any], waits: bool = True) -> None:
+        """Tell rank zero of this rank's share; rank zero completes the checkpoint when it has all of them.
+
+        Where its own has failed it waits for the others nonetheless, unless not to wait: they are writing into the same folder.
+        """
         name = f"ddpexp/checkpoint/{job.number}"
         try:
             if not self._world.is_rank_zero:
                 self._board.put(f"{name}/{self._world.rank}", json.dumps(report))
                 return
-            reports = [report]
-            if "problem" not in report:
-                reports += [json.loads(self._awaited(f"{name}/{rank}")) for rank in range(1, self._world.world_size)]
-        except RuntimeError:
-            return  # the ranks' store has gone with its rank, and the run ends for that reason
+            others = range(1, self._world.world_size) if waits else ()
+            reports = [report, *(json.loads(self._awaited(f"{name}/{rank}")) for rank in others)]
+        except RuntimeError as error:  # of the ranks' store, which goes with the process that has it: mostly a consequence
+            self._problem = PeerError(f"the checkpoint of step {job.step} could not be completed: {type(error).__name__}: {error}")
+            return
         failed = next((one for one in reports if "problem" in one), None)
         if failed is None:
             try:
                 _tried(lambda: self._complete(job, reports))
                 return
             except BaseException as error:
-                failed = {"problem": self._describe(error, job), "moved": isinstance(error, MovedError)}
+                failed = self._failed(error, job)
         shutil.rmtree(self._partial(job.step), ignore_errors=True)  # a full disk needs the room
         self._problem = (MovedError if failed.get("moved") else CheckpointError)(failed["problem"])
+
+    def _failed(self, error: BaseException, job: _Job) -> dict[str, Any]:
+        """Return the report of a share that could not be written. Never raises: rank zero waits for it."""
+        try:
+            problem = self._describe(error, job)
+        except Exception:  # there may be no memory left to say more
+            problem = f"the checkpoint of step {job.step} could not be written: {type(error).__name__}"
+        return {"problem": problem, "moved": isinstance(error, MovedError)}
 
     def _awaited(self, name: str) -> str:
         while (text := self._board.take(name)) is None:
@@ -237,7 +251,7 @@ class Writer:
             reach("checkpoint.written")
             written.setdefault(span.file, []).append(_piece(span.offset, data))
         for file, content in job.mine.items():
-            (folder / file).unlink(missing_ok=True)  # of a try before
+            (folder / file).unlink(missing_ok=True)  # of an earlier attempt
             _write_at(folder / file, 0, memoryview(content))
             written[file] = [_piece(0, memoryview(content))]
         _sync(folder)
@@ -247,7 +261,7 @@ class Writer:
     def _complete(self, job: _Job, reports: Sequence[Mapping[str, Any]]) -> None:
         """Make the folder count, once all shares are on the disk; then remove those that are not kept."""
         folder, final = self._partial(job.step), self._folder / folder_name(job.step)
-        if folder.exists():  # else a try before has come that far
+        if folder.exists() or not final.exists():  # else an earlier attempt has renamed it
             for path in job.records:
                 with suppress(FileNotFoundError):
                     _sync(path)

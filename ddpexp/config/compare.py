@@ -53,7 +53,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
 
     `typed` are the words of this command and `before` those that the run was started with: an option of a group counts as typed
     when it was not typed before, for a file that has changed since was not asked for. `run.allow_changes=[data]` in the new tree
-    makes the keys of `data` such as may be typed.
+    makes the keys of `data` overridable.
     """
     chosen = _keys(typed, before)
     fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
@@ -173,7 +173,7 @@ def _or_allow(change: Change) -> str:
     """Say what is typed for data that may be other data."""
     if not _under(change.key, ("data",)):
         return ""
-    return f"type {_word(change.key, change.new, change.old)} run.allow_changes=[data] to train on with other samples, "
+    return f"type {_word(change.key, change.new, change.old)} run.allow_changes=[data] to continue with other samples, "
 
 
 def _word(key: str, value: Any, other: Any) -> str:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
-import logging
+import math
 import os
-import select
-import signal
+import random
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ddpexp.data.datasets import Arrays, IndexData, Splits
-from ddpexp.launch.process import die_with_parent
+from ddpexp.data.loader import load
+from ddpexp.errors import LoaderError
 from ddpexp.seeds import seed_everything
 
 IDENTITY = ("sha256", "hash")  # what `prepare` says of the data that tells its content
@@ -28,48 +26,45 @@ _SAMPLES = 8  # of each set, spread over it
 _READS = 3  # of each sample: what is not the same each time is random, and says nothing
 _SECONDS = 0.5  # for all sets together
 _DEPTH = 20
-_BYTES = 1 << 20  # that a process may answer
+_WORKER_SECONDS = 5  # for a DataLoader worker to give one
 
 
-class Reading:
-    """A few samples of each set; what takes more than a look at tensors is read by a process of its own while this one goes on.
+def fingerprint(splits: Splits, known: bool, num_workers: int) -> dict[str, dict[str, Any]]:
+    """Return for each set its number of samples, and a hash for each part of a sample.
 
-    Code that makes a sample could draw here from a generator that the set keeps, or open a file that each DataLoader worker has
-    to open for itself; it could fail, hang or print. None of this reaches the run from another process.
+    Samples are read as training reads them: in this process, or with DataLoader workers in one of those, so that no set meets
+    what it would not meet anyway. All random numbers are restored. With `known`, something else tells the content and nothing
+    is read. Waits 0.5 s at most, and for the sample that is being read then.
     """
+    until = time.monotonic() + _SECONDS
+    found = {}
+    for name, part in {"train": splits.train, **splits.evals}.items():
+        content = {} if known else _content(part, name, num_workers, until)
+        found[name] = {"samples": len(part), **({"content": content} if content else {})}
+    return found
 
-    def __init__(self, splits: Splits, known: bool) -> None:
-        """Begin; with `known`, something else tells the content, and nothing is read."""
-        self._sets = {"train": splits.train, **splits.evals}
-        self._until = time.monotonic() + _SECONDS
-        self._found = {name: _rows(part) for name, part in self._sets.items() if isinstance(part, Arrays) and not known}
-        others = {name: part for name, part in self._sets.items() if name not in self._found and not known}
-        self._pid, self._answer = _fork(others) if others else (0, -1)
 
-    def result(self) -> dict[str, dict[str, Any]]:
-        """Return for each set its number of samples, and a hash for each part of a sample; these for once. Waits 0.5 s at most."""
-        content = {**self._found, **(self._content() if self._pid else {})}
-        return {
-            name: {"samples": len(part), **({"content": content[name]} if content.get(name) else {})}
-            for name, part in self._sets.items()
-        }
+def _content(part: Any, name: str, num_workers: int, until: float) -> dict[str, str]:
+    """Return the hashes of a few samples; none where they cannot be read in time."""
+    states = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng([]):
+            return _rows(part) if isinstance(part, Arrays) else contents(part, name, num_workers, until)
+    except (Exception, SystemExit, LoaderError):  # the run itself will say it, if it meets it
+        return {}
+    finally:
+        np.random.set_state(states[0])
+        random.setstate(states[1])
 
-    def _content(self) -> dict[str, dict[str, str]]:
-        text = b""
-        while len(text) < _BYTES and select.select([self._answer], [], [], max(0.0, self._until - time.monotonic()))[0]:
-            more = os.read(self._answer, 1 << 16)
-            if not more:
-                break
-            text += more
-        os.kill(self._pid, signal.SIGKILL)  # not waited for yet, so the number is still its own
-        os.waitpid(self._pid, 0)
-        os.close(self._answer)
-        self._pid = 0
-        found = {}
-        for line in text.split(b"\n")[:-1]:  # of a set that took too long there is no line
-            name, content = json.loads(line)
-            found[name] = content
-        return found
+
+def carried_over(before: Any, now: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return `now` with the content that was known before, where a set of as many samples could not be read this time."""
+    found = {}
+    for name, one in now.items():
+        was = before.get(name) if isinstance(before, Mapping) else None
+        keeps = isinstance(was, Mapping) and was.get("samples") == one["samples"] and "content" in was and "content" not in one
+        found[name] = {**one, **({"content": was["content"]} if keeps and isinstance(was, Mapping) else {})}
+    return found
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -88,24 +83,37 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def contents(part: Any) -> dict[str, str]:
-    """Return a hash for each part of a sample, over a few samples of a set; not of parts that are random.
+def contents(part: Any, name: str = "train", num_workers: int = 0, until: float = math.inf) -> dict[str, str]:
+    """Return a hash for each part of a sample, over a few samples of a set; not of parts that are random. Seeds everything.
 
-    Seeds everything: for a process of its own.
+    Nothing where that takes longer than `until`, in seconds of the monotonic clock.
     """
     digests: dict[str, Any] = {}
     unstable = set()
-    for index in _indices(part):
+    samples = _samples(part, name, num_workers)
+    for _ in _indices(part):
         reads = []
-        for number in range(_READS):
-            seed_everything(number)
-            reads.append(dict(_leaves(_sample(part, index), "", 0)))
+        for _ in range(_READS):
+            if time.monotonic() > until:
+                return {}
+            reads.append(dict(_leaves(next(samples), "", 0)))
         for key in {key for read in reads for key in read}:
             if any(read.get(key) != reads[0].get(key) for read in reads):
                 unstable.add(key)
             else:
                 digests.setdefault(key, hashlib.sha256()).update(reads[0][key])
     return {key: digest.hexdigest() for key, digest in sorted(digests.items()) if key not in unstable}
+
+
+def _samples(part: Any, name: str, num_workers: int) -> Iterator[Any]:
+    """Yield each of a few samples several times, with another seed each time."""
+    keys = ((seed, [index]) for index in _indices(part) for seed in range(_READS))
+    if num_workers and not isinstance(part, IndexData):
+        yield from load(part, name, keys, 1, torch.device("cpu"), _WORKER_SECONDS)
+        return
+    for seed, [index] in keys:
+        seed_everything(seed)
+        yield part.gather(torch.tensor([index]), torch.device("cpu")) if isinstance(part, IndexData) else part[index]
 
 
 def _rows(part: Arrays) -> dict[str, str]:
@@ -120,50 +128,6 @@ def _rows(part: Arrays) -> dict[str, str]:
 def _indices(part: Sized) -> list[int]:
     """Return which samples are read: spread over the set, the first and the last among them."""
     return sorted({number * (len(part) - 1) // (_SAMPLES - 1) for number in range(_SAMPLES)})
-
-
-def _fork(sets: Mapping[str, Any]) -> tuple[int, int]:
-    """Start the process; return its id, and where its answer can be read. (0, -1): there can be none."""
-    reading, writing = os.pipe()
-    parent = os.getpid()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: torch's loaders fork just so
-            pid = os.fork()
-    except OSError:  # no process is left, or no memory
-        os.close(reading)
-        os.close(writing)
-        return 0, -1
-    if pid == 0:
-        _be(sets, writing, parent)
-    os.close(writing)
-    return pid, reading
-
-
-def _be(sets: Mapping[str, Any], answer: int, parent: int) -> NoReturn:
-    """Be the process: silent, and with one thread."""
-    try:
-        die_with_parent(parent)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # also where they were other files
-        logging.disable()  # the log and the channel to the watcher are the run's
-        torch.set_num_threads(1)  # those of the parent are not here
-        for name, part in sets.items():
-            try:
-                found = contents(part)
-            except Exception:  # the run itself will say it, if it meets it
-                found = {}
-            os.write(answer, json.dumps([name, found]).encode() + b"\n")
-    finally:
-        os._exit(0)
-
-
-def _sample(part: Any, index: int) -> Any:
-    if isinstance(part, IndexData):
-        return part.gather(torch.tensor([index]), torch.device("cpu"))
-    return part[index]
 
 
 def _leaves(value: Any, key: str, depth: int) -> Iterator[tuple[str, bytes]]:
@@ -195,6 +159,8 @@ def _hashed(value: Any) -> bytes:
         if not array.dtype.hasobject:
             digest.update(f" {array.dtype.str} {np.shape(value)} ".encode())
             digest.update(array.tobytes())
+    elif isinstance(value, str) and os.sep in value:
+        pass  # a path: the same data may lie elsewhere
     elif isinstance(value, str | bytes | bool | int | float | complex | None):
         digest.update(repr(value).encode("utf-8", "backslashreplace"))
     elif _is_image(value):

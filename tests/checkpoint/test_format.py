@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from ddpexp.checkpoint.codec import decode, encode
 from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, scan, seal, set_aside, whole
-from ddpexp.checkpoint.reader import read_own, read_part
+from ddpexp.checkpoint.reader import load_weights, read_own, read_part
 from ddpexp.checkpoint.writer import Content, Writer
+from ddpexp.errors import RefusedError
 from ddpexp.optimizers import optimizer_state, parameter_names, restore_optimizer
+from ddpexp.rundir import parse_json
 from tests.checkpoint.test_writer import ALONE, Tied
 
 
@@ -149,9 +151,27 @@ def test_parts_of_a_later_version_are_left_alone_and_missing_ones_are_none(tmp_p
     assert sorted(one.weights) == ["model.ema.safetensors", "model.safetensors"]
 
 
-def test_a_copy_under_another_name_is_a_checkpoint_too(tmp_path: Path) -> None:
-    from ddpexp.checkpoint.reader import load_weights
+def test_what_a_later_version_says_of_files_and_pieces_is_ignored(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    manifest = parse_json((folder / MANIFEST).read_bytes())
+    del manifest["sha256"]
+    for file in manifest["files"].values():
+        file["codec"] = None
+        for piece in file["pieces"]:
+            piece["rank"] = 3
+    (folder / MANIFEST).write_bytes(seal({**manifest, "mesh": [2, 2]}))
+    assert is_accepted(tmp_path)
 
+
+def test_weights_of_a_checkpoint_without_its_manifest_are_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / MANIFEST).unlink()
+    for source in (folder, folder / "model.safetensors"):
+        with pytest.raises(RefusedError, match=r"checkpoint\.json"):
+            load_weights({"model": nn.Linear(30, 20)}, source, "evaluate")
+
+
+def test_a_copy_under_another_name_is_a_checkpoint_too(tmp_path: Path) -> None:
     model = nn.Linear(30, 20)
     copy = shutil.copytree(saved(tmp_path / "checkpoints", model=model), tmp_path / "best")
     other = nn.Linear(30, 20)

@@ -285,9 +285,14 @@ def test_a_run_of_format_1_is_evaluated_with_its_averages(ddpexp: Ddpexp, kept: 
     done = ddpexp("evaluate", str(kept / "finished"), "--config-dir", str(kept / "project/conf"))
     assert done.code == 0, done.err
     assert "  ".join(f"{name} {value:.6g}" for name, value in recorded["metrics"].items()) in done.out
+    assert "was written by an older version of ddpexp (format 1" in done.out
 
 
-def test_a_run_of_a_shipped_recipe_is_resumed(ddpexp: Ddpexp, kept: Path) -> None:
+def test_a_run_of_a_shipped_recipe_is_resumed_though_nothing_says_whether_its_configuration_was_edited(
+    ddpexp: Ddpexp, kept: Path
+) -> None:
+    config = kept / "mnist/config.yaml"
+    config.write_text(config.read_text().replace("log_every: 5", "log_every: 6"))
     done = ddpexp("resume", str(kept / "mnist"))
     assert done.code == 0, done.err
     assert "resumed after step 50 of 60" in done.out

@@ -6,10 +6,11 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,36 @@ def test_the_weights_of_another_model_are_refused_with_what_differs(saved: Path,
 def test_the_files_are_plain_safetensors(saved: Path) -> None:
     with safe_open(saved / "model.safetensors", framework="np") as file:
         assert sorted(file.keys()) == ["bias", "weight"]
+
+
+class Lost(Writer):
+    """Does as a file system that loses the folder between the shares and their completion."""
+
+    def _write_share(self, job: Any) -> Any:
+        found = super()._write_share(job)
+        shutil.rmtree(self._partial(job.step))
+        return found
+
+
+class Fails(Writer):
+    """Fails outside of what a disk does: while rank zero waits for the others."""
+
+    def _awaited(self, name: str) -> str:
+        raise MemoryError
+
+
+def test_a_folder_that_vanishes_before_it_counts_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpexp.checkpoint.writer._PAUSE_SECONDS", 0.01)
+    writer = Lost(tmp_path, ALONE)
+    writer.save(1, Content({"model": nn.Linear(2, 2).state_dict()}))
+    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 1 could not be written in .*: No such file or directory"):
+        writer.wait(end=True)
+    assert scan(tmp_path).complete == []
+
+
+def test_an_error_while_rank_zero_waits_is_no_finished_save(tmp_path: Path) -> None:
+    writer = Fails(tmp_path, ALONE)
+    writer._world = replace(ALONE, world_size=2)  # whose other rank never comes to it
+    writer.save(1, Content({"model": nn.Linear(2, 2).state_dict()}))
+    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 1 could not be written in .*: MemoryError"):
+        writer.wait(end=True)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ddpexp.data.datasets import Arrays, Splits, hold_out
-from ddpexp.data.fingerprint import Reading, contents, differences
+from ddpexp.data.fingerprint import carried_over, contents, differences, fingerprint
 
 
 @dataclass
@@ -38,8 +39,8 @@ def rows(count: int = 100, seed: int = 0) -> Arrays:
     return Arrays((torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)), torch.arange(count)))
 
 
-def read(train: Any, known: bool = False, **evals: Any) -> dict[str, dict[str, Any]]:
-    return Reading(Splits(train, evals), known).result()
+def read(train: Any, known: bool = False, num_workers: int = 0, **evals: Any) -> dict[str, dict[str, Any]]:
+    return fingerprint(Splits(train, evals), known, num_workers)
 
 
 def test_lengths_and_content_tell_data_from_other_data() -> None:
@@ -106,13 +107,58 @@ def test_what_is_random_in_a_sample_is_left_out(draw: Callable[[], Any]) -> None
     assert found == contents(Items(lambda i: (draw(), i)))
 
 
-def test_reading_leaves_no_trace_in_this_process(capfd: pytest.CaptureFixture[str]) -> None:
-    items = Items(lambda i: (print("read"), torch.rand(()), np.random.rand(), random.random()))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_reading_moves_no_random_numbers(num_workers: int) -> None:
+    items = Items(lambda i: (i, torch.rand(()), np.random.rand(), random.random()))
     states = torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
-    assert read(items)["train"]["samples"] == 100
+    found = read(items, num_workers=num_workers)["train"]
+    assert (found["samples"], set(found["content"])) == (100, {"[]", "[0]"})
     assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states  # type: ignore[index]
-    assert items.asked == []
-    assert capfd.readouterr().out == ""
+    assert bool(items.asked) == (num_workers == 0)  # as in training
+
+
+@dataclass
+class Rows(Dataset[Any]):
+    """Samples in a file that is held open, behind a header."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        self.file = self.path.open("rb")
+        self.header = self.file.read(16)
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        self.file.seek(16 + 4000 * index)
+        return torch.frombuffer(bytearray(self.file.read(4000)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_set_that_holds_a_file_open_reads_the_same_samples_afterwards(tmp_path: Path, num_workers: int) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(16) + b"".join(bytes([index]) * 4000 for index in range(100)))
+    items = Rows(path)
+    if num_workers:  # each worker of a loader opens its own, or all share one: torch's documentation
+        items.file.close()
+        assert read(items, num_workers=num_workers)["train"] == {"samples": 100}
+        return
+    assert "content" in read(items)["train"]
+    assert [int(items[index][0]) for index in (1, 50, 99)] == [1, 50, 99]
+    items.file.close()
+
+
+def test_content_that_could_not_be_read_once_is_carried_over() -> None:
+    before, slow, other = read(rows()), {"train": {"samples": 100}}, read(rows(seed=1))
+    assert differences(before, slow) == []
+    assert differences(carried_over(before, slow), other) == ["`train` has as many samples as before, and others"]
+    assert carried_over(before, {"train": {"samples": 99}}) == {"train": {"samples": 99}}
+    assert carried_over(None, slow) == slow
+
+
+def test_where_samples_lie_is_not_what_they_are() -> None:
+    assert contents(Items(lambda i: (f"/here/{i}.png", i))) == contents(Items(lambda i: (f"/there/{i}.png", i)))
 
 
 def fails(index: int) -> Any:
@@ -127,7 +173,7 @@ def test_a_set_that_cannot_be_read_is_known_by_its_length() -> None:
     begin = time.monotonic()
     assert read(Items(fails), eval=rows()) == {"train": {"samples": 100}, "eval": read(rows())["train"]}
     assert read(Items(leaves)) == {"train": {"samples": 100}}
-    slow = read(rows(), eval=Items(lambda i: time.sleep(60)))
+    slow = read(rows(), eval=Items(lambda i: time.sleep(0.4)))
     assert slow == {"train": read(rows())["train"], "eval": {"samples": 100}}
     assert time.monotonic() - begin < 30
 

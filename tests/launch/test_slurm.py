@@ -785,7 +785,7 @@ def test_a_job_may_save_and_go_on(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), "trainer.checkpoint_every=0", "trainer.epochs=20")
     wait_for(lambda: begun(tmp_path, 4))
     ask("scancel", "--signal=USR1", job_of(done))
-    wait_for(lambda: any((done.run / "checkpoints").glob("step-*/manifest.json")))
+    wait_for(lambda: any((done.run / "checkpoints").glob("step-*/checkpoint.json")))
     assert state_of(job_of(done)) == ("COMPLETED", "0:0")
     assert steps(done.run) == list(range(1, 81))
 

@@ -72,7 +72,7 @@ def test_a_hopeless_job_saves_and_leaves_with_all_its_ranks_and_stays_so(sweeps:
     results = list(sweep.results().values())
     assert [result["status"] for result in results] == ["interrupted", "done"]
     assert 4 <= results[0]["step"] < 30
-    assert list(sweep.jobs()[0].glob(f"checkpoints/step-{results[0]['step']:08d}/manifest.json"))
+    assert list(sweep.jobs()[0].glob(f"checkpoints/step-{results[0]['step']:08d}/checkpoint.json"))
     again = sweeps.again(sweep.path)
     assert (again.code, len(again.events("started"))) == (0, 2)
     whole = sweeps.again(sweep.path, "sweep.early_stop=null")
