@@ -296,7 +296,10 @@ def test_killed_at_random_moments_again_and_again(
             rank = chance.randrange(world_size) if place in ("begun", "written", "share") else 0
             fault = {"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:{chance.randrange(1, 6)}"} if kind == "within a write" else {}
             process, run = recipe.start(*words, run=run, environ=fault if kinds.total() < most else {})
-            time.sleep(chance.uniform(0.3, 2.5))
+            if chance.random() < 0.8:  # else while it starts
+                while process.poll() is None and not ranks_of(process):
+                    time.sleep(0.01)
+            time.sleep(chance.uniform(0.0, 1.5))
             if process.poll() is None and kinds.total() < most and kind != "within a write":
                 KILLS[kind](process, run)
             done = finish(process, run)
@@ -308,8 +311,8 @@ def test_killed_at_random_moments_again_and_again(
 
 
 def kill_a_rank(process: subprocess.Popen[str], run: Path) -> None:
-    """Kill one process that writes into a rank's log."""
-    _kill_one([pid for pid in living(run) if pid != process.pid])
+    """Kill one rank."""
+    _kill_one(ranks_of(process))
 
 
 def kill_the_server(process: subprocess.Popen[str], run: Path) -> None:
@@ -319,9 +322,14 @@ def kill_the_server(process: subprocess.Popen[str], run: Path) -> None:
 
 def kill_a_loader_worker(process: subprocess.Popen[str], run: Path) -> None:
     """Kill a child of a rank where there is one, else a rank."""
+    ranks = ranks_of(process)
+    _kill_one([pid for pid, parent in session(process.pid).items() if parent in ranks] or ranks)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the children of the fork server, which is the command's own."""
     family = session(process.pid)
-    ranks = [pid for pid, parent in family.items() if family.get(parent) == process.pid]
-    _kill_one([pid for pid, parent in family.items() if parent in ranks] or ranks)
+    return [pid for pid, parent in family.items() if family.get(parent) == process.pid]
 
 
 def _kill_one(found: Sequence[int]) -> None:
