@@ -105,7 +105,7 @@ def test_what_the_steps_so_far_were_made_of_stays_even_when_typed(
     section, _, last = key.rpartition(".")
     old = stored[section][last]
     assert said.startswith(f"run.dir=x was started with {key}={old}, and this is {key}={value}: {reason}")
-    data = f"type {key}={value} run.allow_changes=[data] to train on with other samples, " if section == "data" else ""
+    data = f"type {key}={value} run.allow_changes=[data] to continue with other samples, " if section == "data" else ""
     assert said.endswith(f". Keep {key}={old}, {data}or start a new run with another run.dir.")
 
 
