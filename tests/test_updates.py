@@ -225,6 +225,8 @@ def test_several_losses_with_tensor_counts_have_the_gradient_of_their_sum(fit: C
     numbers = fit(TwoLosses(lambda rows, labels: (6, 6)), **keys)
     tensors = fit(TwoLosses(lambda rows, labels: (torch.tensor(6), torch.tensor(6))), **keys)
     assert near(tensors.weights, numbers.weights, 1e-6)
+    mixed = fit(TwoLosses(lambda rows, labels: (torch.tensor(6), torch.tensor(6.0))), **keys)
+    assert near(mixed.weights, tensors.weights, 0)
     assert norms(tensors) == pytest.approx(norms(numbers), rel=1e-5)
     each = fit(TwoLosses(lambda rows, labels: (counted(rows), counted(rows))), **keys)
     together = fit(TwoLosses(lambda rows, labels: (counted(rows), None), together=True), **keys)
