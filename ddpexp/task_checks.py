@@ -119,7 +119,7 @@ def mean_for_a_sum(
 
     The loss of a batch is compared with those of its halves, in evaluation mode, of the bare `model`. Nothing is changed:
     buffers and random numbers are put back, and what the task sets in itself is set in a copy. None too where that cannot be
-    told: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step that fails, a task
+    decided: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step that fails, a task
     that holds more than plain values (a file, a metric, a network).
     Ranks: all, for a model may communicate.
     """
@@ -130,7 +130,7 @@ def mean_for_a_sum(
         with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
             seen = [deepcopy(task).step(model, one)[:2] for one in (batch, *halves)]  # each on its own: a task may count its calls
             (whole, count), *parts = [(float(loss), float(count)) for loss, count in seen]
-    except Exception:  # whatever it is, training goes on without it
+    except Exception:  # whatever it is, training continues without it
         return None
     (first, num_first), (second, num_second) = parts
     if count != num_first + num_second or min(num_first, num_second) <= 0 or not math.isfinite(whole):

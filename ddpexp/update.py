@@ -101,7 +101,7 @@ class Update:
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`.
 
-        Of several calls in one micro-batch each has a count of its own, told apart by their order. A count that is a number
+        Of several calls in one micro-batch each has a count of its own, identified by their order. A count that is a number
         must be the same in every micro-batch. One that is a tensor is known for the global batch only when all of it was seen,
         so those of all calls must be the same in sum, and every rank makes as many calls.
 

@@ -1,4 +1,4 @@
-"""What a task returns: named with its file and line when it is not what the loop expects, and means told from sums."""
+"""What a task returns: named with its file and line when it is not what the loop expects, and means distinguished from sums."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class Pair(NamedTuple):
     labels: Any
 
 
-def told(batch: Any, read: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:
+def is_warned_of(batch: Any, read: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:
     class Reads:
         def step(self, model: Any, batch: Any) -> Any:
             rows, labels = read(batch)
@@ -238,14 +238,14 @@ def told(batch: Any, read: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:
 
 def test_batches_of_any_nest_are_cut() -> None:
     rows, labels = torch.randn(7, 4), torch.arange(7) % 2
-    assert told((rows, labels), lambda batch: (batch[0], batch[1]))
-    assert told([{"rows": rows}, (labels,)], lambda batch: (batch[0]["rows"], batch[1][0]))
-    assert told(Pair(rows, labels), lambda batch: (batch.rows, batch.labels))
-    assert not told((rows, labels, "a text"), lambda batch: (batch[0], batch[1]))
-    assert not told((rows, labels, torch.tensor(1)), lambda batch: (batch[0], batch[1]))
-    assert not told((rows, labels, torch.zeros(3)), lambda batch: (batch[0], batch[1]))
-    assert not told((rows[:1], labels[:1]), lambda batch: (batch[0], batch[1]))
-    assert not told((), lambda batch: (rows, labels))
+    assert is_warned_of((rows, labels), lambda batch: (batch[0], batch[1]))
+    assert is_warned_of([{"rows": rows}, (labels,)], lambda batch: (batch[0]["rows"], batch[1][0]))
+    assert is_warned_of(Pair(rows, labels), lambda batch: (batch.rows, batch.labels))
+    assert not is_warned_of((rows, labels, "a text"), lambda batch: (batch[0], batch[1]))
+    assert not is_warned_of((rows, labels, torch.tensor(1)), lambda batch: (batch[0], batch[1]))
+    assert not is_warned_of((rows, labels, torch.zeros(3)), lambda batch: (batch[0], batch[1]))
+    assert not is_warned_of((rows[:1], labels[:1]), lambda batch: (batch[0], batch[1]))
+    assert not is_warned_of((), lambda batch: (rows, labels))
 
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])

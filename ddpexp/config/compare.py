@@ -76,7 +76,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
 
 
 def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) -> None:
-    """Refuse what the run called `run` cannot go on with; `edited` are the keys that were changed in its config.yaml.
+    """Refuse what the run called `run` cannot be resumed with; `edited` are the keys that were changed in its config.yaml.
 
     Raises:
         RefusedError: a key that stays as it is for as long as a run lasts, or one that has changed without being typed.
