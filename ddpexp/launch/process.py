@@ -20,7 +20,7 @@ def stat(pid: int) -> list[str] | None:
     """Return what the kernel says of a process, from its state on; None when it is gone. Source: proc(5), stat.
 
     Index 0 is its state, a letter; 11 and 12 are the ticks that it has used itself and the kernel for it, 13 and 14 those of its
-    children that it has waited for; 19 is when it began.
+    children that it has waited for; 19 is when it began; 49 is how it has ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -41,6 +41,21 @@ def is_gone(pid: int) -> bool:
     """Tell whether a process has ended; of one that nobody has waited for, only the exit code is left."""
     words = stat(pid)
     return words is None or words[0] in "ZX"
+
+
+def exit_code(pid: int) -> int | None:
+    """Return the exit code of a process that its parent has not waited for yet, -n after signal n; None while it lives.
+
+    Only for processes of this user: of others the kernel says 0. Source: proc(5), stat, exit_code.
+    """
+    words = stat(pid)
+    return os.waitstatus_to_exitcode(int(words[49])) if words is not None and words[0] == "Z" else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Tell whether a process is stopped, by a signal or a debugger."""
+    words = stat(pid)
+    return words is not None and words[0] in "Tt"
 
 
 def die_with_parent(parent: int) -> None:

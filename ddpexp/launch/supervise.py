@@ -20,6 +20,7 @@ from ddpexp.launch.control import SIGNALS, Lines
 from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.meeting import Meeting, Peer
 from ddpexp.launch.memory import Memory
+from ddpexp.launch.process import exit_code, is_stopped
 from ddpexp.launch.terminal import Terminal
 from ddpexp.launch.watchdog import Watchdog, is_stack
 
@@ -43,6 +44,7 @@ class Server(Protocol):
 
     channel: socket.socket
     memory: Memory
+    pid: int
 
     def receive(self) -> dict[str, Any] | None:
         """Return the next answer, or None when the server is gone."""
@@ -101,6 +103,7 @@ class _Watch:
     killed_at: float | None = None
     said: set[str] = field(default_factory=set)  # warnings that were shown: every rank has the same ones
     held: dict[str, tuple[int, float]] = field(default_factory=dict)  # those that were not: which rank's, since when
+    server_stopped_at: float | None = None  # when the fork server was first seen to be stopped
 
 
 def supervise(
@@ -117,7 +120,8 @@ def supervise(
     """
     tell = meeting.tell if meeting is not None else lambda message: None
     agreement = Agreement([worker.page for worker in workers], tell)
-    watchdog = Watchdog(workers, asked.timeout, meeting is None or meeting.leads, tell, lambda: _dump(server, watch), on_gpus)
+    leads = meeting is None or meeting.leads
+    watchdog = Watchdog(workers, asked.timeout, leads, tell, lambda: _dump(server, watch), server.pid, on_gpus)
     watch = _Watch(workers, agreement, watchdog, asked.grace_seconds, tell)
     if meeting is not None:
         watch.leads, watch.speaks = meeting.leads, meeting.speaks
@@ -164,6 +168,7 @@ def supervise(
                     _show_output(shown, terminal, until=written, but=is_stack if watch.watchdog.writes_stacks else None)
                     _show_warnings(watch, terminal, held_since=time.monotonic() - _HOLD_SECONDS)
                 _pass_on(watch)
+                _do_without_server(server, watch, terminal)
                 _end_hangs(server, watch)
                 _end_in_time(server, watch)
             while _may_be_stopped(watch):
@@ -330,16 +335,23 @@ def _answer(server: Server, watch: _Watch, terminal: Terminal) -> bool:
         watch.failed_at = watch.failed_at or worker.failed_at
     elif message["kind"] == "exit":
         worker = next(worker for worker in watch.workers if worker.pid == message["pid"])
-        worker.code = message["code"]
-        if worker.code == -signal.SIGKILL and not worker.ended:
-            worker.killed_for = server.memory.verdict()
-        _listen(worker, watch, terminal)  # its last words
-        if worker.failure is not None and _LOADER_KILLED in worker.failure.message and (why := server.memory.verdict()):
-            worker.failure = replace(worker.failure, message=f"{worker.failure.message} ({why})")
-        if not worker.well:
-            worker.failed_at = worker.failed_at or time.monotonic()
-            watch.failed_at = watch.failed_at or worker.failed_at
+        _take_end(worker, message["code"], server, watch, terminal)
     return True
+
+
+def _take_end(worker: Worker, code: int, server: Server, watch: _Watch, terminal: Terminal) -> None:
+    """Take in how a worker's process has ended."""
+    if worker.code is not None:
+        return  # seen before the server said so
+    worker.code = code
+    if worker.code == -signal.SIGKILL and not worker.ended:
+        worker.killed_for = server.memory.verdict()
+    _listen(worker, watch, terminal)  # its last words
+    if worker.failure is not None and _LOADER_KILLED in worker.failure.message and (why := server.memory.verdict()):
+        worker.failure = replace(worker.failure, message=f"{worker.failure.message} ({why})")
+    if not worker.well:
+        worker.failed_at = worker.failed_at or time.monotonic()
+        watch.failed_at = watch.failed_at or worker.failed_at
 
 
 def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
@@ -493,6 +505,28 @@ def _end_in_time(server: Server, watch: _Watch) -> None:
         _kill(server, watch)
     if watch.killed_at is not None and now - watch.killed_at > _KILL_SECONDS:
         server.destroy()
+
+
+def _do_without_server(server: Server, watch: _Watch, terminal: Terminal) -> None:
+    """See for oneself which ranks have ended while the fork server, which reports it otherwise, is stopped; and warn of that.
+
+    Ranks that train need no server. One that hangs meanwhile is the watchdog's.
+    """
+    if not is_stopped(server.pid):
+        watch.server_stopped_at = None
+        return
+    now = time.monotonic()
+    watch.server_stopped_at = watch.server_stopped_at or now
+    for worker in watch.workers:
+        if worker.pid is not None and (code := exit_code(worker.pid)) is not None:
+            _take_end(worker, code, server, watch, terminal)
+    text = (
+        f"ddpexp: warning: the fork server, process {server.pid}, is stopped (by SIGSTOP or a debugger). The ranks train without "
+        f"it; `kill -CONT {server.pid}` continues it."
+    )
+    if now - watch.server_stopped_at > watch.watchdog.timeout.step_seconds and text not in watch.said:
+        watch.said.add(text)
+        terminal.line(text)
 
 
 def _end_hangs(server: Server, watch: _Watch) -> None:

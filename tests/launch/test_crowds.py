@@ -131,6 +131,7 @@ class Started:
     channel: socket.socket
     theirs: socket.socket
     memory: Memory = field(default_factory=Memory)
+    pid: int = os.getpid()
 
     def receive(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self.channel.recv(1 << 16))

@@ -14,6 +14,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.fork_server import PRELOAD, Server
+from ddpexp.launch.process import children
 from ddpexp.launch.spawn import Spawn
 from tests.conftest import Call, Ddpexp, finish
 from tests.points import ITEMS, Recipe, session, wait_for
@@ -76,6 +77,46 @@ def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, 
     assert "the process that starts the workers was killed" in done.err
     assert "Traceback" not in done.err
     assert done.result()["status"] == "failed"
+
+
+@pytest.mark.fault(5)
+def test_a_run_that_finishes_with_a_stopped_fork_server_is_done(recipe: Recipe) -> None:
+    process, run = start(recipe, "trainer.epochs=10", "trainer.timeout.step_seconds=1")
+    wait_for(lambda: trains(recipe))
+    server = server_of(process)
+    os.kill(server, signal.SIGSTOP)
+    done = finish(process, run)
+    assert (done.code, done.err) == (0, "")
+    assert done.result()["status"] == "done"
+    assert f"ddpexp: warning: the fork server, process {server}, is stopped (by SIGSTOP or a debugger)" in done.out
+
+
+@pytest.mark.fault(2)
+def test_a_rank_that_is_killed_while_the_fork_server_is_stopped_is_named(recipe: Recipe) -> None:
+    process, run = start(recipe)
+    wait_for(lambda: trains(recipe))
+    server = server_of(process)
+    rank = children(server)[0]
+    for pid, number in ((server, signal.SIGSTOP), (rank, signal.SIGKILL)):
+        os.kill(pid, number)
+    done = finish(process, run)
+    assert done.code == 1
+    assert re.search(r"^ddpexp: rank [01] on \S+ failed \(train.*\): SIGKILL: killed by SIGKILL", done.err, re.MULTILINE), done.err
+
+
+@pytest.mark.fault(5)
+def test_a_stopped_fork_server_is_named_when_a_rank_hangs(recipe: Recipe) -> None:
+    process, run = start(recipe, "trainer.timeout.step_seconds=1", DDPEXP_FAULT="forward:sleep:1:30")
+    wait_for(lambda: trains(recipe))
+    server = server_of(process)
+    os.kill(server, signal.SIGSTOP)
+    done = finish(process, run)
+    assert done.code == 1
+    assert f"the fork server of its host, process {server}, is stopped (by SIGSTOP or a debugger)" in done.err
+
+
+def server_of(process: subprocess.Popen[str]) -> int:
+    return next(pid for pid, parent in session(process.pid).items() if parent == process.pid)
 
 
 @pytest.mark.fault("S6")
