@@ -6,13 +6,17 @@ import os
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, PeerError
 from ddpexp.launch.control import Lines, Page
 from ddpexp.launch.log import Log
+from ddpexp.launch.stacks import Stack, raised, shown, threads
 
 _LAST_LINES = 20
+_CRASH_LINES = 200  # more than a library and Python write of a crash
+_OTHER_SIZE = "op.preamble.length <= op.nbytes"  # gloo's words, and with them it aborts the process
+_MISMATCH = "CollectiveMismatch"
 
 
 @dataclass
@@ -99,8 +103,34 @@ def cause_of(worker: Worker) -> Failure:
         message = f"the process ended with exit code {code} before its work was done"
         return failure_of(worker, "SystemExit", message, exit_code=code if 3 <= code <= 125 else EXIT_FAILED)
     kind = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    if code == -signal.SIGABRT and _OTHER_SIZE in worker.log.last_lines(_CRASH_LINES):
+        message = "it received data of another size than expected: the ranks call different collective operations"
+        return failure_of(worker, _MISMATCH, message, signum=-code)
     why = f": {worker.killed_for}" if worker.killed_for else ""
     return failure_of(worker, kind, f"killed by {kind}{why}", signum=-code)
+
+
+def is_mismatch(failure: Failure) -> bool:
+    """Tell whether ranks called different collective operations; whichever got data of another size has died of it."""
+    return failure.kind == _MISMATCH
+
+
+def with_places(failure: Failure, workers: Sequence[Worker]) -> Failure:
+    """Say of a mismatch where each rank here was, and name the one that was in code of the recipe's own, if there is one."""
+    stacks = {worker.rank: stack for worker in workers if (stack := _stack(worker))}
+    frames = {rank: shown(stack) for rank, stack in stacks.items()}
+    if failure.rank not in frames or len(frames) < 2:
+        return failure
+    rank = next((rank for rank, frame in frames.items() if not frame.is_ours), failure.rank)
+    places = "; ".join(f"rank {number} {frame}" for number, frame in list(frames.items())[:8])
+    message = f"the ranks called different collective operations: {places}. Do all take the same way through the recipe?"
+    return replace(failure, rank=rank, message=message, traceback=None)
+
+
+def _stack(worker: Worker) -> Stack:
+    """Return where a rank was when it failed, or wrote its stack last."""
+    found = raised((worker.failure and worker.failure.traceback) or "")
+    return found or next(reversed(threads(worker.log.last_lines(_CRASH_LINES))), [])
 
 
 def failure_of(worker: Worker, kind: str, message: str, signum: int | None = None, exit_code: int = EXIT_FAILED) -> Failure:

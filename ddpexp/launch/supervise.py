@@ -15,14 +15,15 @@ from typing import Any, Protocol
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
 from ddpexp.launch import Asked
 from ddpexp.launch.agreement import Agreement
-from ddpexp.launch.causes import Heard, Worker, cause_of, failure_of, keep, rank_causes, weight
+from ddpexp.launch.causes import Heard, Worker, cause_of, failure_of, is_mismatch, keep, rank_causes, weight, with_places
 from ddpexp.launch.control import SIGNALS, Lines
 from ddpexp.launch.fork_server import refuse_broken
 from ddpexp.launch.meeting import Meeting, Peer
 from ddpexp.launch.memory import Memory
 from ddpexp.launch.process import exit_code, is_stopped
+from ddpexp.launch.stacks import is_stack
 from ddpexp.launch.terminal import Terminal
-from ddpexp.launch.watchdog import Watchdog, is_stack
+from ddpexp.launch.watchdog import Watchdog
 
 # After the first failure the others may still report theirs: a rank that was killed says nothing, and its peers' broken
 # connections arrive first.
@@ -352,6 +353,8 @@ def _take_end(worker: Worker, code: int, server: Server, watch: _Watch, terminal
     if not worker.well:
         worker.failed_at = worker.failed_at or time.monotonic()
         watch.failed_at = watch.failed_at or worker.failed_at
+        if is_mismatch(cause_of(worker)):
+            _dump(server, watch)  # where the others are tells which one is wrong
 
 
 def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
@@ -592,8 +595,8 @@ def _verdict(watch: _Watch) -> int:
         host = watch.others[0].peer.host
         text = f"the command of rank zero on {host} is gone: it was killed or stopped, or its host is cut off"
         failures.insert(0, Failure(rank=0, host=host, kind="CommandLost", message=text))
-    first = failures[0]
-    others = tuple(sorted({failure.rank for failure in failures[1:]} - {first.rank}))
+    first = with_places(failures[0], watch.workers) if is_mismatch(failures[0]) else failures[0]
+    others = tuple(sorted({failure.rank for failure in failures} - {first.rank}))
     if first.exit_code == EXIT_REFUSED and first.traceback is None:
         raise RefusedError(first.message)
     shown = first.rank == 0 and any(worker.rank == 0 and worker.failure is None for worker in watch.workers)

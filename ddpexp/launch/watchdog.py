@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ddpexp.errors import Failure
 from ddpexp.launch import Timeout
 from ddpexp.launch.process import children, is_stopped, stat
+from ddpexp.launch.stacks import Frame, Stack, shown, threads
 
 if TYPE_CHECKING:
     from ddpexp.launch.causes import Worker
@@ -41,10 +42,7 @@ _LEADER_SECONDS = 5.0  # for the leading command to ask, when it was told of a s
 _AGAIN_SECONDS = 15.0  # from an inquiry that found nobody to the next
 _BUSY = 0.3  # of a processor
 _WAITS = re.compile(r"/torch/distributed/|/ddpexp/(strategy/shared_memory|world|launch/control)\.py$")
-_BACKWARD = re.compile(r"/torch/autograd/graph\.py$")
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3[^/]*/|^<frozen|/ddpexp/faults\.py$")
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/ddpexp/strategy/reduce\.py$")  # where they do not compute
 
 How = Literal["absent", "stopped", "mute", "busy", "asleep", "waits", "orphaned"]
 
@@ -64,6 +62,7 @@ class Account:
     how: How  # absent: not started. mute: it wrote no stack. waits: for other ranks. orphaned: its fork server is stopped
     where: str | None = None
     stack: str | None = None
+    is_ours: bool = True  # that place is ddpexp's code, which all ranks run alike
 
     @property
     def overdue(self) -> bool:
@@ -205,13 +204,15 @@ class Watchdog:
                     continue
             seen.seconds += silent
 
-    def _account(self, worker: Worker, how: How = "asleep", where: str | None = None, stack: str | None = None) -> Account:
+    def _account(self, worker: Worker, how: How = "asleep", where: Frame | str | None = None, stack: str | None = None) -> Account:
         page, seen = worker.page, self._silences.get(worker.rank)
         limit, key = self._limit(page.phase, page.step is None)
         silent = seen.seconds if seen and seen.progress == page.progress else 0.0
         if silent and seen and seen.busy_seconds > _BUSY_FACTOR * limit:
             silent = seen.busy_seconds
-        return Account(worker.rank, platform.node(), worker.pid, page.phase, page.step, silent, limit, key, how, where, stack)
+        ours = not isinstance(where, Frame) or where.is_ours
+        place = None if where is None else str(where)
+        return Account(worker.rank, platform.node(), worker.pid, page.phase, page.step, silent, limit, key, how, place, stack, ours)
 
     def _limit(self, phase: str, is_first: bool) -> tuple[float, str]:
         timeout = self.timeout
@@ -280,7 +281,7 @@ class Watchdog:
         since = self._unanswered.get(rank, progress) if question.is_answered else progress
         return bool(question.worker.page.progress == progress == since)
 
-    def _seen(self, question: _Question, seconds: float) -> tuple[How, str | None, str | None]:
+    def _seen(self, question: _Question, seconds: float) -> tuple[How, Frame | str | None, str | None]:
         """Say how a rank is, where, and with which stack."""
         pid = question.worker.pid
         if pid is not None and is_stopped(pid):
@@ -331,7 +332,8 @@ def verdict(accounts: Sequence[Account], on_gpus: bool = False) -> Failure | Non
     elif len(overdue) < len(accounts) and (on_gpus or not active):
         return None
     else:
-        cause = min(active or overdue, key=_behind)
+        # Where all wait for others, one that does so in code of its own is where the others do not come.
+        cause = min(active or [one for one in overdue if not one.is_ours] or overdue, key=_behind)
     alone = len(accounts) == 1
     everybody = not active and not stopped and not orphaned and not alone
     return Failure(
@@ -369,35 +371,17 @@ def _describe(cause: Account, all_wait: Sequence[Account], alone: bool) -> str:
     return f"{text}: {how}{waiting}. All ranks' stacks are in their logs; raise the key if it only needs longer."
 
 
-def threads(text: str) -> list[list[tuple[str, str, str]]]:
-    """Return the stacks in what faulthandler has written, each from the innermost frame: file, line, function."""
-    found: list[list[tuple[str, str, str]]] = []
-    for line in text.splitlines():
-        if _THREAD.match(line):
-            found.append([])
-        elif found and (frame := _FRAME.match(line)):
-            found[-1].append((frame[1], frame[2], frame[3]))
-    return [stack for stack in found if stack]
-
-
-def is_stack(line: str) -> bool:
-    """Tell whether a line is faulthandler's."""
-    return not line.strip() or bool(_THREAD.match(line) or _FRAME.match(line)) or line == "  ..."
-
-
-def _place(stacks: Sequence[Sequence[tuple[str, str, str]]], used: float) -> tuple[How, str | None, str | None]:
+def _place(stacks: Sequence[Stack], used: float) -> tuple[How, Frame | None, str | None]:
     """Say what a rank does by its stacks, where, and with which one; `used` is the share of a processor that it uses or wants."""
     if not stacks:
         return "mute", None, None
-    main = stacks[-1]  # faulthandler begins with the youngest thread
-    shown = next((frame for frame in main if not _LIBRARY.search(frame[0])), main[0])
-    where = f"in {shown[2]} ({shown[0]}:{shown[1]})"
-    stack = "\n".join(f'  File "{file}", line {line} in {name}' for file, line, name in main)
-    inner = next((frame for frame in main if not frame[0].endswith("/threading.py")), main[0])
-    waits = bool(_WAITS.search(inner[0])) or (bool(_BACKWARD.search(inner[0])) and used < _BUSY)
-    if inner[0].endswith("/ddpexp/checkpoint/writer.py"):  # its thread waits for the others' shares on rank zero
-        waits = any(frame[2] == "_awaited" for other in stacks[:-1] for frame in other)
-    return ("waits" if waits else "busy" if used > _BUSY else "asleep"), where, f"Stack, the innermost call first:\n{stack}"
+    main = stacks[-1]
+    written = "\n".join(f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in main)
+    inner = next((frame for frame in main if not frame.file.endswith("/threading.py")), main[0])
+    waits = bool(_WAITS.search(inner.file)) or (bool(_MAY_WAIT.search(inner.file)) and used < _BUSY)
+    if inner.file.endswith("/ddpexp/checkpoint/writer.py"):  # its thread waits for the others' shares on rank zero
+        waits = any(frame.function == "_awaited" for other in stacks[:-1] for frame in other)
+    return ("waits" if waits else "busy" if used > _BUSY else "asleep"), shown(main), f"Stack, the innermost call first:\n{written}"
 
 
 def _ticks(pid: int | None) -> int:

@@ -68,6 +68,22 @@ class Follows(Sides):
         return super().step(model, batch)
 
 
+def extra(size):
+    torch.distributed.all_reduce(torch.zeros(size))
+
+
+class Extra(Sides):
+    # Rank one takes part in an operation that no other does.
+    def __init__(self, size):
+        self.size, self.steps = size, 0
+
+    def step(self, model, batch):
+        self.steps += 1
+        if self.steps == 3 and RANK == 1:
+            extra(self.size)
+        return super().step(model, batch)
+
+
 class Parts(Sides):
     def step(self, model, batch):
         if RANK:
@@ -186,6 +202,25 @@ def test_ranks_that_wait_for_one_another_are_all_named(recipe: Recipe) -> None:
     done = recipe("trainer.gpus=2", *SOON, "trainer.timeout.init_seconds=3", "task._target_=points.Parts")
     assert done.code == 1
     assert re.search(r"rank [01] on .*Hang: .*every rank waits for another \(rank 0 in .*; rank 1 in .*\)", done.err)
+
+
+@pytest.mark.variants(2)
+@pytest.mark.fault(5)
+@pytest.mark.parametrize(
+    ("size", "workers", "says"),
+    [  # gloo ends whichever rank gets more data than it expects; where none does, all wait
+        (100_000, 2, r"CollectiveMismatch: the ranks called different collective operations: rank 0 in backward \(.*\); "),
+        (1, 3, r"Hang: .*every rank waits for another \(rank 0 in .*; "),
+        (1, 2, r"CollectiveMismatch: "),
+    ],
+)
+def test_a_rank_with_a_collective_too_many_is_named(recipe: Recipe, size: int, workers: int, says: str) -> None:
+    add(recipe, LONG)
+    words = (f"trainer.gpus={workers}", "trainer.global_batch_size=12", "strategy.reduce_through=backend")
+    done = recipe(*words, *SOON, "task._target_=points.Extra", f"+task.size={size}")
+    assert done.code == 1
+    where = r"rank 1 in extra \(\S+points.py:\d+\)"
+    assert re.search(rf"^ddpexp: rank 1 on \S+ failed \(train at step 2\): {says}.*{where}", done.err, re.MULTILINE), done.err
 
 
 @pytest.mark.slow
