@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import faulthandler
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -20,6 +22,15 @@ import pytest
 from ddpexp.launch import Asked, Job
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 150.0
+"""Seconds that only a hang takes, on the slowest machine: the bound of every wait, and no promise of speed.
+
+Less than the limits that a run has unless a test sets others (trainer.timeout), so that what waits for one of those is found.
+"""
+LEFT_SECONDS = 60.0
+"""For what a test has started to go, when the test has ended."""
+EXIT_SECONDS = 120
+"""For the tests' own process to end, when the summary is shown."""
 MNIST_FILES = (
     "train-images-idx3-ubyte.gz",
     "train-labels-idx1-ubyte.gz",
@@ -72,6 +83,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """End this process in time when something holds it up after the summary: it says where every thread is.
+
+    The alarm is for what outlives the interpreter, such as the destructors of libraries.
+    """
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_SECONDS + 30)
+
+
 class Call(Job):
     """The launchers as a library: call `entry` in every process."""
 
@@ -87,7 +109,7 @@ class Ddpexp:
         self.environ = environ
         self._count = 0
 
-    def __call__(self, *words: str, timeout: float = 120, environ: dict[str, str] | None = None) -> Done:
+    def __call__(self, *words: str, timeout: float = PATIENCE, environ: dict[str, str] | None = None) -> Done:
         process, run = self.start(*words, environ=environ)
         return finish(process, run, timeout)
 
@@ -110,7 +132,7 @@ class Ddpexp:
         return process, run
 
 
-def finish(process: subprocess.Popen[str], run: Path, timeout: float = 120) -> Done:
+def finish(process: subprocess.Popen[str], run: Path, timeout: float = PATIENCE) -> Done:
     """Wait for a command; kill its whole session when it takes too long."""
     try:
         out, err = process.communicate(timeout=timeout)
@@ -155,17 +177,46 @@ def ddpexp_processes() -> set[int]:
     return found
 
 
+def children() -> set[int]:
+    """Return the living children of this process: a fork of it, such as a DataLoader worker, does not have the tests' mark."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        for word in (task / "children").read_text().split():
+            try:
+                state = Path(f"/proc/{word}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if state != "Z":
+                found.add(int(word))
+    return found
+
+
+def lasting_threads() -> set[threading.Thread]:
+    """Return the threads for which this process waits before it ends."""
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def shown(pid: int) -> str:
+    """Return the number of a process with what it runs."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        words = "ended now"
+    return f"process {pid} ({words.strip()[:200]})"
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves one of our processes alive five seconds after its end."""
-    before = ddpexp_processes()
+    """Fail a test that leaves one of our processes alive, or what would keep this process from its end: a child, a thread."""
+    processes, threads = ddpexp_processes() | children(), lasting_threads()
     yield
-    deadline = time.monotonic() + 5
-    while left := ddpexp_processes() - before:
+    deadline = time.monotonic() + LEFT_SECONDS
+    while (left := (ddpexp_processes() | children()) - processes) or lasting_threads() - threads:
         if time.monotonic() > deadline:
+            said = [shown(pid) for pid in left] + [repr(thread) for thread in lasting_threads() - threads]
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
-            pytest.fail(f"left behind: {left}")
+            pytest.fail(f"left behind: {', '.join(said)}")
         time.sleep(0.05)
 
 
