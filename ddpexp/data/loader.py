@@ -89,7 +89,10 @@ def load(
             received += 1
             asked.popleft()
             if isinstance(batch, CodeError | LoaderError):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # its traceback holds this frame, and with that the workers, until somebody collects garbage
             yield batch
 
 
