@@ -21,10 +21,12 @@ import pytest
 from ddpexp.data import digits, idx, mnist_files
 from ddpexp.data.mirrors import Patience
 from ddpexp.errors import RefusedError
+from tests.conftest import PATIENCE
 
 TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS = (file.name for file in idx.FILES)
 NAMES = (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS)
-QUICK = Patience(first=0.5, stall=0.5, total=2.0)
+PATIENT = Patience(first=PATIENCE, stall=PATIENCE, total=PATIENCE)
+"""No mirror that answers is too slow for it; tests of mirrors that do not have one of their own."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +138,22 @@ def serve() -> Iterator[Server]:
     http.server_close()
 
 
-def prepare(root: Path | str | None, source: Any, *servers: Server, warn: Callable[[str], None] | None = None) -> Any:
+def prepare(
+    root: Path | str | None,
+    source: Any,
+    *servers: Server,
+    warn: Callable[[str], None] | None = None,
+    patience: Patience = PATIENT,
+) -> Any:
     mirrors = [server.address for server in servers]
     return mnist_files.prepare(
-        None if root is None else str(root), source, 30, 20, warn=warn or pytest.fail, mirrors=mirrors, patience=QUICK
+        None if root is None else str(root), source, 30, 20, warn=warn or pytest.fail, mirrors=mirrors, patience=patience
     )
 
 
-def refusal(root: Path | str | None, source: str, *servers: Server) -> str:
+def refusal(root: Path | str | None, source: str, *servers: Server, patience: Patience = PATIENT) -> str:
     with pytest.raises(RefusedError) as error:
-        prepare(root, source, *servers)
+        prepare(root, source, *servers, patience=patience)
     assert "\n" not in str(error.value)
     return str(error.value)
 

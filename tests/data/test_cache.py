@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from ddpexp.data import cache, idx
-from tests.conftest import ROOT
+from tests.conftest import PATIENCE, ROOT
 from tests.data.conftest import TRAIN_LABELS, Server, Small, prepare, refusal, tree
 
 pytestmark = pytest.mark.usefixtures("home")
@@ -56,7 +56,7 @@ def test_racing_processes_leave_one_complete_cache(real: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(real), str(time.time() + 0.5)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) for _ in range(3)]
-    identities = [json.loads(process.communicate(timeout=60)[0]) for process in running]
+    identities = [json.loads(process.communicate(timeout=PATIENCE)[0]) for process in running]
     assert identities[0] == identities[1] == identities[2]
     folder = Path(identities[0]["folder"])
     assert os.listdir(folder.parent) == [folder.name]

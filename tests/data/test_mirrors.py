@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from ddpexp.data import mirrors
-from tests.data.conftest import QUICK, TEST_IMAGES, TRAIN_LABELS, Server, Small, prepare, refusal
+from ddpexp.data.mirrors import Patience
+from tests.conftest import PATIENCE
+from tests.data.conftest import PATIENT, TEST_IMAGES, TRAIN_LABELS, Server, Small, prepare, refusal
 
 pytestmark = pytest.mark.usefixtures("home")
 
@@ -51,11 +54,11 @@ def stalling(handler: BaseHTTPRequestHandler) -> None:
     handler.end_headers()
     handler.wfile.write(b"\x1f\x8b\x08")
     handler.wfile.flush()
-    time.sleep(2)
+    handler.connection.recv(1)  # until the other side hangs up
 
 
 def silent(handler: BaseHTTPRequestHandler) -> None:
-    time.sleep(2)
+    handler.connection.recv(1)
 
 
 BAD_ANSWERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
@@ -71,14 +74,19 @@ BAD_ANSWERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
 }
 
 
+def patience_with(bad: str, mirrors: int) -> Patience:
+    """Return the limits under which a bad answer is bad soon, and no other one."""
+    if bad in ("stalling", "silent"):
+        return replace(PATIENT, stall=2.0 * mirrors)  # which they share
+    return replace(PATIENT, total=3.0) if bad == "dripping" else PATIENT
+
+
 @pytest.mark.fault(57, 58)
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
 def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(bad: str, small: Small, server: Server, tmp_path: Path) -> None:
     make, fault = BAD_ANSWERS[bad]
     server.answers |= small.packed | {TEST_IMAGES: make(small.unpacked[TEST_IMAGES])}
-    begin = time.monotonic()
-    text = refusal(tmp_path / "new", "download", server)
-    assert time.monotonic() - begin < QUICK.total + 1.5
+    text = refusal(tmp_path / "new", "download", server, patience=patience_with(bad, 1))
     assert text.startswith("MNIST could not be downloaded (")
     assert server.address in text
     assert re.search(fault, text)
@@ -95,7 +103,8 @@ def test_second_mirror_serves_where_the_first_is_bad(
         name: content for name, content in small.packed.items() if name != TRAIN_LABELS
     }
     other_server.answers |= small.packed
-    assert prepare(tmp_path / "new", "download", server, other_server)["num_train"] == 20
+    found = prepare(tmp_path / "new", "download", server, other_server, patience=patience_with(bad, 2))
+    assert found["num_train"] == 20
     assert other_server.asked[0] == TRAIN_LABELS
 
 
@@ -104,16 +113,15 @@ def test_name_look_up_that_hangs_is_cut_off(small: Small, tmp_path: Path, monkey
     released = threading.Event()
 
     def hanging(*_: Any, **__: Any) -> Any:
-        released.wait(20)
+        released.wait(PATIENCE)
         raise socket.gaierror(-3, "Temporary failure in name resolution")
 
     monkeypatch.setattr(socket, "getaddrinfo", hanging)
     warnings: list[str] = []
-    begin = time.monotonic()
-    prepare(tmp_path, "auto", Server("http://one.invalid/"), Server("http://two.invalid/"), warn=warnings.append)
-    assert QUICK.first <= time.monotonic() - begin < QUICK.first + 2
+    mirrors = [Server("http://one.invalid/"), Server("http://two.invalid/")]
+    prepare(tmp_path, "auto", *mirrors, warn=warnings.append, patience=replace(PATIENT, first=1.0))
     released.set()
-    assert "no answer from http://one.invalid/, http://two.invalid/ within" in warnings[0]
+    assert "no answer from http://one.invalid/, http://two.invalid/ within 1 seconds" in warnings[0]
 
 
 def test_auto_tries_a_failed_download_again_only_after_a_while(small: Small, server: Server, tmp_path: Path, home: Path) -> None:
