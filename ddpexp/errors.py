@@ -25,6 +25,10 @@ class RefusedError(DdpexpError):
     exit_code = EXIT_REFUSED
 
 
+class AbsentError(RefusedError):
+    """Another command of the job did not come, or left before the job began."""
+
+
 class FinishedError(DdpexpError):
     """The run that was asked for is finished: there is nothing to do, and nothing is wrong."""
 

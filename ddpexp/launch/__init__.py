@@ -89,6 +89,14 @@ class Job:
     def check(self, layout: Layout) -> None:
         """Refuse a layout that the job cannot run on. Called by every command before anything is opened or written."""
 
+    def foresee(self) -> object:
+        """Look at what a start would find, and change nothing.
+
+        Raises:
+            RefusedError: as a start would. FinishedError: there is nothing left to do.
+        """
+        return None
+
     def begin(self, layout: Layout, crew: Crew) -> None:
         """Do what is done once. Called by one command, when all have met and before any worker starts."""
 

@@ -9,23 +9,26 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import ClassVar, Literal
 
-from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, RefusedError, StoppedError, first_end
-from ddpexp.launch import Job, child
+from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, AbsentError, End, RefusedError, StoppedError, first_end
+from ddpexp.launch import Job, child, torchrun_env
+from ddpexp.launch.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Board, Phase, memory
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.layout import resolve
-from ddpexp.launch.torchrun_env import TorchrunEnv
+from ddpexp.launch.terminal import say
 
-_CODES = "DDPEXP_EXIT_CODES"  # the path where each rank of this machine leaves its exit code
 _END_SECONDS = 2.0  # for the command to end the agent
-_CODE_BYTES = 4
 _PORT = "29400"  # torch's, where the endpoint names none
 _ANSWER_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_LOOK_SECONDS = 0.02
+_HEAR_SECONDS = 30.0  # for this machine's agent to hear that the machines meet again; it asks every second
+_ABSENT_SECONDS = 5.0  # the same, where that is likely and not certain
+_SAVE_SECONDS = 5  # beyond the grace for the last words
+_STORE_KEY = "ddpexp"  # every round of machines has a store of its own
 
 
 @dataclass(frozen=True)
@@ -58,42 +61,72 @@ class Elastic:
         keeper = _Keeper(self.rdzv_endpoint) if self.rdzv_endpoint is not None and self.rdzv_backend == "c10d" else None
         if server is not None:
             server.close()  # each worker's command has its own
+        if self.rdzv_endpoint is not None:
+            _refuse_finished(job)  # there is a list of machines to wait for only while a run lasts
         job.leads = False  # one of the commands that the agent starts does
-        with _memory(json.dumps(job.described()).encode()) as described, _memory(bytes(here.world_size * _CODE_BYTES)) as codes:
+        with memory(json.dumps(job.described()).encode()) as described, Board.make(here.world_size) as board:
             words = [
                 sys.executable, "-m", "ddpexp.launch.elastic_agent", str(os.getpid()), f"--nnodes={low}:{high}",
                 f"--nproc-per-node={here.world_size}", f"--max-restarts={self.max_restarts}", *rendezvous,
                 f"--log-dir={os.devnull}", "-m", "ddpexp", "member", str(described),
             ]  # fmt: skip
+            saving = str(int(job.asked.grace_seconds) + _SAVE_SECONDS)
             # Each worker sets its own number of threads.
-            environ = {"OMP_NUM_THREADS": "1", **os.environ, _CODES: str(codes)}
-            code = child.run(
-                words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
-                ended=lambda: any(map(_ends_all, _codes(codes))),
-                lost=lambda: bool(_codes(codes)) and keeper is not None and keeper.is_lost(),  # it was there when the ranks began
-            )  # fmt: skip
+            environ = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": saving, **os.environ, **board.variables()}
+            try:
+                code = child.run(
+                    words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
+                    ended=lambda: any(map(_ends_all, board.codes())),
+                    lost=lambda: keeper is not None and _needs_list(board) and keeper.is_lost(),
+                )  # fmt: skip
+            except StoppedError as error:
+                _say_where(board.phase(), error)
+                raise
+            if code == EXIT_DONE:
+                return code
             if keeper is not None and keeper.lost:
-                text = (
-                    f"launcher.rdzv_endpoint={self.rdzv_endpoint} does not answer any more, where the list of the machines is kept"
-                )
-                print(f"ddpexp: {text}: without it the ranks cannot be started again here", file=sys.stderr, flush=True)
-            return code if code == EXIT_DONE else next(iter(_codes(codes)), EXIT_FAILED)
+                code = LIST_LOST
+            if code in (JOB_ENDED, LIST_LOST):
+                _refuse_finished(job)  # it may have ended well
+            self._explain(code, board.phase(), low)
+            return next(iter(board.codes()), EXIT_FAILED)
+
+    def _explain(self, code: int, phase: Phase, least: int) -> None:
+        """Say why the agent has given up, where it is not because of the ranks."""
+        place = f"launcher.rdzv_endpoint={self.rdzv_endpoint}"
+        if code == LIST_LOST and phase == Phase.FIRST:
+            raise RefusedError(
+                f"{place} does not answer, where the list of the machines is to be kept: start the command on that machine, too, "
+                f"and see that this one reaches it."
+            )
+        if code == LIST_LOST:
+            text = f"{place} does not answer any more, where the list of the machines is kept"
+            say(f"ddpexp: {text}: without it the ranks cannot be started again here")
+        elif code == JOB_ENDED:
+            say(f"ddpexp: the job launcher.rdzv_id={self.rdzv_id} at {place} has ended on the other machines: see what they say")
+        elif code == FEW_CAME:
+            text = f"fewer than the {least} machines of trainer.nodes have come to {place} in time"
+            say(f"ddpexp: {text}: start the command on the others, too (join_timeout in launcher.rdzv_conf is the time in seconds)")
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be one rank that the agent has started; like `TorchrunEnv.launch`."""
         job.asked = replace(job.asked, nodes="auto", gpus="auto")
-        _leave_code(EXIT_DONE)  # an attempt before this one may have left another
+        board, local_rank = Board.here(), int(os.environ["LOCAL_RANK"])
+        board.leave(local_rank, EXIT_DONE)  # an attempt before this one may have left another
         code = EXIT_FAILED
         try:
-            code = TorchrunEnv().launch(job, server)
+            code = torchrun_env.run(job, server, _STORE_KEY)
             return code
         except ENDS as error:
-            code = first_end(error).exit_code
+            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # this machine's agent may send it after another's
+            end = first_end(error)
+            code = end.exit_code
+            if _is_to_begin_again(end, board):
+                code = EXIT_FAILED if isinstance(end, AbsentError) else EXIT_DONE
+                return _leave_to_begin_again(end, job)
             raise
         finally:
-            if code > 128 and any(not _ends_all(one) for one in _codes(Path(os.environ[_CODES]))):
-                code = EXIT_FAILED  # one that has failed has left: the agent ends the others, to start them all again
-            _leave_code(code)
+            board.leave(local_rank, code)
             if _ends_all(code):
                 _wait_for_the_end()
 
@@ -143,21 +176,58 @@ class _Keeper:
         return self.lost
 
 
-@contextmanager
-def _memory(data: bytes) -> Iterator[Path]:
-    """Hold data in memory under a path that this user's other processes of the host can open; it goes with this process."""
-    descriptor = os.memfd_create("ddpexp")
-    try:
-        os.write(descriptor, data)
-        yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-    finally:
-        os.close(descriptor)
+def _refuse_finished(job: Job) -> None:
+    """Raise FinishedError where the run that is asked for is finished, and leave what else is to be refused to the ranks."""
+    with suppress(RefusedError):
+        job.foresee()
 
 
-def _leave_code(code: int) -> None:
-    """Leave this rank's exit code where the command that has started the agent looks for it."""
-    with suppress(OSError), open(os.environ[_CODES], "r+b", buffering=0) as codes:  # that command may be gone
-        os.pwrite(codes.fileno(), code.to_bytes(_CODE_BYTES, "little"), int(os.environ["LOCAL_RANK"]) * _CODE_BYTES)
+def _is_to_begin_again(end: End, board: Board) -> bool:
+    """Tell whether a rank ends only to be started again, by this machine's agent or by another machine's."""
+    if isinstance(end, AbsentError):
+        _wait_for_agent(board, _ABSENT_SECONDS)
+        return True
+    if not isinstance(end, StoppedError):
+        return False
+    if end.signum == signal.SIGUSR2:  # another machine's agent may have sent it, and this one's has still to hear of that
+        _wait_for_agent(board, _HEAR_SECONDS)
+        return board.phase() == Phase.MEETS
+    # The agent ends the ranks that are left when one has failed. It looks for that all the time, but for microseconds then.
+    for _ in range(2):
+        if board.phase() not in (Phase.LOOKS, Phase.MEETS):
+            return False
+        time.sleep(_LOOK_SECONDS)
+    return True
+
+
+def _wait_for_agent(board: Board, seconds: float) -> None:
+    """Wait until this machine's agent ends the ranks to meet the others, or a signal says that somebody ends them."""
+    deadline = time.monotonic() + seconds
+    with suppress(StoppedError):
+        while board.phase() != Phase.MEETS and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+
+def _leave_to_begin_again(end: End, job: Job) -> int:
+    """Write down how far the run is, say so once, and return the code to leave with."""
+    if isinstance(end, StoppedError) and os.environ["RANK"] == "0":
+        left, *_ = job.interrupt(end.step, end.saved).splitlines()
+        say(f"ddpexp: the machines meet again; {left}")
+    elif isinstance(end, AbsentError) and not end.quiet:
+        say(f"ddpexp: {end}")
+    return EXIT_FAILED
+
+
+def _needs_list(board: Board) -> bool:
+    """Tell whether the ranks ran here and are to be started again."""
+    return bool(board.codes()) or board.phase() == Phase.MEETS
+
+
+def _say_where(phase: Phase, error: StoppedError) -> None:
+    """Say that a signal came while no rank was there to say so."""
+    if phase in (Phase.FIRST, Phase.MEETS):
+        left = "nothing was started" if phase == Phase.FIRST else "what was saved before stays, and the same command resumes it"
+        say(f"ddpexp: interrupted by {signal.Signals(error.signum).name} while the machines met: {left}")
 
 
 def _ends_all(code: int) -> bool:
@@ -169,10 +239,3 @@ def _wait_for_the_end() -> None:
     """Let the command end the agent while all is quiet: one that sees a rank leave starts it again, and may miss a signal then."""
     with suppress(StoppedError):
         time.sleep(_END_SECONDS)
-
-
-def _codes(place: Path) -> list[int]:
-    """Return the exit codes of the ranks that did not end well, by rank."""
-    found = place.read_bytes()
-    codes = [int.from_bytes(found[i : i + _CODE_BYTES], "little") for i in range(0, len(found), _CODE_BYTES)]
-    return [code for code in codes if code != EXIT_DONE]

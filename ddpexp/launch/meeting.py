@@ -20,7 +20,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import AbsentError, RefusedError
 from ddpexp.launch.control import Lines
 from ddpexp.launch.network import LOOPBACK, holder_of, is_loopback, is_wildcard, own_address
 
@@ -350,7 +350,7 @@ def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[d
             while len(found) < size - 1:
                 if time.monotonic() >= deadline:
                     absent = sorted(set(range(1, size)) - set(found))
-                    raise RefusedError(_missing(absent, size, seconds, who) + _only_here(way, address))
+                    raise AbsentError(_missing(absent, size, seconds, who) + _only_here(way, address))
                 for peer, hello in door.wait(deadline):
                     if hello is None:  # it may come again
                         found.pop(peer.index, None)
@@ -360,7 +360,7 @@ def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[d
         return Meeting(0, [peer for peer, _ in ordered], address), [hello for _, hello in ordered]
     except RefusedError as error:
         for peer, _ in found.values():
-            peer.send({"kind": "refused", "message": str(error)})
+            peer.send({"kind": "absent" if isinstance(error, AbsentError) else "refused", "message": str(error)})
             peer.channel.close()
         raise
     finally:
@@ -497,7 +497,7 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
         time.sleep(min(_LONGEST_RETRY_SECONDS, max(_RETRY_SECONDS, waited / 10), max(0.0, seconds - waited)))
     if dead:
         way.close()  # it leads to one that was killed
-    raise RefusedError(
+    raise AbsentError(
         f"{who} {hello['index']} did not find {who} 0 within {seconds:g} s: {seen}. Was it started, and is its host reached?"
     )
 

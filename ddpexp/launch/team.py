@@ -15,7 +15,7 @@ from importlib import metadata
 from itertools import accumulate
 from typing import Any
 
-from ddpexp.errors import ENDS, EXIT_FAILED, Failure, FinishedError, RefusedError
+from ddpexp.errors import ENDS, EXIT_FAILED, AbsentError, Failure, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Crew, Job, Layout, leftovers
 from ddpexp.launch.causes import Worker
 from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
@@ -117,7 +117,8 @@ def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: floa
                     peer.send({**go, "seat": asdict(seats[peer.index])})
                 _hear_ready(called, who)
         except ENDS as error:
-            meeting.tell({"kind": "finished" if isinstance(error, FinishedError) else "refused", "message": str(error)})
+            kind = "finished" if isinstance(error, FinishedError) else "absent" if _is_absence(error) else "refused"
+            meeting.tell({"kind": kind, "message": str(error)})
             raise
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
@@ -136,9 +137,14 @@ def _hear_ready(peers: Sequence[Any], who: str) -> None:
         try:
             answer = peer.receive(time.monotonic() + 24 * 3600)  # data may have to be made ready there
         except EOFError:
-            raise RefusedError(f"{who} {peer.index} on {peer.host} ended before the job began: see what it says there.") from None
+            raise AbsentError(f"{who} {peer.index} on {peer.host} ended before the job began: see what it says there.") from None
         if answer["kind"] == "refused":
             raise RefusedError(answer["message"])
+
+
+def _is_absence(error: BaseException) -> bool:
+    """Tell whether nothing is wrong with the job: a command of it is gone, or was stopped before it began."""
+    return isinstance(error, AbsentError | StoppedError)
 
 
 def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
@@ -173,13 +179,15 @@ def _next(leader: Any, kind: str) -> dict[str, Any]:
     try:
         message: dict[str, Any] = leader.receive(time.monotonic() + 24 * 3600)
     except (EOFError, TimeoutError):
-        raise RefusedError(
+        raise AbsentError(
             f"the command of rank zero on {leader.host} ended before the job began: see what it says there."
         ) from None
     if message["kind"] == "refused":
         raise RefusedError(message["message"])
     if message["kind"] == "finished":
         raise FinishedError(message["message"])
+    if message["kind"] == "absent":
+        raise AbsentError(message["message"])
     if message["kind"] != kind:
         raise RefusedError(f"the command of rank zero on {leader.host} is of another version of ddpexp: install the same one.")
     return message

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddpexp.errors import RefusedError
+from ddpexp.errors import AbsentError
 from ddpexp.launch import Job, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.meeting import Fixed, Told, Way
@@ -32,27 +32,31 @@ class TorchrunEnv:
             RefusedError: a variable is missing or contradicts another one. WorkerError: a worker failed. StoppedError: a
             signal to this process ended the run.
         """
-        place = of_torchrun(job.asked)
-        server = server or Server()
-        try:
-            return team.run(job, place, way(place, server, job.asked.timeout.init_seconds), server)
-        finally:
-            server.close()
+        return run(job, server, f"ddpexp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
 
-def way(place: Place, server: Server, seconds: float, environ: Mapping[str, str] = os.environ) -> Way | None:
+def run(job: Job, server: Server | None, key: str) -> int:
+    """Do what `TorchrunEnv.launch` does; under `key` the ranks find one another in the agent's store, where there is one."""
+    place = of_torchrun(job.asked)
+    server = server or Server()
+    try:
+        return team.run(job, place, way(place, server, job.asked.timeout.init_seconds, key), server)
+    finally:
+        server.close()
+
+
+def way(place: Place, server: Server, seconds: float, key: str, environ: Mapping[str, str] = os.environ) -> Way | None:
     """Return how the ranks find one another: torchrun's agent keeps a store; without one rank zero takes the port itself."""
     if place.size == 1:
         return None
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return Fixed(host, int(port), ("MASTER_ADDR", "MASTER_PORT"))
-    key = f"ddpexp/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def call(*words: str) -> str | None:
         code, text = server.call("ddpexp.launch.agent_store:main", [json.dumps([host, int(port), key, seconds, *words])])
         if code:
-            raise RefusedError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
+            raise AbsentError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
         return next((line.removeprefix(_MARK) for line in text.splitlines() if line.startswith(_MARK)), None)
 
     return Told(publish=call, ask=call, local=place.local_world_size == place.size)

@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from ddpexp.errors import StoppedError
+from ddpexp.errors import AbsentError, StoppedError
 from ddpexp.launch.elastic import Elastic
-from tests.conftest import Call, Ddpexp, ddpexp_processes, finish
+from ddpexp.launch.elastic_board import Board, Phase
+from ddpexp.launch.process import children
+from tests.conftest import Call, Ddpexp, Done, ddpexp_processes, finish
 from tests.launch.starters import free_port
 from tests.launch.test_torchrun import CODE
 from tests.points import Recipe, wait_for
+from tests.test_interruptions import points_of_tensorboard
+
+GATED = """\
+class Gated(Sides):
+    # Says once that it is there, and takes its time for as long as a file is not there.
+    def __init__(self, gate):
+        self.gate, self.said = gate, False
+
+    def step(self, model, batch):
+        if RANK == 0 and not self.said:
+            self.said = True
+            with open(self.gate + ".starts", "a") as file:
+                file.write(os.environ["WORLD_SIZE"] + "\\n")
+        if not os.path.exists(self.gate):
+            time.sleep(0.2)
+        return super().step(model, batch)
+"""
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
-    return Recipe(Ddpexp(tmp_path_factory.mktemp("elastic"), environ), CODE)
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("elastic"), environ), f"{CODE}\n\n{GATED}")
 
 
 @pytest.fixture(scope="module")
@@ -68,24 +91,44 @@ def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe
     assert "torch/distributed" not in done.err.replace("torch/distributed/c10d", "")  # no log of the agent, no traceback of it
 
 
-@pytest.mark.parametrize(("other", "left"), [(0, 128 + signal.SIGTERM), (1, 1), (7, 1), (2, 128 + signal.SIGTERM)])
-def test_a_rank_that_is_ended_because_another_has_failed_does_not_keep_the_agent_from_restarting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: int, left: int
+@pytest.mark.parametrize(
+    ("phase", "end", "left", "leaves"),
+    [
+        (Phase.RUNS, StoppedError(signal.SIGTERM), 128 + signal.SIGTERM, None),
+        (Phase.LOOKS, StoppedError(signal.SIGTERM), 0, 1),
+        (Phase.MEETS, StoppedError(signal.SIGTERM), 0, 1),
+        (Phase.MEETS, StoppedError(signal.SIGUSR2), 0, 1),
+        (Phase.RUNS, StoppedError(signal.SIGUSR2), 128 + signal.SIGUSR2, None),
+        (Phase.MEETS, AbsentError("one is gone"), 1, 1),
+    ],
+)
+def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase, end: Exception | StoppedError, left: int, leaves: int | None
 ) -> None:
-    """The agent ends who is left when one rank's command has gone: that looks like somebody's SIGTERM, and is none."""
+    """The agent ends who is left when one rank's command has gone, and all when a machine comes: that is no user's stop."""
 
-    def stopped(*_: object) -> int:
-        raise StoppedError(signal.SIGTERM)
+    def ended(*_: object) -> int:
+        raise end
 
-    codes = tmp_path / "codes"
-    codes.write_bytes(other.to_bytes(4, "little") + bytes(4))
-    monkeypatch.setenv("DDPEXP_EXIT_CODES", str(codes))
+    for name in ("_END_SECONDS", "_HEAR_SECONDS", "_ABSENT_SECONDS"):
+        monkeypatch.setattr(f"ddpexp.launch.elastic.{name}", 0)
+    monkeypatch.setattr("ddpexp.launch.torchrun_env.run", ended)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr("ddpexp.launch.torchrun_env.TorchrunEnv.launch", stopped)
-    monkeypatch.setattr("ddpexp.launch.elastic._END_SECONDS", 0)
-    with pytest.raises(StoppedError):
-        Elastic().member(Call("time:sleep", ["0"], tmp_path))
-    assert int.from_bytes(codes.read_bytes()[4:], "little") == left
+    monkeypatch.setenv("RANK", "1")
+    before = signal.getsignal(signal.SIGUSR2)
+    with Board.make(2) as board:
+        monkeypatch.setenv("DDPEXP_BOARD", str(board.path))
+        board.note(phase)
+        board.leave(0, 7)  # the one that has failed
+        try:
+            if leaves is None:
+                with pytest.raises(StoppedError):
+                    Elastic().member(Call("time:sleep", ["0"], tmp_path))
+            else:
+                assert Elastic().member(Call("time:sleep", ["0"], tmp_path)) == leaves
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+        assert board.codes() == [7, left][: 1 + bool(left)]
 
 
 def test_the_agent_gives_up_after_max_restarts(recipe: Recipe) -> None:
@@ -169,3 +212,115 @@ def test_a_signal_to_save_and_one_to_go_on_later_reach_the_ranks(recipe: Recipe)
     wait_for(lambda: not ddpexp_processes() - before, 8)
     assert done.result()["status"] == "interrupted"
     assert "starting again" not in done.err
+
+
+QUICK = 'launcher.rdzv_conf="last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"'
+LONG = (
+    "data.train=4800", "trainer.epochs=2", "trainer.log_every=1", "trainer.checkpoint_every=20", "trainer.reduction=exact",
+    "trainer.micro_batch_size=12", "logger=tensorboard", "task._target_=points.Gated",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines that come and go in one run, which does not end before its gate is opened."""
+
+    recipe: Recipe
+    run: Path
+    endpoint: str
+    started: list[subprocess.Popen[str]]
+
+    @property
+    def gate(self) -> Path:
+        return self.run.with_name(f"{self.run.name}.open")
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """Start a machine; the first keeps the list of them."""
+        words = (
+            "launcher=elastic",
+            "trainer.gpus=1",
+            f"launcher.rdzv_endpoint={self.endpoint}",
+            "trainer.nodes=1:2",
+            QUICK,
+            *words,
+        )
+        process, _ = self.recipe.start(*words, *LONG, f"+task.gate={self.gate}", run=self.run)
+        self.started.append(process)
+        return process
+
+    def wait(self, machines: int, start: int = 0) -> int:
+        """Wait until so many machines train together, in a later start than that; return which start it is."""
+        wait_for(lambda: len(self.starts()) > start and self.starts()[-1] == machines, 120)
+        return len(self.starts())
+
+    def starts(self) -> list[int]:
+        """Return the number of machines of each start that has begun to train."""
+        with suppress(FileNotFoundError):
+            return list(map(int, self.gate.with_name(f"{self.gate.name}.starts").read_text().split()))
+        return []
+
+    def end(self, *machines: subprocess.Popen[str]) -> list[Done]:
+        """Open the gate, and see that all end well with the weights and records of a run that nothing has disturbed."""
+        self.gate.touch()
+        ends = [finish(machine, self.run, 120) for machine in machines]
+        assert [end.code for end in ends] == [0] * len(ends), [end.err for end in ends]
+        self.see(ends[0])
+        return ends
+
+    def see(self, done: Done) -> None:
+        undisturbed = self.recipe(*LONG, f"+task.gate={self.gate}")
+        assert done.result()["weights_sha256"] == undisturbed.result()["weights_sha256"]
+        assert done.result()["metrics"] == undisturbed.result()["metrics"]
+        assert [one["step"] for one in done.metrics()] == [one["step"] for one in undisturbed.metrics()]
+        assert points_of_tensorboard(done.run) == points_of_tensorboard(undisturbed.run)
+        assert set(Counter(points_of_tensorboard(done.run)).values()) == {1}
+
+
+def kill(machine: subprocess.Popen[str]) -> None:
+    """Kill every process of a machine at once."""
+    pids, found = [machine.pid], list[int]()
+    while pids:
+        found += pids
+        pids = [child for pid in pids for child in children(pid)]
+    for pid in found:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    machine.communicate()
+
+
+@pytest.fixture
+def machines(recipe: Recipe) -> Iterator[Machines]:
+    found = Machines(recipe, recipe.words()[1], f"127.0.0.1:{free_port()}", [])
+    yield found
+    for machine in found.started:
+        if machine.poll() is None:
+            kill(machine)
+
+
+def test_a_machine_that_comes_late_joins_and_one_that_was_killed_joins_again(machines: Machines) -> None:
+    first = machines.start()
+    start = machines.wait(1)
+    second = machines.start()
+    start = machines.wait(2, start)
+    kill(second)
+    start = machines.wait(1, start)
+    again = machines.start()
+    machines.wait(2, start)
+    one, _ = machines.end(first, again)
+    assert "ddpexp: the machines meet again; saved at step " in one.err
+    assert "interrupted" not in one.err
+    assert "Traceback" not in one.err
+
+
+@pytest.mark.slow
+def test_ten_late_joins_and_ten_returns(machines: Machines) -> None:
+    first = machines.start("launcher.max_restarts=10")  # joining uses none of them
+    start = machines.wait(1)
+    for _ in range(10):
+        second = machines.start()
+        start = machines.wait(2, start)
+        kill(second)
+        start = machines.wait(1, start)
+    second = machines.start()
+    machines.wait(2, start)
+    machines.end(first, second)
