@@ -13,9 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, AbsentError, End, RefusedError, StoppedError, first_end
+from ddpexp.errors import (
+    ENDS,
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    AbsentError,
+    End,
+    FinishedError,
+    RefusedError,
+    StoppedError,
+    first_end,
+)
 from ddpexp.launch import Job, child, torchrun_env
-from ddpexp.launch.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Board, Phase, memory
+from ddpexp.launch.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Board, Phase, memory, quiet_agent
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.layout import resolve
 from ddpexp.launch.terminal import say
@@ -62,7 +73,7 @@ class Elastic:
         if server is not None:
             server.close()  # each worker's command has its own
         if self.rdzv_endpoint is not None:
-            _refuse_finished(job)  # there is a list of machines to wait for only while a run lasts
+            _refuse_finished(job)
         job.leads = False  # one of the commands that the agent starts does
         with memory(json.dumps(job.described()).encode()) as described, Board.make(here.world_size) as board:
             words = [
@@ -73,11 +84,21 @@ class Elastic:
             saving = str(int(job.asked.grace_seconds) + _SAVE_SECONDS)
             # Each worker sets its own number of threads.
             environ = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": saving, **os.environ, **board.variables()}
+            environ |= quiet_agent(os.environ)
+
+            def list_is_lost() -> bool:
+                phase = board.phase()
+                again = bool(board.codes()) or phase == Phase.MEETS  # the ranks ran here and are to be started again
+                if keeper is None or not (again or phase == Phase.FIRST) or keeper.answers():
+                    return False
+                keeper.lost = again or _is_finished(job)  # there is a list to wait for only while a run lasts
+                return keeper.lost
+
             try:
                 code = child.run(
                     words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
                     ended=lambda: any(map(_ends_all, board.codes())),
-                    lost=lambda: keeper is not None and _needs_list(board) and keeper.is_lost(),
+                    lost=list_is_lost,
                 )  # fmt: skip
             except StoppedError as error:
                 _say_where(board.phase(), error)
@@ -161,10 +182,10 @@ class _Keeper:
     _failures: int = 0
     _next: float = 0.0
 
-    def is_lost(self) -> bool:
-        """Look once a second whether somebody listens there; what does not answer twice is lost."""
+    def answers(self) -> bool:
+        """Look once a second whether somebody listens there; what does not answer twice is gone."""
         if time.monotonic() < self._next:
-            return self.lost
+            return self._failures < 2
         host, _, port = self.endpoint.rpartition(":") if ":" in self.endpoint else (self.endpoint, "", _PORT)
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
@@ -172,14 +193,21 @@ class _Keeper:
         except (OSError, ValueError):
             self._failures += 1
         self._next = time.monotonic() + _ANSWER_SECONDS
-        self.lost = self._failures > 1
-        return self.lost
+        return self._failures < 2
 
 
 def _refuse_finished(job: Job) -> None:
     """Raise FinishedError where the run that is asked for is finished, and leave what else is to be refused to the ranks."""
     with suppress(RefusedError):
         job.foresee()
+
+
+def _is_finished(job: Job) -> bool:
+    try:
+        _refuse_finished(job)
+    except FinishedError:
+        return True
+    return False
 
 
 def _is_to_begin_again(end: End, board: Board) -> bool:
@@ -216,11 +244,6 @@ def _leave_to_begin_again(end: End, job: Job) -> int:
     elif isinstance(end, AbsentError) and not end.quiet:
         say(f"ddpexp: {end}")
     return EXIT_FAILED
-
-
-def _needs_list(board: Board) -> bool:
-    """Tell whether the ranks ran here and are to be started again."""
-    return bool(board.codes()) or board.phase() == Phase.MEETS
 
 
 def _say_where(phase: Phase, error: StoppedError) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
 from ddpexp.errors import EXIT_FAILED
-from ddpexp.launch.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Board, Phase
+from ddpexp.launch.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Board, Phase, not_for_ranks
 from ddpexp.launch.process import children, die_with_parent
 
 _TRIES = 5  # to meet, while machines are lost in the middle of it; each may take a minute
@@ -84,6 +84,7 @@ def main() -> None:
     """Run the agent with torchrun's words, behind the parent's process id. Ends this process."""
     parent, *words = sys.argv[1:]
     die_with_parent(int(parent))
+    not_for_ranks()
     logging.disable()
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP"  # to end; the others are for the ranks
     for number in (signal.SIGUSR1, signal.SIGQUIT):

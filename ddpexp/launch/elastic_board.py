@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -13,6 +13,10 @@ from ddpexp.errors import EXIT_DONE
 
 _WHERE = "DDPEXP_BOARD"  # the variable that names the page
 _BYTES = 4  # of a number: the phase, then the exit code of each rank of this machine
+
+# torch's C++ writes its call stacks to the terminal where a connection of the agent breaks. It reads the level once, when it is
+# loaded; the second variable says that the first is not the user's, and not for the ranks.
+_LEVEL, _OURS = "TORCH_CPP_LOG_LEVEL", "DDPEXP_AGENT_LOG_LEVEL"
 
 # How torch's agent ends when the ranks have no part in it; it leaves with these codes, for the command to say why.
 JOB_ENDED, FEW_CAME, LIST_LOST = 3, 4, 5
@@ -86,3 +90,14 @@ def memory(data: bytes) -> Iterator[Path]:
         yield Path(f"/proc/{os.getpid()}/fd/{descriptor}")
     finally:
         os.close(descriptor)
+
+
+def quiet_agent(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep torch's C++ in the agent quiet, unless the user has chosen a level."""
+    return {} if _LEVEL in environ else {_LEVEL: "FATAL", _OURS: "1"}
+
+
+def not_for_ranks() -> None:
+    """Take those variables away again, in the agent."""
+    if os.environ.pop(_OURS, None):
+        os.environ.pop(_LEVEL, None)

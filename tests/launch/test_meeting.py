@@ -184,7 +184,7 @@ def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(way: Way,
     assert time.monotonic() - begin < 5
     with closing(joining.result(20)) as other:
         answer = other.peers[0].receive(time.monotonic() + 5)
-        assert answer == {"kind": "refused", "message": refusal(leading)}
+        assert answer == {"kind": "absent", "message": refusal(leading)}
 
 
 def test_of_many_missing_ten_are_named(fixed: Fixed) -> None:
