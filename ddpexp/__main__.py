@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ddpexp import command, secrets
-from ddpexp.errors import EXIT_REFUSED
+from ddpexp.errors import EXIT_REFUSED, RefusedError
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.limits import raise_files
 from ddpexp.launch.terminal import say, within_patience
@@ -42,6 +42,8 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
         from ddpexp.verbs import evaluate
 
         found = evaluate(argv[1:])
+    if (wrong := secrets.unusable()) is not None:
+        raise RefusedError(wrong)
         return 0 if found is None else command.launch(*found, server)
     if argv[:1] == ["resume"]:
         from ddpexp.sweep.folder import SweepDir

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddpexp.secrets import found, masked, masked_tree, referenced
+from ddpexp.secrets import found, masked, masked_tree, referenced, unusable
 from tests.conftest import Done, finish
 from tests.points import Recipe
 
@@ -179,6 +179,124 @@ def test_what_looks_like_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     (tmp_path / "key").mkdir()
     value = value.replace("/tmp/ssh-x", str(tmp_path))
     assert found({name: value}) == ([(value, name)] if secret else [])
+
+
+ANY = "q5zk7wyx-b9d"
+HEX = "0123456789abcdef" * 4
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "PGPASSWORD", "MYSQL_PWD", "MYSQLPWD", "GITHUB_PAT", "AZURE_DEVOPS_EXT_PAT", "SSHPASS", "DB_PASS", "DBPASS", "REDIS_AUTH",
+        "OAUTH_SECRET", "AUTHTOKEN", "AUTHORIZATION", "APIKEY", "OPENAI_API_KEY", "OPENAIAPIKEY", "wandbApiKey", "dbPassword",
+        "SECRETKEY", "AWS_ACCESS_KEY_ID", "SSH_PRIVATE_KEY", "SIGNING_KEY", "ENCRYPTIONKEY", "SENTRY_DSN", "CONNECTION_STRING",
+        "AZURE_CONNSTR", "SESSION_COOKIE", "SLACK_WEBHOOK_URL", "JWT", "DJANGO_SALT", "DOCKER_CREDS", "GPG_PASSPHRASE", "PASSCODE",
+        "my.token", "my-secret", "TOKENS_2", "DB_PASSWORD_FILE_CONTENT", "HF_TOKEN",
+    ],
+)  # fmt: skip
+def test_names_of_secrets_are_known_in_all_their_forms(name: str) -> None:
+    assert found({name: ANY}) == [(ANY, name)]
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KEYBOARD", "KEYMAP", "MONKEY", "TURKEY", "HOTKEYS", "PASSENGERS", "COMPASS", "BYPASS_RULE", "PASSAGE", "AUTHOR",
+        "GIT_AUTHOR_NAME", "AUTHORITY", "TOKENIZERS_PARALLELISM",
+        "TOKENIZER", "TOKENIZER_NAME", "SECRETARY", "PWD", "OLDPWD", "PATH",
+        "PATTERN", "PATIENCE", "SALTED", "DESCRIPTION", "PASSWORDLESS_LOGIN", "HOSTNAME", "DSNAME", "COMPAT_MODE", "OTPION",
+        "DATABASE_URL", "RECIPE",
+    ],
+)  # fmt: skip
+def test_ordinary_names_are_none_of_secrets(name: str) -> None:
+    assert found({name: ANY}) == []
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    "value",
+    [
+        f"ghp_{HEX[:36]}", f"gho_{HEX[:36]}",
+        f"github_pat_{HEX[:22]}_{HEX[:59]}", "glpat-abcdEFGH0123456789-_", "AKIAABCDEFGHIJKLMNOP",
+        "hf_" + "aBcDeFgHiJ" * 3, "sk-proj-abcdEFGH0123456789-_abc", "sk_live_abcdEFGH01234567", "xoxb-1234567890-abcdEFGH",
+        "npm_" + HEX[:36], "AIza" + HEX[:35],
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdEFGH-_", "dapi" + HEX[:32], "hvs." + HEX[:24],
+        HEX[:40],
+        "postgres://me:correct-horse@host:5432/data?sslmode=require",
+        "https://x.blob.core.windows.net/c?sv=2&sig=abc%3D",
+        "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=abcdEFGH0123==;EndpointSuffix=x",
+        "-----BEGIN PRIVATE KEY-----\nMIIE",
+    ],
+)  # fmt: skip
+def test_what_a_well_known_service_has_issued_is_a_secret_under_any_name(value: str) -> None:
+    assert found({"ANY_NAME": value}) == [(value, "ANY_NAME")]
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("GITHUB_SHA", HEX[:40]), ("CI_COMMIT", HEX[:40]), ("DATABASE_URL", "postgres://me@host:5432/data"),
+        ("URL", "https://host:8080/@me:x"), ("ANY_NAME", "sk-learn"), ("ANY_NAME", "ghp_short"), ("ANY_NAME", HEX[:39]),
+        ("ANY_NAME", "hf_internal_testing"), ("AUTH_MODE", "required"), ("KRB_AUTH", "Kerberos"), ("LR", "0.001"),
+    ],
+)  # fmt: skip
+def test_what_only_resembles_one_is_none(name: str, value: str) -> None:
+    assert found({name: value}) == []
+
+
+@pytest.mark.fault("S10")
+def test_of_a_url_its_password_is_hidden_alone_too_and_what_is_typed_becomes_a_reference_to_all_of_it() -> None:
+    url = "postgres://me:correct-horse@host/data"
+    environ = {"DATABASE_URL": url}
+    shown = masked(f"cannot reach {url}; tried correct-horse at postgres://me@host/data", environ)
+    assert shown == "cannot reach ${DATABASE_URL}; tried ${DATABASE_URL} at postgres://me@host/data"
+    assert referenced([f"data.url={url}"], environ)[0] == ["data.url=${oc.env:DATABASE_URL}"]
+
+
+@pytest.mark.fault("S10")
+def test_further_names_are_listed_in_the_environment() -> None:
+    environ = {
+        "DDPEXP_SECRETS": "PROJECT, CORP_*",
+        "PROJECT": "moon",
+        "CORP_HOST": "10.0.0.7",
+        "CORP_ID": "42",
+        "OTHER": "open sesame",
+    }
+    assert masked("moon 10.0.0.7 42 open sesame", environ) == "${PROJECT} ${CORP_HOST} 42 open sesame"
+    assert unusable(environ) is None
+
+
+@pytest.mark.fault("S10")
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        ("A B", "'A B' is no name of a variable"), ("A,=x", "'=x' is no name"), ("*", "'*' is no name"),
+        ("PROJECT", "the value of PROJECT has fewer than 4 characters"),
+    ],
+)  # fmt: skip
+def test_a_list_of_names_that_cannot_be_meant_is_refused_at_once(recipe: Recipe, listed: str, said: str) -> None:
+    done = recipe(environ={"DDPEXP_SECRETS": listed, "PROJECT": "abc"})
+    assert (done.code, done.run.exists()) == (2, False)
+    assert done.err.startswith(f"ddpexp: DDPEXP_SECRETS={listed}: ")
+    assert said in done.err
+
+
+@pytest.mark.fault("S10")
+def test_a_password_of_a_database_and_a_listed_value_are_in_no_file_of_a_run(recipe: Recipe) -> None:
+    canaries = {"PGPASSWORD": f"{PLAIN}-one", "MY_URL": f"postgres://me:{PLAIN}-two@host/data", "LISTED": f"{PLAIN}-three"}
+    recipe.ddpexp.environ |= {**canaries, "DDPEXP_SECRETS": "LIST*", "TOKEN": "any-token-at-all"}
+    with (recipe.folder / "points.py").open("a") as file:
+        file.write("\n\nclass Named(Sides):\n    def __init__(self, **names):\n        self.names = names\n")
+    typed = [f"+task.{name.lower()}={value}" for name, value in canaries.items() if name != "MY_URL"]
+    url = f"+task.my_url='{canaries['MY_URL']}'"
+    done = recipe("task._target_=points.Named", *typed, url, "logger=tensorboard", "trainer.max_steps=2")
+    assert done.code == 0, done
+    for canary in canaries.values():
+        is_kept(done, canary)
 
 
 def test_the_longer_of_two_secrets_is_masked_first() -> None:
