@@ -1,10 +1,16 @@
 """The command: `python -m ddpexp key=value ...`, and its verbs."""
 
-from __future__ import annotations
-
+# `from __future__ import ...` would be the first import, and thus be looked for in the current folder.
 import os
-import re
 import sys
+
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    # `python -m` has put the current folder in front, which may be anybody's. It stays where it is the checkout that runs.
+    _here = os.getcwd() if os.path.exists(os.curdir) else None
+    if sys.path[0] == _here != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
+        del sys.path[0]
+
+import re
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +20,7 @@ from ddpexp import command, secrets
 from ddpexp.errors import EXIT_REFUSED, RefusedError
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.limits import raise_files
+from ddpexp.launch.programs import OURS, SAFE_PATH
 from ddpexp.launch.terminal import say, within_patience
 
 _FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
@@ -22,6 +29,8 @@ _NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m
 
 def main() -> int:
     """Run the command line and return the exit code."""
+    if os.environ.get(SAFE_PATH) == OURS:  # of the command that has started this one; not meant for what a recipe starts
+        del os.environ[SAFE_PATH]
     sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):
@@ -33,6 +42,8 @@ def main() -> int:
 
 
 def _answer(argv: list[str], leaving: ExitStack) -> int:
+    if (wrong := secrets.unusable()) is not None:
+        raise RefusedError(wrong)
     raise_files()
     # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
     server = Server() if _will_fork(argv) else None
@@ -42,8 +53,6 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
         from ddpexp.verbs import evaluate
 
         found = evaluate(argv[1:])
-    if (wrong := secrets.unusable()) is not None:
-        raise RefusedError(wrong)
         return 0 if found is None else command.launch(*found, server)
     if argv[:1] == ["resume"]:
         from ddpexp.sweep.folder import SweepDir

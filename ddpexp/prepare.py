@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,7 @@ from ddpexp.config import Data
 from ddpexp.config.instantiate import Node, Trust, instantiate
 from ddpexp.errors import RefusedError
 from ddpexp.launch.process import die_with_parent
-
-_PROGRAM = (
-    "import sys; sys.path[:] = filter(None, sys.path); import json; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
-    "from ddpexp.prepare import call_and_answer; call_and_answer(*rest)"
-)
+from ddpexp.launch.programs import python
 
 
 def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
@@ -45,9 +40,8 @@ def call_and_answer(
 ) -> None:
     """Be the other process: call the function and write what it returns to the descriptor `answers`."""
     die_with_parent(parent)
-    if code:
-        sys.path.insert(0, code)
     trust = Trust(tuple(prefixes), Path(code) if code else None)
+    trust.make_importable()
     try:
         answer = {"found": instantiate(Node(target, options), trust, "data.prepare")}
     except RefusedError as error:
@@ -59,8 +53,8 @@ def call_and_answer(
 def _call_elsewhere(data: Data, trust: Trust) -> Any:
     code = str(trust.code) if trust.code else None
     reading, writing = os.pipe()
-    words = json.dumps([sys.path, os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code])
-    process = subprocess.Popen([sys.executable, "-c", _PROGRAM, words], pass_fds=[writing])
+    words = os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code
+    process = subprocess.Popen(python("ddpexp.prepare:call_and_answer", *words), pass_fds=[writing])
     os.close(writing)
     with open(reading) as file:
         text = file.read()

@@ -7,7 +7,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
@@ -179,8 +178,7 @@ def _join(experiment: Experiment, layout: Layout) -> World:
     if experiment.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if experiment.run.code and experiment.run.code not in sys.path:
-        sys.path.insert(0, experiment.run.code)
+    experiment.trust.make_importable()
     world = World.join(layout, _patience(experiment))
     reach("joined")
     return world

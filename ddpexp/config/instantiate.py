@@ -62,6 +62,14 @@ class Trust:
             return True
         return self.code is not None and _lies_in(self.code, parts[0])
 
+    def make_importable(self) -> None:
+        """Have Python find the modules: beside the configs first, and last in the current folder, for a prefix's module there."""
+        if self.code is not None and str(self.code) not in sys.path:
+            sys.path.insert(0, str(self.code))
+        here = Path.cwd()
+        if str(here) not in sys.path and any(_lies_in(here, prefix.partition(".")[0]) for prefix in self.prefixes):
+            sys.path.append(str(here))
+
 
 def _is_offered(target: str, where: str) -> bool:
     """Tell whether a package that the user has installed offers this launcher under just this name."""

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ddpexp.errors import StoppedError
+from ddpexp.launch import programs
 
-# The program dies with this command, whatever happens to that.
-_EXEC = (
-    "import sys; sys.path[:] = filter(None, sys.path); import json, os; parent, path, words = json.loads(sys.argv[1]); "
-    "sys.path[:] = path; from ddpexp.launch.process import die_with_parent; die_with_parent(parent); os.execvp(words[0], words)"
-)
 _MORE_SECONDS = 5.0  # for the program to end, when its workers have
 
 
@@ -38,10 +32,9 @@ def run(
     Raises:
         StoppedError: a signal to this process ended the program, which got the time to end its workers.
     """
-    described = json.dumps([os.getpid(), sys.path, list(words)])
-    program = [sys.executable, "-c", _EXEC, described]
+    program, its = programs.python("ddpexp.launch.programs:become", os.getpid(), list(words)), programs.environ_of_others(environ)
     # A session of its own: Ctrl-C reaches this command alone, which passes it on.
-    with subprocess.Popen(program, env=dict(environ), start_new_session=True) as process, _passing(process, passes):
+    with subprocess.Popen(program, env=its, start_new_session=True) as process, _passing(process, passes):
         try:
             while True:
                 try:

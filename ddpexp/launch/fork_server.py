@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -16,19 +15,13 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.limits import reason, said_with_limit
 from ddpexp.launch.log import Log
 from ddpexp.launch.memory import Memory
+from ddpexp.launch.programs import python
 
 # What a worker needs before its first step. A missing name would cost seconds in every worker, so the tests hold the
 # list against what workers import; nothing here may ask CUDA for devices, for that breaks every forked GPU worker.
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.worker")
 
 _OF_THE_LOADER = 127  # its exit code where it gets no memory
-
-# The folder of the command is not trusted to hold a json.py, so it leaves the path before anything is imported.
-_PROGRAM = (
-    "import sys; sys.path[:] = filter(None, sys.path); import json; "
-    "fd, parent, method, path, preload = json.loads(sys.argv[1]); sys.path[:] = path; "
-    "from ddpexp.launch.server import main; main(fd, parent, method, preload)"
-)
 
 
 class Server:
@@ -40,11 +33,11 @@ class Server:
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
         wanted = list(preload) if start_method == "forkserver" else []
-        words = json.dumps([theirs.fileno(), os.getpid(), start_method, sys.path, wanted])
+        words = python("ddpexp.launch.server:main", theirs.fileno(), os.getpid(), start_method, wanted)
         # posix_spawn, for it neither copies this process nor runs any of its code in the child.
         self.memory = Memory()  # the counters before anything of this run can be killed
         try:
-            self.pid = os.posix_spawn(sys.executable, [sys.executable, "-c", _PROGRAM, words], os.environ)
+            self.pid = os.posix_spawn(words[0], words, os.environ)
         except OSError as error:
             raise RefusedError(f"The fork server could not be started: {said_with_limit(error)}.") from None
         self._process: _Process | None = _Process(self.pid)

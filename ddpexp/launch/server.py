@@ -1,6 +1,6 @@
 """The fork server: a process with everything imported that forks workers on request.
 
-It runs as `python -c "..."` with one inherited socket; requests come and exits go as packets of JSON, descriptors ride
+It runs as an interpreter of its own with one inherited socket; requests come and exits go as packets of JSON, descriptors ride
 along. It knows no job: what to call, where and with which environment is in each request.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.process import die_with_parent
+from ddpexp.launch.programs import python
 
 _PACKET = 1 << 20
 # Schedulers send them to every process of a job at once: the command hears them, and ends the workers and this process.
@@ -176,14 +177,8 @@ def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
         return pid
     try:
         _settle(request, fds, private)
-        program = (
-            "import sys; sys.path[:] = filter(None, sys.path); import json; "
-            "parent, path, entry, arguments = json.loads(sys.argv[1]); sys.path[:] = path; "
-            "from ddpexp.launch.process import die_with_parent; die_with_parent(parent); "
-            "from ddpexp.launch.server import call; sys.exit(call(entry, arguments))"
-        )
-        words = json.dumps([server, sys.path, request["entry"], request["arguments"]])
-        os.execv(sys.executable, [sys.executable, "-c", program, words])
+        words = python("ddpexp.launch.server:call_under", server, request["entry"], request["arguments"])
+        os.execv(words[0], words)
     finally:
         os._exit(127)
 
@@ -204,6 +199,12 @@ def _settle(request: dict[str, Any], fds: Sequence[int], private: Sequence[socke
     for source, target in ((nothing, 0), (fds[0], 1), (fds[0], 2)):
         os.dup2(source, target)
     os.close(nothing)
+
+
+def call_under(parent: int, entry: str, arguments: Sequence[str]) -> int:
+    """Be a new interpreter: like `call`, and end with the parent."""
+    die_with_parent(parent)
+    return call(entry, arguments)
 
 
 def call(entry: str, arguments: Sequence[str]) -> int:

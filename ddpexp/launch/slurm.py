@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Published, by_key
 from ddpexp.launch.place import Place, of_slurm_task, tasks_per_node
 from ddpexp.launch.process import end_with_parent
+from ddpexp.launch.programs import find, located
 from ddpexp.launch.slurm_array import status
 from ddpexp.launch.slurm_commands import ENDED, RUNNING, exact_id, own_id, sbatch, signals_wait, state, states
 from ddpexp.launch.terminal import Terminal, say
@@ -303,7 +303,7 @@ class Slurm:
 
     def _refuse_without(self, programs: Sequence[str]) -> None:
         for program in programs:
-            if shutil.which(program) is None and not self.dry_run:
+            if find(program) is None and not self.dry_run:
                 raise RefusedError(
                     f"launcher=slurm: there is no {program} on this machine, it is not in a Slurm cluster. Use launcher=spawn."
                 )
@@ -397,7 +397,8 @@ def _requeue(error: StoppedError) -> str:
     if not error.saved or error.step is None or error.step <= (error.began or 0):
         return f"job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
     try:
-        done = subprocess.run(["scontrol", "requeue", exact_id() or ""], capture_output=True, text=True, errors="replace")
+        words = [located("scontrol"), "requeue", exact_id() or ""]
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     except OSError as problem:
         return f"job {job_id} is not requeued: scontrol: {problem.strerror}"
     if done.returncode:

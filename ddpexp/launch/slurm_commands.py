@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.launch.programs import environ_of_others, find, located
 from ddpexp.launch.terminal import say
 
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
@@ -49,13 +49,15 @@ def sbatch(script: Path) -> str:
     """Submit a script and return the job's number.
 
     Raises:
-        RefusedError: Slurm does not take it, in its words.
+        RefusedError: Slurm does not take it, in its words. OSError: there is no sbatch.
     """
     # This variable would count for more than what the script says.
     environ = {name: value for name, value in os.environ.items() if name != "SBATCH_ARRAY_INX"}
-    words = ["sbatch", "--parsable", str(script)]
+    words = [located("sbatch"), "--parsable", str(script)]
     # A session of its own: Ctrl-C would end it when the job is submitted and its number is not told yet.
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace", start_new_session=True)
+    done = subprocess.run(
+        words, env=environ_of_others(environ), capture_output=True, text=True, errors="replace", start_new_session=True
+    )
     if done.returncode:
         raise RefusedError(f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})")
     if done.stderr.strip():  # what the cluster has to say
@@ -134,10 +136,13 @@ def array_size() -> int:
 
 def _ask(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
     """Run one of Slurm's commands, without what the user's shell has it leave out; None where there is none."""
-    if shutil.which(words[0]) is None:
+    program = find(words[0])
+    if program is None:
         return None
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
-        return subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS)
+        return subprocess.run(
+            [program, *words[1:]], env=environ, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS
+        )
     except subprocess.TimeoutExpired:  # they look for a controller that is down for a minute
         return None

@@ -47,8 +47,7 @@ def answer(parent: int, answers: int) -> None:
     asked = json.load(sys.stdin)
     try:
         experiment, layout = load(asked["config"]), Layout(**asked["layout"])
-        if experiment.run.code and experiment.run.code not in sys.path:
-            sys.path.insert(0, experiment.run.code)
+        experiment.trust.make_importable()
         facts, steps = learn(experiment, layout, asked["data"], asked["num_samples"])
         found: dict[str, Any] = {"facts": asdict(facts), "steps": steps}
     except RefusedError as error:

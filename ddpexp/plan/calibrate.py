@@ -7,11 +7,10 @@ import os
 import resource
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.hardware import count_gpus, usable_core_numbers, usable_cores
 from ddpexp.launch.process import children, stat
+from ddpexp.launch.programs import python
 from ddpexp.plan.speed import Costs, Measured, Place, fit, turns
 
 _SECONDS = 2.0  # of training that a run is to take: cores are slowed by others' work for a second at a time
@@ -32,10 +32,6 @@ _SMALL_BYTES = 31_400  # of its gradients
 _SMALL_STEPS = 2400
 _ENDLESS_STEPS = 10_000_000
 _SAID = "said"  # the file for what a run says
-_PROGRAM = (
-    "import json, os, sys; from ddpexp.launch.process import die_with_parent; parent, cores = json.loads(sys.argv.pop(1)); "
-    "die_with_parent(parent); cores and os.sched_setaffinity(0, cores); from ddpexp.__main__ import run; run()"
-)
 _OF_THE_RUN = (
     "trainer.nodes=", "trainer.gpus=", "trainer.threads=", "trainer.global_batch_size=", "trainer.micro_batch_size=",
     "trainer.epochs=", "trainer.max_steps=", "trainer.log_every=", "trainer.eval_every=", "trainer.checkpoint_every",
@@ -192,9 +188,12 @@ def num_steps(pilot_ms: float) -> int:
 @contextmanager
 def _started(words: Sequence[str], folder: Path, cores: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run, on some cores alone, that ends with this process; stop it in the end if it still runs."""
-    command = [sys.executable, "-c", _PROGRAM, json.dumps([os.getpid(), list(cores)]), *words]
+    command = python("ddpexp.launch.server:call_under", os.getpid(), "ddpexp.__main__:run", [], argv=words)
     with open(folder / _SAID, "wb") as said:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
+    if cores:
+        with suppress(ProcessLookupError):  # it has ended already
+            os.sched_setaffinity(process.pid, cores)
     try:
         yield process
     finally:

@@ -13,12 +13,8 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
+from ddpexp.launch.programs import python
 from ddpexp.plan.memory import Facts, Parameter
-
-_PROGRAM = (
-    "import sys; sys.path[:] = filter(None, sys.path); import json; path, *rest = json.loads(sys.argv[1]); sys.path[:] = path; "
-    "from ddpexp.plan.build import answer; answer(*rest)"
-)
 
 
 def gather(text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None) -> tuple[Facts, dict[str, int]]:
@@ -30,11 +26,9 @@ def gather(text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_sa
         RefusedError: as a run would. DdpexpError: the user's code failed, or there was not enough memory for it.
     """
     reading, writing = os.pipe()
-    words = json.dumps([sys.path, os.getpid(), writing])
+    words = python("ddpexp.plan.build:answer", os.getpid(), writing)
     asked = {"config": text, "layout": asdict(layout), "data": prepared, "num_samples": num_samples}
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, words], pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno()
-    )
+    process = subprocess.Popen(words, pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
     os.close(writing)
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as asking:  # it may have ended before it has heard all

@@ -6,6 +6,7 @@ import io
 import itertools
 import logging
 import math
+import os
 import random
 import statistics
 import sys
@@ -77,6 +78,7 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that cannot be written, which does not matter
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fonts without a character, and the like
+        _import_matplotlib()
         import matplotlib
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -89,6 +91,18 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=_DPI)
     rundir.write(path, image.getvalue())
+
+
+def _import_matplotlib() -> None:
+    """Import it away from the current folder, whose matplotlibrc it would read, which names modules and programs."""
+    here = os.open(os.curdir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.chdir(os.path.dirname(__file__))
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure  # noqa: F401
+    finally:
+        os.fchdir(here)
+        os.close(here)
 
 
 @dataclass(frozen=True)
@@ -410,6 +424,14 @@ def _unevenness(ordered: Sequence[float]) -> float:
 def _label(text: str, limit: int = _LABEL) -> str:
     line = one_line(text)
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def draw_later(argv: Sequence[str]) -> int:
+    """Import what draws while the last jobs of a sweep run, and call `main` at the end of the standard input."""
+    os.nice(10)
+    _import_matplotlib()
+    sys.stdin.read()
+    return main(argv)
 
 
 def main(argv: Sequence[str]) -> int:

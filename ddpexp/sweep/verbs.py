@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ddpexp import lock, rundir
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.launch.programs import python
 from ddpexp.launch.slurm_commands import states
 from ddpexp.launch.terminal import say
 from ddpexp.printable import one_line
@@ -102,10 +103,11 @@ def _save(folder: Path, asked: Asked, rows: Sequence[Row], goal: Goal) -> None:
 
 def _draw(folder: Path, asked: Asked, goal: Goal) -> bool:
     """Draw the picture in a process of its own: what draws is large, and has a farewell of its own."""
-    words = [sys.executable, "-m", "ddpexp.sweep.picture", *map(rundir.shortest, asked.found), "--out", str(folder)]
+    words = [*map(rundir.shortest, asked.found), "--out", str(folder)]
     words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
+    program = python("ddpexp.sweep.picture:main", words)
     try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS)
+        done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         say(f"ddpexp: sweep.png is left out: {error}")
         return False

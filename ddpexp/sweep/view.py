@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ddpexp import rundir
+from ddpexp.launch.programs import python
 from ddpexp.launch.terminal import say
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.folder import SweepDir
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
 
 _SECONDS = 1.0  # between two looks
 _DRAWING_SECONDS = 60.0
-# What draws is imported while the last jobs run, and waits for the end of its input. The folder of the command is not trusted
-# to hold a module of these names.
-_PICTURE = (
-    "import sys; sys.path[:] = filter(None, sys.path); import json, os; path, words = json.loads(sys.argv[1]); sys.path[:] = path; "
-    "os.nice(10); import ddpexp.sweep.picture as picture, matplotlib.figure, matplotlib.backends.backend_agg; sys.stdin.read(); "
-    "sys.exit(picture.main(words))"
-)
 
 
 class View:
@@ -60,7 +53,7 @@ class View:
             words += [f"sweep.objective={self._goal.metric}"] if self._goal.metric is not None else []
             with suppress(OSError):  # no more processes: there is no picture then
                 self._picture = subprocess.Popen(
-                    [sys.executable, "-c", _PICTURE, json.dumps([sys.path, words])],
+                    python("ddpexp.sweep.picture:draw_later", words),
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
                 )  # fmt: skip
 
