@@ -25,6 +25,7 @@ import yaml
 from ddpexp import lock
 from ddpexp.errors import DdpexpError, Failure, RefusedError
 from ddpexp.launch import Crew, Layout
+from ddpexp.launch.programs import located
 from ddpexp.secrets import masked_tree
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
@@ -33,6 +34,8 @@ _TAIL_BYTES = 1 << 16
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
 _TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
 
+_GIT_SECONDS = 4.0
+_FILTERS = r"^filter\..*\.(clean|process|required)$"
 
 @dataclass(frozen=True)
 class RunDir:
@@ -547,17 +550,52 @@ def _versions(*names: str) -> dict[str, str | None]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Return the commit of the current folder's repository and whether it is changed; None outside of one."""
-    # fsmonitor names a program in the repository's own settings, which need not be ours.
-    options = ["-c", "core.fsmonitor=false", "--no-optional-locks"]
-    words = ["git", *options, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    """Return the commit of the current folder's repository and whether it is changed; None outside of one.
+
+    The repository may be anybody's, and its settings name programs: none of them is run. Whether a file is changed that one of
+    them (a filter, such as that of git-lfs) would have to translate is not known then: "dirty" is None.
+    """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
+        filters = {key.rpartition(".")[0] for key in _git_says("config", "--null", "--name-only", "--get-regexp", _FILTERS)}
+        if any("=" in name for name in filters):
+            return None  # no option can name it
+        none = [
+            part
+            for name in sorted(filters)
+            for what in ("clean=", "process=", "required=false")
+            for part in ("-c", f"{name}.{what}")
+        ]
+        said = _git_says(*none, "status", "-z", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty")
+        changed = [line for line in said if not line.startswith("#")]
+        # 1 .M: an ordinary file, the same in the index, other content. See git-status(1).
+        translated = filters and all(line.startswith("1 .M ") for line in changed)
+        paths = [line.split(" ", 8)[-1] for line in changed] if translated else []
+        attributes = _git_says("check-attr", "-z", "filter", "--", *paths)[2::3] if paths else []
+    except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    lines = done.stdout.splitlines()
-    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid")), None)
-    return {"commit": commit, "dirty": any(not line.startswith("#") for line in lines)}
+    commit = next((line.split()[-1] for line in said if line.startswith("# branch.oid")), None)
+    unknown = paths and all(f"filter.{name}" in filters for name in attributes)
+    return {"commit": commit, "dirty": None if unknown else bool(changed)}
+
+
+def _git_says(*words: str) -> list[str]:
+    """Return what git answers, without letting it run another program. Raises OSError, subprocess.SubprocessError."""
+    # What git asks while it compares files, and what it fetches an object with that is missing.
+    settings = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.sshCommand=false", "protocol.allow=never")
+    environ = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
+    command = [located("git"), "--no-pager", *(part for setting in settings for part in ("-c", setting)), *words]
+    done = subprocess.run(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        timeout=_GIT_SECONDS,
+    )
+    if done.returncode > ("config" in words):  # 1: there is no such setting
+        raise subprocess.CalledProcessError(done.returncode, command)
+    return [part for part in done.stdout.split("\0") if part]
 
 
 def relative(path: Path) -> str:
