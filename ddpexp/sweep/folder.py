@@ -181,7 +181,10 @@ def again_words(words: Sequence[str]) -> list[str]:
 
 
 def runs_code(word: str) -> bool:
-    """Tell whether a word says what code runs, or whom the sweep connects to, or may lead to a file that does."""
+    """Tell whether a word says what code runs, or where, whom the sweep connects to or what weights it starts from.
+
+    So does one that may lead to a file that says so.
+    """
     key, value = key_of(word), word.partition("=")[2]
     if key.startswith(_OF_SWEEPER) and not word.startswith(("+", "~")):
         return runs_code(word.removeprefix(_OF_SWEEPER))
@@ -189,9 +192,9 @@ def runs_code(word: str) -> bool:
         return not _HARMLESS.match(word) and key != "hydra.sweep.dir"
     if not re.fullmatch(r"[\w.-]+", key):
         return True  # an option put into a section of another name, or a folder of options
-    if "." not in key:
-        return bool(set("/{$") & set(value))  # a file outside of the groups' folders, or a whole section
-    return key.startswith(("run.trust", "launcher."))
+    if "." not in key:  # another way to start the jobs; a file outside of the groups' folders, or a whole section
+        return key == "launcher" or bool(set("/{$") & set(value))
+    return key.startswith(("run.trust", "run.init_from", "launcher."))
 
 
 def key_of(word: str) -> str:

@@ -50,17 +50,18 @@ def test_an_option_among_the_words_of_a_sweep_does_not_choose_the_code(sweeps: S
         "run.trust=[os]", "++run.trust=[os]", "run={trust:[os]}", "launcher.setup=[id]", "launcher={setup:[id]}", "+launcher.x=1",
         "+scheduler@launcher=../../theirs", "launcher=../../theirs", "recipe=mnist,../../theirs", "launcher=${oc.env:PWD}",
         "hydra.sweeper.params.run.trust=[os]", "hydra.sweeper.storage=sqlite:///x", "hydra/sweeper=../../theirs", "+hydra.x=1",
-        "hydra.searchpath=[file:///x]",
+        "hydra.searchpath=[file:///x]", "launcher=slurm", "launcher=spawn,slurm", "+launcher=slurm", "run.init_from=x.safetensors",
+        "++run.init_from=x", "hydra.sweeper.params.launcher=slurm", "hydra.sweeper.params.run.init_from=a,b",
     ],
 )  # fmt: skip
-def test_words_that_could_run_code_are_typed_again(word: str) -> None:
+def test_words_that_say_what_runs_and_where_and_from_which_weights_are_typed_again(word: str) -> None:
     assert runs_code(word)
 
 
 @pytest.mark.parametrize(
     "word",
     [
-        "recipe=mnist", "optimizer=adamw,mnist_sgd", "model=glob(*)", "launcher=spawn,slurm", "optimizer.lr=0.1,0.2", "+model.x=1",
+        "recipe=mnist", "optimizer=adamw,mnist_sgd", "model=glob(*)", "run.resume=never", "optimizer.lr=0.1,0.2", "+model.x=1",
         "data.root=/data/mnist", "logger.token=${oc.env:TOKEN}", "trainer.seed=range(3)", "hydra.sweep.dir=here", "~model.bias",
         "hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.n_trials=4", "hydra.sweeper.params.model.x=1,2",
     ],
@@ -76,6 +77,21 @@ def test_of_a_key_that_is_typed_again_nothing_else_counts(tmp_path: Path) -> Non
     assert [word for word in swept.words if "trust" in word] == ["run.trust=[mine]"]
     with pytest.raises(RefusedError, match="counts only when it is typed again"):
         resumed([str(folder.path)], ["ddpexp", "resume", str(folder.path)])
+
+
+@pytest.mark.fault("S4")
+@pytest.mark.parametrize("word", ["launcher=slurm", "run.init_from=/home/me/secret.safetensors"])
+def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_typed_again(
+    sweeps: Sweeps, tmp_path: Path, word: str
+) -> None:
+    folder = given(tmp_path / "theirs", *WORDS, word)
+    done = sweeps.again(folder.path, trusted=False)
+    assert done.code == 2
+    assert f"says itself what code runs, where, or from which weights ({word})" in done.err
+    assert done.err.endswith(f" {word}\n")
+    assert not (tmp_path / "theirs/logs").exists()
+    typed = resumed([str(folder.path), word], ["ddpexp", "resume", str(folder.path), word])
+    assert [one for one in typed.words if one == word] == [word]
 
 
 def test_what_one_start_of_a_sweep_was_allowed_is_typed_again(tmp_path: Path) -> None:
