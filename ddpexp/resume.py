@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_chang
 from ddpexp.config.instantiate import targets
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
+from ddpexp.launch.layout import refuse_threads
 from ddpexp.launch.slurm_commands import exact_id, is_id, is_over, own_id
 from ddpexp.rundir import RunDir, check_yaml, check_yaml_text, sha256
 from ddpexp.secrets import masked_tree
@@ -235,6 +237,11 @@ def _targets(tree: Mapping[str, Any]) -> list[str]:
     return [name for name in (*(target for _, target in targets(sections, "")), prepare) if isinstance(name, str)]
 
 
+def _path(tree: Mapping[str, Any]) -> list[str]:
+    """Return where modules are looked for, as Trust.make_importable has it: those of run.trust in the current folder, too."""
+    return [*sys.path, os.curdir] if tree["run"].get("trust") else sys.path
+
+
 def _code(tree: Mapping[str, Any]) -> Path | None:
     code = tree["run"].get("code")
     return Path(code) if isinstance(code, str) else None
@@ -284,6 +291,9 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
     """Return the layout that the run goes on with, and what its log must say about this start.
 
     The number of threads stays where it was not typed: with another one the last bits of the result would be others.
+
+    Raises:
+        RefusedError: manifest.json, which anybody may have written, names more threads than a worker can start.
     """
     notes = list(earlier.notes)
     world = earlier.manifest.get("world") if earlier.manifest else None
@@ -294,6 +304,7 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
         if device != layout.device:
             notes.append(f"device: {device} -> {layout.device}")
         if asked_threads == "auto" and isinstance(threads, int) and threads > 0:
+            refuse_threads(threads)
             if threads != layout.threads:
                 notes.append(
                     f"threads: {threads} each as before, for another number changes the last bits of the result; "

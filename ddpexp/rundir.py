@@ -30,12 +30,14 @@ from ddpexp.secrets import masked_tree
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
 _YAML_BYTES, _DEPTH = 4 << 20, 100
+_VALUES = 50_000  # of one YAML file, which a run's hundred keys and their lists do not reach
+_VALUE_CHARACTERS, _INTERPOLATION_CHARACTERS = 1 << 16, 1 << 14  # of one value; of all that hold ${...}, which are slow to parse
 _TAIL_BYTES = 1 << 16
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
-_TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
-
 _GIT_SECONDS = 4.0
 _FILTERS = r"^filter\..*\.(clean|process|required)$"
+_TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -424,7 +426,7 @@ def is_shallow(tree: Any, depth: int) -> bool:
 
 
 def check_yaml(path: Path) -> None:
-    """See that a run's YAML file, which anybody may have made, can be read: of bounded size and depth, nothing said twice.
+    """See that a run's YAML file, which anybody may have made, can be read: of bounded size, see check_yaml_text.
 
     Raises: OSError, ValueError, yaml.YAMLError.
     """
@@ -434,13 +436,21 @@ def check_yaml(path: Path) -> None:
 
 
 def check_yaml_text(text: str) -> None:
-    """See that YAML, which anybody may have written, can be read: of bounded depth, nothing said twice.
+    """See that YAML, which anybody may have written, can be read soon: of bounded depth and length, nothing said twice.
 
     Raises: ValueError, yaml.YAMLError.
     """
-    depth = 0
+    depth = values = interpolations = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if isinstance(event, yaml.ScalarEvent):
+            values += 1
+            interpolations += len(event.value) if "${" in event.value else 0
+            if values > _VALUES or len(event.value) > _VALUE_CHARACTERS or interpolations > _INTERPOLATION_CHARACTERS:
+                raise ValueError(
+                    f"it holds more than {_VALUES:,} values, one of more than {_VALUE_CHARACTERS:,} characters, or more than "
+                    f"{_INTERPOLATION_CHARACTERS:,} characters with ${{...}}"
+                )
         if depth > _DEPTH:
             raise ValueError("it is nested too deeply")
         if isinstance(event, yaml.AliasEvent):  # a few of them can stand for more than there is memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from ddpexp.launch.terminal import say
 from ddpexp.rundir import RunDir
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _USAGE = """usage: ddpexp evaluate RUN_DIR_OR_WEIGHTS [key=value ...]
 
@@ -51,20 +51,23 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
         if run.config.is_file() and run.config.stat().st_uid != os.getuid():
             raise RefusedError(f"{place} is another user's: its configuration says whose code runs, so it must be your own.")
         try:
-            text, overrides = run.config.read_text(), yaml.safe_load(run.overrides.read_text())
-        except (OSError, yaml.YAMLError) as error:
+            rundir.check_yaml(run.config)
+            rundir.check_yaml(run.overrides)
+            text, overrides = run.config.read_text(), yaml.load(run.overrides.read_text(), Loader=_LOADER)
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise RefusedError(f"{place} is not a run directory: {error}.") from None
         experiment = load(text)
         job = Training(experiment, text, overrides, ["ddpexp", *overrides], run)
     else:
         try:
-            described = json.loads(place.read_text())
-        except (OSError, ValueError) as error:
+            described = rundir.read_json(place)
+            text, goes_on, typed = described["config"], described["goes_on"], described["typed"]
+            words = described["overrides"], described["command"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
             raise RefusedError(f"{place} describes no job: {error}.") from None
-        experiment = load(described["config"])
-        goes_on = RunDir(Path(described["goes_on"])) if described["goes_on"] is not None else None
-        words = described["overrides"], described["command"]
-        job = Training(experiment, described["config"], *words, typed=described["typed"], goes_on=goes_on)
+        experiment = load(text)
+        home = RunDir(Path(goes_on)) if goes_on is not None else None
+        job = Training(experiment, text, *words, typed=typed, goes_on=home)
     if not isinstance(experiment.launcher, Starter):
         raise RefusedError(f"{place}: its launcher starts no further commands.")
     return experiment.launcher, job
@@ -162,7 +165,7 @@ def _refuse_untyped_words(run: RunDir, launcher: Launcher, typed: Sequence[str],
 def _recorded_trust(run: RunDir) -> list[str]:
     """Return the words that trusted the run's code when it was started, as its own files tell: only to be shown."""
     try:
-        stored = yaml.safe_load(run.config.read_text())["run"]
+        stored = yaml.load(run.config.read_text(), Loader=_LOADER)["run"]
         code, prefixes = stored["code"], stored["trust"]
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return []

@@ -38,6 +38,7 @@ __all__ = [
     "parse",
 ]
 
+_MOST_LOADERS = 1024  # processes for each worker
 Auto = Literal["auto"]
 DATA_KEYS = ("prepare", "validation_fraction", "num_workers", "on_device")  # what every data section understands
 
@@ -141,7 +142,10 @@ def load(text: str) -> Experiment:
     if "${" in text:  # secrets stay references in the file; the library is only loaded where there are some
         from omegaconf import OmegaConf
 
-        values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+        from ddpexp.config.interpolations import bounded_interpolations
+
+        with bounded_interpolations():
+            values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
     return parse(values)
 
 
@@ -272,6 +276,11 @@ def _check(experiment: Experiment) -> None:
         )
     if experiment.data.num_workers < 0:
         raise RefusedError(f"data.num_workers={experiment.data.num_workers}: use 0 or more.")
+    if experiment.data.num_workers > _MOST_LOADERS:
+        raise RefusedError(
+            f"data.num_workers={experiment.data.num_workers} is more processes for each worker than a machine can start: use "
+            f"{_MOST_LOADERS} or fewer."
+        )
     if experiment.strategy.bucket_cap_mb <= 0:
         raise RefusedError(f"strategy.bucket_cap_mb={experiment.strategy.bucket_cap_mb}: use a number above 0.")
     if experiment.strategy.reduce_through == "shared_memory" and experiment.strategy.comm_hook != "none":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import signal
 import sys
 from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from omegaconf.resolvers import oc
 from ddpexp import __version__
 from ddpexp.config import DATA_KEYS
 from ddpexp.config.build import did_you_mean, shown
+from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.errors import RefusedError
@@ -81,7 +81,7 @@ def compose(argv: list[str]) -> Composed | None:
     if words.help:  # of sweeps too
         words.overrides = [word for word in words.overrides if not _MODE.match(word)]
     _refuse_words(words.overrides, bool(for_hydra))
-    with _signals_wait(), one_sentence():
+    with one_sentence():
         if words.help:
             print(_help(words.overrides, words.config_dir))
             return None
@@ -134,7 +134,7 @@ def compose_sweep(argv: list[str]) -> Swept:
     for word in overrides:
         _refuse_in_sweep(word)
     _refuse_words([word for word in overrides if not _OF_SWEEPS.match(word)], False)
-    with _signals_wait(), one_sentence(), quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+    with one_sentence(), quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
         found = GlobalHydra.instance().hydra
         assert found is not None
         parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
@@ -181,7 +181,7 @@ class JobComposer:
         values = [word for word in words if (key := word.partition("=")[0]) in self._swept.keys and re.match(r"\w+\.", key)]
         rest = tuple(word for word in words if word not in values)
         added = _added(self._swept.config_dir)
-        with _signals_wait(), one_sentence():
+        with one_sentence():
             if rest not in self._bases:
                 self._bases[rest] = _without_hydra(_hydra_composes(list(rest), added))
             cfg, choices = self._bases[rest]
@@ -199,8 +199,8 @@ def _asks_hydra(words: Namespace) -> bool:
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Make one sentence of what Hydra and OmegaConf refuse."""
-    with _full_errors():
+    """Make one sentence of what Hydra and OmegaConf refuse, and of what they would take for ever to resolve."""
+    with _full_errors(), bounded_interpolations():
         try:
             yield
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -326,16 +326,6 @@ def _composed(
 
 def _warnings(added: Path | None) -> tuple[str, ...]:
     return tuple(warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder))
-
-
-@contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Let stop signals wait until Hydra is done: OmegaConf would make an error of its own of what their handler raises."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -514,7 +504,8 @@ def _first_line(error: Exception) -> str:
     return re.sub(r"^\w+ raised while resolving interpolation: ", "", " ".join(said[:2])) or type(error).__name__
 
 
-@_signals_wait()
+@bounded_interpolations()
+@quick_yaml()
 def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[Mapping[str, Any], str]:
     """Read a run directory's config.yaml and override it with `key=value` words; also return it as text.
 

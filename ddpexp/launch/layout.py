@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from ddpexp.errors import RefusedError
@@ -9,6 +10,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.hardware import count_gpus, threads_per_worker, why_none
 
 Auto = Literal["auto"]
+_MOST_THREADS = 1024  # of a worker: more than machines have cores; the same number is right elsewhere, so fewer cores refuse none
 _MOST_WORKERS = 256  # with more the requests to the fork server fill its socket before it answers
 
 
@@ -41,8 +43,8 @@ def resolve(
         )
     if backend == "nccl" and kind == "cpu":
         raise RefusedError("trainer.backend=nccl needs GPUs, and the workers are on CPU. Use trainer.backend=gloo or auto.")
-    if threads != "auto" and threads < 1:
-        raise RefusedError(f"trainer.threads={threads} leaves a worker without a thread: use 1 or more.")
+    if threads != "auto":
+        refuse_threads(threads)
     return Layout(
         nodes=1,
         world_size=workers,
@@ -50,3 +52,20 @@ def resolve(
         backend=("nccl" if kind == "cuda" else "gloo") if backend == "auto" else backend,
         threads=threads_per_worker(workers) if threads == "auto" else threads,
     )
+
+
+def refuse_threads(threads: int) -> None:
+    """Look at a number of threads that was typed, or that a run directory names.
+
+    Raises:
+        RefusedError: it leaves a worker without any, or with more than a process can start.
+    """
+    if threads < 1:
+        raise RefusedError(f"trainer.threads={threads} leaves a worker without a thread: use 1 or more.")
+    cores = os.cpu_count() or 1
+    most = max(_MOST_THREADS, cores)
+    if threads > most:
+        raise RefusedError(
+            f"trainer.threads={threads} is beyond this machine, which has {cores} core{'s' if cores > 1 else ''}: a worker could "
+            f"not start so many. Use {most} or fewer, or trainer.threads=auto."
+        )

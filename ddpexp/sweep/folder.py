@@ -22,6 +22,7 @@ from ddpexp.secrets import masked_tree
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
+_WORDS_CHARACTERS = 1 << 13  # of all words: Hydra takes seconds for more
 _JOBS = 10**9  # more than any sweep has, and a number that a file's name takes
 _OF_SWEEPERS = ("multirun.yaml", "optimization_results.yaml")  # what Hydra's write
 IS_JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
@@ -210,7 +211,7 @@ def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
     """
     try:
         rundir.check_yaml(folder.asked)
-        found = yaml.safe_load(folder.asked.read_text())
+        found = yaml.load(folder.asked.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         words, options = found["words"], found["options"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -219,6 +220,8 @@ def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
         ) from None
     if not all(isinstance(part, list) and all(isinstance(word, str) for word in part) for part in (words, options)):
         raise RefusedError(f"{folder.asked} cannot be read: it holds no words.")
+    if sum(map(len, words)) > _WORDS_CHARACTERS:
+        raise RefusedError(f"{folder.asked} cannot be read: its words have more than {_WORDS_CHARACTERS:,} characters.")
     for word in words:
         if not _WORD.fullmatch(word):  # an option would say whose code runs
             raise RefusedError(f"{folder.asked} cannot be read: {word} is not an override, and it holds nothing else.")

@@ -1,0 +1,65 @@
+"""Interpolations within bounds: a few lines of `${...}` can stand for more values, more text and more time than there are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from omegaconf import Container
+
+from ddpexp.errors import RefusedError
+
+_RESOLVED, _NODES, _CHARACTERS = 10_000, 200_000, 8 << 20
+_SECONDS = 3.0  # of this process's own work, however busy the machine is
+
+
+class _Excess(BaseException):
+    """A bound is reached; no `Exception`, of which OmegaConf would make another one."""
+
+
+@contextmanager
+def bounded_interpolations() -> Iterator[None]:
+    """Have OmegaConf resolve no more than a configuration needs, in all that is done inside.
+
+    Raises:
+        RefusedError: there is more.
+    """
+    plain = Container.resolve_parse_tree
+    resolved = nodes = characters = 0
+    deadline = time.process_time() + _SECONDS
+
+    def counted(self: Container, *arguments: Any, **options: Any) -> Any:
+        nonlocal resolved, nodes, characters
+        resolved += 1
+        found = plain(self, *arguments, **options)
+        if isinstance(found, Container):
+            nodes += _count(found, _NODES - nodes)
+        elif isinstance(found, str):
+            characters += len(found)
+        if resolved > _RESOLVED or nodes >= _NODES or characters > _CHARACTERS or time.process_time() > deadline:
+            raise _Excess
+        return found
+
+    Container.resolve_parse_tree = counted  # type: ignore[method-assign]
+    try:
+        yield
+    except _Excess:
+        raise RefusedError(
+            f"The configuration refers to itself with ${{...}} so often that this may have no end: more than {_RESOLVED:,} times, "
+            f"or for more than {_CHARACTERS:,} characters or {_SECONDS:g} s. Write the values themselves."
+        ) from None
+    finally:
+        Container.resolve_parse_tree = plain  # type: ignore[method-assign]
+
+
+def _count(tree: Container, most: int) -> int:
+    """Count the values in a tree, up to `most`, without resolving any."""
+    count, waiting = 0, [tree]
+    while waiting and count < most:
+        content = waiting.pop().__dict__["_content"]
+        inner = list(content.values()) if isinstance(content, dict) else content if isinstance(content, list) else []
+        count += len(inner)
+        waiting += [one for one in inner if isinstance(one, Container)]
+    return count
