@@ -18,14 +18,18 @@ from ddpexp.launch.fork_server import Server
 from ddpexp.launch.terminal import say
 
 _NAMED = 16  # ranks that ended with the first; of thousands the others are counted
+_REPEAT_SECONDS = 2.0  # a second signal sooner than this is the same one
 _NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
 
 
 def told(work: Callable[[], int]) -> int:
     """Do the work of a command and return its exit code; an error is said first."""
     try:
-        return work()
+        code = work()
+        hear_no_more_signals()
+        return code
     except FinishedError as error:
+        hear_no_more_signals()
         if not error.quiet:
             say(f"ddpexp: {error}", sys.stdout)
         return error.exit_code
@@ -50,6 +54,7 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
     try:
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
         code: int = run(job, server)
+        hear_no_more_signals()
         return code
     except (WorkerError, RefusedError) as error:
         _record(job, error)
@@ -99,10 +104,17 @@ def _tell_torchrun(error: End) -> None:
 
 
 def stop_on_signals() -> None:
-    """Turn stop signals into an error from the first moment on; while workers run, their watch hears the signals instead."""
+    """Turn stop signals into an error, inside of `told`; while workers run, their watch hears the signals instead.
+
+    One that follows within two seconds is the same: what the first one undoes is not cut short by it.
+    """
+    again = 0.0  # when the next one counts
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        raise StoppedError(number)
+        nonlocal again
+        if time.monotonic() >= again:
+            again = time.monotonic() + _REPEAT_SECONDS
+            raise StoppedError(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 # A room imports only from rows above its own, and from itself. Rooms of one row do not know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
-    ["errors", "deferred_dynamo", "seeds", "faults", "secrets"],
+    ["errors", "deferred_dynamo", "seeds", "faults", "secrets", "start"],
     ["printable", "sources"],
     ["launch", "task", "schedule"],
     ["lock"],
@@ -30,13 +30,14 @@ ROWS = [
     ["verbs", "command"],
     ["sweep"],
     ["plan"],
+    ["cli"],
     ["__main__"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
-HYDRA = {"config", "sweep", "__main__"}
+HYDRA = {"config", "sweep", "cli"}
 # What the command loads before it hands over to the workers.
 COMMAND = (
-    "__main__", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "data.image_files",
+    "__main__", "cli", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "data.image_files",
     "launch.spawn", "jobs",
 )  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
@@ -114,7 +115,7 @@ def test_recipes_know_nothing_of_us_but_the_task_protocol() -> None:
 
 def test_the_launching_room_could_be_cut_out() -> None:
     for path in (ROOT / "ddpexp/launch").rglob("*.py"):
-        assert known_rooms(path) <= {"launch", "errors", "printable", "ddpexp"}, path
+        assert known_rooms(path) <= {"launch", "errors", "printable", "start", "ddpexp"}, path
 
 
 def loaded_by(*modules: str) -> set[str]:
@@ -142,7 +143,7 @@ def test_what_the_command_imports_does_not_even_know_torch() -> None:
 
 
 def test_the_commands_first_imports_are_of_the_standard_library() -> None:
-    outside = tops(loaded_by("ddpexp.__main__")) - sys.stdlib_module_names
+    outside = tops(loaded_by("ddpexp.cli")) - sys.stdlib_module_names
     of_the_installation = ("_", "sitecustomize", "usercustomize", "distutils")
     assert {name for name in outside if not name.startswith(of_the_installation)} == {"ddpexp"}
 

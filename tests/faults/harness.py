@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import re
+import signal
+import subprocess
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.conftest import Done, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
+
+_SECONDS = 20.0  # for what ends in well under five, on a machine that is busy
 
 
 @dataclass(frozen=True)
@@ -109,3 +116,36 @@ def faulted(recipe: Recipe, fault: str, *words: str, environ: dict[str, str] | N
     process, run = recipe.start(*words, environ={"DDPEXP_FAULT": fault, **(environ or {})})
     begin = time.monotonic()
     return Ended(finish(process, run, timeout), time.monotonic() - begin)
+
+
+def name(pid: int) -> str:
+    """Return the name of a process as the kernel has it."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def gone(before: set[int], started: Sequence[subprocess.Popen[str]], what: str) -> float:
+    """Wait until nothing new is alive and return how long that took."""
+    begin = time.monotonic()
+    while left := ddpexp_processes() - before:
+        for one in started:
+            one.poll()
+        text = ", ".join(f"{name(pid)} {pid}" for pid in left)
+        assert time.monotonic() - begin < _SECONDS, f"{what} leaves {text}"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+@contextmanager
+def ended(before: set[int], *started: subprocess.Popen[str]) -> Iterator[None]:
+    """Leave nothing of what was started behind, whatever the test finds."""
+    try:
+        yield
+    finally:
+        for pid in ddpexp_processes() - before:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for one in started:
+            one.communicate()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ddpexp_processes, finish
-from tests.faults.harness import trained
+from tests.faults.harness import name, trained
 from tests.launch.starters import DDPEXP, SPAWN, Starter, params, skip_without
 from tests.points import ITEMS, Recipe, wait_for
 
@@ -29,13 +29,6 @@ def parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     except OSError:
         return 0
-
-
-def name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 def is_worker(pid: int, run: Path) -> bool:

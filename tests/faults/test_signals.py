@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
+import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from ddpexp.checkpoint.format import complete_checkpoints
-from tests.conftest import ROOT, finish
-from tests.faults.harness import Running
+from tests.conftest import ROOT, ddpexp_processes, finish
+from tests.faults.harness import Running, ended, gone, trained
 from tests.points import Recipe, wait_for
 
 
@@ -67,3 +70,85 @@ def test_a_stop_while_data_is_downloaded_leaves_nothing_of_it(recipe: Recipe, tm
     assert "Traceback" not in done.err
     assert not run.exists()
     assert [path for path in [*tmp_path.glob("data/**/*"), *tmp_path.glob("cache/**/*")] if path.is_file()] == []
+
+
+TIMES = int(os.environ.get("DDPEXP_TEST_TIMES", "40"))
+TRAINING = ("trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0", "trainer.checkpoint_every=0")
+
+
+def hears(pid: int, number: int) -> bool:
+    """Tell whether a process has a handler for a signal: a command makes that of SIGUSR2 last. Source: proc(5), SigCgt."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def signal_command(recipe: Recipe, number: int, wait: Callable[[subprocess.Popen[str], Path], object], *words: str) -> str:
+    """Send a signal when a command has come so far, check its end, and say what that was."""
+    before = ddpexp_processes()
+    process, run = recipe.start("trainer.gpus=2", "trainer.threads=1", *words)
+    with ended(before, process):
+        wait(process, run)
+        ours = process.poll() is None and hears(process.pid, signal.SIGUSR2)
+        over = process.poll() is not None
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        gone(before, [process], f"{signal.Signals(number).name}")
+    code = process.returncode
+    if ours or code == 128 + number or over:
+        assert "Traceback" not in err, err
+        assert code == 128 + number or (code == 0 and "done" in out), (code, out, err)
+    else:
+        assert code == -number, (code, err)  # Python itself was starting
+        assert not any(line.lstrip().startswith('File "') and "ddpexp/cli.py" in line for line in err.splitlines()), err
+    if code == 128 + number:
+        assert f"interrupted by {signal.Signals(number).name}; " in err, err
+    return "done" if code == 0 else "stopped" if code > 0 else "before the first line"
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.fault(11, 14)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_a_signal_to_a_commands_first_lines_is_answered_in_one_sentence(recipe: Recipe, number: signal.Signals) -> None:
+    wait = lambda process, _run: wait_for(lambda: hears(process.pid, signal.SIGUSR2))  # noqa: E731
+    assert signal_command(recipe, number, wait, *TRAINING) == "stopped"
+
+
+def counts(found: Sequence[str]) -> None:
+    print(", ".join(f"{kind}: {found.count(kind)}" for kind in sorted(set(found))))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.fault(11, 14)
+def test_a_signal_in_the_first_seconds_gives_its_exit_code(recipe: Recipe) -> None:
+    draw = random.Random("signals")
+    found = []
+    for _ in range(5 * TIMES // 2):
+        moment = draw.uniform(0, 1.5) if draw.random() < 0.6 else draw.uniform(0, 0.2)
+
+        def wait(_process: subprocess.Popen[str], _run: Path, moment: float = moment) -> None:
+            time.sleep(moment)
+
+        found.append(signal_command(recipe, draw.choice(SIGNALS), wait, *TRAINING))
+    counts(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.fault(8, 14)
+def test_a_signal_while_a_run_ends_gives_its_exit_code(recipe: Recipe) -> None:
+    draw = random.Random("teardowns")
+    found = []
+    for _ in range(5 * TIMES):
+        moment = draw.uniform(0, 0.4)
+
+        def wait(process: subprocess.Popen[str], run: Path, moment: float = moment) -> None:
+            wait_for(lambda: process.poll() is not None or trained(run, 1), 40)
+            time.sleep(moment)
+
+        words = ("trainer.epochs=2", "trainer.log_every=1", "trainer.eval_every=0")
+        found.append(signal_command(recipe, draw.choice(SIGNALS), wait, *words))
+    counts(found)

@@ -1,0 +1,166 @@
+"""The command line: which verb it is for, and a fork server that starts while that is prepared."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from ddpexp import command, secrets
+from ddpexp.errors import EXIT_REFUSED, RefusedError
+from ddpexp.launch.fork_server import Server
+from ddpexp.launch.limits import raise_files
+from ddpexp.launch.programs import OURS, SAFE_PATH
+from ddpexp.launch.terminal import say, within_patience
+
+_FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
+_NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    if os.environ.get(SAFE_PATH) == OURS:  # of the command that has started this one; not meant for what a recipe starts
+        del os.environ[SAFE_PATH]
+    sys.argv[1:] = _take_secrets(sys.argv[1:])
+    argv = _take_local_rank(sys.argv[1:])
+    if not sys.platform.startswith("linux"):
+        say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
+        return EXIT_REFUSED
+    with ExitStack() as leaving:
+        return command.told(lambda: _answer(argv, leaving))
+
+
+def _answer(argv: list[str], leaving: ExitStack) -> int:
+    command.stop_on_signals()
+    if (wrong := secrets.unusable()) is not None:
+        raise RefusedError(wrong)
+    raise_files()
+    # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
+    server = Server() if _will_fork(argv) else None
+    if server is not None:
+        leaving.callback(server.close)
+    if argv[:1] == ["evaluate"]:
+        from ddpexp.verbs import evaluate
+
+        found = evaluate(argv[1:])
+        return 0 if found is None else command.launch(*found, server)
+    if argv[:1] == ["resume"]:
+        from ddpexp.sweep.folder import SweepDir
+        from ddpexp.verbs import resume
+
+        if any(SweepDir(Path(word)).is_sweep() for word in argv[1:]):
+            from ddpexp.sweep.again import resumed
+            from ddpexp.sweep.run import run_sweep
+
+            return run_sweep(resumed(argv[1:], sys.argv), server)
+        run = resume(argv[1:], sys.argv)
+        return 0 if run is None else command.launch(*run, server)
+    if argv[:1] == ["member"]:
+        from ddpexp.verbs import member
+
+        launcher, job = member(argv[1:])
+        return command.launch(launcher, job, server, as_member=True)
+    if argv[:1] in (["table"], ["status"]):
+        from ddpexp.sweep import verbs
+
+        return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
+    if argv[:1] == ["plan"]:
+        from ddpexp.plan.verb import plan
+
+        return plan(argv[1:])
+    return _train(argv, server)
+
+
+def _train(argv: list[str], server: Server | None) -> int:
+    from ddpexp.config import parse
+    from ddpexp.config.compose import compose, compose_sweep, is_sweep
+
+    if is_sweep(argv):
+        from ddpexp.sweep.run import run_sweep
+
+        return run_sweep(compose_sweep(argv), server)
+    composed = compose(argv)
+    if composed is None:
+        return 0
+    experiment = parse(composed.values)
+    for warning in composed.warnings:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"ddpexp: warning: {warning}")
+
+    from ddpexp.jobs import Training
+
+    return command.launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+
+
+def _take_local_rank(argv: list[str]) -> list[str]:
+    """Take out the word that `python -m torch.distributed.launch` puts before the others."""
+    if argv and (found := re.fullmatch(r"--local[-_]rank=(\d+)", argv[0])):
+        os.environ.setdefault("LOCAL_RANK", found[1])
+        return argv[1:]
+    return argv
+
+
+def _take_secrets(argv: list[str]) -> list[str]:
+    """Put references for the secrets that the shell has put into `key=$TOKEN`: what is typed is written down in many places."""
+    words, said = secrets.referenced(argv)
+    for text in said if os.environ.get("RANK", "0") == "0" else ():
+        say(f"ddpexp: {text}: the value stays out of the run's files")
+    return words
+
+
+def _will_fork(argv: list[str]) -> bool:
+    """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
+    if argv[:1] == ["member"]:
+        return True
+    if argv[:1] in (["table"], ["status"], ["plan"]):
+        return False
+    chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
+    if argv[:1] == ["resume"]:
+        chosen = chosen or _launcher_of_run(argv[1:])
+    fresh = any(word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv)
+    here = all(name in _FORK_HERE or (name == "slurm" and "SLURM_STEP_ID" in os.environ) for name in chosen)
+    if argv[:1] in (["evaluate"], ["resume"]):
+        return here and not fresh and len(argv) > 1 and not {"--help", "-h"} & set(argv)
+    asks = any(word.startswith("-") and not word.startswith(_NO_QUESTION) for word in argv)
+    return here and not asks and not fresh
+
+
+def _launcher_of_run(words: list[str]) -> list[str]:
+    """Read from the run directory among the words which launcher it was started with; nothing where that is not plain to see."""
+    for word in words:
+        try:
+            with open(os.path.join(word, "config.yaml")) as file:
+                found = re.search(r"^launcher:\n  _target_: [\w.]*\.launch\.(\w+)\.\w+$", file.read(1 << 16), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        return [found[1].replace("_", "-")] if found else []
+    return []
+
+
+def _open_standard_streams() -> None:
+    """Open what the shell has closed (`>&-`): the next file or socket would get its number, and what is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def run() -> None:
+    """Leave with the exit code of `main`, without the interpreter's slow farewell."""
+    _open_standard_streams()
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        within_patience(partial(_flush, stream))
+    os._exit(code)
+
+
+def _flush(stream: TextIO) -> None:
+    with suppress(OSError, ValueError):  # the reader has gone
+        stream.flush()
