@@ -1,4 +1,4 @@
-"""The first lines of a command, before the imports that take time: signals count from here on."""
+"""The first lines of a command, before the imports that take time: what has started it, and signals that count from here on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,29 @@ import os
 import select
 import signal
 from types import FrameType
+
+
+def _name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read().rstrip("\n")
+    except (OSError, ValueError):
+        return ""
+
+
+# A process whose parent has ended gets another one, so the first look counts. A fork of this process has its own parent.
+_ME, _PARENT = os.getpid(), os.getppid()
+_PARENT_NAME = _name(_PARENT)
+
+
+def parent() -> int:
+    """Return the id of the process that has started this one, as of the first line: it may have ended since."""
+    return _PARENT if os.getpid() == _ME else os.getppid()
+
+
+def parent_name() -> str:
+    """Return the name of the program that has started this one, such as `salloc`; empty where it cannot be seen."""
+    return _PARENT_NAME if os.getpid() == _ME else _name(os.getppid())
 
 
 def stop_on_signals() -> None:

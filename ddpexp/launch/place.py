@@ -6,11 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from ddpexp import start
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Asked
 from ddpexp.launch.process import stat
+from ddpexp.launch.starter import control_port
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
     elastic = "TORCHELASTIC_RUN_ID" in environ
     starter = "torchrun" if elastic else "the environment"
     _refuse_contradiction(asked, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
-    owner = process_identity(os.getppid()) if elastic else None
+    owner = process_identity(start.parent()) if elastic else None
     return Place(rank, size, True, local_rank, local_size, nodes, starter, owner)
 
 
@@ -101,10 +102,10 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-        key = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or str(os.getppid())
+        key = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or str(start.parent())
     elif "PMI_RANK" in environ:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        key = _control_port(os.getppid()) or str(os.getppid())
+        key = control_port(start.parent()) or str(start.parent())
     else:
         raise RefusedError(
             "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: type "
@@ -115,7 +116,7 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place
     local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
     nodes = 1 if local_size == size else None
     _refuse_contradiction(asked, "mpirun", nodes, local_size, names[3])
-    return Place(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(os.getppid())), key
+    return Place(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())), key
 
 
 def process_identity(pid: int) -> str | None:
@@ -182,12 +183,3 @@ def tasks_per_node(text: str) -> list[int]:
             raise RefusedError(f"SLURM_STEP_TASKS_PER_NODE={text} is not a list of numbers such as 2(x3),1.")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
-
-
-def _control_port(pid: int) -> str | None:
-    """Read from MPICH's proxy, the parent of every rank, the address of its mpirun, which all proxies of a job share."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return words[words.index("--control-port") + 1]
-    except (OSError, ValueError, IndexError):
-        return None

@@ -37,6 +37,14 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def ancestors(pid: int) -> list[int]:
+    """Return the parent of a process, its parent and so on, as far as they can be seen."""
+    found: list[int] = []
+    while (words := stat(pid)) is not None and (pid := int(words[1])):
+        found.append(pid)
+    return found
+
+
 def is_gone(pid: int) -> bool:
     """Tell whether a process has ended; of one that nobody has waited for, only the exit code is left."""
     words = stat(pid)
@@ -71,17 +79,19 @@ def die_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def end_with_parent(code: int, report: Callable[[int], None]) -> None:
+def end_with_parent(code: int, report: Callable[[int], None], parent: int, was_lost: Callable[[], bool] = lambda: False) -> None:
     """End this process with `code` soon after its parent has ended, `report` first: it gets the parent's process id.
+
+    `parent` is the process id expected, and `was_lost` tells whether that was another process already: it is asked once.
 
     For what other programs start. The kernel's own signal comes when the *thread* ends that has forked, and programs fork from
     threads that they end (Open MPI does with many ranks). A thread of ours looks, whatever the main one waits for.
     """
-    parent = os.getppid()
 
     def look() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread, and wake it
-        while os.getppid() == parent:
+        lost = was_lost()
+        while not lost and os.getppid() == parent:
             time.sleep(_LOOK_SECONDS)
         try:
             report(parent)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from ddpexp import start
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
 from ddpexp.launch import Asked, Job, Launcher, Layout, child, slurm_array, team
 from ddpexp.launch.fork_server import Server
@@ -197,8 +198,8 @@ class Slurm:
         if self.dry_run:
             print(shlex.join(_forwarding(self.srun(job, nodes, job.folder / "RUN_DIR"))))
             return EXIT_DONE
-        if _is_of_salloc(os.getppid()):
-            end_with_parent(EXIT_FAILED, partial(team.starter_lost, job, "salloc", True))
+        if start.parent_name() == "salloc":  # no shell in which this command was typed
+            end_with_parent(EXIT_FAILED, partial(team.starter_lost, job, "salloc", True), start.parent())
         job.prepare()
         run = job.create().resolve()
         job.note("submitted")
@@ -381,14 +382,6 @@ def _limit_seconds(text: str | int | None) -> int | None:
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
     seconds = (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
     return seconds or None  # 0 is no limit
-
-
-def _is_of_salloc(parent: int) -> bool:
-    """Tell whether salloc itself has started this command, and no shell in which it was typed."""
-    try:
-        return Path(f"/proc/{parent}/comm").read_text().strip() == "salloc"
-    except OSError:
-        return False
 
 
 def _requeue(error: StoppedError) -> str:

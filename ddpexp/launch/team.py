@@ -15,8 +15,9 @@ from importlib import metadata
 from itertools import accumulate
 from typing import Any
 
+from ddpexp import start
 from ddpexp.errors import ENDS, EXIT_FAILED, AbsentError, Failure, FinishedError, RefusedError, StoppedError
-from ddpexp.launch import Crew, Job, Layout, leftovers
+from ddpexp.launch import Crew, Job, Layout, leftovers, starter
 from ddpexp.launch.causes import Worker
 from ddpexp.launch.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
 from ddpexp.launch.fork_server import Server
@@ -54,7 +55,8 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
         RefusedError, WorkerError, StoppedError: like `Launcher.launch`.
     """
     if place.ends_with_parent:
-        end_with_parent(EXIT_FAILED, partial(starter_lost, job, place.starter, place.index == 0))
+        report = partial(starter_lost, job, place.starter, place.index == 0)
+        end_with_parent(EXIT_FAILED, report, start.parent(), partial(starter.was_lost, place.starter))
     asked = job.asked
     told = (place.local_world_size or 1) if place.told else None
     mine = resolve(asked.gpus, asked.device, asked.backend, asked.threads, told)
@@ -88,11 +90,11 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     return _follow(job, place, way, hello, asked.timeout.init_seconds, who, server)
 
 
-def starter_lost(job: Job, starter: str, leads: bool, parent: int) -> None:
+def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
     """Write down and say, in the command that leads, that what started it has been killed."""
     if not leads:
         return
-    text = f"{starter} (process {parent}), which started this command, is gone: it was killed, and its ranks end with it"
+    text = f"{name} (process {parent}), which started this command, is gone: it was killed, and its ranks end with it"
     job.fail(Failure(rank=0, host=platform.node(), kind="StarterLost", message=text))
     with suppress(OSError):  # it may have been what read this
         print(f"ddpexp: {text}", file=sys.stderr, flush=True)
