@@ -35,7 +35,11 @@ def main() -> int:
 
 
 def _answer(argv: list[str], leaving: ExitStack) -> int:
-    command.stop_on_signals()
+    """Do what the words ask for.
+
+    Until there is something to undo a signal ends this process where it is (`start`): as an error it would go through imports
+    and through Hydra, and libraries catch more than they know.
+    """
     if (wrong := secrets.unusable()) is not None:
         raise RefusedError(wrong)
     raise_files()
@@ -56,7 +60,9 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
             from ddpexp.sweep.again import resumed
             from ddpexp.sweep.run import run_sweep
 
-            return run_sweep(resumed(argv[1:], sys.argv), server)
+            again = resumed(argv[1:], sys.argv)
+            command.stop_on_signals()
+            return run_sweep(again, server)
         run = resume(argv[1:], sys.argv)
         return 0 if run is None else command.launch(*run, server)
     if argv[:1] == ["member"]:
@@ -67,10 +73,12 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
     if argv[:1] in (["table"], ["status"]):
         from ddpexp.sweep import verbs
 
+        command.stop_on_signals()
         return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
     if argv[:1] == ["plan"]:
         from ddpexp.plan.verb import plan
 
+        command.stop_on_signals()
         return plan(argv[1:])
     return _train(argv, server)
 
@@ -82,7 +90,9 @@ def _train(argv: list[str], server: Server | None) -> int:
     if is_sweep(argv):
         from ddpexp.sweep.run import run_sweep
 
-        return run_sweep(compose_sweep(argv), server)
+        sweep = compose_sweep(argv)
+        command.stop_on_signals()
+        return run_sweep(sweep, server)
     composed = compose(argv)
     if composed is None:
         return 0

@@ -51,6 +51,7 @@ def told(work: Callable[[], int]) -> int:
 
 def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool = False) -> int:
     """Run the job and have its end written down, by one of the commands that run it."""
+    stop_on_signals()
     try:
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
         code: int = run(job, server)
