@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ddpexp import start
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Asked
-from ddpexp.launch.process import stat
+from ddpexp.launch.process import ancestors, stat
 from ddpexp.launch.starter import control_port
 
 
@@ -105,7 +105,8 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place
         key = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or str(start.parent())
     elif "PMI_RANK" in environ:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        key = control_port(start.parent()) or str(start.parent())
+        # Its proxy may be further above: a script may stand between.
+        key = next(filter(None, map(control_port, ancestors(os.getpid()))), str(start.parent()))
     else:
         raise RefusedError(
             "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: type "
