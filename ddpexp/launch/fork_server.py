@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ddpexp.errors import RefusedError
+from ddpexp.launch.control import SIGNALS
 from ddpexp.launch.limits import reason, said_with_limit
 from ddpexp.launch.log import Log
 from ddpexp.launch.memory import Memory
@@ -37,7 +38,8 @@ class Server:
         # posix_spawn, for it neither copies this process nor runs any of its code in the child.
         self.memory = Memory()  # the counters before anything of this run can be killed
         try:
-            self.pid = os.posix_spawn(words[0], words, os.environ)
+            # A group of its own: Ctrl-C in the terminal reaches the command alone, which knows how to end the workers.
+            self.pid = os.posix_spawn(words[0], words, os.environ, setpgroup=0, setsigmask=SIGNALS)
         except OSError as error:
             raise RefusedError(f"The fork server could not be started: {said_with_limit(error)}.") from None
         self._process: _Process | None = _Process(self.pid)

@@ -20,12 +20,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+from ddpexp.launch.control import SIGNALS
 from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.process import die_with_parent
 from ddpexp.launch.programs import python
 
 _PACKET = 1 << 20
-# Schedulers send them to every process of a job at once: the command hears them, and ends the workers and this process.
+# A terminal and schedulers send them to every process of a job at once: the command hears them, and ends the workers and this
+# process. The command starts this process with all of them blocked, for Python would end with a traceback while it starts.
 _OF_THE_COMMAND = (signal.SIGTERM, signal.SIGHUP)
 # These mean nothing here, nor to a worker before it has made ready for them.
 _NOT_YET = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -34,12 +36,12 @@ _NOT_YET = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> None:
     """Serve until the socket closes. `start_method` is forkserver (fork with everything loaded) or spawn (a new interpreter)."""
     die_with_parent(parent)
-    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches the command alone, which knows how to end the workers
     for signum in _NOT_YET:
         signal.signal(signum, signal.SIG_IGN)
     for signum in _OF_THE_COMMAND:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, for the workers too
             signal.signal(signum, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     _serve(socket.socket(fileno=fd), start_method, _import(preload))
 
 
