@@ -234,17 +234,11 @@ class Machines:
     def gate(self) -> Path:
         return self.run.with_name(f"{self.run.name}.open")
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
         """Start a machine; the first keeps the list of them."""
-        words = (
-            "launcher=elastic",
-            "trainer.gpus=1",
-            f"launcher.rdzv_endpoint={self.endpoint}",
-            "trainer.nodes=1:2",
-            QUICK,
-            *words,
-        )
-        process, _ = self.recipe.start(*words, *LONG, f"+task.gate={self.gate}", run=self.run)
+        words = ("launcher=elastic", "launcher.max_restarts=10", f"launcher.rdzv_endpoint={self.endpoint}", QUICK)
+        typed = (*words, "trainer.gpus=1", "trainer.nodes=1:2", *LONG, f"+task.gate={self.gate}")
+        process, _ = self.recipe.start(*typed, run=self.run)
         self.started.append(process)
         return process
 
@@ -314,7 +308,7 @@ def test_a_machine_that_comes_late_joins_and_one_that_was_killed_joins_again(mac
 
 @pytest.mark.slow
 def test_ten_late_joins_and_ten_returns(machines: Machines) -> None:
-    first = machines.start("launcher.max_restarts=10")  # joining uses none of them
+    first = machines.start()  # ten restarts are all that it has: joining uses none
     start = machines.wait(1)
     for _ in range(10):
         second = machines.start()
