@@ -291,6 +291,7 @@ def machines(recipe: Recipe) -> Iterator[Machines]:
             kill(machine)
 
 
+@pytest.mark.timeout(600)
 def test_a_machine_that_comes_late_joins_and_one_that_was_killed_joins_again(machines: Machines) -> None:
     first = machines.start()
     start = machines.wait(1)
@@ -307,6 +308,7 @@ def test_a_machine_that_comes_late_joins_and_one_that_was_killed_joins_again(mac
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_ten_late_joins_and_ten_returns(machines: Machines) -> None:
     first = machines.start()  # ten restarts are all that it has: joining uses none
     start = machines.wait(1)
