@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.sweep.folder import Record, SweepDir
-from tests.conftest import finish
+from tests.conftest import PATIENCE, finish
 from tests.sweep.conftest import Sweeps
 
 PROGRAM = """\
@@ -22,7 +22,7 @@ print(job.start(None, (), None, {}, Path("/dev/full")).wait())
 
 
 def test_a_job_that_cannot_write_its_last_words_ends_all_the_same(environ: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.stdout, done.stderr) == ("3\n", "")
 
 
@@ -77,7 +77,7 @@ def test_a_job_that_cannot_be_started_waits_for_those_that_run_and_else_fails(sw
     words, path = sweeps.words("trainer.seed=0,1")
     program = [sys.executable, "-c", SCARCE, refused, *words]
     folder, environ = sweeps.recipe.ddpexp.folder, sweeps.recipe.ddpexp.environ
-    done = subprocess.run(program, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(program, cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == code, done.stderr
     ended = [
         (event["job"], event["status"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.points import wait_for
 from tests.sweep.conftest import SweepDone, Sweeps
 
@@ -28,7 +29,7 @@ def test_the_launcher_can_be_swept_and_the_login_node_submits_the_rest_as_one_ar
     assert len(re.findall(r"^submitted array \d+ of 2 jobs", sweep.out, re.MULTILINE)) == 1
     assert f"2 of 4 jobs are submitted; how far they are: python -m ddpexp status {sweep.path.name}\n" in sweep.out
     assert [event["job"] for event in sweep.events("started")] == [0, 1]
-    wait_for(lambda: all((path / "result.json").is_file() for path in sweep.jobs()) and sweep.statuses() == ["done"] * 4, 30)
+    wait_for(lambda: all((path / "result.json").is_file() for path in sweep.jobs()) and sweep.statuses() == ["done"] * 4)
     hashes = [result["weights_sha256"] for result in sweep.results().values()]
     assert hashes[:2] == hashes[2:]
     status = sweeps.recipe.ddpexp("status", str(sweep.path))
@@ -50,10 +51,10 @@ def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: 
     words = ("launcher=slurm", "launcher.array_parallelism=1", "model._target_=points.Wide", "task._target_=points.Paced",
              "trainer.epochs=4", "model.hidden=13,8", "launcher.wait=true")  # fmt: skip
     process, path = sweeps.start(*words)
-    wait_for(lambda: (path / "0001_model.hidden=8" / "metrics.jsonl").is_file(), 60)
+    wait_for(lambda: (path / "0001_model.hidden=8" / "metrics.jsonl").is_file())
     second = sweeps(*words[:-1], path=path)
     assert second.code == 2, "the first command waits, and has the directory"
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, out + err
     assert re.search(r"^  0000_model\.hidden=13: rank 0: ValueError: 13 units bring bad luck$", err, re.MULTILINE)
     sweep = SweepDone(second.done, path)
@@ -69,7 +70,7 @@ def test_in_an_allocation_the_jobs_are_steps_one_after_another(sweeps: Sweeps) -
     typed, path = sweeps.words("launcher=slurm", "trainer.gpus=1", "trainer.seed=0,1", "trainer.threads=1")
     words = ["salloc", "-N2", "--quiet", sys.executable, "-m", "ddpexp", *typed]
     done = subprocess.run(words, cwd=sweeps.recipe.folder, env={**sweeps.recipe.ddpexp.environ}, capture_output=True, text=True,
-                          timeout=90, stdin=subprocess.DEVNULL)  # fmt: skip
+                          timeout=PATIENCE, stdin=subprocess.DEVNULL)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     results = {job: (path / job / "result.json").read_text() for job in ("0000_trainer.seed=0", "0001_trainer.seed=1")}
     assert all('"world_size": 2' in text for text in results.values())

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ddpexp.sweep import picture
 from ddpexp.sweep.rows import rows_of
-from tests.conftest import ROOT
+from tests.conftest import PATIENCE, ROOT
 from tests.sweep.made import Made
 from tests.test_layering import loaded_by, tops
 
@@ -24,7 +24,7 @@ from tests.test_layering import loaded_by, tops
 def process(*words: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddpexp.sweep.picture", *map(str, words)], cwd=ROOT, env={**os.environ, **(environ or {})},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.sweep import verbs
-from tests.conftest import ROOT
+from tests.conftest import PATIENCE, ROOT
 from tests.sweep.made import Made, hold, hold_dead, run
 
 
@@ -20,7 +20,7 @@ def ddpexp(*words: str | Path, cwd: Path = ROOT, environ: dict[str, str] | None 
     return subprocess.run(
         [sys.executable, "-m", "ddpexp", *map(str, words)], cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **(environ or {})},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
 
@@ -168,6 +168,6 @@ def test_a_reader_that_goes_away_is_no_trouble(tmp_path: Path) -> None:
     for number in range(400):  # more than a pipe holds
         made.add("planned", job=number, name=f"{number:04d}_{'x' * 200}", overrides=[])
     command = f"{sys.executable} -m ddpexp status {made.path} | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("status")
