@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ddpexp.checkpoint.format import newest_checkpoint
-from tests.conftest import TAG, Ddpexp, Done, finish
+from tests.conftest import PATIENCE, TAG, Ddpexp, Done, finish
 
 CODE = """\
 import os
@@ -108,7 +108,9 @@ class Recipe:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    def __call__(self, *words: str, timeout: float = 60, environ: dict[str, str] | None = None, run: Path | None = None) -> Done:
+    def __call__(
+        self, *words: str, timeout: float = PATIENCE, environ: dict[str, str] | None = None, run: Path | None = None
+    ) -> Done:
         process, run = self.start(*words, environ=environ, run=run)
         return finish(process, run, timeout)
 
@@ -165,16 +167,10 @@ def session(pid: int) -> dict[int, int]:
     return found
 
 
-def seconds_since(mark: Path) -> float:
-    """Return how long ago a run has made the file; what came before, as a start, takes as long as the machine needs."""
-    return time.time() - mark.stat().st_mtime
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20) -> float:
-    """Wait until the condition holds and return how long that took; fail after `seconds`."""
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    """Wait until the condition holds; fail after `seconds`."""
     begin = time.monotonic()
     while not condition():
         if time.monotonic() - begin > seconds:
             pytest.fail(f"not within {seconds} s")
         time.sleep(0.01)
-    return time.monotonic() - begin

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddpexp.checkpoint.format import scan
-from tests.conftest import Ddpexp, ddpexp_processes
+from tests.conftest import LEFT_SECONDS, Ddpexp, ddpexp_processes
 from tests.points import Recipe
 
 CODE = """\
@@ -27,10 +27,10 @@ class Paced(Sides):
         return super().step(model, batch)
 """
 SOON = (
-    "trainer.timeout.init_seconds=20", "trainer.timeout.step_seconds=2", "trainer.timeout.save_seconds=3",
-    "trainer.timeout.data_seconds=2",
+    "trainer.timeout.init_seconds=60", "trainer.timeout.step_seconds=4", "trainer.timeout.save_seconds=4",
+    "trainer.timeout.data_seconds=4",
 )  # fmt: skip
-"""Timeouts for tests of hangs."""
+"""Timeouts for tests of hangs: soon, and longer than a busy machine keeps a healthy rank from a processor."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def recipe(tmp_path: Path, environ: dict[str, str]) -> Iterator[Recipe]:
     config = found.folder / "conf/recipe/points.yaml"
     config.write_text(config.read_text().replace("points.Sides", "points.Paced"))
     yield found
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + LEFT_SECONDS
     kept = ("torchelastic_", "ompi.")  # what torchrun and Open MPI leave is theirs
     while left := {*_names_in(temporary, kept), *_left_on_the_machine()} - before:
         assert time.monotonic() < deadline, f"left behind: {left}"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.conftest import Done, finish
+from tests.conftest import PATIENCE, Done, finish
 from tests.launch.starters import host
 from tests.points import Recipe, wait_for
 
@@ -47,7 +47,7 @@ class Hosts:
             self.heal(number)
             if "slurmd" not in {_name(pid) for pid in _run("ip", "netns", "pids", f"ddp-node{number}").split()}:
                 _run(*host(number), "slurmd", "-f", str(self.conf), "-N", f"node{number}")
-        wait_for(lambda: set(_run("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"}, 60)
+        wait_for(lambda: set(_run("sinfo", "-h", "-N", "-o", "%T").split()) == {"idle"})
 
     def listening(self, number: int, without: frozenset[int] = frozenset()) -> list[tuple[str, int]]:
         """Return the addresses and ports that processes of a host listen on over IPv4, but for some ports."""
@@ -78,13 +78,13 @@ class Both:
             for number, variables in enumerate(own)
         ]  # fmt: skip
 
-    def finish(self, timeout: float = 60) -> list[Done]:
+    def finish(self, timeout: float = PATIENCE) -> list[Done]:
         """Wait for both."""
         return [finish(process, self.run, timeout) for process in self.processes]
 
 
 def _run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
 
 
 def _name(pid: str) -> str:

@@ -385,5 +385,5 @@ def test_a_poisoned_run_directory_runs_nothing(ddpexp: Ddpexp, run: Path, poison
 @pytest.mark.parametrize("raw", RAW)
 def test_a_configuration_that_is_no_configuration_is_refused_at_once(ddpexp: Ddpexp, run: Path, raw: str) -> None:
     (run / "config.yaml").write_text(RAW[raw])
-    refused(ddpexp("resume", str(run), timeout=20), "config.yaml")
+    refused(ddpexp("resume", str(run)), "config.yaml")
     assert not (ddpexp.folder / "canary").exists()

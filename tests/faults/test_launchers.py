@@ -6,11 +6,11 @@ import json
 import os
 import re
 import signal
-import time
 from typing import Any
 
 import pytest
 
+from tests.conftest import PATIENCE
 from tests.faults.conftest import SOON
 from tests.faults.harness import parent_of, pid_of, trained
 from tests.launch.starters import STARTERS, Starter, skip_without
@@ -47,9 +47,7 @@ def test_a_rank_is_the_cause_for_all(recipe: Recipe, starter: Starter, fault: st
     asked, says, code = FAULTS[fault]
     size = starter.sizes[-1] if 2 not in starter.sizes else 2
     recipe.ddpexp.environ["DDPEXP_FAULT"] = asked
-    begin = time.monotonic()
     done = starter(recipe, size, *EVERY)
-    assert time.monotonic() - begin < 40
     error = json.loads((done.run / "error.json").read_text())
     assert (error["rank"], error["step"], error["phase"]) == (1, 4, "train")
     assert re.search(says, f"{error['kind']}: {error['message']}")
@@ -66,21 +64,18 @@ def test_a_rank_is_the_cause_for_all(recipe: Recipe, starter: Starter, fault: st
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_command_that_is_stopped_with_its_rank_is_named_by_the_other(recipe: Recipe, rank: int) -> None:
     starter = next(one for one in STARTERS if one.name == "variables in shells")
-    started, run = starter.start(recipe, 2, *EVERY, "trainer.epochs=200")
+    started, run = starter.start(recipe, 2, *EVERY, "trainer.epochs=10000")
     wait_for(lambda: trained(run, 3))
     worker = pid_of(rank)
     stopped = [worker, parent_of(worker), started[rank].pid]
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    begin = time.monotonic()
-    _, err = started[1 - rank].communicate(timeout=40)
-    seconds = time.monotonic() - begin
+    _, err = started[1 - rank].communicate(timeout=PATIENCE)
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     assert started[1 - rank].returncode == 1, err
-    assert seconds < 14
     who = "zero" if rank == 0 else "1"
     assert re.search(
         rf"the command of rank {who} on \S+ (does not answer: it is stopped|is gone: it was killed or stopped)", err
     ), err
-    started[rank].communicate(timeout=20)
+    started[rank].communicate(timeout=PATIENCE)

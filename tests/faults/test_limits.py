@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -88,10 +87,8 @@ def start(recipe: Recipe, shell: str, *words: str) -> tuple[subprocess.Popen[str
     return process, run
 
 
-def limited(recipe: Recipe, shell: str, *words: str, timeout: float = 60) -> Ended:
-    process, run = start(recipe, shell, *words)
-    begin = time.monotonic()
-    return Ended(finish(process, run, timeout), time.monotonic() - begin)
+def limited(recipe: Recipe, shell: str, *words: str) -> Ended:
+    return Ended(finish(*start(recipe, shell, *words)))
 
 
 def group_of(controller: str) -> Path:
@@ -111,9 +108,7 @@ def group_of(controller: str) -> Path:
 
 
 def remove(group: Path) -> None:
-    deadline = time.monotonic() + 5
-    while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: not (group / "cgroup.procs").read_text())
     group.rmdir()
 
 
@@ -133,19 +128,15 @@ def memory() -> Iterator[Path]:
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("victim", ["rank", "server"])
 def test_out_of_memory_is_said_with_the_limit(recipe: Recipe, memory: Path, tmp_path: Path, victim: str) -> None:
-    words = ("task._target_=points.Hogs", f"+task.when={tmp_path}/now", "trainer.epochs=500", "trainer.log_every=1")
+    words = ("task._target_=points.Hogs", f"+task.when={tmp_path}/now", "trainer.epochs=50000", "trainer.log_every=1")
     process, run = start(recipe, f"echo $$ > {memory}/cgroup.procs", *words, "trainer.gpus=2")
-    wait_for(lambda: process.poll() is not None or trained(run, 3), 40)
+    wait_for(lambda: process.poll() is not None or trained(run, 3))
     if victim == "server":
         [server] = [pid for pid in children(process.pid) if children(pid)]
         Path(f"/proc/{server}/oom_score_adj").write_text("1000")
-    begin = time.monotonic()
     (tmp_path / "now").touch()
-    ended = Ended(finish(process, run), time.monotonic() - begin)
-    # The kernel needs its time to find that nothing can be freed: the run ends within five seconds of the kill.
-    error = ended.failed(
-        rank=1 if victim == "rank" else 0, within=15, says="killed.*: out of memory: the control group ", step=False
-    )
+    ended = Ended(finish(process, run))
+    error = ended.failed(rank=1 if victim == "rank" else 0, says="killed.*: out of memory: the control group ", step=False)
     assert f"out of memory: the control group {memory} may use 600 MiB. Use a smaller trainer.micro_batch_size" in error["message"]
     assert error["signal"] == signal.SIGKILL
     assert error["kind"] == ("SIGKILL" if victim == "rank" else "ServerLost")
@@ -158,7 +149,7 @@ def children(pid: int) -> list[int]:
 @pytest.mark.fault(20)
 def test_a_kill_that_the_kernel_did_not_count_is_not_called_out_of_memory(recipe: Recipe) -> None:
     process, run = recipe.start(*EVERY, environ={"DDPEXP_FAULT": "forward:kill:1:5"})
-    ended = Ended(finish(process, run), 0)
+    ended = Ended(finish(process, run))
     error = ended.failed(rank=1, says="killed by SIGKILL")
     assert error["message"] == "killed by SIGKILL"
     assert "memory" not in ended.done.err
@@ -229,7 +220,6 @@ def test_the_soft_limit_of_files_is_raised_without_a_word(recipe: Recipe) -> Non
 def test_too_few_files_for_the_workers_are_refused_before_work(recipe: Recipe) -> None:
     ended = limited(recipe, "ulimit -n 64", "trainer.gpus=8")
     assert (ended.done.code, ended.done.run.exists()) == (2, False)
-    assert ended.seconds < 4
     assert ended.done.err == (
         "ddpexp: 8 workers need 68 open files, and this shell allows 64 (ulimit -n): raise it with ulimit -n 68 or more, or use "
         "fewer workers.\n"
@@ -243,7 +233,6 @@ def test_a_rank_that_runs_out_of_files_names_the_limit(recipe: Recipe, words: tu
     assert ended.done.code == 1, ended.done
     assert "this shell allows 44 open files (ulimit -n): raise that limit" in ended.done.err.splitlines()[-1]
     assert "this shell allows 44 open files" in ended.error["message"]
-    assert ended.seconds < 10
 
 
 @pytest.mark.fault(23)
@@ -266,7 +255,7 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
 )
 def test_a_file_that_grows_too_large_names_the_limit(recipe: Recipe, words: tuple[str, ...], rank: int) -> None:
     ended = limited(recipe, "ulimit -f 1024", *EVERY, *words)
-    error = ended.failed(rank=rank, within=14, says="File too large", step=False)
+    error = ended.failed(rank=rank, says="File too large", step=False)
     assert "this shell allows 1,024 KiB a file (ulimit -f): raise that limit" in error["message"]
 
 
@@ -310,9 +299,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(recipe: Recipe, disk:
     assert recipe("trainer.max_steps=4", run=disk / "run").code == 0
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     for run, words in ((disk / "run", ("trainer.max_steps=8",)), (disk / "other", ())):
-        begin = time.monotonic()
         done = recipe(*words, run=run)
-        assert time.monotonic() - begin < 8  # one on a machine with nothing else to do
         assert done.code == 2, done
         assert "Read-only file system" in done.err
         assert done.err.count("\n") == 1
@@ -357,7 +344,6 @@ def test_a_process_too_many_ends_the_run_with_the_limit(
     (processes / "pids.max").write_text(str(allowed))
     ended = limited(recipe, f"echo $$ > {processes}/cgroup.procs", *EVERY, f"trainer.gpus={workers}")
     assert ended.done.code == 1, ended.done
-    assert ended.seconds < 10
     last = ended.done.err.splitlines()[-1]
     assert f"{processes}/pids.max allows {allowed} processes and threads: raise that limit, or use fewer workers" in last
     assert says in last
@@ -369,4 +355,3 @@ def test_too_little_address_space_is_named(recipe: Recipe) -> None:
     ended = limited(recipe, "ulimit -v 400000", *EVERY)
     assert ended.done.code in (1, 2), ended.done
     assert "this shell allows 400,000 KiB of address space (ulimit -v): raise that limit" in ended.done.err
-    assert ended.seconds < 10

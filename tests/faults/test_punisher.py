@@ -107,7 +107,7 @@ def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> 
                 process.kill()  # its aim was not there just then
             print(strike.__name__, "at step", steps(run))
             seen[strike.__name__] += 1
-        done = finish(process, run, 60)
+        done = finish(process, run)
         seen["a checkpoint's write"] += planned and done.code != 0
         if done.code == 0:
             break

@@ -87,7 +87,7 @@ def is_kept(done: Done, canary: str = CANARY) -> None:
 
 def verb(recipe: Recipe, run: Path, *words: str, environ: dict[str, str] | None = None) -> Done:
     process, _ = recipe.ddpexp.start(*words, "--config-dir", str(recipe.folder / "conf"), environ=environ)
-    return finish(process, run, 60)
+    return finish(process, run)
 
 
 @pytest.mark.fault("S10")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Done, finish
+from tests.conftest import PATIENCE, Done, finish
 from tests.points import Recipe
 
 Command = tuple[list[str], dict[str, str]]  # words, and variables beside the usual ones
@@ -34,7 +34,7 @@ class Starter:
     def __str__(self) -> str:
         return self.name
 
-    def __call__(self, recipe: Recipe, size: int, *words: str, timeout: float = 90, run: Path | None = None) -> Done:
+    def __call__(self, recipe: Recipe, size: int, *words: str, timeout: float = PATIENCE, run: Path | None = None) -> Done:
         """Run the job and return how its first command ended, with the output of all."""
         started, run = self.start(recipe, size, *words, run=run)
         return self.finish(started, run, timeout)
@@ -54,7 +54,7 @@ class Starter:
         ]  # fmt: skip
         return started, run
 
-    def finish(self, started: Sequence[subprocess.Popen[str]], run: Path, timeout: float = 90) -> Done:
+    def finish(self, started: Sequence[subprocess.Popen[str]], run: Path, timeout: float = PATIENCE) -> Done:
         """Wait for all commands of the job."""
         done = [finish(process, run, timeout) for process in started]
         return Done(done[0].code, "".join(one.out for one in done), "".join(one.err for one in done), run)

@@ -16,6 +16,7 @@ import pytest
 
 from ddpexp.launch.agreement import Agreement
 from ddpexp.launch.control import Control, Page, What
+from tests.conftest import PATIENCE
 
 
 class Commands:
@@ -145,7 +146,7 @@ def test_a_rank_that_waits_at_a_boundary_is_bound_by_that_one(stack: ExitStack) 
     assert both.settled() == []  # the other's bound is on its way
     assert waiting.is_alive()
     both.deliver(1, 0)
-    waiting.join(10)
+    waiting.join(PATIENCE)
     assert not waiting.is_alive()
     both.deliver(0, 1)
     assert both.settled() == [(1, 5, "save")]
@@ -294,14 +295,14 @@ def test_ranks_of_different_pace_all_act_at_the_same_steps(stack: ExitStack) -> 
     for what in ("save", "save", "save", "stop"):
         before = len(three.settled())
         three.lead.want(what)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while len(three.settled()) == before or three.settled()[-1][2] != what:
             assert time.monotonic() < deadline
             three.advance()
             three.deliver_all(order)
     three.deliver_all(order)
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
     assert all(one == acted[0] for one in acted)
     assert acted[0][-1][1] == "stop"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpexp.checkpoint.format import complete_checkpoints
-from tests.conftest import Ddpexp, Done, living
+from tests.conftest import PATIENCE, Ddpexp, Done, living
 from tests.launch.starters import OFTEN, SPAWN, Starter, params, skip_without
 from tests.points import Recipe
 
@@ -86,7 +86,7 @@ def kill_a_rank(starter: Starter, started: Sequence[subprocess.Popen[str]], run:
 
 
 def wait_for_step(run: Path, step: int, started: Sequence[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while not any(int(path.name[5:]) >= step for path in complete_checkpoints(run / "checkpoints")):
         assert started[0].poll() is None, started[0].communicate()
         assert time.monotonic() < deadline

@@ -13,6 +13,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import hardware
 from ddpexp.launch.hardware import count_gpus, threads_per_worker, usable_cores
 from ddpexp.launch.layout import Auto, resolve
+from tests.conftest import PATIENCE
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int = 8) -> None:
@@ -150,7 +151,7 @@ def test_counting_loads_neither_torch_nor_cuda() -> None:
         "import sys; from ddpexp.launch.hardware import count_gpus; count_gpus();"
         "maps = open('/proc/self/maps').read(); assert 'libcuda.so' not in maps and 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.gpu
@@ -160,5 +161,7 @@ def test_the_count_is_torchs_count() -> None:
     for visible in (None, "0", "", "-1"):
         environ = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
         environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True, timeout=PATIENCE
+        )
         assert count_gpus(environ) == int(done.stdout)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.launch import leftovers
+from tests.conftest import PATIENCE
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ if os.fork() == 0:
     time.sleep(0.2)
     os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
     while not list(tmp_path.iterdir()):
         time.sleep(0.001)
     leftovers.clear(time.time() - 60, tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -260,9 +259,7 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
 def test_the_command_refuses_before_any_socket_opens(
     alone: Ddpexp, tmp_path: Path, words: str, environ: dict[str, str], sentence: str
 ) -> None:
-    begin = time.monotonic()
-    done = alone(*SMALL, *words.split(), environ=environ, timeout=30)
+    done = alone(*SMALL, *words.split(), environ=environ)
     assert (done.code, done.out, done.err) == (2, "", f"ddpexp: {sentence}\n")
-    # A meeting would have waited for the others, trainer.timeout.init_seconds=300.
-    assert time.monotonic() - begin < 20
+    # A meeting would have waited for the others, trainer.timeout.init_seconds=300, and said so.
     assert sorted(tmp_path.iterdir()) == []

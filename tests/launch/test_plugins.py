@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, Ddpexp, Done
+from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.points import Recipe
 
 CODE = """\
@@ -40,7 +40,9 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(content)
     words = ["-q", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", target, source]
-    done = subprocess.run([sys.executable, "-m", "pip", "install", *map(str, words)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *map(str, words)], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 
@@ -77,7 +79,7 @@ def test_its_keys_are_checked_like_ours(recipe: Recipe, example: Path) -> None:
         ("launcher.niceness=low", "launcher.niceness=low is not a whole number."),
         ("launcher.nicenes=3", "launcher.nicenes is not a known key. Did you mean launcher.niceness?"),
     ):
-        done = recipe("launcher=polite", word, environ=seeing(example), timeout=30)
+        done = recipe("launcher=polite", word, environ=seeing(example))
         assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
 
 
@@ -86,11 +88,11 @@ def test_an_unknown_name_and_the_help_list_it(recipe: Recipe, example: Path) -> 
         ("polit", "launcher=polit is not a known option. Did you mean launcher=polite?"),
         ("zzz", "launcher=zzz is not a known option. Known here: elastic, mpi, polite, slurm, spawn, torchrun-env."),
     ):
-        done = recipe(f"launcher={word}", environ=seeing(example), timeout=30)
+        done = recipe(f"launcher={word}", environ=seeing(example))
         assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
     asked = recipe.ddpexp("--help", environ=seeing(example))
     assert "\nlauncher: elastic, mpi, polite, slurm, spawn, torchrun-env\n" in asked.out
-    without = recipe("launcher=polite", timeout=30)
+    without = recipe("launcher=polite")
     assert (without.code, without.err) == (2, f"ddpexp: launcher=polite is not a known option. Known here: {OURS}.\n")
 
 
@@ -141,7 +143,7 @@ class Toy:
     ],
 )  # fmt: skip
 def test_what_is_no_launcher_is_refused_in_a_sentence(recipe: Recipe, tmp_path: Path, value: str, code: str, sentence: str) -> None:
-    done = recipe("launcher=toy", environ=package(tmp_path, value, code), timeout=30)
+    done = recipe("launcher=toy", environ=package(tmp_path, value, code))
     assert done.code == 2
     assert re.fullmatch(rf"ddpexp: {sentence}\n", done.err), done.err
     assert not done.run.exists()
@@ -152,13 +154,13 @@ def test_what_is_no_launcher_is_refused_in_a_sentence(recipe: Recipe, tmp_path: 
 def test_an_entry_point_without_sense_disturbs_nobody(recipe: Recipe, tmp_path: Path, value: str) -> None:
     environ = package(tmp_path, value, target="toy.Toy")
     assert recipe(environ=environ).code == 0
-    done = recipe("launcher=toy", environ=environ, timeout=30)
+    done = recipe("launcher=toy", environ=environ)
     assert done.code == 2
     assert done.err.count("\n") == 1
 
 
 def test_a_class_that_the_entry_point_does_not_name_is_not_allowed(recipe: Recipe, tmp_path: Path) -> None:
-    done = recipe("launcher=toy", environ=package(tmp_path, "toy:Toy", LAUNCHER, target="toy.Other"), timeout=30)
+    done = recipe("launcher=toy", environ=package(tmp_path, "toy:Toy", LAUNCHER, target="toy.Other"))
     assert done.code == 2
     assert done.err.startswith("ddpexp: launcher._target_=toy.Other is not allowed: ")
     assert done.err.endswith(

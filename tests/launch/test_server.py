@@ -16,7 +16,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.fork_server import PRELOAD, Server
 from ddpexp.launch.process import children
 from ddpexp.launch.spawn import Spawn
-from tests.conftest import Call, Ddpexp, finish
+from tests.conftest import PATIENCE, Call, Ddpexp, finish
 from tests.points import ITEMS, Recipe, session, wait_for
 
 CODE = """\
@@ -39,9 +39,9 @@ def recipe(ddpexp: Ddpexp, tmp_path: Path) -> Recipe:
 
 
 def start(recipe: Recipe, *words: str, **environ: str) -> tuple[subprocess.Popen[str], Path]:
-    """Start a run of 2 workers that trains for a minute unless it is ended."""
+    """Start a run of 2 workers that trains until it is ended."""
     task = ("task._target_=points.Marks", f"+task.folder={recipe.ddpexp.folder}/marks")
-    return recipe.start(*task, "trainer.gpus=2", "trainer.epochs=500", *words, environ=environ)
+    return recipe.start(*task, "trainer.gpus=2", "trainer.epochs=50000", *words, environ=environ)
 
 
 def trains(recipe: Recipe) -> bool:
@@ -59,7 +59,7 @@ def test_nothing_outlives_a_killed_command(recipe: Recipe, moment: str) -> None:
     process, run = start(recipe, *(ITEMS if moment == "loading" else ()))
     wait_for(lambda: len(session(process.pid)) >= count and (trains(recipe) or not begun))
     process.kill()
-    wait_for(lambda: not session(process.pid), seconds=2)
+    wait_for(lambda: not session(process.pid))
     assert finish(process, run).code == -signal.SIGKILL
 
 
@@ -71,7 +71,7 @@ def test_a_killed_fork_server_ends_the_command_with_1_saying_so(recipe: Recipe, 
     wait_for(lambda: len(session(process.pid)) >= count and (trains(recipe) or not begun))
     [server] = [pid for pid, parent in session(process.pid).items() if parent == process.pid]
     os.kill(server, signal.SIGKILL)
-    wait_for(lambda: not session(process.pid), seconds=5)
+    wait_for(lambda: not session(process.pid))
     done = finish(process, run)
     assert done.code == 1
     assert "the process that starts the workers was killed" in done.err
@@ -178,5 +178,5 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-c", program, *PRELOAD], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program, *PRELOAD], env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")

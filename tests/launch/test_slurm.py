@@ -22,7 +22,7 @@ import pytest
 from ddpexp.launch import Job
 from ddpexp.launch.slurm import Slurm, _follow, _log_name
 from ddpexp.launch.slurm_commands import state
-from tests.conftest import Ddpexp, Done, ddpexp_processes, finish
+from tests.conftest import PATIENCE, Ddpexp, Done, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
 
 pytestmark = pytest.mark.slurm
@@ -132,7 +132,7 @@ def spawned(recipe: Recipe) -> Callable[[int], Done]:
     return run
 
 
-def typed(recipe: Recipe, program: Sequence[str], *words: str, timeout: float = 60) -> Done:
+def typed(recipe: Recipe, program: Sequence[str], *words: str, timeout: float = PATIENCE) -> Done:
     """Run the command as the last words of another program: salloc, srun."""
     process, run = start(recipe, program, *words)
     return finish(process, run, timeout)
@@ -150,7 +150,7 @@ def start(recipe: Recipe, program: Sequence[str], *words: str) -> tuple[subproce
 
 def ask(*words: str) -> str:
     """Ask one of Slurm's commands."""
-    return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def job_of(done: Done) -> str:
@@ -247,9 +247,9 @@ FAILURES = [
 def test_one_failed_rank_ends_the_job_at_once_with_its_cause(
     recipe: Recipe, how: str, rank: int, code: int, kind: str, message: str, host: str
 ) -> None:
-    begin = time.monotonic()
-    done = recipe(*WAIT, *TWO_BY_TWO, "task._target_=points.Act", f"+task.how='{how}'", f"+task.rank={rank}", "trainer.epochs=500")
-    assert time.monotonic() - begin < 20  # a lost rank's peers would wait for it for minutes
+    done = recipe(
+        *WAIT, *TWO_BY_TWO, "task._target_=points.Act", f"+task.how='{how}'", f"+task.rank={rank}", "trainer.epochs=50000"
+    )
     job_id = job_of(done)
     assert done.code == code
     assert done.err.endswith(f"ddpexp: job {job_id} ended as FAILED\n")
@@ -378,7 +378,7 @@ def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     setup = ('printf "%s\\n%s" "$SLURM_JOB_NAME" "$PWD"', "exit 5")
     script = run / "job.sbatch"
     script.write_text(Slurm(job_name=name, setup=setup, sbatch_args=(f"--comment={name}",)).script(Job(), 1, run))
-    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
     assert state_of(job_id) == ("FAILED", "5:0")
@@ -426,7 +426,7 @@ def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: 
 def test_a_controller_that_is_down_is_2_with_slurms_words(recipe: Recipe, cluster: str, tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text(Path(cluster).read_text() + "SlurmctldPort=9\n")  # where nobody listens, as when it is down
-    done = recipe("launcher=slurm", environ={"SLURM_CONF": str(conf)}, timeout=90)
+    done = recipe("launcher=slurm", environ={"SLURM_CONF": str(conf)})
     assert (done.code, done.out) == (2, "")
     assert re.match(r"ddpexp: sbatch did not take the job: .*Unable to contact slurm controller", done.err), done.err
     assert done.result()["status"] == "failed"
@@ -443,8 +443,8 @@ def test_a_line_break_is_refused_before_anything_is_written(recipe: Recipe) -> N
 
 
 def slow(tmp_path: Path) -> tuple[str, ...]:
-    """Words for a run that lasts a minute unless it is ended."""
-    return ("task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=500", "trainer.log_every=1")
+    """Words for a run that lasts until it is ended."""
+    return ("task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=50000", "trainer.log_every=1")
 
 
 def begun(folder: Path, size: int) -> bool:
@@ -458,7 +458,7 @@ def test_a_running_job_listens_on_its_hosts_own_addresses_alone_and_scancel_leav
     assert found  # the store, and gloo's connections
     assert found <= {"127.0.0.1", *map(socket.gethostbyname, NODES)}
     ask("scancel", job_of(done))
-    wait_for(quiet, seconds=15)
+    wait_for(quiet)
     assert state_of(job_of(done))[0] == "CANCELLED"
     assert done.result()["status"] == "interrupted"
     assert done.result()["step"] > 0
@@ -489,14 +489,14 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
     process, run = recipe.start(*WAIT, *slow(tmp_path), "trainer.gpus=2")
     wait_for(lambda: begun(tmp_path, 2))
     process.send_signal(signal.SIGINT)
-    done = finish(process, run, timeout=10)
+    done = finish(process, run)
     job_id = job_of(done)
     assert done.code == 128 + signal.SIGINT
     assert done.err == f"ddpexp: job {job_id} goes on; end it with scancel {job_id}\n"
     assert not (run / "result.json").exists()
     assert re.search(r"JobState=RUNNING", shown_job(job_id))
     ask("scancel", job_id)
-    wait_for(quiet, seconds=15)
+    wait_for(quiet)
     assert done.result()["status"] == "interrupted"
 
 
@@ -513,7 +513,7 @@ def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: R
     size = records.stat().st_size
     wait_for(lambda: records.stat().st_size > size)
     ask("scancel", job_of(done))
-    wait_for(quiet, seconds=15)
+    wait_for(quiet)
     assert done.result()["status"] == "interrupted"
 
 
@@ -536,7 +536,7 @@ def test_the_users_own_batch_script_is_an_allocation(recipe: Recipe, spawned: Ca
     log = recipe.ddpexp.folder / "own.log"
     done = subprocess.run(
         ["sbatch", "--parsable", f"--output={log}", str(script)],
-        cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=20,
+        cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert state_of(done.stdout.strip()) == ("COMPLETED", "0:0"), log.read_text()
     ended = Done(0, log.read_text(), "", run)
@@ -557,7 +557,7 @@ def test_ctrl_c_in_an_allocation_ends_the_step_and_is_written_down(recipe: Recip
     wait_for(lambda: begun(tmp_path, 2))
     [ours] = [pid for pid in ddpexp_processes() if parent(pid) == process.pid]
     os.kill(ours, signal.SIGINT)
-    done = finish(process, run, timeout=20)
+    done = finish(process, run)
     assert done.code == 128 + signal.SIGINT
     assert done.result()["status"] == "interrupted"
     assert done.err.count("ddpexp: interrupted by SIGINT; saved at step ") == 1
@@ -635,10 +635,8 @@ def test_each_task_sees_the_gpu_that_srun_gave_it(recipe: Recipe, tmp_path: Path
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_one_failed_task_ends_the_step(recipe: Recipe, how: str) -> None:
-    begin = time.monotonic()
-    words = ("task._target_=points.Act", f"+task.how='{how}'", "+task.rank=3", "trainer.epochs=500")
+    words = ("task._target_=points.Act", f"+task.how='{how}'", "+task.rank=3", "trainer.epochs=50000")
     done = typed(recipe, FOUR_TASKS, *words)
-    assert time.monotonic() - begin < 20
     assert done.code == 1
     error = error_of(done.run)
     assert (error["rank"], error["host"], done.result()["status"]) == (3, "node1", "failed")
@@ -671,7 +669,7 @@ def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb", "PS1": "$ "}
     shell = pexpect.spawn(
         "srun", ["-Q", *options, "--pty", "bash", "--norc", "--noprofile"], env=environ, cwd=str(recipe.ddpexp.folder),
-        encoding="utf-8", timeout=40, dimensions=(24, 400),
+        encoding="utf-8", timeout=PATIENCE, dimensions=(24, 400),
     )  # fmt: skip
     shell.sendline(f"{command}; echo code $?.")
     shell.expect(r"code (\d+)\.")
@@ -699,7 +697,7 @@ def test_the_program_of_srun_pty_itself_is_a_task(recipe: Recipe, spawned: Calla
     ours, run = recipe.words("launcher=slurm", "trainer.threads=1")
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
     words = ["-Q", "--pty", sys.executable, "-m", "ddpexp", *ours]
-    child = pexpect.spawn("srun", words, env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=40)
+    child = pexpect.spawn("srun", words, env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE)
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0, child.before
@@ -724,7 +722,7 @@ def is_requeued(job_id: str) -> bool:
 def go_on_now(*job_ids: str) -> None:
     """Wait until jobs are in the queue again, and spare them the two minutes that Slurm has them wait."""
     for job_id in job_ids:
-        wait_for(partial(is_requeued, job_id), seconds=40)
+        wait_for(partial(is_requeued, job_id))
     time.sleep(2.1)  # a start in the second of the end is taken for the old one
     for job_id in job_ids:
         ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
@@ -776,7 +774,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
     wait_for(lambda: begun(tmp_path, 4))
     ask("scancel", job_id)
     assert state_of(job_id)[0] == "CANCELLED"
-    wait_for(quiet, seconds=15)
+    wait_for(quiet)
     assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
     assert f"step-{done.result()['step']:08}" in [path.name for path in (done.run / "checkpoints").iterdir()]
 
@@ -799,7 +797,7 @@ def test_the_users_own_srun_goes_on_in_the_directory_that_it_had(recipe: Recipe,
     script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --open-mode=append\nsrun {words}\nsrun {words}\n")
     submitted = subprocess.run(
         ["sbatch", "--parsable", f"--output={log}", str(script)],
-        cwd=tmp_path, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=20,
+        cwd=tmp_path, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     job_id = submitted.stdout.strip()
     wait_for(lambda: begun(tmp_path, 2))
@@ -817,6 +815,6 @@ def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
     words = ("launcher.time=2", "launcher.signal_seconds=30", "trainer.gpus=2", *slow(tmp_path), "trainer.epochs=100000")
     done = recipe("launcher=slurm", *words)
     job_id = job_of(done)
-    wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, seconds=150)
+    wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)
     assert done.result()["status"] == "interrupted"
     ask("scancel", job_id)

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ddpexp.launch import Asked, Job, Submitter
 from ddpexp.launch.slurm import Slurm
 from ddpexp.launch.slurm_array import Kind, by_kind, cut, follow, submit
 from ddpexp.launch.slurm_commands import array_size, exact_id, is_id, is_over, own_id, states
-from tests.conftest import Call, Ddpexp, Done, finish
+from tests.conftest import PATIENCE, Call, Ddpexp, Done, finish
 from tests.launch.test_slurm import ask, begun, go_on_now, state_of, steps
 from tests.points import Recipe, wait_for
 
@@ -93,7 +92,7 @@ class Sweep:
         )  # fmt: skip
 
     def __call__(self, *jobs: Sequence[str], common: Sequence[str] = (), **variables: str) -> Done:
-        return finish(self.start(*jobs, common=common, **variables), self.folder, 60)
+        return finish(self.start(*jobs, common=common, **variables), self.folder)
 
     def result(self, number: int) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((self.folder / f"{number:04d}/result.json").read_text())
@@ -170,7 +169,7 @@ def test_bash_hands_a_hostile_run_directory_to_srun_unchanged(tmp_path: Path, na
     program.chmod(0o755)
     text = script(Slurm(), "/elsewhere", str(run))
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (run / "slurm-7_1.log").read_text() == f"[{run}]"
     assert not list(tmp_path.rglob("pwned"))
@@ -383,7 +382,7 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
     assert f"submitted array {array} of 4 jobs  sweep directory {shown}\n" in done.out
     alone = [recipe.start("trainer.gpus=1", "trainer.threads=1", *seed) for seed in seeds]
     for number, (process, run) in enumerate(alone):
-        expected = finish(process, run, 60).result()["weights_sha256"]
+        expected = finish(process, run).result()["weights_sha256"]
         assert (sweep.result(number)["status"], sweep.result(number)["weights_sha256"]) == ("done", expected)
         assert "done    eval/loss" in (sweep.folder / f"{number:04d}/slurm-{ids[number]}.log").read_text()
     runs = [sweep.folder / f"{number:04d}" for number in range(4)]
@@ -436,7 +435,7 @@ def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(sweep: S
     wait_for(lambda: all(begun(tmp_path / str(number), 2) for number in range(2)))
     # The command has nothing to do but to wait.
     process.send_signal(signal.SIGINT)
-    done = finish(process, sweep.folder, 10)
+    done = finish(process, sweep.folder)
     array = said(done, "id")["0"].partition("_")[0]
     assert done.code == 128 + signal.SIGINT
     assert done.err == f"ddpexp: 2 jobs go on; end them with scancel {array}\n"
@@ -487,8 +486,6 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     assert states(ids) == {ids[0]: "FORGOTTEN", ids[1]: "PENDING"}  # Slurm keeps no record of a task that it never made a job of
     ask("scancel", array)
     ends: list[tuple[int, str, int]] = []
-    begin = time.monotonic()
     follow([*ids, "99999999"], lambda *end: ends.append(end))
-    assert time.monotonic() - begin < 5
     assert ends == [(0, "FORGOTTEN", 0), (1, "CANCELLED", 1), (2, "FORGOTTEN", 0)]
     assert [is_over(job_id) for job_id in ids] == [True, True]

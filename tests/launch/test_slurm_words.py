@@ -15,7 +15,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Asked, Job, slurm_commands
 from ddpexp.launch.place import tasks_per_node
 from ddpexp.launch.slurm import Slurm, _gpus_of_all_tasks, _has_terminal, _limit_seconds, _log_name, _output, _quoted, where
-from tests.conftest import Call, Ddpexp
+from tests.conftest import PATIENCE, Call, Ddpexp
 from tests.points import Recipe
 
 # What Slurm 22.05 sets in each place, as far as it tells them apart.
@@ -263,7 +263,7 @@ def test_a_member_without_srun_is_told_what_to_type_and_writes_nothing(ddpexp: D
     assert (done.code, done.err) == (2, f"ddpexp: sbatch did not take the job: 1 ({done.run}/job.sbatch)\n")
     before = {path: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
     words = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
-    again = subprocess.run(words, env=ddpexp.environ, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(words, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == f"ddpexp: {done.run} waits for srun: type sbatch {done.run}/job.sbatch\n"
     assert {path: path.read_bytes() for path in done.run.iterdir() if path.is_file()} == before

@@ -170,7 +170,7 @@ def test_a_hundred_runs_in_a_row_end_well_and_leave_nothing(recipe: Recipe, size
     digests = set()
     for _ in range(100):
         process, run = recipe.start(f"trainer.gpus={size}", "trainer.threads=1")
-        done = finish(process, run, timeout=30)
+        done = finish(process, run)
         assert (done.code, done.err) == (0, "")
         assert session(process.pid) == {}
         digests.add(done.result()["weights_sha256"])

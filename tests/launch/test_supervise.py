@@ -18,18 +18,13 @@ import pexpect
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import Ddpexp, Done, finish
-from tests.points import ITEMS, Recipe, seconds_since, session, wait_for
+from tests.conftest import PATIENCE, Ddpexp, Done, finish
+from tests.points import ITEMS, Recipe, session, wait_for
 
 CODE = """\
 from ddpexp.errors import RefusedError
 
 counts = {"train": 0, "eval": 0}
-
-
-def mark():
-    # From here on it breaks.
-    open("broken", "w").close()
 
 
 class Act(Sides):
@@ -41,7 +36,6 @@ class Act(Sides):
         kind = "train" if model.training else "eval"
         counts[kind] += 1
         if RANK == self.rank and kind == self.when and (kind == "eval" or counts[kind] == self.at):
-            mark()
             WAYS[self.how]()
         return super().step(model, batch)
 
@@ -77,14 +71,12 @@ WAYS = {
 class Breaks(Net):
     def __init__(self, **options):
         if RANK == 1:
-            mark()
             raise ValueError("no luck")
         super().__init__(**options)
 
 
 def load_broken(**options):
     if RANK == 1:
-        mark()
         raise ValueError("no luck")
     return load(**options)
 
@@ -92,7 +84,6 @@ def load_broken(**options):
 class Bad(Items):
     def __getitem__(self, index):
         if RANK == 1:
-            mark()
             raise ValueError("no luck")
         return super().__getitem__(index)
 
@@ -122,7 +113,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
 
 def act(recipe: Recipe, how: str, *words: str) -> tuple[Done, dict[str, Any]]:
     done = recipe("task._target_=points.Act", f"+task.how='{how}'", "trainer.gpus=2", *words)
-    assert seconds_since(recipe.ddpexp.folder / "broken") < 8  # a second of it for the peers' own reports
     return done, failed(done)
 
 
@@ -154,7 +144,6 @@ def failed(done: Done) -> dict[str, Any]:
 )
 def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words: str, phase: str, step: int | None) -> None:
     done = recipe(*words.split(), "trainer.gpus=2")
-    assert seconds_since(recipe.ddpexp.folder / "broken") < 8
     error = failed(done)
     assert done.code == 1
     assert (error["rank"], error["kind"], error["phase"], error["signal"]) == (1, "ValueError", phase, None)
@@ -202,9 +191,13 @@ def test_what_one_worker_refuses_is_one_sentence_and_2(recipe: Recipe) -> None:
 
 
 def slow(recipe: Recipe, folder: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
-    """Start a run that lasts a minute unless it is ended."""
-    task = ("task._target_=points.Slow", f"+task.folder={folder}", "trainer.epochs=500", "trainer.gpus=2")
+    """Start a run that lasts until it is ended, and may take its time then."""
+    task = ("task._target_=points.Slow", f"+task.folder={folder}", "trainer.epochs=50000", "trainer.gpus=2", GRACE)
     return recipe.start(*task, "trainer.log_every=1", "trainer.eval_every=10", "logger=tensorboard", *words)
+
+
+GRACE = "trainer.grace_seconds=600"
+"""What ends has not waited for the time of grace."""
 
 
 def begun(folder: Path, kind: str) -> bool:
@@ -237,7 +230,7 @@ def test_a_signal_ends_the_run_with_everything_recorded(
         os.killpg(process.pid, signum)
     else:
         process.send_signal(signum)
-    wait_for(lambda: not session(process.pid), seconds=6)
+    wait_for(lambda: not session(process.pid))
     done = finish(process, run)
     assert done.code == 128 + signum
     stopped(done, signum)
@@ -270,7 +263,7 @@ def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_si
         with suppress(ProcessLookupError):  # ended by the command meanwhile
             os.kill(pid, signal.SIGTERM)
         time.sleep(0.02 if last else 0)
-    wait_for(lambda: not session(process.pid), seconds=6)
+    wait_for(lambda: not session(process.pid))
     done = finish(process, run)
     assert done.code == 128 + signal.SIGTERM
     stopped(done, signal.SIGTERM)
@@ -282,7 +275,7 @@ def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_
     process, run = slow(recipe, tmp_path)
     wait_for(lambda: len(session(process.pid)) == 2)
     process.send_signal(signal.SIGTERM)
-    wait_for(lambda: not session(process.pid), seconds=6)
+    wait_for(lambda: not session(process.pid))
     done = finish(process, run)
     assert done.code in (128 + signal.SIGTERM, -signal.SIGTERM)  # the same in a shell
     assert "Traceback" not in done.err
@@ -291,10 +284,9 @@ def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_
 @pytest.mark.fault(11)
 def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
     process, run = slow(recipe, tmp_path)
-    wait_for((run / "ranks").exists)  # the command has asked for workers, the server has still to import
-    time.sleep(0.05)
+    wait_for((run / "ranks/1.log").exists)  # the command asks for workers, the server has still to import
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: not session(process.pid), seconds=6)
+    wait_for(lambda: not session(process.pid))
     done = finish(process, run)
     assert done.code == 128 + signal.SIGINT
     assert done.result()["status"] == "interrupted"
@@ -303,14 +295,16 @@ def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe
 
 @pytest.mark.fault(14)
 def test_ctrl_c_in_a_terminal_ends_the_run_cleanly(recipe: Recipe, tmp_path: Path) -> None:
-    words, run = recipe.words("task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=500", "trainer.gpus=2")
+    words, run = recipe.words(
+        "task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=50000", "trainer.gpus=2", GRACE
+    )
     environ: Any = recipe.ddpexp.environ
     child = pexpect.spawn(
         sys.executable, ["-m", "ddpexp", *words, "trainer.log_every=1", "logger=tensorboard"], env=environ, encoding="utf-8"
     )
     wait_for(lambda: recorded(run))
     child.sendintr()
-    child.expect(pexpect.EOF, timeout=6)
+    child.expect(pexpect.EOF, timeout=PATIENCE)
     child.close()
     done = Done(child.exitstatus, child.before or "", "", run)
     assert done.code == 128 + signal.SIGINT
@@ -319,14 +313,14 @@ def test_ctrl_c_in_a_terminal_ends_the_run_cleanly(recipe: Recipe, tmp_path: Pat
 
 @pytest.mark.fault(13, 17)
 def test_a_second_signal_after_two_seconds_kills_a_rank_that_ignores_the_first(recipe: Recipe) -> None:
-    process, run = recipe.start("task._target_=points.Act", "+task.how=hang", "trainer.gpus=2")
+    process, run = recipe.start("task._target_=points.Act", "+task.how=hang", "trainer.gpus=2", GRACE)
     wait_for((recipe.ddpexp.folder / "hangs").exists)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    time.sleep(0.1)
     process.send_signal(signal.SIGINT)  # the same one, forwarded twice as some shells and schedulers do
-    time.sleep(1.6)
+    time.sleep(4)
     assert session(process.pid)
     process.send_signal(signal.SIGINT)
-    wait_for(lambda: not session(process.pid), seconds=1)
+    wait_for(lambda: not session(process.pid))
     done = finish(process, run)
     assert (done.code, done.result()["status"]) == (128 + signal.SIGINT, "interrupted")

@@ -12,7 +12,7 @@ from typing import Any
 import pexpect
 import pytest
 
-from tests.conftest import SMALL, Ddpexp, finish
+from tests.conftest import PATIENCE, SMALL, Ddpexp, finish
 from tests.points import wait_for
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -24,7 +24,7 @@ def shown(ddpexp: Ddpexp, *words: str, **environ: str) -> str:
     variables: Any = {**ddpexp.environ, "TERM": "xterm-256color", **environ}
     child = pexpect.spawn(
         sys.executable, ["-m", "ddpexp", *SMALL, *words, f"run.dir={ddpexp.folder}/run"],
-        env=variables, cwd=str(ddpexp.folder), encoding="utf-8", dimensions=(40, 100), timeout=60,
+        env=variables, cwd=str(ddpexp.folder), encoding="utf-8", dimensions=(40, 100), timeout=PATIENCE,
     )  # fmt: skip
     child.expect(pexpect.EOF)
     child.close()
@@ -101,6 +101,6 @@ def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:
     os.close(writing)
     os.read(reading, 1)
     os.close(reading)  # as `| head -1` does
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert (process.returncode, err) == (0, "")
     assert (run / "result.json").is_file()

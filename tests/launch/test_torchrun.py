@@ -8,12 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Ddpexp, Done, ddpexp_processes, finish
+from tests.conftest import PATIENCE, Ddpexp, Done, ddpexp_processes, finish
 from tests.launch.starters import DDPEXP, free_port
 from tests.points import Recipe, wait_for
 
@@ -60,7 +59,7 @@ def shells(recipe: Recipe, *words: list[str], **variables: str) -> list[Done]:
     """Run one command for each rank, with its own words, and variables as a user exports them by hand."""
     port = str(free_port())
     started = []
-    typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env", "trainer.timeout.init_seconds=20")
+    typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env")
     for rank, own in enumerate(words):
         fixed = {"RANK": str(rank), "WORLD_SIZE": str(len(words)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         environ = {**recipe.ddpexp.environ, **fixed, **variables}
@@ -70,14 +69,14 @@ def shells(recipe: Recipe, *words: list[str], **variables: str) -> list[Done]:
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )
         )  # fmt: skip
-    return [finish(process, run, 60) for process in started]
+    return [finish(process, run) for process in started]
 
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> None:
     process, run = start(recipe, "task._target_=points.Breaks", f"+task.how={how}", torchrun=("--nproc-per-node=3",))
-    done = finish(process, run, 60)
+    done = finish(process, run)
     assert done.code == 1
     summary = done.err[done.err.index("ChildFailedError") :]
     cause = f"rank 1 on {os.uname().nodename}: " + ("ValueError: a bad sample" if how == "raise" else "SIGKILL: killed by SIGKILL")
@@ -91,7 +90,7 @@ def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> No
 def test_a_restart_goes_on_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
     words = ("task._target_=points.Breaks", f"+task.how={how}", "logger=tensorboard")
     process, run = start(recipe, *words, torchrun=("--nproc-per-node=2", "--max-restarts=2"))
-    done = finish(process, run, 90)
+    done = finish(process, run)
     assert done.code == 0, done.err
     assert done.result()["status"] == "done"
     assert json.loads((run / "error-1.json").read_text())["rank"] == 1
@@ -116,7 +115,7 @@ def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path)
         "ddpexp",
     ]
     environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*program, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=90)
+    done = subprocess.run([*program, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "outputs/points").iterdir()
     assert json.loads((run / "result.json").read_text())["status"] == "done"
@@ -126,7 +125,7 @@ def test_a_typed_directory_that_holds_something_else_is_refused_and_untouched(re
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
     process, run = start(recipe, f"run.dir={tmp_path}/mine")
-    done = finish(process, run, 60)
+    done = finish(process, run)
     assert done.code == 1
     assert "mine exists and is not empty: choose another one, or remove it." in done.err
     assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine/file"]
@@ -167,23 +166,21 @@ def test_shells_without_local_ranks_learn_them(recipe: Recipe) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_torchrun(recipe: Recipe, number: signal.Signals) -> None:
     before = ddpexp_processes()
-    process, run = start(recipe, "task._target_=points.Sleeps", "trainer.epochs=500")
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, 60)
-    begin = time.monotonic()
+    process, run = start(recipe, "task._target_=points.Sleeps", "trainer.epochs=50000")
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(number)
-    finish(process, run, 60)
-    wait_for(lambda: not ddpexp_processes() - before, 8)
-    assert time.monotonic() - begin < 8
+    finish(process, run)
+    wait_for(lambda: not ddpexp_processes() - before)
     if number == signal.SIGTERM:
         assert json.loads((run / "result.json").read_text())["status"] == "interrupted"
 
 
 def test_a_killed_rank_command_is_the_cause(recipe: Recipe) -> None:
-    process, run = start(recipe, "task._target_=points.Sleeps", "trainer.epochs=500", torchrun=("--nproc-per-node=3",))
-    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, 60)
+    process, run = start(recipe, "task._target_=points.Sleeps", "trainer.epochs=50000", torchrun=("--nproc-per-node=3",))
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     victim = next(pid for pid in ddpexp_processes() if command(pid, "RANK") == "2" and parent(pid) == process.pid)
     os.kill(victim, signal.SIGKILL)
-    done = finish(process, run, 60)
+    done = finish(process, run)
     error = json.loads((run / "error.json").read_text())
     assert (done.code, error["rank"], error["kind"]) == (1, 2, "CommandLost")
     assert "it was killed, or its host is cut off" in error["message"]
@@ -205,11 +202,11 @@ def parent(pid: int) -> int:
 @pytest.mark.slow
 def test_evaluate_runs_under_torchrun_too(recipe: Recipe) -> None:
     process, run = start(recipe)
-    assert finish(process, run, 60).code == 0
+    assert finish(process, run).code == 0
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "ddpexp"]
     words = ["evaluate", str(run), "--config-dir", str(recipe.folder / "conf"), "launcher=torchrun-env"]
     environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*program, *words], cwd=recipe.folder, env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*program, *words], cwd=recipe.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((run / "result.json").read_text())["metrics"]
     found = dict(re.findall(r"(eval/\w+) ([\d.]+)", done.stdout))
