@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.conftest import PATIENCE
+
 _TRAIN = """
 import os, sys
 import torch, torch.distributed as dist
@@ -33,7 +35,7 @@ _WANT = {
 
 
 def _run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, SMALL, Ddpexp, Done
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def listing(folder: Path) -> dict[str, bytes]:
 
 
 def evaluate(ddpexp: Ddpexp, *words: object) -> Done:
-    return ddpexp("evaluate", *map(str, words), timeout=60)
+    return ddpexp("evaluate", *map(str, words))
 
 
 def metrics(done: Done) -> dict[str, float]:
@@ -190,7 +190,7 @@ def test_no_end_leaves_a_temporary_file(ddpexp: Ddpexp, trained: Done, tmp_path:
     time.sleep(delay)
     process.send_signal(number)
     try:
-        process.communicate(timeout=30)
+        process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         process.kill()
         raise

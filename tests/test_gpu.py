@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpexp.launch.hardware import count_gpus
-from tests.conftest import Ddpexp
+from tests.conftest import PATIENCE, Ddpexp
 from tests.points import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")]
@@ -35,11 +35,11 @@ WORDS = (
 
 @pytest.mark.parametrize("there", ["true", "false"])
 def test_the_host_waits_for_the_gpu_at_records_alone(ddpexp: Ddpexp, there: str) -> None:
-    done = Recipe(ddpexp, CODE)(*WORDS, f"data.on_device={there}", timeout=120)
+    done = Recipe(ddpexp, CODE)(*WORDS, f"data.on_device={there}", timeout=PATIENCE)
     assert done.code == 0, done.err
 
 
 def test_a_task_that_waits_is_found_out(ddpexp: Ddpexp) -> None:
-    done = Recipe(ddpexp, CODE)(*WORDS, "+task.reads=true", timeout=120)
+    done = Recipe(ddpexp, CODE)(*WORDS, "+task.reads=true", timeout=PATIENCE)
     assert done.code == 1
     assert "synchronizing CUDA operation" in done.err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import PATIENCE, ROOT
 
 # A room imports only from rows above its own, and from itself. Rooms of one row do not know each other.
 ROWS = [
@@ -120,7 +120,7 @@ def test_the_launching_room_could_be_cut_out() -> None:
 
 def loaded_by(*modules: str) -> set[str]:
     program = f"import sys; import {', '.join(modules)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
     return set(done.stdout.split())
 
 
@@ -161,5 +161,5 @@ def test_importing_has_no_effects() -> None:
         f"before = state(); import {', '.join(name for name in names if 'track.board' not in name)}; after = state()\n"
         "assert before == after, (before, after)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, SMALL, Ddpexp
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp
 
 # config/test_compose.py and config/test_sections.py hold every sentence; here are a few of each kind, with all around them.
 REFUSED = [
@@ -39,7 +39,7 @@ def written(folder: Path) -> list[str]:
 def test_a_wrong_word_ends_the_command_with_2_one_sentence_and_nothing_written(
     ddpexp: Ddpexp, tmp_path: Path, words: str, sentence: str
 ) -> None:
-    done = ddpexp(*words.split(), environ={"CUDA_VISIBLE_DEVICES": ""}, timeout=30)
+    done = ddpexp(*words.split(), environ={"CUDA_VISIBLE_DEVICES": ""})
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"ddpexp: {sentence}")
     assert done.err.count("\n") == 1
@@ -104,7 +104,7 @@ def torch_trap(folder: Path) -> dict[str, str]:
 def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path, question: str) -> None:
     environ = torch_trap(tmp_path)
     before = written(tmp_path)
-    done = ddpexp(*question.split(), environ=environ, timeout=30)
+    done = ddpexp(*question.split(), environ=environ)
     assert (done.code, done.err) == (0, "")
     assert written(tmp_path) == before
     if question == "--help":
@@ -130,7 +130,9 @@ def test_a_console_script_does_the_same_as_the_module(ddpexp: Ddpexp, tmp_path: 
     script = shutil.which("ddpexp", path=os.path.dirname(sys.executable))
     if script is None:
         pytest.skip("ddpexp is not installed beside this Python")
-    done = subprocess.run([script, "trainer.gpu=2"], cwd=tmp_path, env=ddpexp.environ, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [script, "trainer.gpu=2"], cwd=tmp_path, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 2
     assert done.stderr == "ddpexp: trainer.gpu is not a known key. Did you mean trainer.gpus?\n"
     assert written(tmp_path) == []

@@ -18,7 +18,7 @@ import yaml
 
 from ddpexp.resume import merged
 from ddpexp.rundir import RunDir, accepted
-from tests.conftest import SMALL, Ddpexp, Done, finish
+from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish
 from tests.points import Recipe, wait_for
 from tests.test_evaluate import listing
 
@@ -68,11 +68,11 @@ def change(path: Path, **values: Any) -> None:
 
 def again(ddpexp: Ddpexp, *words: str, environ: dict[str, str] | None = None) -> Done:
     """Type the command of the run again."""
-    return ddpexp(*SMALL, "trainer.gpus=2", "run.dir=run", *words, environ=environ, timeout=60)
+    return ddpexp(*SMALL, "trainer.gpus=2", "run.dir=run", *words, environ=environ)
 
 
 def resumed(ddpexp: Ddpexp, *words: str, environ: dict[str, str] | None = None) -> Done:
-    return ddpexp("resume", *words, environ=environ, timeout=60)
+    return ddpexp("resume", *words, environ=environ)
 
 
 def refused(done: Done, sentence: str) -> None:
@@ -93,7 +93,7 @@ def interrupted(recipe: Recipe, *words: str, number: int = signal.SIGTERM) -> tu
     process, run = recipe.start(*LONG, *words)
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(number)
-    return finish(process, run, 30), run
+    return finish(process, run), run
 
 
 # A finished run.
@@ -113,7 +113,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(ddpexp: Ddpexp, run: Path) ->
 
 def test_every_rank_of_a_finished_run_ends_well(ddpexp: Ddpexp, run: Path) -> None:
     before = listing(run)
-    done = finish(torchrun(ddpexp, *SMALL, "run.dir=run", "launcher=torchrun-env"), run, 60)
+    done = finish(torchrun(ddpexp, *SMALL, "run.dir=run", "launcher=torchrun-env"), run)
     assert (done.code, done.out) == (0, f"ddpexp: run.dir=run {FINISHED}"), done.err
     assert "ddpexp" not in done.err
     elastic = resumed(ddpexp, "run", "launcher=elastic")
@@ -330,7 +330,7 @@ def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, envir
     process, run = recipe.start(*LONG, "run.trust=[points]", "run.dir=-x")
     wait_for(lambda: (inner.folder / "-x/metrics.jsonl").is_file())
     process.send_signal(signal.SIGINT)
-    done = finish(process, run, 30)
+    done = finish(process, run)
     assert done.code == 128 + signal.SIGINT
     last = done.err.splitlines()[-1]
     conf = str(recipe.folder / "conf")
@@ -345,7 +345,7 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     process = torchrun(recipe.ddpexp, *typed)
     wait_for(lambda: (run / "metrics.jsonl").is_file())
     process.send_signal(signal.SIGTERM)
-    done = finish(process, run, 60)
+    done = finish(process, run)
     words = f"resume {run.name} --config-dir {recipe.folder / 'conf'} launcher=torchrun-env"
     assert f"\nstart it again in the same way, with the words: {words}\n" in done.err
     again = finish(torchrun(recipe.ddpexp, *words.split(), *SHORTER), run, 60)
@@ -399,13 +399,13 @@ def test_a_submission_goes_on_in_the_same_directory_and_not_twice(ddpexp: Ddpexp
     words = [sys.executable, "-m", "ddpexp", "member", str(stopped)]
     job = subprocess.run(
         words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"}, capture_output=True, text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
     assert "changed: optimizer.lr 0.1 -> 0.02\n" in job.stdout
     assert json.loads((stopped / "result.json").read_text())["status"] == "done"
-    assert subprocess.run(words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"}, timeout=60,
-                          capture_output=True).returncode == 0  # fmt: skip
+    assert subprocess.run(words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"},
+                          timeout=PATIENCE, capture_output=True).returncode == 0  # fmt: skip
 
 
 # Wrong words.
@@ -481,7 +481,7 @@ def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp:
         "_configuration(RunDir(Path('run')), '0' * 64)"
     )
     words = [sys.executable, "-c", program]
-    found = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
     assert "RefusedError: run/config.yaml is not what it was when the command read it" in found.stderr
 
 
@@ -498,7 +498,7 @@ def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Dd
     srun = ["srun", "-N2", "-n2", sys.executable, "-m", "ddpexp", "resume", "run", "launcher=slurm", "trainer.nodes=auto"]
     after = subprocess.run(
         [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), after.stderr
 
@@ -611,7 +611,7 @@ def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Reci
     assert done.code == 0, done.err
     step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
     job = subprocess.run(
-        [sys.executable, "-m", "ddpexp", "member", str(run)], cwd=ddpexp.folder, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "ddpexp", "member", str(run)], cwd=ddpexp.folder, capture_output=True, text=True, timeout=PATIENCE,
         env={**ddpexp.environ, **step, "SLURM_LOCALID": "0"},
     )  # fmt: skip
     assert job.returncode == 0, job.stderr

@@ -17,6 +17,7 @@ from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Crew, Layout
 from ddpexp.rundir import RunDir, create, write
+from tests.conftest import PATIENCE
 
 LAYOUT = Layout(nodes=1, world_size=4, device="cpu", backend="gloo", threads=2)
 
@@ -59,7 +60,7 @@ def test_processes_that_start_together_never_share_a_directory(here: Path) -> No
     for process in processes:
         assert process.stdout is not None
         made += process.stdout.read().split()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=PATIENCE) == 0
         process.stdout.close()
     assert len(made) == len(set(made)) == 60
 
@@ -79,12 +80,12 @@ def test_of_many_starts_in_one_typed_directory_a_single_one_has_it(here: Path) -
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=10)
+            thread.join(timeout=PATIENCE)
         assert sorted(outcomes) == [False, False, False, True]
 
 
 def start(name: str, gate: threading.Barrier, outcomes: list[bool]) -> None:
-    gate.wait(timeout=10)
+    gate.wait(timeout=PATIENCE)
     try:
         create(name, "mnist")
     except RefusedError:
@@ -138,7 +139,7 @@ def test_a_reader_sees_the_old_text_or_the_new_one_and_nothing_else(tmp_path: Pa
     for turn in range(40):
         write(path, texts[turn % 2])
     stop.set()
-    reader.join(timeout=10)
+    reader.join(timeout=PATIENCE)
     assert seen <= set(texts)
     assert os.listdir(tmp_path) == ["result.json"]
 

@@ -15,6 +15,7 @@ from ddpexp.config.compose import compose
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.layout import resolve
+from tests.conftest import PATIENCE
 
 
 @functools.cache
@@ -187,7 +188,7 @@ def test_reading_a_configuration_needs_no_hydra_and_no_torch(tmp_path: Path) -> 
         "import sys; from pathlib import Path; from ddpexp.config import load; load(Path(sys.argv[1]).read_text());"
         "assert not {'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "config.yaml")], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path / "config.yaml")], check=True, timeout=PATIENCE)
 
 
 def test_a_written_configuration_loads_as_the_same_experiment(tmp_path: Path) -> None:
