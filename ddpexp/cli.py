@@ -142,8 +142,11 @@ def _will_fork(argv: list[str]) -> bool:
 def _launcher_of_run(words: list[str]) -> list[str]:
     """Read from the run directory among the words which launcher it was started with; nothing where that is not plain to see."""
     for word in words:
+        path = os.path.join(word, "config.yaml")
         try:
-            with open(os.path.join(word, "config.yaml")) as file:
+            if not os.path.isfile(path):  # a pipe would keep this waiting
+                continue
+            with open(path) as file:
                 found = re.search(r"^launcher:\n  _target_: [\w.]*\.launch\.(\w+)\.\w+$", file.read(1 << 16), re.MULTILINE)
         except (OSError, ValueError):
             continue

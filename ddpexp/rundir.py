@@ -31,6 +31,7 @@ from ddpexp.secrets import masked_tree
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
 _YAML_BYTES, _DEPTH = 4 << 20, 100
 _VALUES = 50_000  # of one YAML file, which a run's hundred keys and their lists do not reach
+_DIGITS = 1000
 _VALUE_CHARACTERS, _INTERPOLATION_CHARACTERS = 1 << 16, 1 << 14  # of one value; of all that hold ${...}, which are slow to parse
 _TAIL_BYTES = 1 << 16
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
@@ -446,6 +447,8 @@ def check_yaml_text(text: str) -> None:
         if isinstance(event, yaml.ScalarEvent):
             values += 1
             interpolations += len(event.value) if "${" in event.value else 0
+            if len(event.value) > _DIGITS and event.implicit[0] and re.match(r"[-+]?\d", event.value):
+                raise ValueError(f"it holds a number of {len(event.value):,} digits")
             if values > _VALUES or len(event.value) > _VALUE_CHARACTERS or interpolations > _INTERPOLATION_CHARACTERS:
                 raise ValueError(
                     f"it holds more than {_VALUES:,} values, one of more than {_VALUE_CHARACTERS:,} characters, or more than "

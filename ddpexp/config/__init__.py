@@ -137,15 +137,21 @@ class Experiment:
 
 
 def load(text: str) -> Experiment:
-    """Read the experiment back from the text of a run directory's config.yaml, in any process."""
-    values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    """Read the experiment back from the text of a run directory's config.yaml, in any process.
+
+    Raises:
+        RefusedError: it is no configuration, or refers to what is not there.
+    """
+    try:
+        values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (ValueError, yaml.YAMLError) as error:
+        raise RefusedError(f"config.yaml cannot be read: {error}.") from None
+    if not isinstance(values, Mapping):
+        raise RefusedError("config.yaml is not the configuration of a run.")
     if "${" in text:  # secrets stay references in the file; the library is only loaded where there are some
-        from omegaconf import OmegaConf
+        from ddpexp.config.interpolations import resolved
 
-        from ddpexp.config.interpolations import bounded_interpolations
-
-        with bounded_interpolations():
-            values = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+        values = resolved(values)
     return parse(values)
 
 

@@ -81,7 +81,7 @@ def compose(argv: list[str]) -> Composed | None:
     if words.help:  # of sweeps too
         words.overrides = [word for word in words.overrides if not _MODE.match(word)]
     _refuse_words(words.overrides, bool(for_hydra))
-    with one_sentence():
+    with one_sentence(), bounded_interpolations():
         if words.help:
             print(_help(words.overrides, words.config_dir))
             return None
@@ -134,7 +134,10 @@ def compose_sweep(argv: list[str]) -> Swept:
     for word in overrides:
         _refuse_in_sweep(word)
     _refuse_words([word for word in overrides if not _OF_SWEEPS.match(word)], False)
-    with one_sentence(), quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+    with (
+        one_sentence(), bounded_interpolations(), quick_yaml(),
+        hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"),
+    ):  # fmt: skip
         found = GlobalHydra.instance().hydra
         assert found is not None
         parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
@@ -181,7 +184,7 @@ class JobComposer:
         values = [word for word in words if (key := word.partition("=")[0]) in self._swept.keys and re.match(r"\w+\.", key)]
         rest = tuple(word for word in words if word not in values)
         added = _added(self._swept.config_dir)
-        with one_sentence():
+        with one_sentence(), bounded_interpolations():
             if rest not in self._bases:
                 self._bases[rest] = _without_hydra(_hydra_composes(list(rest), added))
             cfg, choices = self._bases[rest]
@@ -199,8 +202,8 @@ def _asks_hydra(words: Namespace) -> bool:
 
 @contextmanager
 def one_sentence() -> Iterator[None]:
-    """Make one sentence of what Hydra and OmegaConf refuse, and of what they would take for ever to resolve."""
-    with _full_errors(), bounded_interpolations():
+    """Make one sentence of what Hydra and OmegaConf refuse."""
+    with _full_errors():
         try:
             yield
         except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
-from omegaconf import Container
+from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ddpexp.errors import RefusedError
 
-_RESOLVED, _NODES, _CHARACTERS = 10_000, 200_000, 8 << 20
+_RESOLVED, _NODES = 10_000, 200_000
+_CHARACTERS, _LONGEST = 8 << 20, 1 << 16  # of all texts, and of one: of that the next is made of, before it can be counted
 _SECONDS = 3.0  # of this process's own work, however busy the machine is
 
 
@@ -37,7 +39,7 @@ def bounded_interpolations() -> Iterator[None]:
         if isinstance(found, Container):
             nodes += _count(found, _NODES - nodes)
         elif isinstance(found, str):
-            characters += len(found)
+            characters += len(found) if len(found) <= _LONGEST else _CHARACTERS + 1
         if resolved > _RESOLVED or nodes >= _NODES or characters > _CHARACTERS or time.process_time() > deadline:
             raise _Excess
         return found
@@ -45,13 +47,28 @@ def bounded_interpolations() -> Iterator[None]:
     Container.resolve_parse_tree = counted  # type: ignore[method-assign]
     try:
         yield
-    except _Excess:
+    except (_Excess, RecursionError):
         raise RefusedError(
-            f"The configuration refers to itself with ${{...}} so often that this may have no end: more than {_RESOLVED:,} times, "
-            f"or for more than {_CHARACTERS:,} characters or {_SECONDS:g} s. Write the values themselves."
+            f"The configuration refers to itself with ${{...}} so often, or so deeply, that this may have no end: more than "
+            f"{_RESOLVED:,} times, for a text of more than {_LONGEST:,} characters, or for more than {_SECONDS:g} s. "
+            f"Write the values themselves."
         ) from None
     finally:
         Container.resolve_parse_tree = plain  # type: ignore[method-assign]
+
+
+def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the interpolations of a tree.
+
+    Raises:
+        RefusedError: there are too many, or one leads to nothing.
+    """
+    with bounded_interpolations():
+        try:
+            found = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
+        except OmegaConfBaseException as error:
+            raise RefusedError(f"config.yaml cannot be resolved: {str(error).splitlines()[0]}.") from None
+    return cast(dict[str, Any], found)
 
 
 def _count(tree: Container, most: int) -> int:

@@ -16,6 +16,7 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddpexp.config.compose import Swept, one_sentence
+from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import key_of
 
@@ -72,9 +73,9 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     assert isinstance(words, list)
     with one_sentence():
         try:
-            sweeper = plugins.instantiate_sweeper(
-                config=cfg, hydra_context=HydraContext(config_loader=loader, callbacks=Callbacks()), task_function=run_batch
-            )
+            context = HydraContext(config_loader=loader, callbacks=Callbacks())
+            with bounded_interpolations():  # not in what follows, which lasts as long as the sweep
+                sweeper = plugins.instantiate_sweeper(config=cfg, hydra_context=context, task_function=run_batch)
             sweeper.sweep(arguments=[str(word) for word in words])
         except OSError as error:
             if launcher.began:
@@ -105,10 +106,12 @@ def refuse_endless(swept: Swept) -> None:
     """
     if not is_grid(swept):
         return  # others draw from a range
-    params = swept.cfg.hydra.sweeper.get("params") or {}
-    words = [*(f"{key}={value}" for key, value in params.items()), *map(str, swept.cfg.hydra.overrides.task)]
     count = 1
-    with one_sentence():
+    with one_sentence(), bounded_interpolations():
+        params = swept.cfg.hydra.sweeper.get("params") or {}
+        typed = OmegaConf.to_container(swept.cfg.hydra.overrides.task, resolve=False)
+        assert isinstance(typed, list)
+        words = [*(f"{key}={value}" for key, value in params.items()), *map(str, typed)]
         for one in OverridesParser.create(swept.loader).parse_overrides(words):
             if one.is_sweep_override() and one.is_discrete_sweep():
                 value = one.value()

@@ -12,7 +12,7 @@ import pytest
 from ddpexp.errors import RefusedError
 from ddpexp.launch import hardware
 from ddpexp.launch.hardware import count_gpus, threads_per_worker, usable_cores
-from ddpexp.launch.layout import Auto, resolve
+from ddpexp.launch.layout import Auto, refuse_threads, resolve
 from tests.conftest import PATIENCE
 
 
@@ -165,3 +165,11 @@ def test_the_count_is_torchs_count() -> None:
             [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True, timeout=PATIENCE
         )
         assert count_gpus(environ) == int(done.stdout)
+
+
+def test_more_threads_than_a_worker_can_start_are_refused() -> None:
+    with pytest.raises(
+        RefusedError, match=r"trainer.threads=100000 is beyond this machine, which has \d+ cores?: .* Use 1024 or fewer"
+    ):
+        refuse_threads(100_000)
+    refuse_threads(1024)  # another machine may have as many cores, and the same number of threads gives the same bits
