@@ -14,7 +14,7 @@ from ddpexp import command, secrets
 from ddpexp.errors import EXIT_REFUSED, RefusedError
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.limits import raise_files
-from ddpexp.launch.programs import OURS, SAFE_PATH
+from ddpexp.launch.programs import OURS, SAFE_PATH, safe_path
 from ddpexp.launch.terminal import say, within_patience
 
 _FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
@@ -25,6 +25,7 @@ def main() -> int:
     """Run the command line and return the exit code."""
     if os.environ.get(SAFE_PATH) == OURS:  # of the command that has started this one; not meant for what a recipe starts
         del os.environ[SAFE_PATH]
+    os.environ["PATH"] = safe_path()  # libraries start programs too: Python's own `platform` asks uname
     sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):

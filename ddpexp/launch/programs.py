@@ -34,8 +34,12 @@ def python(entry: str, *arguments: Any, argv: Sequence[str] = ()) -> list[str]:
 
 def find(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """Return where a program is, None where it is not: an entry of PATH such as `.`, or an empty one, is left out."""
-    folders = [folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)]
-    return shutil.which(name, path=os.pathsep.join(folders))
+    return shutil.which(name, path=safe_path(environ))
+
+
+def safe_path(environ: Mapping[str, str] = os.environ) -> str:
+    """Return PATH without entries that lead to the current folder."""
+    return os.pathsep.join(folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder))
 
 
 def located(name: str) -> str:
