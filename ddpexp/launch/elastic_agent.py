@@ -69,7 +69,7 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, *_: Any) -> None:
         Board.here().note(Phase.MEETS)
-        # To go on later: that reaches the ranks of all machines, whose agents may know nothing yet.
+        # SIGUSR2 reaches the ranks of all machines, whose agents may know nothing yet.
         self._shutdown(signal.SIGUSR2, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 
     def run(self, *words: Any) -> RunResult:

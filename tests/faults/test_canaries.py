@@ -530,7 +530,7 @@ def stuck(place: Place) -> None:
     os.mkfifo(place.folder / ".git/index")
 
 
-REPOSITORIES: dict[str, tuple[Callable[[Place], None], bool]] = {  # and whether the commit is told
+REPOSITORIES: dict[str, tuple[Callable[[Place], None], bool]] = {  # and whether the commit is known
     "a filter": (configured(filter__evil__clean="EVIL", filter__evil__smudge="EVIL"), True),
     "a filter that is required": (configured(filter__evil__clean="EVIL", filter__evil__required="true"), True),
     "a filter as a process": (configured(filter__evil__process="EVIL"), True),
@@ -556,7 +556,7 @@ REPOSITORIES: dict[str, tuple[Callable[[Place], None], bool]] = {  # and whether
 def test_what_the_manifest_says_of_a_repository_runs_no_program_of_it(
     place: Place, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, told = REPOSITORIES[name]
+    make, known = REPOSITORIES[name]
     make(place)
     for path in place.canaries.iterdir():  # of git commands of this test
         path.unlink()
@@ -565,7 +565,7 @@ def test_what_the_manifest_says_of_a_repository_runs_no_program_of_it(
     found = rundir.describe(Layout(1, 1, "cpu", "gloo", 1), None, [], Crew())["git"]
     assert time.monotonic() - begin < SECONDS
     assert list(place.canaries.iterdir()) == []
-    if told:
+    if known:
         assert found == {"commit": git(place.folder, "rev-parse", "HEAD").strip(), "dirty": False}
 
 

@@ -204,7 +204,7 @@ def test_names_of_secrets_are_known_in_all_their_forms(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "KEYBOARD", "KEYMAP", "MONKEY", "TURKEY", "HOTKEYS", "PASSENGERS", "COMPASS", "BYPASS_RULE", "PASSAGE", "AUTHOR",
+        "KEYBOARD", "KEYMAP", "MONKEY", "TURKEY", "HOTKEYS", "PASSENGERS", "PASSPORT", "BYPASS_RULE", "PASSAGE", "AUTHOR",
         "GIT_AUTHOR_NAME", "AUTHORITY", "TOKENIZERS_PARALLELISM",
         "TOKENIZER", "TOKENIZER_NAME", "SECRETARY", "PWD", "OLDPWD", "PATH",
         "PATTERN", "PATIENCE", "SALTED", "DESCRIPTION", "PASSWORDLESS_LOGIN", "HOSTNAME", "DSNAME", "COMPAT_MODE", "OTPION",

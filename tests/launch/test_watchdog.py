@@ -54,11 +54,11 @@ class Ranks:
         self.processes: list[subprocess.Popen[str]] = []
         self.workers: list[Worker] = []
         self.ranks: list[Control] = []
-        self.told: list[Mapping[str, Any]] = []
+        self.sent: list[Mapping[str, Any]] = []
         self.asked = 0
         self.before_dump: Callable[[], None] = lambda: None
         self.server = stack.enter_context(_started("sleeps"))
-        self.watchdog = Watchdog(self.workers, LIMITS, True, self.told.append, self.dump, self.server.pid)
+        self.watchdog = Watchdog(self.workers, LIMITS, True, self.sent.append, self.dump, self.server.pid)
 
     def add(self, does: str, phase: Phase = "train", pinned: int | None = None) -> subprocess.Popen[str]:
         page, descriptor = Page.make()
@@ -227,7 +227,7 @@ def test_what_another_command_saw_for_an_earlier_inquiry_does_not_count(ranks: R
         assert ranks.watchdog.look(other) is None
         assert time.monotonic() < end
         time.sleep(0.01)
-    [look] = ranks.told
+    [look] = ranks.sent
     ranks.watchdog.hear({**message, "number": look["number"] - 1}, 1)
     assert ranks.watchdog.look(other) is None
     ranks.watchdog.hear({**message, "number": look["number"]}, 1)
