@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from ddpexp.errors import EXIT_DONE
+from ddpexp.errors import EXIT_DONE, RefusedError
 
 _WHERE = "DDPEXP_BOARD"  # the variable that names the page
 _BYTES = 4  # of a number: the phase, then the exit code of each rank of this machine
@@ -39,7 +39,9 @@ class Board:
 
     @classmethod
     def here(cls) -> Board:
-        """Return the one that the command has made, in the agent and in a rank."""
+        """Return the one that the command has made, in the agent and in a rank. Raises RefusedError where none has."""
+        if _WHERE not in os.environ:
+            raise RefusedError(f"{_WHERE} is not set: `ddpexp member` is for the agent that launcher=elastic starts.")
         return cls(Path(os.environ[_WHERE]))
 
     @classmethod

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.errors import AbsentError, StoppedError
+from ddpexp.errors import AbsentError, RefusedError, StoppedError
 from ddpexp.launch.elastic import Elastic
 from ddpexp.launch.elastic_board import Board, Phase
 from ddpexp.launch.process import children
@@ -129,6 +129,12 @@ def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
         finally:
             signal.signal(signal.SIGUSR2, before)
         assert board.codes() == [7, left][: 1 + bool(left)]
+
+
+def test_a_member_by_hand_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DDPEXP_BOARD", raising=False)
+    with pytest.raises(RefusedError, match=r"^DDPEXP_BOARD is not set: `ddpexp member` is for the agent that launcher=elastic"):
+        Elastic().member(Call("time:sleep", ["0"], tmp_path))
 
 
 def test_the_agent_gives_up_after_max_restarts(recipe: Recipe) -> None:
