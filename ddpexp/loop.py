@@ -386,9 +386,7 @@ class _Window:
     have one order, whichever ranks computed them, and are the same to the bit at every number of workers.
     """
 
-    def __init__(
-        self, world: World, places: Sequence[int] = (0,), num_places: int = 1, source: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, world: World, places: Sequence[int], num_places: int, source: Callable[..., Any] | None = None) -> None:
         """`places` are those of this rank's sums in a step, of `num_places` over all ranks; `source` is what returns them."""
         self._world = world
         self._keep = _read if _is_host(world.device) else _detached

@@ -143,7 +143,7 @@ def test_metrics_that_change_their_names_are_named(fit: Callable[..., Once], tra
 
 
 def test_what_waits_for_a_record_survives_a_change_of_the_recipes_metrics() -> None:
-    before, window = _Window(ALONE), _Window(ALONE)
+    before, window = _Window(ALONE, [0], 1), _Window(ALONE, [0], 1)
     before.add([(torch.tensor(1.0), 2, {"gone": (torch.tensor(5.0), 2), "kept": (torch.tensor(1.0), 2)})])
     window.restore(before.pending(0.0))
     assert window.pending(1.0)[0]["names"] == ["gone", "kept"]
