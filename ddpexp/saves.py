@@ -31,6 +31,7 @@ from ddpexp.strategy.contract import Strategy
 from ddpexp.track import Tracker
 from ddpexp.world import World
 
+_TEXT_BYTES = 1024
 _MODEL_NAME = re.compile(r"[\w-]+")
 
 
@@ -154,10 +155,10 @@ def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer:
     """Refuse what `run.resume=require` does not take, on all ranks alike. Ranks: all; communicates."""
     if _agreed(world, len(newer)):
         latest = max(newer, key=lambda one: one.step) if newer else None
-        what = f" ({latest.folder.name}: {latest.problem})" if latest else ""
+        what = _of_rank_zero(world, f"{latest.folder.name}: {latest.problem}" if latest else "")
         raise RefusedError(
-            f"the newest checkpoint in {relative(run.path)} cannot be used{what}, and run.resume=require takes no older one: use "
-            f"run.resume=auto."
+            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require takes no older one: "
+            f"use run.resume=auto."
         )
     if chosen is None:
         raise RefusedError(f"run.resume=require, but {relative(run.checkpoints)} holds no complete checkpoint.")
@@ -363,6 +364,13 @@ def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _without_nothing(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what is empty."""
     return {key: value for key, value in tree.items() if value}
+
+
+def _of_rank_zero(world: World, text: str) -> str:
+    """Return rank zero's text, cut off where it is long: whichever rank is heard first says the same. Ranks: all; communicates."""
+    data = text.encode()[:_TEXT_BYTES] if world.is_rank_zero else b""
+    numbers = torch.tensor([*data, *bytes(_TEXT_BYTES - len(data))], device=world.device)
+    return bytes(world.broadcast(numbers).tolist()).rstrip(b"\0").decode(errors="ignore")
 
 
 def _agreed(world: World, number: int) -> int:

@@ -137,7 +137,7 @@ def main(path, prepared):
 """
 # What a worker may still import: the recipe, a few quick modules (the stand-in for torch's compiler is one), and what only
 # rank zero of a run with TensorBoard wants.
-QUICK = {"points", "torch._dynamo", "torch.profiler._cupti_monitor"}
+QUICK = {"points", "ddpexp.start", "torch._dynamo", "torch.profiler._cupti_monitor"}
 TENSORBOARD = {"tensorboard", "google", "fsspec", "absl", "xml", "encodings", "configparser"}
 OUR_TENSORBOARD = ("torch.utils.tensorboard", "ddpexp.track.tensorboard")
 

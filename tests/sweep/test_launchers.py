@@ -34,8 +34,8 @@ def test_the_launcher_can_be_swept_and_the_login_node_submits_the_rest_as_one_ar
     assert hashes[:2] == hashes[2:]
     status = sweeps.recipe.ddpexp("status", str(sweep.path))
     assert (status.code, "4 jobs: 4 done." in status.out) == (0, True), status.out
-    again = sweeps.again(sweep.path)
-    assert (again.code, len(again.events("submitted")), len(again.events("started"))) == (0, 2, 2)
+    again = sweeps.again(sweep.path, "launcher=spawn,slurm")
+    assert (again.code, len(again.events("submitted")), len(again.events("started"))) == (0, 2, 2), again.err
 
 
 @pytest.mark.slurm
