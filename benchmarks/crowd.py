@@ -93,7 +93,7 @@ def lead(port: int, commands: int, workers: int, mark: str) -> int:
     place = one_rank if workers == 1 else Place(0, commands, nodes=commands)
     way = Fixed(LOOPBACK, port, ("port", "port"))
     try:
-        return command.told(lambda: team.run(Crowded(workers, mark), place, way, server))
+        return command.exit_code_of(lambda: team.run(Crowded(workers, mark), place, way, server))
     finally:
         server.close()
 

@@ -32,7 +32,7 @@ def main() -> int:
         say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
         return EXIT_REFUSED
     with ExitStack() as leaving:
-        return command.told(lambda: _answer(argv, leaving))
+        return command.exit_code_of(lambda: _answer(argv, leaving))
 
 
 def _answer(argv: list[str], leaving: ExitStack) -> int:

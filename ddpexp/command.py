@@ -22,7 +22,7 @@ _REPEAT_SECONDS = 2.0  # a second signal sooner than this is the same one
 _NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
 
 
-def told(work: Callable[[], int]) -> int:
+def exit_code_of(work: Callable[[], int]) -> int:
     """Do the work of a command and return its exit code; an error is said first."""
     try:
         code = work()
@@ -105,7 +105,7 @@ def _tell_torchrun(error: End) -> None:
 
 
 def stop_on_signals() -> None:
-    """Turn stop signals into an error, inside of `told`; while workers run, their watch hears the signals instead.
+    """Turn stop signals into an error, inside of `exit_code_of`; while workers run, their watch hears the signals instead.
 
     One that follows within two seconds is the same: what the first one undoes is not cut short by it.
     """

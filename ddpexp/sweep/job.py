@@ -136,7 +136,7 @@ def _be(
                 signal.signal(number, signal.SIG_DFL)
         command.stop_on_signals()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        code = command.told(lambda: _run(job, options, channel))
+        code = command.exit_code_of(lambda: _run(job, options, channel))
     except BaseException:
         traceback.print_exc()
     finally:
