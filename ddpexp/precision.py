@@ -25,13 +25,20 @@ class Precision:
     nor complex gradients.
     """
 
-    def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device, skip_nonfinite: bool) -> None:
-        """Choose the format; `skip_nonfinite` leaves out updates in fp32 and bf16 too, fp16 always does."""
+    def __init__(
+        self, name: Literal["fp32", "bf16", "fp16"], device: torch.device, skip_nonfinite: bool, gradient_weight: float = 1.0
+    ) -> None:
+        """Choose the format; `skip_nonfinite` leaves out updates in fp32 and bf16 too, fp16 always does.
+
+        `gradient_weight` is the strategy's: it is taken out of the scale of fp16 again, so that what a backward pass computes,
+        and whether it overflows, is the same at any number of workers.
+        """
         self._device = device
         self._dtype = _DTYPES.get(name)
         self.lowers = self._dtype is not None  # autocast does something
         self.skips = skip_nonfinite or name == "fp16"  # updates by a gradient that is not finite are left out
         self._scale: _Scale | None = _Scale(device) if name == "fp16" else None
+        self._gradient_weight = gradient_weight
         self._unscaled: set[int] = set()  # parameters whose gradients have their true size in this round
         self._found = torch.zeros((), device=device)  # whether a gradient of this apply is not finite
         self._found_in_round = torch.zeros((), device=device)
@@ -56,7 +63,7 @@ class Precision:
                 self.backward(loss, weight)
             return
         if self._scale is not None:
-            weight = weight * self._scale.value
+            weight = weight * (self._scale.value / self._gradient_weight)
         if type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
             # What `torch.autograd.backward(loss, weight)` ends with. The questions that it begins with take longer than all of
             # the run loop, and import sympy, a quarter of a second a worker.
@@ -85,7 +92,7 @@ class Precision:
                     "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in fp16, whose "
                     "gradients would be too small for it. Build the model in fp32, or use trainer.precision=fp32."
                 )
-            self._look(fresh, self._scale.value.double().reciprocal().float())
+            self._look(fresh, (self._gradient_weight / self._scale.value.double()).float())
         self._unscaled |= parameters.keys()
         self._found_in_round = torch.maximum(self._found_in_round, self._found)
 

@@ -356,7 +356,7 @@ def _loop(
         strategy=strategy,
         optimizers=optimizers,
         schedule=experiment.scheduler,
-        precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip"),
+        precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight),
         world=replace(world, memory=strategy.memory),
         train=batches,
         evals=_evals(experiment, splits, world, batches.plan.micro_batch_size),

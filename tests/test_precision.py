@@ -99,3 +99,15 @@ def test_weights_in_fp16_are_refused_where_gradients_are_scaled() -> None:
     precision.backward(model.weight.sum(), torch.tensor(0.5))
     with pytest.raises(DdpexpError, match=r"^trainer\.precision=fp16 computes in fp16 with weights in fp32, "):
         precision.unscale(torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_an_overflow_in_a_backward_pass_does_not_depend_on_the_number_of_workers(model: nn.Linear, num_workers: int) -> None:
+    largest = torch.finfo(torch.float16).max
+    for factor, finite in ((0.9, True), (1.1, False)):
+        precision = Precision("fp16", CPU, False, gradient_weight=num_workers)
+        loss = (model.weight.half().float() * (factor * largest / precision.state()["scale"])).sum()
+        precision.backward(loss, torch.tensor(float(num_workers)))  # a mean over the workers makes 1 of it
+        precision.unscale(optimizer := torch.optim.SGD(model.parameters(), lr=1.0))
+        assert precision.step(optimizer) is finite
+        optimizer.zero_grad()
