@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,17 +163,22 @@ TAG = f"DDPEXP_TESTS={uuid.uuid4().hex}"
 """In the environment of everything that these tests start: whose processes are whose, beside other runs."""
 
 
-def ddpexp_processes() -> set[int]:
-    """Return every living process that these tests have started, directly or not."""
+def all_processes() -> set[int]:
+    """Return every process of the machine."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def ddpexp_processes(but: Set[int] = frozenset()) -> set[int]:
+    """Return every living process that these tests have started, directly or not, but some that need not be looked at."""
     found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
+    for pid in all_processes() - but:
         try:
-            ours = TAG.encode() in (entry / "environ").read_bytes().split(b"\0")
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            ours = TAG.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             continue
         if ours and state != "Z":
-            found.add(int(entry.name))
+            found.add(pid)
     return found
 
 
@@ -208,10 +213,10 @@ def shown(pid: int) -> str:
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves one of our processes alive, or what would keep this process from its end: a child, a thread."""
-    processes, threads = ddpexp_processes() | children(), lasting_threads()
+    processes, threads = all_processes(), lasting_threads()
     yield
     deadline = time.monotonic() + LEFT_SECONDS
-    while (left := (ddpexp_processes() | children()) - processes) or lasting_threads() - threads:
+    while (left := ddpexp_processes(but=processes) | children() - processes) or lasting_threads() - threads:
         if time.monotonic() > deadline:
             said = [shown(pid) for pid in left] + [repr(thread) for thread in lasting_threads() - threads]
             for pid in left:

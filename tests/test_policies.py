@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -61,9 +60,8 @@ def problems(text: str) -> Iterator[str]:
 
 
 @pytest.mark.fault("S1", "S4", "S7", "S9")
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_that_runs_others_code_is_called(path: Path) -> None:
-    assert list(problems(path.read_text())) == []
+def test_nothing_that_runs_others_code_is_called() -> None:
+    assert {path: found for path in SOURCES if (found := list(problems(path.read_text())))} == {}
 
 
 @pytest.mark.parametrize(
