@@ -77,6 +77,7 @@ class _Silence:
     busy_seconds: float = 0.0  # besides them those in which it was busy importing or building
     activity: tuple[int, ...] = ()
     delays: Mapping[int, int] = field(default_factory=dict)  # of its threads at the last look, see `_delays`
+    starved_seconds: float = 0.0  # that it has waited for a processor and that were not taken off yet
 
 
 @dataclass
@@ -195,8 +196,11 @@ class Watchdog:
                 continue
             pid = worker.pid or self.server  # which imports what it needs before it starts a rank
             delays = _delays(pid, worker.page.phase)
-            silent = seconds - min(_starved(seen.delays, delays), _STARVED_MOST * seconds)
-            seen.delays = delays
+            # The kernel counts a wait when it is over, so one that is longer than a look counts for the looks before, too.
+            starved = seen.starved_seconds + _starved(seen.delays, delays)
+            counted = min(starved, _STARVED_MOST * seconds)
+            seen.delays, seen.starved_seconds = delays, starved - counted
+            silent = seconds - counted
             if worker.page.phase in ("start", "build"):
                 activity = _activity(pid)
                 if activity != seen.activity:
