@@ -25,7 +25,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -35,6 +34,7 @@ from ddpexp.config.build import did_you_mean, shown
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
+from ddpexp.config.versions import VERSION_BASE, get_yaml_loader, register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.rundir import check_yaml
 
@@ -136,7 +136,7 @@ def compose_sweep(argv: list[str]) -> Swept:
     _refuse_words([word for word in overrides if not _OF_SWEEPS.match(word)], False)
     with (
         one_sentence(), bounded_interpolations(), quick_yaml(),
-        hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"),
+        hydra.initialize_config_dir(str(conf_folder()), **VERSION_BASE),
     ):  # fmt: skip
         found = GlobalHydra.instance().hydra
         assert found is not None
@@ -266,7 +266,7 @@ def _let_hydra_answer(argv: list[str]) -> None:
     arguments, sys.argv = sys.argv, ["ddpexp", *argv]
     try:
         with quick_yaml():
-            hydra.main(version_base="1.3", config_path=str(conf_folder()), config_name="config")(lambda cfg: None)()
+            hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(lambda cfg: None)()
     finally:
         sys.argv = arguments
 
@@ -294,7 +294,7 @@ def _added(directory: str | None) -> Path | None:
 
 def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
-    with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), version_base="1.3"):
+    with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), **VERSION_BASE):
         return hydra.compose("config", [*_searched(added), *overrides], return_hydra_config=True)
 
 
@@ -374,11 +374,11 @@ def _reads_of_environment() -> Iterator[list[str]]:
         reads.append(arguments[0])
         return oc.env(*arguments)
 
-    OmegaConf.register_new_resolver("oc.env", env, replace=True)
+    register_resolver("oc.env", env, replace=True)
     try:
         yield reads
     finally:
-        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.env", oc.env, replace=True)
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""YAML read by libyaml instead of OmegaConf's parser in Python, which takes ten times as long: 40 ms of every command."""
+"""YAML read by libyaml instead of OmegaConf 2.3's parser in Python, which takes ten times as long: 40 ms of every command.
+
+OmegaConf 2.4 reads with libyaml itself.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,25 @@ from typing import Any
 import yaml
 from omegaconf import _utils
 
-_slow_loader = _utils.get_yaml_loader
+from ddpexp.config.versions import OMEGACONF_2_4, get_yaml_loader
 
 
 @contextmanager
 def quick_yaml() -> Iterator[None]:
     """Have OmegaConf read with libyaml, where PyYAML has it: the same values, and of what is wrong the same words."""
-    if not yaml.__with_libyaml__:
+    if OMEGACONF_2_4 or not yaml.__with_libyaml__:
         yield
         return
     _utils.get_yaml_loader = _quick_loader  # OmegaConf 2.3 looks it up for each text
     try:
         yield
     finally:
-        _utils.get_yaml_loader = _slow_loader
+        _utils.get_yaml_loader = get_yaml_loader
 
 
 @cache
 def _quick_loader() -> Any:
-    slow: Any = _slow_loader()
+    slow: Any = get_yaml_loader()
 
     class Quick(yaml.CSafeLoader, slow):  # type: ignore[misc]
         """What OmegaConf makes of the nodes, from another parser's."""

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from ddpexp.config import Experiment, load, parse
 from ddpexp.config.compose import Composed, compose, conf_folder, override_file
 from ddpexp.config.instantiate import Node
+from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError, StoppedError
 
 
@@ -210,7 +211,7 @@ def test_a_wrong_word_is_answered_in_one_sentence_with_the_right_one(words: str,
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: [1\nb: 2\n", "bad.yaml, line 2: expected ',' or ']', but got ':'."),
+        ('a: 1\nb: "2\n', "bad.yaml, line 3: found unexpected end of stream."),
         ("_target_: mine.Net\na: 1\na: 2\n", "bad.yaml, line 3: found duplicate key a."),
         ('_target_: mine.Net\na: !!python/object/apply:os.system ["x"]\n', "bad.yaml, line 2: could not determine a constructor"),
         ("- a\n- b\n", "model=['a', 'b'] is not a section with keys."),
@@ -451,7 +452,7 @@ def test_a_signal_while_hydra_composes_stops_the_command_when_it_is_done() -> No
         raise StoppedError(number)
 
     before = signal.signal(signal.SIGTERM, stop)
-    OmegaConf.register_new_resolver("interrupted", interrupted)
+    register_resolver("interrupted", interrupted)
     try:
         with pytest.raises(StoppedError, match="interrupted by SIGTERM; nothing was started"):
             compose(["run.dir=${interrupted:}"])
@@ -466,7 +467,7 @@ def test_a_stop_while_a_key_is_read_stays_one() -> None:
     def interrupted(*_: object) -> str:
         raise StoppedError(signal.SIGTERM)
 
-    OmegaConf.register_new_resolver("interrupted", interrupted)
+    register_resolver("interrupted", interrupted)
     try:
         with pytest.raises(StoppedError) as found:
             OmegaConf.create({"key": "${interrupted:}"}).key  # noqa: B018
