@@ -35,11 +35,11 @@ def with_cache(folder: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of this project as a clone has them."""
-    folder = tmp_path_factory.mktemp("clone") / "checkout"
+    folder = tmp_path_factory.mktemp("clone") / "ddpexp"
     folder.mkdir()
     for name in ("ddpexp", "conf", "recipes"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
+    for name in ("pyproject.toml", "LICENSE", "README.md", "__main__.py"):
         if (ROOT / name).is_file():
             shutil.copy(ROOT / name, folder)
     return folder
@@ -120,3 +120,43 @@ def test_a_checkout_that_is_not_installed_works(checkout: Path, tmp_path: Path, 
     environ |= with_cache(tmp_path)
     done = run(sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={tmp_path}/run", cwd=cwd, environ=environ)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment in which the clone is installed with -e; what it asks for is that of the tests."""
+    folder = tmp_path_factory.mktemp("editable") / "venv"
+    venv.create(folder, with_pip=True)
+    found = folder / "bin/python"
+    done = run(found, "-m", "pip", "install", "-q", "--no-deps", "-e", checkout, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [packages] = folder.glob("lib/python*/site-packages")
+    ours = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "zz_of_the_tests.pth").write_text("\n".join(ours))
+    return found
+
+
+def test_a_clone_named_as_the_package_works_from_the_folder_above_it(editable: Path, checkout: Path, tmp_path: Path) -> None:
+    above = checkout.parent
+    assert checkout.name == "ddpexp"
+    where = run(editable, "-c", "import ddpexp, ddpexp.task; print(ddpexp.__file__)", cwd=above)  # as in a notebook there
+    assert (where.stdout.strip(), where.stderr) == (str(checkout / "ddpexp/__init__.py"), "")
+    words = (*SMALL, "trainer.gpus=2", f"run.dir={tmp_path}/run")
+    done = run(editable, "-m", "ddpexp", *words, cwd=above, environ=with_cache(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/result.json").read_text())["world_size"] == 2
+
+
+def test_an_installation_from_a_clone_adds_no_files_of_its_own(editable: Path) -> None:
+    [packages] = editable.parent.parent.glob("lib/python*/site-packages")
+    assert not (packages / "ddpexp").exists()  # conf and recipes would be copies, of which edits of the clone know nothing
+
+
+def test_from_above_a_clone_that_is_not_installed_the_command_says_so(checkout: Path, tmp_path: Path) -> None:
+    venv.create(tmp_path / "venv")
+    done = run(tmp_path / "venv/bin/python", "-m", "ddpexp", "recipe=mnist", cwd=checkout.parent)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"ddpexp: it is not installed in {tmp_path}/venv, and ddpexp here is a clone, not the package. "
+        "Install it with pip install -e ddpexp -c ddpexp/constraints.txt, or change into ddpexp first.\n"
+    )
