@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import Done, ddpexp_processes, finish
+from tests.conftest import PATIENCE, Done, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
 
-_SECONDS = 20.0  # for what ends in well under five, on a machine that is busy
+_SECONDS = PATIENCE  # for what ends in well under five, on a machine that has nothing else to do
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from ddpexp.checkpoint.format import seal
-from tests.conftest import ROOT, SMALL, Ddpexp, Done
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
 
 LONGER = "trainer.epochs=3"
 
@@ -208,7 +208,7 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 def in_little_memory(folder: Path, environ: dict[str, str], *names: str) -> dict[str, str]:
     """Read what lies in each folder with 300 MiB of memory more than the start took; return what was said of it."""
     done = subprocess.run(
-        [sys.executable, "-c", LITTLE_MEMORY, str(folder), *names], env=environ, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", LITTLE_MEMORY, str(folder), *names], env=environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())

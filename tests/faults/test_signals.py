@@ -91,7 +91,7 @@ def signal_command(recipe: Recipe, number: int, wait: Callable[[subprocess.Popen
         ours = process.poll() is None and hears(process.pid, signal.SIGUSR2)
         over = process.poll() is not None
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE)
         gone(before, [process], f"{signal.Signals(number).name}")
     code = process.returncode
     if ours or code == 128 + number or over:
@@ -146,7 +146,7 @@ def test_a_signal_while_a_run_ends_gives_its_exit_code(recipe: Recipe) -> None:
         moment = draw.uniform(0, 0.4)
 
         def wait(process: subprocess.Popen[str], run: Path, moment: float = moment) -> None:
-            wait_for(lambda: process.poll() is not None or trained(run, 1), 40)
+            wait_for(lambda: process.poll() is not None or trained(run, 1))
             time.sleep(moment)
 
         words = ("trainer.epochs=2", "trainer.log_every=1", "trainer.eval_every=0")

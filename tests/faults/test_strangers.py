@@ -13,7 +13,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.rundir import RunDir, refuse_links
-from tests.conftest import Done
+from tests.conftest import PATIENCE, Done
 from tests.faults.harness import faulted
 from tests.points import Recipe
 
@@ -130,7 +130,7 @@ def test_a_link_where_a_start_would_write_is_refused_and_not_followed(recipe: Re
 
 def again(recipe: Recipe, run: Path, verb: str) -> Done:
     if verb == "start":
-        return recipe("trainer.checkpoint_every=2", "logger=tensorboard", "trainer.log_every=1", run=run, timeout=20)
+        return recipe("trainer.checkpoint_every=2", "logger=tensorboard", "trainer.log_every=1", run=run)
     from tests.conftest import finish
 
     process, _ = recipe.ddpexp.start("resume", str(run), "--config-dir", str(recipe.folder / "conf"))
@@ -160,7 +160,7 @@ def shown(recipe: Recipe, *words: str) -> tuple[int, str, Path]:
     typed, run = recipe.words(*words)
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
     child = pexpect.spawn(
-        sys.executable, ["-m", "ddpexp", *typed], env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=40,
+        sys.executable, ["-m", "ddpexp", *typed], env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE,
         dimensions=(40, 200),
     )  # fmt: skip
     child.expect(pexpect.EOF)

@@ -197,7 +197,7 @@ def test_the_weights_are_prepared_before_the_model_is_wrapped() -> None:
 
 @pytest.mark.slow
 def test_compile_compiles_a_model_that_is_made_of_torchs_own_modules(recipe: Recipe, plain: Done) -> None:
-    done = recipe("task._target_=points.Compiled", "trainer.gpus=2", "trainer.compile=true", timeout=150)
+    done = recipe("task._target_=points.Compiled", "trainer.gpus=2", "trainer.compile=true")
     assert done.code == 0, done.err
     counts = [int(line.split()[1]) for line in done.out.splitlines() if line.startswith("compiled ")]
     assert len(counts) == 8
