@@ -86,17 +86,16 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
 
 def _train(argv: list[str], server: Server | None) -> int:
     from ddpexp.config import parse
-    from ddpexp.config.compose import compose, compose_sweep, is_sweep
+    from ddpexp.config.compose import Swept, compose_command
 
-    if is_sweep(argv):
-        from ddpexp.sweep.run import run_sweep
-
-        sweep = compose_sweep(argv)
-        command.stop_on_signals()
-        return run_sweep(sweep, server)
-    composed = compose(argv)
+    composed = compose_command(argv)
     if composed is None:
         return 0
+    if isinstance(composed, Swept):
+        from ddpexp.sweep.run import run_sweep
+
+        command.stop_on_signals()
+        return run_sweep(composed, server)
     experiment = parse(composed.values)
     for warning in composed.warnings:
         if os.environ.get("RANK", "0") == "0":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpexp.config.build import build, convert, did_you_mean, shown
+from ddpexp.config.build import build, convert, shown, unknown_key
 from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse_untrusted
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
@@ -136,6 +136,9 @@ class Experiment:
         return Trust(self.run.trust, Path(self.run.code) if self.run.code else None)
 
 
+_TYPED: Mapping[str, Any] = {"trainer": Trainer, "strategy": Strategy, "logger": Logger, "run": Run, "recipe": Recipe}
+
+
 def load(text: str) -> Experiment:
     """Read the experiment back from the text of a run directory's config.yaml, in any process.
 
@@ -164,7 +167,8 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     sections = list(Experiment.__dataclass_fields__)
     for key in values:
         if key not in sections:
-            raise RefusedError(f"{key} is not a known section.{did_you_mean(str(key), sections)}")
+            keys = [f"{name}.{field}" for name, section in _TYPED.items() for field in section.__dataclass_fields__]
+            raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
         if values.get(name) is None:
             raise RefusedError(f"{name} is missing: a recipe gives it, for example recipe=mnist.")
@@ -386,7 +390,7 @@ def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> di
     hints = typing.get_type_hints(vars(function)["__init__"] if isinstance(function, type) else function)
     for key in kwargs:
         if key not in parameters:
-            raise RefusedError(f"{where}.{key} is not a known key.{did_you_mean(key, list(parameters), where + '.')}")
+            raise unknown_key(key, parameters, where)
     missing = [name for name, one in parameters.items() if one.default is one.empty and name not in kwargs]
     if missing:
         raise RefusedError(f"{where}.{missing[0]} is missing: give it a value, for example as {where}.{missing[0]}=... .")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar, Union
 
+from ddpexp.config.foreign import advice_on_key, value_here
 from ddpexp.errors import RefusedError
+
+_SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
+_NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
+_TRUTHS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 
 T = TypeVar("T")
 
@@ -25,7 +31,7 @@ def build(cls: type[T], values: Any, where: str) -> T:
     names = _names(cls)
     for key in values:
         if key not in names:
-            raise RefusedError(f"{where}.{key} is not a known key.{did_you_mean(str(key), names, where + '.')}")
+            raise unknown_key(str(key), names, where)
     hints = typing.get_type_hints(cls)
     built: dict[str, Any] = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
@@ -40,11 +46,41 @@ def build(cls: type[T], values: Any, where: str) -> T:
 def did_you_mean(word: str, known: Iterable[str], prefix: str = "", suffix: str = "") -> str:
     """Say which known word is nearest, or list all when none is near; `prefix` and `suffix` make it what to type."""
     known = [name for name in known if not name.startswith("_")]
-    near = difflib.get_close_matches(word.lower(), [name.lower() for name in known], n=1, cutoff=0.55)
-    if near:
-        best = next(name for name in known if name.lower() == near[0])
-        return f" Did you mean {prefix}{best}{suffix}?"
-    return f" Known here: {_listed(known)}."
+    near = nearest(word, known)
+    return f" Did you mean {prefix}{near}{suffix}?" if near else f" Known here: {_listed(known)}."
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:
+    """Return the known word that `word` may be meant for: one that is near to it, or the only one that begins with it."""
+    plain = {name.lower().replace("-", "_"): name for name in known}
+    word = word.lower().replace("-", "_")
+    if word in plain:
+        return plain[word]
+    near = difflib.get_close_matches(word, plain, n=1, cutoff=cutoff)
+    longer = [name for name in plain if len(word) > 2 and name.startswith(f"{word}_")]
+    return plain[near[0]] if near else plain[longer[0]] if len(longer) == 1 else None
+
+
+def unknown_key(key: str, known: Iterable[str], where: str, keys: Iterable[str] = (), kind: str = "key") -> RefusedError:
+    """Refuse a key that the section at `where` does not have, with what may be meant.
+
+    That is what is typed here for another framework's word, a key of this section or, as whole keys in `keys`, of another one.
+    """
+    known, keys = [name for name in known if not name.startswith("_")], list(keys)
+    typed = f"{where}.{key}" if where else key
+    head, _, rest = key.partition(".")
+    last = key.rpartition(".")[2]
+    advice = advice_on_key(last)
+    if not advice:
+        alike = nearest(typed.replace("/", "."), keys, _SURE) or (nearest(head, known, _SURE) if not rest else None)
+        named = [one for one in keys if one.rpartition(".")[2] == last]
+        if alike is not None:
+            advice = f" Did you mean {alike if '.' in alike or not where else f'{where}.{alike}'}?"
+        elif len(named) == 1:
+            advice = f" Did you mean {named[0]}?"
+        else:
+            advice = did_you_mean(head, known, f"{where}." if where else "", f".{rest}" if rest else "")
+    return RefusedError(f"{typed} is not a known {kind}.{advice}")
 
 
 def _names(cls: Any) -> list[str]:
@@ -98,10 +134,20 @@ def shown(value: Any) -> str:
 
 
 def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
-    words = [word for word in _literals(hint) if isinstance(word, str)]
-    near = difflib.get_close_matches(shown(value).lower(), words, n=1, cutoff=0.6)
-    meant = f" Did you mean {key}={near[0]}?" if near else ""
+    parts = [hint, *typing.get_args(hint)]
+    if isinstance(value, str) and _NUMBER.fullmatch(value) and {int, float} & set(parts):
+        return RefusedError(f"{key}='{value}' is a text, and the key takes {_spoken(hint)}: leave out the quotes.")
+    near = value_here(key, shown(value).lower()) or nearest(shown(value), filter(_is_text, _literals(hint)))
+    if near is None and bool in parts:
+        near = _TRUTHS.get(shown(value).lower())
+    if near is None and int in parts and isinstance(value, float) and value.is_integer():
+        near = str(int(value))
+    meant = f" Did you mean {key}={near}?" if near else ""
     return RefusedError(f"{key}={shown(value)} is not {_spoken(hint)}.{meant}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _literals(hint: Any) -> list[Any]:

@@ -9,40 +9,65 @@ import sys
 from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_type_hints
 
 import hydra
 import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from ddpexp import __version__
-from ddpexp.config import DATA_KEYS
-from ddpexp.config.build import did_you_mean, shown
+from ddpexp.config import DATA_KEYS, Logger, Recipe, Run, Strategy, Trainer
+from ddpexp.config.build import did_you_mean, nearest, shown, unknown_key
+from ddpexp.config.folders import added_folder, conf_folder, groups, options
+from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.hydra_section import (
+    answered,
+    answers_of,
+    dirname,
+    refuse_code_of_sweeper,
+    refuse_ignored,
+    refuse_ignored_options,
+    refuse_typed,
+    written_out,
+)
+from ddpexp.config.instantiate import Trust, targets
 from ddpexp.config.interpolations import bounded_interpolations
-from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.quick_yaml import quick_yaml
+from ddpexp.config.sentences import first_line, one_sentence, refuse_no_override, sentence, unknown_key_of
 from ddpexp.config.versions import VERSION_BASE, get_yaml_loader, register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.rundir import check_yaml
 
-_FULL_ERROR = "HYDRA_FULL_ERROR"
 _MODE = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
+_ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE)  # what Hydra takes for no text
-_VERBS = ("resume", "evaluate", "table", "status")
-_OF_SWEEPS = re.compile(r"\+*hydra(\.sweep\.dir=|/sweeper\b|\.sweeper\b)")  # Hydra's settings that sweeps understand
+_TYPED_SECTIONS: Mapping[str, Any] = {"trainer": Trainer, "run": Run, "strategy": Strategy, "logger": Logger, "recipe": Recipe}
+
+
+def _dirname_of_job(conf: Any, words: Sequence[str]) -> str:
+    return dirname(words, conf["kv_sep"], conf["item_sep"], conf["exclude_keys"])
+
+
+_OPTIONS = ("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--multirun", "--config-dir", "--info")
+
+
+class SweepInFileError(RefusedError):
+    """A config file makes a command a sweep that its words do not ask for."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +80,27 @@ class Composed:
     warnings: tuple[str, ...]
 
 
-def conf_folder() -> Path:
-    """Return the folder of our YAML files, in a checkout and in an installed wheel alike."""
-    import ddpexp
+def compose_command(argv: list[str]) -> Composed | Swept | None:
+    """Compose what a command line asks for: a run, or a sweep, be it by its words or by `hydra.mode` in a config file.
 
-    for place in ddpexp.__path__:
-        if (Path(place) / "conf" / "config.yaml").is_file():
-            return Path(place) / "conf"
-    raise RefusedError("ddpexp's own configs (ddpexp/conf) are not installed: reinstall ddpexp.")
-
-
-def compose(argv: list[str]) -> Composed | None:
-    """Compose the tree from the command line; None when that was a question (`--help`, `--cfg`, ...), answered here.
+    None when it was a question (`--help`, `--cfg`, ...), which is answered then.
 
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses.
+    """
+    if is_sweep(argv):
+        return compose_sweep(argv)
+    try:
+        return compose(argv)
+    except SweepInFileError:
+        return compose_sweep(argv)
+
+
+def compose(argv: list[str]) -> Composed | None:
+    """Compose the tree of one run; None when the command line was a question (`--help`, `--cfg`, ...), answered here.
+
+    Raises:
+        RefusedError: whatever Hydra or OmegaConf refuses. SweepInFileError: a config file makes it a sweep.
     """
     if "--version" in argv:
         print(f"ddpexp {__version__}")
@@ -88,11 +119,17 @@ def compose(argv: list[str]) -> Composed | None:
         if for_hydra:
             _let_hydra_answer([*(word for word in argv if word not in words.overrides), *words.overrides])
             return None
+        added = added_folder(words.config_dir)
+        cfg = _hydra_composes(words.overrides, added)
+        if cfg.hydra.mode == RunMode.MULTIRUN:
+            raise _sweep_in_file()
         of_sweeps = next((word for word in words.overrides if re.match(r"\+*sweep\.", word)), None)
         if of_sweeps is not None:
             raise RefusedError(f"{of_sweeps} is for sweeps: add -m, or leave it out.")
-        added = _added(words.config_dir)
-        return _composed(*_without_hydra(_hydra_composes(words.overrides, added)), words.overrides, added)
+        typed = [word for word in words.overrides if not _ONE_RUN.match(word)]
+        unused = ("hydra.sweeper.params in a config file is for sweeps: add -m",) if cfg.hydra.sweeper.get("params") else ()
+        composed = _composed(_Base.of(cfg), typed, added)
+        return replace(composed, warnings=(*composed.warnings, *unused))
 
 
 def is_sweep(argv: list[str]) -> bool:
@@ -112,7 +149,7 @@ class Swept:
     settings: Mapping[str, Any]  # the section `sweep`
     keys: frozenset[str]  # that are swept
     words: tuple[str, ...]  # as typed
-    folder: str | None  # hydra.sweep.dir, where it was typed
+    folder: str | None  # hydra.sweep.dir, where it was typed or a config file sets it
     config_dir: str | None
     warnings: tuple[str, ...]
 
@@ -133,21 +170,25 @@ def compose_sweep(argv: list[str]) -> Swept:
     overrides = [word for word in words.overrides if not _MODE.match(word)]
     for word in overrides:
         _refuse_in_sweep(word)
-    _refuse_words([word for word in overrides if not _OF_SWEEPS.match(word)], False)
+    _refuse_words(overrides, False, in_sweep=True)
+    added = added_folder(words.config_dir)
     with (
         one_sentence(), bounded_interpolations(), quick_yaml(),
-        hydra.initialize_config_dir(str(conf_folder()), **VERSION_BASE),
+        hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
     ):  # fmt: skip
         found = GlobalHydra.instance().hydra
         assert found is not None
         parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
-        cfg = found.compose_config(
-            "config", [*_searched(_added(words.config_dir)), *overrides], RunMode.MULTIRUN, with_log_configuration=False,
-            validate_sweep_overrides=False,
-        )  # fmt: skip
+        cfg = _composed_for_sweep(found, overrides, added)
+        _refuse_ignored(cfg, overrides, added)
+        trusted = next((one.value() for one in reversed(parsed) if one.get_key_element().lstrip("+") == "run.trust"), None)
+        prefixes = tuple(map(str, trusted)) if isinstance(trusted, list) else ()
+        refuse_code_of_sweeper(cfg.hydra.sweeper, Trust(prefixes, added.parent if added else None))
         of_sweeper = cfg.hydra.sweeper.get("params") or {}
-        settings = OmegaConf.to_container(cfg.sweep, resolve=True)
-        cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolved here, where what is wrong with it becomes a sentence
+        chosen = OmegaConf.to_container(cfg.hydra.sweep, resolve=False) != _default_sweep()
+        with answered(answers_of(cfg)):
+            settings = OmegaConf.to_container(cfg.sweep, resolve=True)
+            cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolved here, where what is wrong with it becomes a sentence
     swept = {one.get_key_element() for one in parsed if one.is_sweep_override()}
     for key in swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
@@ -159,10 +200,42 @@ def compose_sweep(argv: list[str]) -> Swept:
         settings={str(key): value for key, value in settings.items()},
         keys=frozenset({*swept, *map(str, of_sweeper)}),
         words=tuple(overrides),
-        folder=next((word.partition("=")[2] for word in overrides if word.startswith("hydra.sweep.dir=")), None),
+        folder=cfg.hydra.sweep.dir if chosen else None,
         config_dir=words.config_dir,
-        warnings=_warnings(_added(words.config_dir)),
+        warnings=_warnings(added),
     )
+
+
+def _composed_for_sweep(found: Hydra, overrides: list[str], added: Path | None) -> DictConfig:
+    """Compose with Hydra as it does for a sweep: words that give several values are left to the jobs."""
+    return found.compose_config(
+        "config", [*_searched(added), *overrides], RunMode.MULTIRUN, with_log_configuration=False, validate_sweep_overrides=False
+    )
+
+
+def _default_sweep() -> Any:
+    """Return what ddpexp's own configuration says of a sweep's directory, and Hydra of its parts."""
+    written = yaml.load((conf_folder() / "config.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return {"subdir": "${hydra.job.num}", **written["hydra"]["sweep"]}
+
+
+@dataclass(frozen=True)
+class _Base:
+    """What Hydra has composed, without its own section and that of sweeps."""
+
+    cfg: DictConfig
+    choices: Mapping[str, str]  # which options of the groups
+    answers: Mapping[str, Any]  # to ${hydra:...}
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> _Base:
+        """Take what Hydra has composed apart."""
+        answers = answers_of(cfg)
+        choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
+        with open_dict(cfg):
+            del cfg["hydra"]
+            del cfg["sweep"]
+        return cls(cfg, choices, answers)
 
 
 class JobComposer:
@@ -171,11 +244,12 @@ class JobComposer:
     def __init__(self, swept: Swept) -> None:
         """Take the sweep."""
         self._swept = swept
-        self._bases: dict[tuple[str, ...], tuple[DictConfig, Mapping[str, str]]] = {}
+        self._bases: dict[tuple[str, ...], _Base] = {}
+        self._dirname = partial(_dirname_of_job, OmegaConf.to_container(swept.cfg.hydra.job.config.override_dirname))
         self._parser = OverridesParser.create(swept.loader)
 
-    def compose(self, words: Sequence[str], run: Path) -> Composed:
-        """Compose one job from all its words; it will lie in the directory `run`.
+    def compose(self, words: Sequence[str], run: Path, number: int = 0) -> Composed:
+        """Compose the job with this number from all its words; it will lie in the directory `run`.
 
         Raises:
             RefusedError: whatever Hydra or OmegaConf refuses.
@@ -183,14 +257,18 @@ class JobComposer:
         # What has a dot is the key of a value: groups are paths with slashes.
         values = [word for word in words if (key := word.partition("=")[0]) in self._swept.keys and re.match(r"\w+\.", key)]
         rest = tuple(word for word in words if word not in values)
-        added = _added(self._swept.config_dir)
+        added = added_folder(self._swept.config_dir)
         with one_sentence(), bounded_interpolations():
             if rest not in self._bases:
-                self._bases[rest] = _without_hydra(_hydra_composes(list(rest), added))
-            cfg, choices = self._bases[rest]
-            cfg = copy.deepcopy(cfg)
+                self._bases[rest] = _Base.of(_hydra_composes(list(rest), added))
+            base = self._bases[rest]
+            cfg = copy.deepcopy(base.cfg)
             ConfigLoaderImpl._apply_overrides_to_config(self._parser.parse_overrides(values), cfg)
-            return _composed(cfg, choices, words, added, run)
+            of_job = {
+                "job.num": number, "sweep.dir": self._swept.cfg.hydra.sweep.dir, "mode": "MULTIRUN",
+                "job.override_dirname": self._dirname(words),
+            }  # fmt: skip
+            return _composed(replace(base, cfg=cfg, answers={**base.answers, **of_job}), words, added, run)
 
 
 def _asks_hydra(words: Namespace) -> bool:
@@ -198,18 +276,6 @@ def _asks_hydra(words: Namespace) -> bool:
     if words.config_path or words.config_name or words.experimental_rerun:
         raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
     return bool(words.hydra_help or words.cfg or words.info or words.shell_completion)
-
-
-@contextmanager
-def one_sentence() -> Iterator[None]:
-    """Make one sentence of what Hydra and OmegaConf refuse."""
-    with _full_errors():
-        try:
-            yield
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-            if os.environ.get(_FULL_ERROR) == "asked":
-                raise
-            raise RefusedError(_sentence(error)) from None
 
 
 def _refuse_in_sweep(word: str) -> None:
@@ -221,10 +287,8 @@ def _refuse_in_sweep(word: str) -> None:
         raise RefusedError(f"{word}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed.")
     if key == "run.dir":
         raise RefusedError(f"{word}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... .")
-    if key == "hydra.sweep.subdir":
-        raise RefusedError(f"{word}: the jobs' directories are named by their number and what is their own.")
-    if key == "hydra/launcher" or key.startswith("hydra.launcher."):
-        raise RefusedError(f"{word}: ddpexp starts the jobs of a sweep itself. sweep.slots=... says how many at once.")
+    if _ONE_RUN.match(word):
+        raise RefusedError(f"{word} is one run, and -m a sweep: leave one of them out.")
 
 
 def _words(argv: list[str]) -> Namespace:
@@ -235,31 +299,55 @@ def _words(argv: list[str]) -> Namespace:
     except ArgumentError as error:
         raise RefusedError(f"{error}. --help shows what can be typed.") from None
     if unknown:
-        raise RefusedError(f"{unknown[0]} is not an option: write key=value, for example trainer.gpus=2.")
+        raise RefusedError(_no_option(unknown[0]))
+    if (words.package or words.resolve) and not words.cfg:
+        option = "--package" if words.package else "--resolve"
+        raise RefusedError(f"{option} goes with a question, such as --cfg job {option}.")
     return words
 
 
-def _refuse_words(overrides: list[str], question: bool) -> None:
+def _no_option(word: str) -> str:
+    """Say what may be meant by an option that there is not: an option, or a key of the configuration."""
+    name, _, value = word.lstrip("-").partition("=")
+    option = nearest(f"--{name}", _OPTIONS, 0.8) if word.startswith("--") else None
+    if option is not None:
+        return f"{word} is not an option. Did you mean {option}?"
+    key = name.replace("-", "_")
+    advice = advice_on_key(key)
+    section = next((section for section, typed in _TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
+    if not advice and section is not None:
+        advice = f" Did you mean {section}.{key}={value or '...'}?"
+    return f"{word} is not an option: write key=value, for example trainer.gpus=2.{advice}"
+
+
+def _refuse_words(overrides: list[str], question: bool, in_sweep: bool = False) -> None:
     """Refuse what Hydra would take without effect, or answer with a traceback."""
+    refuse_no_override(overrides)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
-        if not key:
-            raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
-        if re.match(r"hydra[./@]", key) and not question:
-            raise RefusedError(f"{word}: Hydra's own settings have no effect here. Use run.dir=... and --config-dir DIR.")
-        if value == "null" and key in _groups([conf_folder()]):
-            raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(_options(key, [conf_folder()]))}.")
+        if not question:
+            refuse_typed(word, in_sweep)
+        if word.startswith("~"):
+            _refuse_deletion(word, key)
+        if value == "null" and key in groups([conf_folder()]):
+            raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(key, [conf_folder()]))}.")
         number = next((part for part in value.split(",") if _NO_NAME.fullmatch(part.strip())), None)
-        if number is not None and key in _groups([conf_folder()]):
-            raise RefusedError(f"{key}={number} is not a known option. Known here: {', '.join(_options(key, [conf_folder()]))}.")
+        if number is not None and key in groups([conf_folder()]):
+            raise RefusedError(f"{key}={number} is not a known option. Known here: {', '.join(options(key, [conf_folder()]))}.")
 
 
-def _groups(folders: list[Path]) -> list[str]:
-    return sorted({path.parent.name for folder in folders for path in folder.glob("*/*.yaml")})
-
-
-def _options(group: str, folders: list[Path]) -> list[str]:
-    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+def _refuse_deletion(word: str, key: str) -> None:
+    """Refuse to remove what every run has."""
+    section, _, name = key.partition(".")
+    if section in groups([conf_folder()]) and not name:
+        raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(section, [conf_folder()]))}.")
+    typed = _TYPED_SECTIONS.get(section)
+    if typed is None or name not in typed.__dataclass_fields__:
+        return
+    instead = (
+        f"{key}=null switches it off" if type(None) in get_args(get_type_hints(typed)[name]) else f"write {key}=... to change it"
+    )
+    raise RefusedError(f"{word}: every run has this key, so it cannot be removed: {instead}.")
 
 
 def _let_hydra_answer(argv: list[str]) -> None:
@@ -273,29 +361,72 @@ def _let_hydra_answer(argv: list[str]) -> None:
 
 def _help(overrides: list[str], directory: str | None) -> str:
     # Hydra's own help copies its whole repository once for every option, which takes as long as all the rest.
-    folders = [conf_folder(), *([Path(directory)] if directory else []), *plugin_folders()]
-    cfg = _hydra_composes(overrides, _added(directory))
+    folders = [conf_folder(), *([Path(directory)] if directory else []), *plugin_folders(), *searched_packages()]
+    cfg = _hydra_composes(overrides, added_folder(directory))
     header, footer = cfg.hydra.help.header, cfg.hydra.help.footer
     with open_dict(cfg):
         del cfg["hydra"]
-    groups = "\n".join(f"{group}: {', '.join(_options(group, folders))}" for group in _groups(folders))
+    known = "\n".join(f"{group}: {', '.join(options(group, folders))}" for group in groups(folders))
     return (
-        f"{header}\n\n== Groups and their options (group=option) ==\n{groups}\n\n"
+        f"{header}\n\n== Groups and their options (group=option) ==\n{known}\n\n"
         f"== Every key of this command (key=value) ==\n{OmegaConf.to_yaml(cfg)}\n{footer}"
     )
 
 
-def _added(directory: str | None) -> Path | None:
-    added = Path(directory).resolve() if directory else None
-    if added is not None and not added.is_dir():
-        raise RefusedError(f"--config-dir {directory} is not a directory.")
-    return added
-
-
 def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
-    with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), **VERSION_BASE):
-        return hydra.compose("config", [*_searched(added), *overrides], return_hydra_config=True)
+    with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
+        try:
+            cfg = hydra.compose("config", [*_searched(added), *overrides], return_hydra_config=True)
+        except ConfigCompositionException as error:
+            if re.match("Ambiguous value|Sweep parameters", str(error)) and _is_sweep_in_file(overrides, added):
+                raise _sweep_in_file() from None
+            if gone := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
+                raise _nothing_to_delete(gone[1], overrides, added) from None
+            raise
+        _refuse_ignored(cfg, overrides, added)
+        return cfg
+
+
+def _refuse_ignored(cfg: DictConfig, overrides: list[str], added: Path | None) -> None:
+    """Look at what files that are not ours set in Hydra's own section; inside of `hydra.initialize_config_dir`."""
+    folders = [*([added] if added else []), *plugin_folders(), *searched_packages()]
+    if not folders:
+        return
+
+    chosen = [(str(group), option) for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)]
+    paths = [folder / group / f"{option}.yaml" for group, option in chosen for folder in folders]
+    refuse_ignored_options([path for path in paths if path.is_file()])
+
+    def files() -> list[Path]:
+        found = GlobalHydra.instance().config_loader()
+        default_list = found.compute_defaults_list("config", [*_searched(added), *overrides], RunMode.MULTIRUN).defaults
+        paths = [folder / f"{default.config_path}.yaml" for default in default_list for folder in folders]
+        return [path for path in paths if path.is_file()]
+
+    refuse_ignored(cfg, lambda: hydra.compose("config", _searched(added), return_hydra_config=True), files)
+
+
+def _nothing_to_delete(key: str, overrides: list[str], added: Path | None) -> RefusedError:
+    """Say whether there is no such key, or one whose value is null, which Hydra takes for the same."""
+    rest = [word for word in overrides if not word.startswith("~")]
+    cfg = hydra.compose("config", [*_searched(added), *rest], return_hydra_config=True)
+    parent, _, name = key.rpartition(".")
+    section = OmegaConf.select(cfg, parent) if parent else cfg
+    if isinstance(section, DictConfig) and name in section:
+        return RefusedError(f"~{key}: its value is null, and there is nothing to remove: leave ~{key} out.")
+    names = [str(one) for one in section if one != "hydra"] if isinstance(section, DictConfig) else []
+    return unknown_key(name, names, parent)
+
+
+def _is_sweep_in_file(overrides: list[str], added: Path | None) -> bool:
+    found = GlobalHydra.instance().hydra
+    assert found is not None
+    return bool(_composed_for_sweep(found, overrides, added).hydra.mode == RunMode.MULTIRUN)
+
+
+def _sweep_in_file() -> SweepInFileError:
+    return SweepInFileError("A config file sets hydra.mode=MULTIRUN, which makes this a sweep: add hydra.mode=RUN for one run.")
 
 
 def _searched(added: Path | None) -> list[str]:
@@ -304,49 +435,43 @@ def _searched(added: Path | None) -> list[str]:
     return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
 
 
-def _without_hydra(cfg: DictConfig) -> tuple[DictConfig, Mapping[str, str]]:
-    """Take Hydra's own section and that of sweeps out; return also which options of the groups were chosen."""
-    choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
-    with open_dict(cfg):
-        del cfg["hydra"]
-        del cfg["sweep"]
-    return cfg, choices
-
-
-def _composed(
-    cfg: DictConfig, choices: Mapping[str, str], overrides: Sequence[str], added: Path | None, run: Path | None = None
-) -> Composed:
-    values, kept = _plain(cfg), _resolved_but_secrets(cfg)
+def _composed(base: _Base, overrides: Sequence[str], added: Path | None, run: Path | None = None) -> Composed:
+    with answered(base.answers):
+        values, kept = _plain(base.cfg), _resolved_but_secrets(base.cfg, base.answers)
     _refuse_untyped_trust(values, overrides)
     for tree in (values, kept):
         tree["run"]["code"] = str(added.parent) if added else None
         if run is not None:
             tree["run"]["dir"] = str(run)
-        tree.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
-    _refuse_other_types(values, choices, [folder for folder in (conf_folder(), added) if folder is not None])
+        tree.setdefault("recipe", {}).setdefault("name", base.choices.get("recipe", "run"))
+    offered = _offered(values)
+    for tree in (values, kept):
+        tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+    folders = [conf_folder(), *([added] if added else []), *searched_packages()]
+    _refuse_other_types(values, base.choices, folders)
     return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), _warnings(added))
+
+
+def _offered(values: Mapping[str, Any]) -> list[str]:
+    """Return the names in a configuration that count as trusted because an installed package offers them by its own configs."""
+    run, data = values["run"], values.get("data")
+    trust = Trust(tuple(run["trust"] or ()), Path(run["code"]) if run["code"] else None)
+    named = dict(targets(values, ""))
+    if isinstance(data, Mapping) and data.get("prepare") is not None:
+        named["data.prepare"] = data["prepare"]
+    foreign = {str(name) for key, name in named.items() if not trust.allows(str(name), key.removesuffix("._target_"))}
+    return sorted(foreign & offered_targets()) if foreign else []
 
 
 def _warnings(added: Path | None) -> tuple[str, ...]:
     return tuple(warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder))
 
 
-@contextmanager
-def _full_errors() -> Iterator[None]:
-    """Make Hydra raise its errors instead of printing a traceback and leaving with 1."""
-    previous = os.environ.get(_FULL_ERROR)
-    os.environ[_FULL_ERROR] = "asked" if previous else "1"
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[_FULL_ERROR]
-        else:
-            os.environ[_FULL_ERROR] = previous
+def _resolved_but_secrets(cfg: DictConfig, answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the tree, but leave as written what reads the environment, directly or through other keys.
 
-
-def _resolved_but_secrets(cfg: DictConfig) -> dict[str, Any]:
-    """Resolve the tree, but leave as written what reads the environment, directly or through other keys."""
+    `answers` are those to `${hydra:...}`, which nobody has who reads it later.
+    """
     with _reads_of_environment() as reads:
 
         def kept(raw: Any, read: Callable[[], Any]) -> Any:
@@ -359,7 +484,7 @@ def _resolved_but_secrets(cfg: DictConfig) -> dict[str, Any]:
             reads.clear()
             value = read()
             plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
-            return raw if reads or "${" in str(plain) else plain
+            return written_out(raw, answers) if reads or "${" in str(plain) else plain
 
         tree: dict[str, Any] = kept(OmegaConf.to_container(cfg, resolve=False), lambda: cfg)
     return tree
@@ -455,58 +580,6 @@ def _shadowed(added: Path) -> Iterator[str]:
             yield f"{path} is not used: ddpexp has its own {name.with_suffix('')}. Give yours another name."
 
 
-def _sentence(error: Exception) -> str:
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, option = error.missing_cfg_file.rpartition("/")
-        if not group:
-            return f"There is no config {option}."
-        options = [name for name in error.options or _options(group, [conf_folder(), *plugin_folders()]) if name]
-        known = did_you_mean(option, options, f"{group}=") if options else f" There is no group {group}."
-        return f"{group}={option} is not a known option.{known}"
-    if isinstance(error, OverrideParseException):
-        if error.override in _VERBS:
-            return f"{error.override} is a verb and stands first: python -m ddpexp {error.override} ... ."
-        return f"{error.override} is not an override: write key=value, for example trainer.gpus=2."
-    if isinstance(error, ConfigCompositionException):
-        several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
-        if several:
-            return f"{several[1]} gives several values: add -m for a run with each, or write a list as key=[a,b]."
-        unknown = re.match(r"Could not override '([^']+)'", str(error))
-        if unknown and isinstance(error.__cause__, OmegaConfBaseException):
-            return _unknown_key(unknown[1], error.__cause__)
-        unmerged = re.match(r"Error merging override (.+)", str(error))
-        if unmerged and isinstance(error.__cause__, OmegaConfBaseException):
-            return f"{unmerged[1]}: {_first_line(error.__cause__)}."
-        return _first_line(error)
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
-    unset = re.search(r"Environment variable '(\w+)' not found", str(error))
-    if unset and isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... first."
-    if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {_first_line(error)}"
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}."
-    if isinstance(error, UnicodeDecodeError):
-        return f"A config file is not UTF-8 text: {error}."
-    return _first_line(error)
-
-
-def _unknown_key(typed: str, cause: OmegaConfBaseException) -> str:
-    """Say which key is nearest to the typed one, at the level where it leaves the tree."""
-    parent, key, full_key = cause.parent_node, str(cause.key), str(cause.full_key)
-    if not isinstance(parent, DictConfig) or not full_key.endswith(key):
-        return f"{typed} is not a known key."
-    names = [str(name) for name in parent if name != "hydra"]
-    return f"{typed} is not a known key.{did_you_mean(key, names, full_key[: -len(key)], typed[len(full_key) :])}"
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines()]
-    said = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
-    return re.sub(r"^\w+ raised while resolving interpolation: ", "", " ".join(said[:2])) or type(error).__name__
-
-
 @bounded_interpolations()
 @quick_yaml()
 def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[Mapping[str, Any], str]:
@@ -524,33 +597,37 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
         check_yaml(path)
         cfg = OmegaConf.load(path)
     except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise RefusedError(f"{path} cannot be read: {_first_line(error)}.") from None
+        raise RefusedError(f"{path} cannot be read: {first_line(error)}.") from None
     if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
         raise RefusedError(f"{path} is not the configuration of a run.")
-    added = _added(words.config_dir)
-    groups = _groups([folder for folder in (conf_folder(), added) if folder is not None]) if goes_on else ["launcher"]
-    options = {key: name for key, _, name in (word.partition("=") for word in words.overrides) if key in groups}
+    added = added_folder(words.config_dir)
+    refuse_no_override(words.overrides)
+    chosen_from = groups([folder for folder in (conf_folder(), added) if folder is not None]) if goes_on else ["launcher"]
+    chosen = {key: name for key, _, name in (word.partition("=") for word in words.overrides) if key in chosen_from}
     if not goes_on:
-        options.setdefault("launcher", "spawn")  # how that run was started does not matter here
-    for group, name in options.items():
+        chosen.setdefault("launcher", "spawn")  # how that run was started does not matter here
+    for group, name in chosen.items():
         cfg[group] = _option(group, name, added)
     cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
     cfg.run.allow_changes = []
     OmegaConf.set_struct(cfg, True)
     try:
         for word in words.overrides:
-            if word.partition("=")[0] not in options:
+            if word.partition("=")[0] not in chosen:
                 _override(cfg, word)
-        return _plain(cfg), OmegaConf.to_yaml(cfg)
+        with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
+            values = _plain(cfg)
+        cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *_offered(values)]
+        return values, OmegaConf.to_yaml(cfg)
     except OmegaConfBaseException as error:
-        raise RefusedError(f"{path}: {_sentence(error)}") from None
+        raise RefusedError(f"{path}: {sentence(error)}") from None
 
 
 def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
     folders = [conf_folder(), *([added] if added is not None else []), *plugin_folders()]
-    options = _options(group, folders)
-    if name not in options:
-        raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, options, f'{group}=')}")
+    known = options(group, folders)
+    if name not in known:
+        raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, known, f'{group}=')}")
     found = OmegaConf.load(
         next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
     )
@@ -572,4 +649,4 @@ def _override(cfg: DictConfig, word: str) -> None:
     except yaml.YAMLError:
         raise RefusedError(f"{word} is not an override: its value is no YAML.") from None
     except (ConfigKeyError, ConfigAttributeError) as error:
-        raise RefusedError(_unknown_key(key, error)) from None
+        raise RefusedError(unknown_key_of(key, error)) from None

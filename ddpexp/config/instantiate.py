@@ -44,7 +44,7 @@ _SPECIAL = ("_target_", "_partial_", "_args_")
 class Trust:
     """Whose code a configuration may name, beside ours and torch's closed set."""
 
-    prefixes: tuple[str, ...] = ()  # what the user typed as run.trust=[...]
+    prefixes: tuple[str, ...] = ()  # what the user typed as run.trust=[...], and names that an installed package offers
     code: Path | None = None  # the folder that holds the typed --config-dir
 
     def allows(self, target: str, where: str) -> bool:
@@ -56,7 +56,7 @@ class Trust:
             return True
         if any(target == known or (known.endswith(".") and target.startswith(known)) for known in _OF_ONE_SECTION.get(where, ())):
             return True
-        if any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
+        if target in self.prefixes or any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
         if _is_offered(target, where):
             return True
@@ -205,7 +205,8 @@ def locate(target: str, trust: Trust, where: str) -> Any:
         if isinstance(found, types.ModuleType):
             raise RefusedError(f"{key}={target} reaches the module {found.__name__} through another one.")
     home = f"{getattr(found, '__module__', '')}.{getattr(found, '__name__', 'x')}"
-    if not callable(found) or not (target in TORCH or _is_offered(target, where) or trust.allows(home, where)):
+    is_named = target in TORCH or target in trust.prefixes or _is_offered(target, where)  # itself, wherever it is defined
+    if not callable(found) or not (is_named or trust.allows(home, where)):
         raise RefusedError(f"{key}={target} is not a class or function of an allowed module.")
     return found
 

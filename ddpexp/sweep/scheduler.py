@@ -168,7 +168,7 @@ class Scheduler:
         name = self._names.get(number) or job_name(number, own)
         run = RunDir(self.folder.path / name)
         try:
-            composed = self._composer.compose(words, run.path.absolute())
+            composed = self._composer.compose(words, run.path.absolute(), number)
             experiment = parse(composed.values)
             workers, on_gpus = self._needs(experiment)
         except RefusedError as error:

@@ -60,7 +60,8 @@ def test_right_values_become_a_frozen_section() -> None:
 def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> None:
     assert build(Section, {**GOOD, "share": 1, "maybe": 2}, "part").share == 1.0
     assert isinstance(build(Section, {**GOOD, "maybe": 2}, "part").maybe, float)
-    assert refusal(count=3.0) == "part.count=3.0 is not a whole number."
+    assert refusal(count=3.0) == "part.count=3.0 is not a whole number. Did you mean part.count=3?"
+    assert refusal(count=3.5) == "part.count=3.5 is not a whole number."
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,10 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("count", [1], "part.count=[1] is not a whole number."),
         ("share", "half", "part.share=half is not a number."),
         ("share", False, "part.share=false is not a number."),
-        ("flag", 1, "part.flag=1 is not true or false."),
-        ("flag", "yes", "part.flag=yes is not true or false."),
+        ("flag", 1, "part.flag=1 is not true or false. Did you mean part.flag=true?"),
+        ("flag", "yes", "part.flag=yes is not true or false. Did you mean part.flag=true?"),
+        ("flag", "maybe", "part.flag=maybe is not true or false."),
+        ("count", "3", "part.count='3' is a text, and the key takes a whole number: leave out the quotes."),
         ("word", 5, "part.word=5 is not a text."),
         ("choice", "gpu", "part.choice=gpu is not one of auto, cpu, cuda. Did you mean part.choice=cpu?"),
         ("choice", "CPU", "part.choice=CPU is not one of auto, cpu, cuda. Did you mean part.choice=cpu?"),

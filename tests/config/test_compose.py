@@ -15,7 +15,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from ddpexp.config import Experiment, load, parse
-from ddpexp.config.compose import Composed, compose, conf_folder, override_file
+from ddpexp.config.compose import Composed, compose, override_file
+from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Node
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError, StoppedError
@@ -148,11 +149,14 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
         ("+trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("+strategy.static=true", "strategy.static is not a known key. Did you mean strategy.static_graph?"),
         ("+data.rot=x", "data.rot is not a known key. Did you mean data.root?"),
-        ("~model", "model is missing: a recipe gives it, for example recipe=mnist."),
-        ("trainer.gpus", "trainer.gpus is not an override: write key=value, for example trainer.gpus=2."),
-        ("trainer.gpus=[", "trainer.gpus=[ is not an override: write key=value, for example trainer.gpus=2."),
+        ("~model", "~model: every run needs one. Known here: lenet, linear."),
+        ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
+        ("trainer.gpus=[", "trainer.gpus=[ has a bracket without its other half."),
         ("=1", "=1 is not an override: write key=value, for example trainer.gpus=2."),
-        ("trainer.gpus=1,2", "trainer.gpus=1,2 gives several values: add -m for a run with each, or write a list as key=[a,b]."),
+        (
+            "trainer.gpus=1,2",
+            "trainer.gpus=1,2 gives several values: add -m for a run with each, or write a list as trainer.gpus=[1,2].",
+        ),
         ("optimizer.lr=fast", "optimizer.lr=fast is not a number (its default is "),
         ("optimizer.nesterov=1", "optimizer.nesterov=1 is not true or false (its default is true)."),
         ("optimizer.lr=true", "optimizer.lr=true is not a number (its default is "),
@@ -168,8 +172,8 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
         ("model=1", "model=1 is not a known option. Known here: lenet, linear."),
         ("optimizer=adamw,true", "optimizer=true is not a known option. Known here: adamw,"),
-        ("trainer.seed=1 resume", "resume is a verb and stands first: python -m ddpexp resume ... ."),
-        ("hydra.run.dir=x", "hydra.run.dir=x: Hydra's own settings have no effect here. Use run.dir=... and --config-dir DIR."),
+        ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
+        ("hydra.run.dir=x", "hydra.run.dir=x: Hydra's own settings have no effect here. run.dir=... names the run directory."),
         ("+hydra.searchpath=[x]", "+hydra.searchpath=[x]: Hydra's own settings have no effect here."),
         ("hydra/launcher=joblib", "hydra/launcher=joblib: Hydra's own settings have no effect here."),
         (
@@ -413,10 +417,10 @@ def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> N
     [
         ("trainer.gpu=1", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("trainr.gpus=1", "trainr.gpus is not a known key. Did you mean trainer.gpus?"),
-        ("trainer.gpus", "trainer.gpus is not an override: write key=value, for example trainer.gpus=2."),
+        ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
         ("trainer.gpus=[", "trainer.gpus=[ is not an override: its value is no YAML."),
         ("model=lenet", "model=lenet: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."),
-        ("--gpus", "--gpus is not an option: write key=value, for example trainer.gpus=2."),
+        ("--gpus", "--gpus is not an option: write key=value, for example trainer.gpus=2. Did you mean trainer.gpus=...?"),
     ],
 )
 def test_a_wrong_word_over_a_run_directorys_file_is_refused(written: Path, word: str, sentence: str) -> None:

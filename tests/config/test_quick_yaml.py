@@ -10,7 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from ddpexp.config.compose import conf_folder
+from ddpexp.config.folders import conf_folder
 from ddpexp.config.quick_yaml import quick_yaml
 
 Load = Callable[[str], Any]

@@ -71,7 +71,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__gpus": None}, "trainer.gpus=null is not auto or a whole number."),
         ({"trainer__gpus": 0}, "trainer.gpus=0 starts no worker: use 1 or more."),
         ({"trainer__gpus": -1}, "trainer.gpus=-1 starts no worker: use 1 or more."),
-        ({"trainer__device": "gpu"}, "trainer.device=gpu is not one of auto, cpu, cuda. Did you mean trainer.device=cpu?"),
+        ({"trainer__device": "gpu"}, "trainer.device=gpu is not one of auto, cpu, cuda. Did you mean trainer.device=cuda?"),
         ({"trainer__device": "cuda"}, "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu"),
         ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs, and the workers are on CPU."),
         ({"trainer__threads": 0}, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),

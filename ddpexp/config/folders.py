@@ -1,0 +1,82 @@
+"""The folders of YAML files that a command reads: ours, the user's own, those of installed packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ddpexp.errors import RefusedError
+
+_LOOKED_INTO = 200  # entries of a folder, when there is nothing in it that we look for
+
+
+def conf_folder() -> Path:
+    """Return the folder of our YAML files, in a checkout and in an installed wheel alike."""
+    import ddpexp
+
+    for place in ddpexp.__path__:
+        if (Path(place) / "conf" / "config.yaml").is_file():
+            return Path(place) / "conf"
+    raise RefusedError("ddpexp's own configs (ddpexp/conf) are not installed: reinstall ddpexp.")
+
+
+def groups(folders: Iterable[Path]) -> list[str]:
+    """Return the groups that have an option in one of the folders."""
+    return sorted({path.parent.name for folder in folders for path in folder.glob("*/*.yaml")})
+
+
+def options(group: str, folders: Iterable[Path]) -> list[str]:
+    """Return the options of a group."""
+    return sorted({path.stem for folder in folders for path in (folder / group).glob("*.yaml")})
+
+
+def added_folder(typed: str | None) -> Path | None:
+    """Return the folder that was typed as --config-dir, None where none was.
+
+    Raises:
+        RefusedError: it is no folder, or none of which Hydra would read anything.
+    """
+    if typed is None:
+        return None
+    if not typed:
+        raise RefusedError("--config-dir is empty: it takes the folder of your configs, such as --config-dir mine/conf.")
+    folder = Path(typed).resolve()
+    if not folder.is_dir():
+        raise RefusedError(f"--config-dir {typed} is not a directory.")
+    ours = groups([conf_folder()])
+    if any(options(group, [folder]) for group in ours):
+        return folder
+    meant = next(_meant(folder, ours), None)
+    if meant is not None:
+        shown = Path(typed, meant.relative_to(folder)) if meant.is_relative_to(folder) else Path(typed).parent
+        raise RefusedError(
+            f"--config-dir {typed} has no folder of options such as recipe, but {shown} has: type --config-dir {shown}."
+        )
+    if not groups([folder]) and not any(folder.glob("hydra/*/*.yaml")):
+        raise RefusedError(
+            f"--config-dir {typed} adds nothing{_instead(folder, typed, ours)}. Options are files such as "
+            f"{Path(typed) / 'recipe' / 'mine.yaml'}, which recipe=mine chooses."
+        )
+    return folder  # only groups of the user's own, such as experiment
+
+
+def _meant(folder: Path, ours: list[str]) -> Iterator[Path]:
+    """Yield the folders that may be meant: the one above, when this is the folder of a group, or one below."""
+    if folder.name in ours and any(folder.glob("*.yaml")):
+        yield folder.parent
+    for _, path in zip(range(_LOOKED_INTO), sorted(folder.glob("*/")), strict=False):
+        if path.is_dir() and any(options(group, [path]) for group in ours):
+            yield path
+
+
+def _instead(folder: Path, typed: str, ours: list[str]) -> str:
+    """Say what there is in a folder without options."""
+    for path in folder.glob("*.y*ml"):
+        if path.suffix in (".yaml", ".yml"):
+            return f": {path.name} lies in no folder of a group, so Hydra does not read it"
+    for group in ours:
+        for path in (folder / group).glob("*.yml"):
+            return f": of {Path(typed, group, path.name)} the name must end in .yaml"
+    if any(folder.glob("*.py")):
+        return ": it has Python files, but no YAML of a group"
+    return ": it is empty" if not any(folder.iterdir()) else ": no YAML in it belongs to a group"

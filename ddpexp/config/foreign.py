@@ -1,0 +1,71 @@
+"""Words of Lightning, Hugging Face, Accelerate, torchrun and of templates for Hydra: what is typed here in their place."""
+
+from __future__ import annotations
+
+_KEYS = {
+    "trainer.epochs": "max_epochs num_epochs num_train_epochs n_epochs",
+    "trainer.max_steps": "max_train_steps num_training_steps num_train_steps total_steps max_iters",
+    "trainer.global_batch_size": "batch_size train_batch_size",
+    "trainer.micro_batch_size": "per_device_train_batch_size per_gpu_train_batch_size accumulate_grad_batches "
+    "gradient_accumulation_steps",
+    "trainer.gpus": "devices num_gpus n_gpu n_gpus nproc_per_node num_processes",
+    "trainer.nodes": "num_nodes nnodes num_machines",
+    "trainer.device": "accelerator",
+    "trainer.precision": "mixed_precision amp",
+    "trainer.clip_grad_norm": "gradient_clip_val max_grad_norm clip_grad grad_clip",
+    "trainer.log_every": "log_every_n_steps logging_steps log_interval",
+    "trainer.eval_every": "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_strategy evaluation_strategy",
+    "trainer.checkpoint_every": "save_steps save_interval save_strategy",
+    "trainer.keep_last": "save_total_limit save_top_k",
+    "trainer.seed": "random_seed seed_everything manual_seed",
+    "trainer.compile": "torch_compile",
+    "optimizer.lr": "lr learning_rate base_lr",
+    "data.root": "data_dir data_path dataset_path dataset_dir",
+    "data.num_workers": "dataloader_num_workers n_workers",
+    "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir",
+    "sweep.objective": "optimized_metric",
+}
+_REMARKS = {
+    "batch_size": "the samples of a step over all workers",
+    "train_batch_size": "the samples of a step over all workers",
+    "accumulate_grad_batches": "from which the number of accumulated passes follows",
+    "gradient_accumulation_steps": "from which the number of accumulated passes follows",
+}
+_RESUME = "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."
+_WHOLE = "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves evaluations out."
+_SENTENCES = {
+    "ckpt_path resume_from_checkpoint": _RESUME,
+    "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
+    "limit_val_batches limit_test_batches limit_eval_batches limit_predict_batches": _WHOLE,
+    "fast_dev_run": "There is nothing like it: trainer.max_steps=2 ends a run after two steps.",
+    "overfit_batches": "There is nothing like it.",
+    "callbacks early_stopping patience": "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint.",
+    "warmup_steps warmup_ratio num_warmup_steps": "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps).",
+}
+_VALUES = {
+    "trainer.precision": {
+        "fp32": "32 32-true float32 no full",
+        "bf16": "bf16-mixed bfloat16",
+        "fp16": "16 16-mixed float16 half",
+    },
+    "trainer.device": {"cuda": "gpu", "auto": "any"},
+    "trainer.gpus": {"auto": "-1 all"},
+    "trainer.eval_every": {"0": "no never"},
+    "trainer.checkpoint_every": {"0": "no never"},
+}
+
+_KEY_OF = {word: key for key, words in _KEYS.items() for word in words.split()}
+_SENTENCE_OF = {word: sentence for words, sentence in _SENTENCES.items() for word in words.split()}
+
+
+def advice_on_key(word: str) -> str:
+    """Say what is typed here for another framework's `word`, with a space in front; empty where it is none that we know."""
+    if (key := _KEY_OF.get(word)) is not None:
+        remark = f", {_REMARKS[word]}" if word in _REMARKS else ""
+        return f" Did you mean {key}{remark}?"
+    return f" {_SENTENCE_OF[word]}" if word in _SENTENCE_OF else ""
+
+
+def value_here(key: str, value: str) -> str | None:
+    """Return the value that means here what `value` of the key means in another framework; None where we know of none."""
+    return next((here for here, words in _VALUES.get(key, {}).items() if value in words.split()), None)

@@ -1,0 +1,239 @@
+"""What Hydra and OmegaConf refuse, and words that they would not understand, in one sentence each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from ddpexp.config.build import did_you_mean, nearest, unknown_key
+from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.hydra_section import no_effect
+from ddpexp.config.plugins import plugin_folders
+from ddpexp.errors import RefusedError
+
+COMMANDS = ("resume", "evaluate", "table", "status", "plan")
+_TRAINS = ("train", "fit", "run", "start", "launch", "main")  # what it is called elsewhere
+_FULL_ERROR = "HYDRA_FULL_ERROR"
+_KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*")
+_DASHES, _QUOTES = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb"
+_BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
+_EXAMPLE = "write key=value, for example trainer.gpus=2"
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """Make one sentence of what Hydra and OmegaConf refuse."""
+    with _full_errors():
+        try:
+            yield
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+            if os.environ.get(_FULL_ERROR) == "asked":
+                raise
+            raise RefusedError(sentence(error)) from None
+
+
+@contextmanager
+def _full_errors() -> Iterator[None]:
+    """Make Hydra raise its errors instead of printing a traceback and leaving with 1."""
+    previous = os.environ.get(_FULL_ERROR)
+    os.environ[_FULL_ERROR] = "asked" if previous else "1"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[_FULL_ERROR]
+        else:
+            os.environ[_FULL_ERROR] = previous
+
+
+def refuse_no_override(words: Sequence[str]) -> None:
+    """Look for a word that cannot be an override at all.
+
+    Raises:
+        RefusedError: with what may be meant.
+    """
+    for place, word in enumerate(words):
+        follows = [*words[place + 1 :], ""][0]
+        empty = word.endswith("=") and word.strip("=") and (not follows or re.search("[=~]", follows))  # as in run.dir=
+        if "=" in word.strip("=") or word.startswith("~") or empty:
+            continue
+        open_before = next((one for one in words[:place] if any(one.count(a) > one.count(b) for a, b in _BRACKETS)), None)
+        if open_before is not None and any(b in word for _, b in _BRACKETS):
+            whole = " ".join(words[words.index(open_before) : place + 1])
+            parts = re.sub(r",?\s+", ",", whole)
+            raise RefusedError(f"{whole} has spaces, at which the shell cuts it into words: write {shlex.quote(parts)}.")
+        raise RefusedError(_no_override(word, words[place - 1] if place else "", [*words[place + 1 :], "", ""]))
+
+
+def _no_override(word: str, before: str, after: Sequence[str]) -> str:
+    known = groups([conf_folder()])
+    if word[:1] and word[0] in _DASHES:
+        return f"{word} begins with a dash from a formatted text: type --{word.lstrip(_DASHES)}."
+    apart = re.fullmatch(r"([A-Za-z_][\w./]*) *([=:]) *(\S*)", f"{word} {after[0]} {after[1]}".strip().replace("= =", "="))
+    if word.startswith("=") and _KEY.fullmatch(before):
+        apart = re.fullmatch(r"([A-Za-z_][\w./]*) *(=) *(\S*)", f"{before} = {word.lstrip('=') or after[0]}")
+    if apart is not None:
+        return f"{word} is not an override: write {apart[1]}={apart[3] or '...'}, without spaces."
+    if word in COMMANDS:
+        return f"{word} is a command and stands first: python -m ddpexp {word} ... ."
+    value = after[0] if after[0] and not re.search(r"[=~]", after[0]) else "..."
+    if word.partition(".")[0] in known:
+        options_of = f" Known here: {', '.join(options(word, [conf_folder()]))}." if word in known else ""
+        return f"{word} has no value: write {word}={value}{' ' if value == '...' else ''}.{options_of}"
+    group = next((group for group in ("recipe", *known) if word in options(group, [conf_folder()])), None)
+    if group is not None:
+        return f"{word} is not an override: write {group}={word}."
+    if word in _TRAINS:
+        return f"{word} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2."
+    if not re.search(r"\w", word) or word.startswith("="):
+        return f"{word} is not an override: {_EXAMPLE}."
+    near = nearest(word, COMMANDS)
+    meant = f" Did you mean {near}?" if near else ""
+    return (
+        f"{word} is neither an override (key=value, for example trainer.gpus=2) nor a command. "
+        f"The commands are {', '.join(COMMANDS)}.{meant}"
+    )
+
+
+def _unread(word: str) -> str:
+    """Say why Hydra's grammar does not take an override, and how the same is typed so that it does."""
+    key, _, value = word.partition("=")
+    if "=" not in word or not _KEY.fullmatch(key) or ".." in key:
+        return f"{word} is not an override: {_EXAMPLE}."
+    if value.startswith("="):
+        return f"{word} has = twice: write {key}={value.lstrip('=')}."
+    if value.endswith(",") and _is_read(f"{key}={value.rstrip(',')}"):
+        return f"{word} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
+    if (found := re.search(f"[{_QUOTES}]", value)) is not None:
+        return f"{word} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
+    if value.startswith("~"):
+        return f"{word} is not read: neither the shell nor Hydra makes a folder of ~ there. Write {key}=$HOME{value[1:]}."
+    if value[:1] == "(" and value[-1:] == ")" and _is_read(f"{key}=[{value[1:-1]}]"):
+        return f"{word} is not read: a list is written in brackets, {shlex.quote(f'{key}=[{value[1:-1]}]')}."
+    for opening, closing in _BRACKETS:
+        if value.count(opening) != value.count(closing):
+            return (
+                f"{word} has a bracket without its other half. A value with spaces is quoted for the shell: "
+                f"{shlex.quote(f'{key}=[a, b]')}."
+            )
+    quoted = '{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"'))
+    if _is_read(quoted):
+        return f"{word} is not read: its value has characters that mean something to Hydra. Quote it twice: {shlex.quote(quoted)}."
+    return f"{word} is not an override: {_EXAMPLE}."
+
+
+def _is_read(word: str) -> bool:
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True
+
+
+def sentence(error: Exception) -> str:
+    """Say in one sentence what Hydra, OmegaConf or PyYAML refuses."""
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_option(error.missing_cfg_file, [name for name in error.options or () if name])
+    if isinstance(error, OverrideParseException):
+        return _unread(str(error.override))
+    if isinstance(error, ConfigCompositionException):
+        return _composition(error)
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
+    unset = re.search(r"Environment variable '(\w+)' not found", str(error))
+    if unset and isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... first."
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key}: {first_line(error)}"
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}."
+    if isinstance(error, UnicodeDecodeError):
+        return f"A config file is not UTF-8 text: {error}."
+    return first_line(error)
+
+
+def _unknown_option(file: str, known: Sequence[str]) -> str:
+    group, _, option = file.rpartition("/")
+    if not group:
+        return f"There is no config {option}."
+    if group.startswith("hydra/") and group.partition("/")[2].partition("/")[0] != "sweeper":
+        return no_effect(f"{group}={option}", group)
+    known = known or options(group, [conf_folder(), *plugin_folders()])
+    meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
+    return f"{group}={option} is not a known option.{meant}"
+
+
+def _composition(error: ConfigCompositionException) -> str:
+    several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
+    if several:
+        key, _, value = several[1].partition("=")
+        or_list = "" if key in groups([conf_folder()]) else f", or write a list as {key}=[{value}]"
+        return f"{several[1]} gives several values: add -m for a run with each{or_list}."
+    sweeps = re.match(r"Sweep parameters '(.+)' requires --multirun", str(error))
+    if sweeps:
+        return f"{sweeps[1]} gives several values: add -m for a run with each."
+    unchosen = re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error))
+    if unchosen:
+        added = re.search(r"use (\+\S+)", str(error))
+        return f"Of {unchosen[1]} no option is chosen by default, so one is added: {added[1] if added else '+' + unchosen[1]}."
+    unknown = re.match(r"Could not override '([^']+)'", str(error))
+    if unknown and isinstance(error.__cause__, OmegaConfBaseException):
+        return str(unknown_key_of(unknown[1], error.__cause__))
+    in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)\n.*?full_key: (\S+)", str(error), re.S)
+    if in_file:
+        if in_file[3].startswith("hydra."):
+            return no_effect(f"{in_file[1]}.yaml sets {in_file[3]}", in_file[3])
+        return f"{in_file[1]}.yaml, {in_file[3]}: {in_file[2].splitlines()[0]}."
+    unmerged = re.match(r"Error merging override (.+)", str(error))
+    if unmerged and isinstance(error.__cause__, OmegaConfBaseException):
+        return f"{unmerged[1]}: {first_line(error.__cause__)}."
+    return first_line(error)
+
+
+def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
+    """Say which key is nearest to the typed one, at the level where it leaves the tree, or what it is called elsewhere."""
+    parent, key, full_key = cause.parent_node, str(cause.key), str(cause.full_key)
+    if not isinstance(parent, DictConfig) or not full_key.endswith(key):
+        return RefusedError(f"{typed} is not a known key.")
+    names = [str(name) for name in parent if name != "hydra"]
+    where = full_key[: -len(key)].rstrip(".")
+    others = _options_with(where, key)
+    if others and nearest(key, names) is None:
+        return RefusedError(f"{typed} is not a known key: it is one of {' and '.join(others)}.")
+    return unknown_key(key + typed[len(full_key) :], names, where, _keys(parent._get_root()))
+
+
+def _options_with(group: str, key: str) -> list[str]:
+    """Return the other options of a group that have a key, as they are typed."""
+    folders = [conf_folder(), *plugin_folders()]
+    paths = [folder / group / f"{name}.yaml" for folder in folders for name in options(group, folders)] if group else []
+    return [f"{group}={path.stem}" for path in paths if path.is_file() and re.search(f"^{re.escape(key)}:", path.read_text(), re.M)]
+
+
+def _keys(tree: Any) -> list[str]:
+    """Return the whole keys of all values in a tree."""
+    plain = OmegaConf.to_container(tree, resolve=False) if OmegaConf.is_config(tree) else {}
+
+    def walk(values: Any, where: str) -> Iterator[str]:
+        for key, value in values.items() if isinstance(values, dict) else ():
+            yield f"{where}{key}"
+            yield from walk(value, f"{where}{key}.")
+
+    return [key for key in walk(plain, "") if not key.startswith("hydra")]
+
+
+def first_line(error: Exception) -> str:
+    """Return the words of an error without the lines in which OmegaConf repeats the key and its types."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    said = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    return re.sub(r"^\w+ raised while resolving interpolation: ", "", " ".join(said[:2])) or type(error).__name__

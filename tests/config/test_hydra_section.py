@@ -1,0 +1,229 @@
+"""Hydra's own section: obeyed or refused, wherever it is written, and what `${hydra:...}` stands for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import yaml
+
+from ddpexp.config import load, parse
+from ddpexp.config.compose import Composed, JobComposer, SweepInFileError, Swept, compose, compose_command, override_file
+from ddpexp.config.hydra_section import refuse_ignored
+from ddpexp.errors import RefusedError
+
+RECIPE = "# @package _global_\ndefaults:\n  - override /model: linear\ntask: {_target_: ddpexp.recipes.mnist.Classify}\n"
+TARGET = "_target_: ddpexp.recipes.mnist.Linear\n"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def recipe(folder: Path, text: str, name: str = "mine") -> list[str]:
+    """Write a user's recipe and return the words that choose it."""
+    write(folder / f"conf/recipe/{name}.yaml", RECIPE + text)
+    return ["--config-dir", str(folder / "conf"), f"recipe={name}"]
+
+
+def one(words: list[str]) -> Composed:
+    found = compose_command(words)
+    assert isinstance(found, Composed)
+    return found
+
+
+def sweep(words: list[str]) -> Swept:
+    found = compose_command(words)
+    assert isinstance(found, Swept)
+    return found
+
+
+def refusal(words: list[str]) -> str:
+    with pytest.raises(RefusedError) as caught:
+        compose_command(words)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+NO_EFFECT = "Hydra's own settings have no effect here."
+IGNORED = [
+    ("hydra: {run: {dir: elsewhere}}", "hydra.run.dir=elsewhere", "run.dir=... names the run directory."),
+    ("hydra: {verbose: true}", "hydra.verbose=true", "A run's log is run.log in its directory"),
+    ("hydra: {output_subdir: .hydra}", "hydra.output_subdir=.hydra", "run.dir=... names the run directory"),
+    ("hydra: {job: {chdir: true}}", "hydra.job.chdir=true", "Every run stays in the current folder."),
+    ("hydra: {job: {env_set: {TOKEN: x}}}", "hydra.job.env_set.TOKEN=x", "Set variables in the shell."),
+    ("hydra: {launcher: {_target_: x.Y}}", "hydra.launcher._target_=x.Y", "ddpexp starts the jobs of a sweep itself."),
+    ("hydra: {sweep: {subdir: x}}", "hydra.sweep.subdir=x", "The jobs' directories are named by their number"),
+    ("hydra: {callbacks: {mine: {_target_: os.system}}}", "hydra.callbacks={'mine': {'_target_': 'os.system'}}", "There are no"),
+    ("hydra: {job_logging: {root: {level: DEBUG}}}", "hydra.job_logging.root.level=DEBUG", "A run's log is run.log"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "said", "advice"), IGNORED, ids=[said for _, said, _ in IGNORED])
+def test_a_setting_of_hydras_that_would_have_no_effect_is_refused_in_a_file(
+    tmp_path: Path, text: str, said: str, advice: str
+) -> None:
+    words = recipe(tmp_path, text)
+    assert refusal(words).startswith(f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT} {advice}")
+    assert refusal([*words, "-m", "trainer.seed=1,2"]).startswith(f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT}")
+
+
+def test_so_is_one_that_an_option_of_another_group_or_a_package_header_sets(tmp_path: Path) -> None:
+    words = recipe(tmp_path, "")
+    write(tmp_path / "conf/experiment/big.yaml", "# @package hydra.run\ndir: elsewhere\n")
+    write(tmp_path / "conf/experiment/wide.yaml", "# @package _global_\ndefaults:\n  - override /hydra/job_logging: stdout\n")
+    assert refusal([*words, "+experiment=big"]).startswith(f"{tmp_path}/conf/experiment/big.yaml sets hydra.run.dir=elsewhere")
+    assert refusal([*words, "+experiment=wide"]).startswith(
+        f"{tmp_path}/conf/experiment/wide.yaml chooses hydra/job_logging=stdout: {NO_EFFECT}"
+    )
+    write(tmp_path / "conf/experiment/wide.yaml", "# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\n")
+    assert refusal([*words, "+experiment=wide"]).startswith(f"hydra/launcher=joblib: {NO_EFFECT} ddpexp starts the jobs")
+    write(tmp_path / "conf/experiment/wide.yaml", "# @package _global_\nhydra: {launcher: {n_jobs: 4}}\n")
+    assert refusal([*words, "+experiment=wide"]).startswith(f"experiment/wide.yaml sets hydra.launcher.n_jobs: {NO_EFFECT}")
+    assert one(words).values["model"]["_target_"] == "ddpexp.recipes.mnist.Linear"
+
+
+def test_what_a_file_says_as_it_is_anyway_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    text = "hydra: {job: {chdir: false, name: digits}, output_subdir: null, verbose: false, run: {dir: .}}"
+    assert one(recipe(tmp_path, text)).warnings == ()
+
+
+def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def called() -> NoReturn:
+        raise AssertionError("what Hydra's section holds here is no longer what ddpexp expects of it")
+
+    words = recipe(tmp_path, "")
+    monkeypatch.setattr("ddpexp.config.compose.refuse_ignored", lambda cfg, *_: refuse_ignored(cfg, called, called))
+    one(words)
+    sweep([*words, "-m", "trainer.seed=1,2"])
+
+
+# A sweep by a config file
+
+
+def test_a_file_makes_a_command_the_sweep_that_its_words_would_make_with_m(tmp_path: Path) -> None:
+    text = "hydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.1,0.2', trainer.seed: 'range(3)'}}}\n"
+    words = recipe(tmp_path, text)
+    found = sweep([*words, "trainer.epochs=1"])
+    assert found.keys == {"optimizer.lr", "trainer.seed"}
+    assert found.words == (f"recipe={words[-1].partition('=')[2]}", "trainer.epochs=1")
+    assert found.folder is None
+    assert sweep([*words, "model.x=1,2", "+model.y=3"]).keys == {"optimizer.lr", "trainer.seed", "model.x"}
+    assert sweep([*words, "trainer.gpus=1,2", "sweep.slots=2"]).settings["slots"] == 2
+    typed = sweep(["-m", *words, "trainer.epochs=1"])
+    assert (typed.keys, typed.words) == (found.keys, found.words)
+
+
+def test_a_typed_run_is_one_run_whatever_the_file_says(tmp_path: Path) -> None:
+    words = recipe(tmp_path, "hydra: {mode: MULTIRUN}\n")
+    made = one([*words, "hydra.mode=RUN"])
+    assert made.overrides == (words[-1],)
+    assert refusal([*words, "hydra.mode=RUN", "-m"]) == "hydra.mode=RUN is one run, and -m a sweep: leave one of them out."
+    with pytest.raises(SweepInFileError, match=r"A config file sets hydra\.mode=MULTIRUN, .*: add hydra\.mode=RUN for one run\."):
+        compose(words)  # `ddpexp plan`, for one
+
+
+def test_params_without_the_mode_are_for_sweeps_alone_which_is_said(tmp_path: Path) -> None:
+    words = recipe(tmp_path, "hydra: {sweeper: {params: {trainer.seed: 'range(3)'}}}\n")
+    assert one(words).warnings == ("hydra.sweeper.params in a config file is for sweeps: add -m",)
+    assert sweep(["-m", *words]).keys == {"trainer.seed"}
+
+
+def test_a_file_names_the_directory_of_a_sweep_as_if_it_were_typed(tmp_path: Path) -> None:
+    words = ["-m", "trainer.seed=1,2"]
+    assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n")]).folder == "mine"
+    assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: 'all/${hydra:job.name}'}}\n")]).folder == "all/ddpexp"
+    assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n"), "hydra.sweep.dir=other"]).folder == "other"
+    assert sweep([*words, "hydra.sweep.dir='a b'"]).folder == "a b"
+    assert sweep(words).folder is None
+
+
+def test_a_file_cannot_have_a_sweeper_run_what_nobody_trusts(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    words = ["-m", "trainer.seed=1,2"]
+    sly = "hydra: {sweeper: {sampler: {_target_: subprocess.Popen}}}\n"
+    optuna = RECIPE.replace("  - override /model: linear\n", "  - override /model: linear\n  - override /hydra/sweeper: optuna\n")
+    write(tmp_path / "conf/recipe/sly.yaml", optuna + sly)
+    chosen = ["--config-dir", str(tmp_path / "conf"), "recipe=sly"]
+    assert refusal([*words, *chosen]).startswith("hydra.sweeper.sampler._target_=subprocess.Popen is not allowed: ")
+    write(tmp_path / "conf/recipe/fine.yaml", optuna + "hydra: {sweeper: {n_trials: 3}}\n")
+    assert sweep([*words, *chosen[:2], "recipe=fine"]).cfg.hydra.sweeper.n_trials == 3
+    assert sweep([*words, "hydra/sweeper=optuna", "hydra/sweeper/sampler=random"]).cfg.hydra.sweeper.sampler.seed is None
+
+
+# ${hydra:...}
+
+
+def test_what_hydra_knows_of_a_command_can_be_referred_to(tmp_path: Path) -> None:
+    text = (
+        "model:\n  name: '${hydra:runtime.choices.model}'\n  where: '${hydra:runtime.cwd}/x'\n"
+        "  words: '${hydra:job.override_dirname}'\n  program: '${hydra:job.name}'\n  mode: '${hydra:mode}'\n"
+    )
+    made = one([*recipe(tmp_path, text), "trainer.seed=3", "optimizer.lr=0.5", "run.dir='out/${hydra:job.override_dirname}'"])
+    model = made.values["model"]
+    assert model["name"] == "linear"
+    assert model["where"] == f"{os.getcwd()}/x"
+    assert model["words"] == "optimizer.lr=0.5,recipe=mine,trainer.seed=3"
+    assert (model["program"], model["mode"]) == ("ddpexp", "RUN")
+    assert made.values["run"]["dir"] == "out/optimizer.lr=0.5,recipe=mine,trainer.seed=3"
+    assert "hydra:" not in made.text
+    assert load(made.text) == parse(made.values)
+
+
+def test_how_overrides_are_joined_can_be_chosen(tmp_path: Path) -> None:
+    text = "hydra: {job: {name: digits, config: {override_dirname: {item_sep: +, kv_sep: '-', exclude_keys: [recipe]}}}}\n"
+    text += "model: {x: '${hydra:job.name}/${hydra:job.override_dirname}'}\n"
+    assert one([*recipe(tmp_path, text), "trainer.seed=3", "optimizer.lr=0.5"]).values["model"]["x"] == (
+        "digits/optimizer.lr-0.5+trainer.seed-3"
+    )
+
+
+def test_beside_a_secret_the_answer_is_written_down_and_the_secret_stays_a_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDPEXP_TEST_SECRET", "48151623")
+    made = one(recipe(tmp_path, "model: {x: '${hydra:job.name}-${oc.env:DDPEXP_TEST_SECRET}'}\n"))
+    assert yaml.safe_load(made.text)["model"]["x"] == "ddpexp-${oc.env:DDPEXP_TEST_SECRET}"
+    assert load(made.text).model.kwargs["x"] == "ddpexp-48151623"
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        (
+            "runtime.output_dir",
+            "the run directory is made when the configuration is accepted. Type run.dir=..., and write ${run.dir}",
+        ),
+        ("job.num", "${hydra:job.num} has a value only in the jobs of a sweep (-m)"),
+        ("runtime.choices.experiment", "has no value: no option of experiment is chosen"),
+        ("job.id", "${hydra:job.id} has no value here: there is runtime.cwd, "),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_its_key(tmp_path: Path, path: str, sentence: str) -> None:
+    said = refusal(recipe(tmp_path, f"model: {{x: '${{hydra:{path}}}'}}\n"))
+    assert said.startswith("model.x: ")
+    assert sentence in said
+
+
+def test_the_jobs_of_a_sweep_have_numbers_and_words_of_their_own(tmp_path: Path) -> None:
+    text = "model: {x: '${hydra:job.num}', y: '${hydra:sweep.dir}', z: '${hydra:job.override_dirname}', m: '${hydra:mode}'}\n"
+    swept = sweep(["-m", *recipe(tmp_path, text), "trainer.seed=1,2", "hydra.sweep.dir=all"])
+    jobs = JobComposer(swept)
+    for number in (0, 1):
+        model = jobs.compose(["recipe=mine", f"trainer.seed={number + 1}"], tmp_path / str(number), number).values["model"]
+        assert model == {
+            "_target_": "ddpexp.recipes.mnist.Linear", "x": number, "y": "all", "z": f"recipe=mine,trainer.seed={number + 1}",
+            "m": "MULTIRUN",
+        }  # fmt: skip
+
+
+def test_what_is_typed_for_a_run_directory_may_refer_to_the_current_folder(tmp_path: Path) -> None:
+    written = write(tmp_path / "config.yaml", one(["recipe=mnist"]).text)
+    values, _ = override_file(written, ["data.root=${hydra:runtime.cwd}/d"])
+    assert values["data"]["root"] == f"{os.getcwd()}/d"
+    with pytest.raises(RefusedError, match=r"data\.root: \$\{hydra:runtime\.choices\.model\} has no value here"):
+        override_file(written, ["data.root=${hydra:runtime.choices.model}"])
