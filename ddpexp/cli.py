@@ -51,7 +51,7 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
     if argv[:1] == ["evaluate"]:
         from ddpexp.verbs import evaluate
 
-        found = evaluate(argv[1:])
+        found = evaluate(argv[1:], sys.argv)
         return 0 if found is None else command.launch(*found, server)
     if argv[:1] == ["resume"]:
         from ddpexp.sweep.folder import SweepDir

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from ddpexp.config import Experiment, check_layout
 from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Asked, Crew, Job, Layout, typed_again
+from ddpexp.launch import Asked, Crew, Job, Layout, StartedByOthers, started_by, typed_again
 from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.terminal import say
 from ddpexp.prepare import prepare
@@ -65,6 +66,7 @@ class Training(Job):
         self._told: dict[str, Any] = {}  # beside the run directory, what every worker learns
         self._notes: list[str] = []
         self._before: dict[Path, str] = {}  # the files of a run that is gone on with, before this start changed them
+        self._layout: Layout | None = None  # of this start
         self._kept: list[Path] = []  # the copies of them that it has made
 
     def _parent(self) -> Path:
@@ -116,7 +118,7 @@ class Training(Job):
         """Write a result that says how far the job is."""
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
-        rundir.write(self.run.result, rundir.dumps({"status": status, **facts, **notes}))
+        rundir.write(self.run.result, rundir.dumps({"status": status, **facts, "command": list(self._argv), **notes}))
 
     def begin(self, layout: Layout, crew: Crew) -> None:
         """Prepare the data, make the run directory or take up the run in it, write down what will run."""
@@ -133,6 +135,7 @@ class Training(Job):
             other = resume.refuse_other_data(earlier.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.settle(earlier, layout, self.asked.threads)
             notes += other
+        self._layout = layout
         before = earlier.manifest if earlier else None
         inputs = {"config_sha256": rundir.sha256(self._accepted(run, earlier)), "code": resume.code_of(self.identity)}
         manifest = rundir.describe(layout, data, self._argv, crew, before, inputs, notes)
@@ -184,7 +187,7 @@ class Training(Job):
         left = f"saved at step {step} in {place}" if saved and step is not None else f"what was recorded is in {place}"
         if step is not None and not saved:
             left = f"not everything up to step {step} could be saved in time, {left}"
-        return f"{left}\n{self._how_to_go_on(self.run)}"
+        return f"{left}; resume it{self._how_to_resume(self.run)}"
 
     def close(self) -> None:
         """Let go of the lock."""
@@ -290,18 +293,26 @@ class Training(Job):
         """Return what the run is called in messages, as it is typed."""
         return rundir.typed(run.path) if self._home is not None else f"run.dir={rundir.relative(run.path)}"
 
-    def _how_to_go_on(self, run: RunDir) -> str:
+    def _how_to_resume(self, run: RunDir) -> str:
+        """Return where to type what, the command in a line of its own."""
         launcher = self.experiment.launcher
-        words = ["resume", rundir.typed(run.path)]
-        words += [shlex.quote(word) for word in _options(self._argv)]
-        words += [shlex.quote(word) for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
-        words += [shlex.quote(word) for word in typed_again(launcher)]
-        if getattr(launcher, "is_told", False) and not self._is_member:
+        words = ["resume", rundir.shortest(run.path), *(resume.config_words(self._argv) or resume.trusted_words(run)[:2])]
+        words += [word for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
+        words += typed_again(launcher)
+        rank = getattr(launcher, "node_rank", None)
+        typed_here = self._is_member and started_by.BY_SALLOC not in os.environ
+        if isinstance(launcher, StartedByOthers) and launcher.is_told and not typed_here:
             name = type(launcher).__module__.rpartition(".")[2].replace("_", "-")
-            return f"start it again in the same way, with the words: {' '.join(words)} launcher={name}"
-        where = "" if self.asked.nodes in ("auto", 1) or self._is_member else ", on every machine"
-        rank = " launcher.node_rank=..." if where and getattr(launcher, "node_rank", None) is not None else ""
-        return f"go on with{where}: python -m ddpexp {' '.join(words)}{rank}"
+            before, where = launcher.started_by(self._argv)
+            return f"{where} with:\n{before} {shlex.join([*words, f'launcher={name}'])}"
+        restated = getattr(launcher, "restated", None)
+        if self._is_member and self._layout is not None and restated is not None:
+            words += restated(self, self._layout)
+        where = "" if self.asked.nodes in ("auto", 1) or self._is_member else " on every machine"
+        if where and rank is not None:
+            where += " (each with its own launcher.node_rank)"
+            words.append(f"launcher.node_rank={rank}")
+        return f"{where} with:\npython -m ddpexp {shlex.join(words)}"
 
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
         self.run, self.logs = run, run.ranks
@@ -363,16 +374,6 @@ def _identity(text: str) -> dict[str, Any]:
     if isinstance(launcher, dict):
         launcher.pop("node_rank", None)
     return values
-
-
-def _options(argv: Sequence[str]) -> list[str]:
-    """Return the words of a command line that say where the user's own recipes are."""
-    for place, word in enumerate(argv):
-        if word in ("--config-dir", "-cd"):
-            return list(argv[place : place + 2])
-        if word.startswith("--config-dir="):
-            return [word]
-    return []
 
 
 def _digest(path: Path) -> str | None:

@@ -19,7 +19,7 @@ from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.layout import refuse_threads
 from ddpexp.launch.slurm_commands import exact_id, is_id, is_over, own_id
-from ddpexp.rundir import RunDir, check_yaml, check_yaml_text, sha256
+from ddpexp.rundir import RunDir, check_yaml, check_yaml_text, sha256, shortest
 from ddpexp.secrets import masked_tree
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -312,6 +312,36 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
                 )
             layout = replace(layout, threads=threads)
     return layout, notes + list_changes(earlier.changes)
+
+
+def trusted_words(run: RunDir) -> list[str]:
+    """Return the words that trusted the run's code when it was started, as its own files tell: only to be shown.
+
+    They are to be typed in the current folder.
+    """
+    try:
+        stored = _read(run.config.read_text())["run"]
+        code, prefixes = stored["code"], stored["trust"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return []
+    words = []
+    if isinstance(code, str):
+        typed = config_words(run.command())
+        words += ["--config-dir", shortest(Path(code) / (Path(typed[-1].partition("=")[2] or typed[-1]).name if typed else "conf"))]
+    chosen = next((word for word in run.words() if word.lstrip("+").startswith("run.trust=")), None)
+    if isinstance(prefixes, list) and prefixes and chosen is not None:  # else an installed package offers it
+        words.append(f"run.trust=[{','.join(map(str, prefixes))}]")
+    return words
+
+
+def config_words(command: Sequence[str]) -> list[str]:
+    """Return the words of a command line that say where the user's own configs are."""
+    for place, word in enumerate(command):
+        if word in ("--config-dir", "-cd"):
+            return list(command[place : place + 2])
+        if word.startswith(("--config-dir=", "-cd=")):
+            return [word]
+    return []
 
 
 def merged(run: RunDir, typed: Sequence[str]) -> list[str]:

@@ -139,6 +139,17 @@ class RunDir:
             return []
         return [str(word) for word in words] if isinstance(words, list) else []
 
+    def command(self) -> list[str]:
+        """Return the command line of the run's last start, or of its submission; nothing where that cannot be read."""
+        for path in (self.manifest, self.result):
+            try:
+                words = self.read(path).get("command")
+            except RefusedError:
+                continue
+            if isinstance(words, list) and words:
+                return [str(word) for word in words]
+        return []
+
     def status(self) -> str | None:
         """Return what the result says of how far the run is; None while there is none."""
         try:

@@ -54,10 +54,11 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
             rundir.check_yaml(run.config)
             rundir.check_yaml(run.overrides)
             text, overrides = run.config.read_text(), yaml.load(run.overrides.read_text(), Loader=_LOADER)
+            command = run.command() or ["ddpexp", *overrides]
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RefusedError(f"{place} is not a run directory: {error}.") from None
         experiment = load(text)
-        job = Training(experiment, text, overrides, ["ddpexp", *overrides], run)
+        job = Training(experiment, text, overrides, command, run)
     else:
         try:
             described = rundir.read_json(place)
@@ -115,7 +116,7 @@ def _refuse_options(words: Sequence[str]) -> None:
 
 
 def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
-    """Refuse code outside ddpexp that is not trusted in this command, or that another user's directory names.
+    """Refuse code outside ddpexp that is not trusted in this command, or that another user's directory would have resumed.
 
     Raises:
         RefusedError: with what to type.
@@ -130,14 +131,14 @@ def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequen
     }  # fmt: skip
     if not foreign:
         return
-    if {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
+    if command[1:2] == ["resume"] and {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
         key, target = next(iter(foreign.items()))
         raise RefusedError(f"{run.path} is another user's, and it names code outside ddpexp ({key}={target}): it must be your own.")
     trust = Trust(tuple(values["run"]["trust"] or ()), Path(values["run"]["code"]) if values["run"]["code"] else None)
     for key, target in foreign.items():
         if trust.allows(target, key.removesuffix("._target_")):
             continue
-        recorded = _recorded_trust(run)
+        recorded = going_on.trusted_words(run)
         if recorded:
             words = " ".join(shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)])
             raise RefusedError(
@@ -162,28 +163,10 @@ def _refuse_untyped_words(run: RunDir, launcher: Launcher, typed: Sequence[str],
         )
 
 
-def _recorded_trust(run: RunDir) -> list[str]:
-    """Return the words that trusted the run's code when it was started, as its own files tell: only to be shown."""
-    try:
-        stored = yaml.load(run.config.read_text(), Loader=_LOADER)["run"]
-        code, prefixes = stored["code"], stored["trust"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return []
-    words = []
-    if isinstance(code, str):
-        try:
-            typed = run.read(run.manifest)["command"]
-            name = Path(next(typed[i + 1] for i, word in enumerate(typed) if word in _OPTIONS)).name
-        except (RefusedError, KeyError, StopIteration, IndexError, TypeError):
-            name = "conf"
-        words += ["--config-dir", rundir.shortest(Path(code) / name)]
-    if isinstance(prefixes, list) and prefixes:
-        words.append(f"run.trust=[{','.join(map(str, prefixes))}]")
-    return words
-
-
-def evaluate(argv: list[str]) -> tuple[Launcher, Evaluation] | None:
+def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluation] | None:
     """Return how to evaluate the weights that `argv` names, or None when it only asked for help, which is printed.
+
+    `command` is the whole command line.
 
     Raises:
         RefusedError: no such weights, or a configuration that does not fit.
@@ -199,7 +182,7 @@ def evaluate(argv: list[str]) -> tuple[Launcher, Evaluation] | None:
         raise RefusedError(f"evaluate {source}: there is no such directory or file.")
     home = next((folder for folder in (source, *source.resolve().parents) if _is_run(folder)), None)
     if home is not None:
-        text, experiment = _of_run(home, words)
+        text, experiment = _of_run(home, words, command)
     else:
         text, experiment = _of_words(source, words)
     weights = _newest_weights(source) if _is_run(source) else source
@@ -232,8 +215,9 @@ def _is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
 
 
-def _of_run(home: Path, words: list[str]) -> tuple[str, Experiment]:
+def _of_run(home: Path, words: list[str], command: Sequence[str]) -> tuple[str, Experiment]:
     values, text = override_file(home / "config.yaml", words)
+    _refuse_untyped_code(RunDir(home), values, command)
     return text, parse(values)
 
 

@@ -113,6 +113,20 @@ class Ddpexp:
         process, run = self.start(*words, environ=environ)
         return finish(process, run, timeout)
 
+    def paste(self, line: str, folder: Path | None = None, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a line as it stands, in a shell that finds this Python as `python`."""
+        path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        return subprocess.Popen(
+            ["bash", "-c", line],
+            cwd=folder or self.folder,
+            env={**self.environ, "PATH": path, **(environ or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
     def start(self, *words: str, environ: dict[str, str] | None = None) -> tuple[subprocess.Popen[str], Path]:
         self._count += 1
         run = self.folder / f"run{self._count}"

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import shlex
 import signal
 import subprocess
 import time
@@ -489,20 +488,20 @@ def test_a_stop_in_the_middle_of_an_evaluation_saves_and_the_next_start_evaluate
     assert stopped.code == 143, stopped.err
     assert (stopped.result()["status"], stopped.result()["step"]) == ("interrupted", 25)
     assert not [record for record in records(run) if "eval/loss" in record]
-    assert stopped.err.splitlines()[-1].startswith("go on with: python -m ddpexp resume ")
+    assert stopped.err.splitlines()[-1].startswith("python -m ddpexp resume ")
     same(recipe(*quick, run=run), undisturbed(*quick))
 
 
-def test_the_last_line_of_an_interrupted_run_is_the_command_that_goes_on(recipe: Recipe, undisturbed: Callable[..., Done]) -> None:
+def test_the_last_line_of_an_interrupted_run_is_the_command_that_resumes_it(
+    recipe: Recipe, undisturbed: Callable[..., Done]
+) -> None:
     words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "task._target_=points.Drawing")
     process, run = recipe.start(*words, environ={"PACE": "0.1"})
     wait_for(has_steps(run, 10), process)
     process.send_signal(signal.SIGINT)
     stopped = finish(process, run)
     assert stopped.code == 130
-    line = stopped.err.splitlines()[-1].removeprefix("go on with: python -m ddpexp ")
-    resumed, _ = recipe.ddpexp.start(*shlex.split(line))
-    done = finish(resumed, run)
+    done = finish(recipe.ddpexp.paste(stopped.err.splitlines()[-1]), run)
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
     assert records(run) == records(undisturbed(*words).run)

@@ -165,6 +165,20 @@ class Starter(Protocol):
 
 
 @runtime_checkable
+class StartedByOthers(Protocol):
+    """A launcher whose ranks somebody else starts, such as torchrun, and has to start again."""
+
+    @property
+    def is_told(self) -> bool:
+        """Tell whether it is so here."""
+        ...
+
+    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
+        """Return what starts the ranks again when ddpexp's own words follow it, and where that is typed; `argv` is this command."""
+        ...
+
+
+@runtime_checkable
 class Submitter(Protocol):
     """A launcher that hands jobs to a scheduler, many at once, and need not wait for them."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddpexp.launch import Job, team
+from ddpexp.launch import Asked, Job, started_by, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.meeting import by_key
 from ddpexp.launch.place import of_mpi
@@ -21,6 +22,10 @@ class Mpi:
     def is_told(self) -> bool:
         """Tell that somebody else starts the ranks, and has to start them again."""
         return True
+
+    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
+        """Return how the ranks are started again, and where that is typed."""
+        return started_by.mpirun(argv, of_mpi(Asked())[0].size)
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run this rank's worker and return its exit code.

@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 
 from ddpexp import start
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
-from ddpexp.launch import Asked, Job, Launcher, Layout, child, slurm_array, team
+from ddpexp.launch import Asked, Job, Launcher, Layout, child, slurm_array, started_by, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.log import Log
 from ddpexp.launch.meeting import Published, by_key
@@ -68,6 +68,16 @@ class Slurm:
     def is_told(self) -> bool:
         """Tell that somebody else starts the ranks: the user's own srun."""
         return where() == "step"
+
+    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
+        """Return how the ranks are started again, and where that is typed."""
+        return started_by.srun()
+
+    def restated(self, job: Job, layout: Layout) -> list[str]:
+        """Return the words that ask for as many nodes and GPUs as a job has got from an allocation, where none are typed."""
+        nodes = [f"trainer.nodes={layout.nodes}"] if job.asked.nodes == "auto" and layout.nodes > 1 else []
+        gpus = layout.device == "cuda" and not self._gpus()
+        return nodes + ([f"launcher.gpus_per_node={layout.world_size // layout.nodes}"] if gpus else [])
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Do what the place asks for: submit and exit, run a step, or be a worker of one.
@@ -204,6 +214,7 @@ class Slurm:
         run = job.create().resolve()
         job.note("submitted")
         environ = {name: value for name, value in os.environ.items() if name not in _OF_OTHER_TASKS}
+        environ |= started_by.salloc(sys.argv)
         try:
             words = _forwarding(self.srun(job, nodes, run))
             passed = (signal.SIGUSR1, signal.SIGUSR2)

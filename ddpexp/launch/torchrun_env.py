@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpexp.errors import AbsentError
-from ddpexp.launch import Job, team
+from ddpexp.launch import Job, started_by, team
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.meeting import Fixed, Told, Way
 from ddpexp.launch.place import Place, of_torchrun
@@ -24,6 +24,10 @@ class TorchrunEnv:
     def is_told(self) -> bool:
         """Tell that somebody else starts the ranks, and has to start them again."""
         return True
+
+    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
+        """Return how the ranks are started again, and where that is typed."""
+        return started_by.torchrun(argv)
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run this rank's worker and return its exit code.

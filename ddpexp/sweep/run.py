@@ -125,4 +125,6 @@ def _told_end(sweep: Scheduler) -> int:
 
 def _how_to_go_on(sweep: Scheduler) -> str:
     done = sum(ended.status in _FINAL for ended in sweep.ended.values())
-    return f"{done} of {len(sweep.planned)} jobs are done\ngo on with: python -m ddpexp {shlex.join(sweep.words_again())}"
+    return (
+        f"{done} of {len(sweep.planned)} jobs are done; resume the sweep with:\npython -m ddpexp {shlex.join(sweep.words_again())}"
+    )

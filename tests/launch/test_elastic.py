@@ -194,7 +194,7 @@ def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals
         assert done.result()["status"] == "interrupted"
         said, command = done.err.splitlines()
         assert said.startswith("ddpexp: interrupted by SIGTERM; "), done.err
-        assert command.startswith(f"go on with: python -m ddpexp resume {run.name} --config-dir ")
+        assert command.startswith(f"python -m ddpexp resume {run.name} --config-dir ")
 
 
 def test_a_signal_to_save_and_one_to_go_on_later_reach_the_ranks(recipe: Recipe) -> None:

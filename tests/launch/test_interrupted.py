@@ -1,13 +1,15 @@
-"""Promises 1 and 3 together: under every launcher a run that was interrupted goes on, and ends as the undisturbed one."""
+"""Promises 1 and 3 together: under every launcher the last line of an interrupted run resumes it, to the same end."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from ddpexp.checkpoint.format import complete_checkpoints
 from tests.conftest import PATIENCE, Ddpexp, Done, living
-from tests.launch.starters import OFTEN, SPAWN, Starter, params, skip_without
+from tests.launch.starters import OFTEN, SPAWN, Starter, host, params, skip_without
 from tests.points import Recipe
 
 CODE = """\
@@ -75,6 +77,31 @@ def stop(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) 
         started[0].terminate()
 
 
+def last_line(starter: Starter, first: Done) -> str:
+    """Return the last line that the job has said: what starts the ranks may say more afterwards."""
+    if starter.name == "sbatch":
+        [log] = first.run.glob("slurm-*.log")
+        return log.read_text().splitlines()[-1]
+    lines = first.err.splitlines()
+    told = [place for place, line in enumerate(lines) if "; resume it" in line]
+    assert len(told) == 1, first.err
+    return lines[told[0] + 1]
+
+
+def pasted(starter: Starter, recipe: Recipe, size: int, line: str, run: Path) -> Done:
+    """Run a line as it stands, wherever it says that it is typed."""
+    environ = {"SLURM_CONF": os.environ["SLURM_CONF"]} if "SLURM_CONF" in os.environ else {}
+    lines = [line]
+    if starter.name in ("spawn on two machines", "torchrun on two machines"):
+        lines = [f"exec {shlex.join(host(node))} bash -c {shlex.quote(line)}" for node in (0, 1)]
+        lines[1] = lines[1].replace("launcher.node_rank=0", "launcher.node_rank=1")
+    elif starter.name == "variables in shells":
+        lines = [line.replace("RANK=0", f"RANK={rank}") for rank in range(size)]
+    elif starter.name in ("sbatch", "salloc"):  # they submit, and do not wait unless they are told to
+        lines = [f"{line} launcher.wait=true"]
+    return starter.finish([recipe.ddpexp.paste(one, recipe.folder, {**environ, "OMP_NUM_THREADS": "1"}) for one in lines], run)
+
+
 def kill_a_rank(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) -> None:
     """Kill the process that writes into the log of the last rank."""
     log = str(sorted((run / "ranks").glob("*.log"))[-1].resolve())
@@ -126,7 +153,8 @@ def test_an_interrupted_run_goes_on_under_its_launcher(
         assert result["status"] == "interrupted", first.err
         assert newest.name == f"step-{result['step']:08}"
         assert result["step"] < 60
-    done = starter(recipe, size, *WORDS, run=run)
+    again = partial(pasted, starter, recipe, size, last_line(starter, first), run) if harm is stop else None
+    done = again() if again is not None else starter(recipe, size, *WORDS, run=run)
     assert done.code == 0, done.err
     assert f"resumed after step {int(newest.name[5:])} of 60" in (run / "run.log").read_text()
     assert done.result()["weights_sha256"] == expected.result()["weights_sha256"]

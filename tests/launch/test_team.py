@@ -522,8 +522,9 @@ def test_a_signal_to_one_command_stops_both(recipe: Recipe, number: int, name: s
     code = 128 + signal.Signals[name]
     assert [one.code for one in done] == [code, code]
     assert f"interrupted by {name}; saved at step {done[0].result()['step']} in " in done[0].err
-    said = rf"^go on with, on every machine: python -m ddpexp resume {done[0].run.name} .* launcher\.node_rank=\.\.\.$"
-    assert re.search(said, done[0].err, re.MULTILINE)
+    said, command = done[0].err.splitlines()[-2:]
+    assert said.endswith("; resume it on every machine (each with its own launcher.node_rank) with:")
+    assert re.fullmatch(rf"python -m ddpexp resume {done[0].run.name} .* launcher\.node_rank=0", command)
     assert done[0].result()["status"] == "interrupted"
 
 

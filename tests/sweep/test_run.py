@@ -113,7 +113,7 @@ def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_s
     process.send_signal(number)
     stopped = SweepDone(finish(process, path), path)
     assert stopped.code == 128 + number
-    assert stopped.err.splitlines()[-1].startswith(f"go on with: python -m ddpexp resume {path.name} --config-dir ")
+    assert stopped.err.splitlines()[-1].startswith(f"python -m ddpexp resume {path.name} --config-dir ")
     assert stopped.statuses() == ["interrupted", "interrupted"]
     sweeps.hurry()
     again = sweeps.again(path) if number == signal.SIGINT else sweeps(*words, path=path)
