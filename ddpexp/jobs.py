@@ -118,7 +118,8 @@ class Training(Job):
         """Write a result that says how far the job is."""
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
-        rundir.write(self.run.result, rundir.dumps({"status": status, **facts, "command": list(self._argv), **notes}))
+        command = {"command": list(self._argv)} if resume.config_words(self._argv) else {}  # for a job that begins elsewhere
+        rundir.write(self.run.result, rundir.dumps({"status": status, **facts, **command, **notes}))
 
     def begin(self, layout: Layout, crew: Crew) -> None:
         """Prepare the data, make the run directory or take up the run in it, write down what will run."""

@@ -79,12 +79,10 @@ def stop(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) 
 
 def last_line(starter: Starter, first: Done) -> str:
     """Return the last line that the job has said: what starts the ranks may say more afterwards."""
-    if starter.name == "sbatch":
-        [log] = first.run.glob("slurm-*.log")
-        return log.read_text().splitlines()[-1]
-    lines = first.err.splitlines()
+    said = next(first.run.glob("slurm-*.log")).read_text() if starter.name == "sbatch" else first.err
+    lines = said.splitlines()
     told = [place for place, line in enumerate(lines) if "; resume it" in line]
-    assert len(told) == 1, first.err
+    assert len(told) == 1, said
     return lines[told[0] + 1]
 
 

@@ -95,8 +95,9 @@ class Sweep:
         return finish(self.start(*jobs, common=common, **variables), self.folder)
 
     def result(self, number: int) -> dict[str, Any]:
+        """Return the result of a job, but for the command that it came from."""
         found: dict[str, Any] = json.loads((self.folder / f"{number:04d}/result.json").read_text())
-        return found
+        return {key: value for key, value in found.items() if key != "command"}
 
 
 def said(done: Done, what: str) -> dict[str, str]:
