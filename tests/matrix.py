@@ -51,7 +51,9 @@ def rows() -> dict[str, Row]:
         "pinned": Row((), ()),  # for other interpreters
         "torch-lowest": Row((lowest("torch"),), ("torch",)),
         "torch-newest": Row(("torch",), ("torch", "sympy", "typing-extensions", "setuptools")),
-        "hydra-next": Row(("hydra-core>=1.4.0rc0", "hydra-optuna-sweeper>=1.4.0rc0", "omegaconf>=2.4.0rc0"), hydra),
+        "hydra-next": Row(  # the one for Python 3.14, which our metadata leave out until it is released
+            ("--ignore-requires-python", "hydra-core>=1.4.0rc0", "hydra-optuna-sweeper>=1.4.0rc0", "omegaconf>=2.4.0rc0"), hydra
+        ),
     }
 
 

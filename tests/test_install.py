@@ -157,6 +157,6 @@ def test_from_above_a_clone_that_is_not_installed_the_command_says_so(checkout: 
     done = run(tmp_path / "venv/bin/python", "-m", "ddpexp", "recipe=mnist", cwd=checkout.parent)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"ddpexp: it is not installed in {tmp_path}/venv, and ddpexp here is a clone, not the package. "
-        "Install it with pip install -e ddpexp -c ddpexp/constraints.txt, or change into ddpexp first.\n"
+        f"ddpexp: not installed in {tmp_path}/venv: the folder ddpexp here is a clone of the repository, not the package. "
+        "Install it with pip install -e ddpexp -c ddpexp/constraints.txt, or run the command inside ddpexp.\n"
     )
