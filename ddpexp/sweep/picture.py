@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import random
-import statistics
 import sys
 import warnings
 from collections import Counter
@@ -22,6 +21,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch.terminal import say
 from ddpexp.printable import one_line
 from ddpexp.sweep.asked import Asked
+from ddpexp.sweep.encoding import HUGE, Encoding, Look, is_geometric, numbers, ordered
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.rows import Goal, Row
 from ddpexp.sweep.table import SEED, best_of, metrics_of, shown, varying
@@ -34,17 +34,14 @@ NAME = "sweep.png"
 _WIDTH, _CURVES_HEIGHT, _PANEL_HEIGHT = 10.0, 4.0, 2.7  # inches
 _DPI = 150
 _ACROSS, _PANELS = 3, 9
-_LEGEND = 10  # entries that fit beside the curves
 _TICKS = 8  # values that each get a tick of their own
-_SPAN = 30.0  # largest by smallest value, from which on an axis is logarithmic
-_FACTOR = 4.0  # the same, up to which it never is
 _DECADES = 40.0  # largest by smallest value of the objective, from which on its axis is logarithmic
 _FAR = 2.5  # by how much the worst twentieth may lengthen an axis
-_HUGE = 1e30  # what is larger is as good as infinite
 _LABEL, _LEGEND_LABEL, _TICK_LABEL, _TITLE_LABEL = 30, 20, 16, 105  # characters
 _TICK_LABELS = 36  # characters of all ticks of a panel, that fit beside one another
-_INK, _FAINT, _BEST = "#333333", "#8a8a8a", "#d62728"
-_COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#bb5566")
+_LEGEND_LINE, _LEGEND_GAP = 0.056, 0.03  # of the height of the curves
+_INK, _FAINT = "#333333", "#8a8a8a"
+_STAR: dict[str, Any] = {"marker": "*", "markersize": 14, "markeredgecolor": _INK, "markeredgewidth": 0.9}
 _STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a dollar sign in a value is a dollar sign
     "font.size": 9,
@@ -113,7 +110,7 @@ class _Sweep:
     objective: str
     mode: Literal["min", "max"] | None
     best: Row | None
-    colors: _Colors
+    encoding: Encoding
 
 
 def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None) -> None:
@@ -125,7 +122,7 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
     heights = [_CURVES_HEIGHT, _PANEL_HEIGHT * lines] if panels else [_CURVES_HEIGHT]
     top, *bottom = figure.subfigures(len(heights), 1, squeeze=False, height_ratios=heights).flat
     best = best_of(rows, Goal(objective, mode)) if mode is not None else None
-    drawn = _Sweep(rows, objective, mode, best, _Colors.of(rows, panels[0] if panels else None))
+    drawn = _Sweep(rows, objective, mode, best, Encoding.of(rows))
     _draw_curves(top, drawn)
     first = None
     for place, key in enumerate(panels):
@@ -146,55 +143,24 @@ def _compose(figure: Figure, rows: Sequence[Row], objective: str, mode: Literal[
         bottom[0].supxlabel(text, fontsize=8, color=_FAINT, x=0.995, ha="right")
 
 
-@dataclass(frozen=True)
-class _Colors:
-    """Each row's colour, after one swept value."""
-
-    key: str | None
-    values: Mapping[str, Any]  # a colour for each value
-    bar: Any = None  # for numbers that are too many for a legend
-
-    @classmethod
-    def of(cls, rows: Sequence[Row], key: str | None) -> _Colors:
-        import matplotlib
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import LogNorm, Normalize
-
-        if key is None:
-            return cls(None, {})
-        values = _ordered(row.overrides.get(key, "") for row in rows)
-        numbers = [number for value in values if (number := _number(value)) is not None]
-        ramp = matplotlib.colormaps["viridis"]
-        if len(numbers) == len(values) > _LEGEND:
-            norm = (LogNorm if _is_geometric(numbers) else Normalize)(min(numbers), max(numbers))
-            return cls(key, {value: ramp(norm(float(value))) for value in values}, ScalarMappable(norm, ramp))
-        if len(numbers) == len(values) > 2 or len(values) > len(_COLORS):
-            return cls(key, {value: ramp(0.92 * place / (len(values) - 1)) for place, value in enumerate(values)})
-        return cls(key, dict(zip(values, _COLORS, strict=False)))
-
-    def __getitem__(self, row: Row) -> Any:
-        return _COLORS[0] if self.key is None else self.values[row.overrides.get(self.key, "")]
-
-
 def _draw_curves(figure: SubFigure, drawn: _Sweep) -> None:
     """Draw the objective of every job over its steps."""
     from matplotlib.collections import LineCollection
-    from matplotlib.patheffects import Normal, Stroke
 
     axes = figure.add_subplot()
     curves = {row.path: [one for one in curve(row.path, drawn.objective) if _is_drawable(one[1])] for row in drawn.rows}
     rows = [row for row in drawn.rows if curves[row.path]]
-    width, alpha = (1.6, 0.9) if len(rows) <= 12 else (1.1, 0.7) if len(rows) <= 60 else (0.8, 0.45)
-    colors = [drawn.colors[row] for row in rows]
-    axes.add_collection(LineCollection([curves[row.path] for row in rows], colors=colors, linewidths=width, alpha=alpha))
-    for row in rows:
+    width, alpha = (1.6, 0.9) if len(rows) <= 12 else (1.2, 0.75) if len(rows) <= 60 else (0.9, 0.55)
+    looks = [drawn.encoding.looks[row.path] for row in rows]
+    colors, styles = [look.color for look in looks], [look.style for look in looks]
+    lines = [curves[row.path] for row in rows]
+    axes.add_collection(LineCollection(lines, colors=colors, linestyles=styles, linewidths=width, alpha=alpha))
+    for row, look in zip(rows, looks, strict=True):
         if len(curves[row.path]) == 1:  # is no line
-            axes.plot(*curves[row.path][0], ".", color=drawn.colors[row], alpha=alpha)
+            axes.plot(*curves[row.path][0], ".", color=look.color, alpha=alpha)
     best = curves[drawn.best.path] if drawn.best is not None else []
-    if best:
-        halo = [Stroke(linewidth=4.4, foreground="white"), Normal()]
-        axes.plot(*zip(*best, strict=True), color=_BEST, linewidth=2.4, path_effects=halo, zorder=4)
-        axes.plot(*best[-1], "o", color=_BEST, markersize=6, markeredgecolor="white", zorder=5)
+    if drawn.best is not None and best:
+        _draw_best(axes, best, drawn.encoding.looks[drawn.best.path])
     values = [value for row in rows for _, value in curves[row.path]]
     if not values:
         axes.text(
@@ -207,38 +173,59 @@ def _draw_curves(figure: SubFigure, drawn: _Sweep) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
     axes.set_ylabel(_label(drawn.objective))
     axes.set_title(_title(drawn), loc="left", pad=10, fontsize=10)
-    _explain(figure, axes, drawn.colors, has_best=bool(best))
+    _explain(figure, axes, drawn.encoding, drawn.encoding.looks[drawn.best.path] if drawn.best is not None and best else None)
 
 
-def _explain(figure: SubFigure, axes: Axes, colors: _Colors, has_best: bool) -> None:
-    """Say what the colours stand for, where that fits."""
+def _draw_best(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> None:
+    """Draw the best job's curve over the others: in its own colour and style, thicker, with an edge and a star at its end."""
+    from matplotlib.patheffects import Normal, Stroke
+
+    edge = [Stroke(linewidth=4.6, foreground="white", alpha=0.8), Stroke(linewidth=3.4, foreground=_INK), Normal()]
+    axes.plot(*zip(*points, strict=True), color=look.color, linestyle=look.style, linewidth=2.2, path_effects=edge, zorder=4)
+    axes.plot(*points[-1], color=look.color, zorder=5, **_STAR)
+
+
+def _explain(figure: SubFigure, axes: Axes, encoding: Encoding, best: Look | None) -> None:
+    """Say beside the curves what colours and styles stand for."""
+    from matplotlib.legend import Legend
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], color=_BEST, linewidth=2.4, label="best")] if has_best else []
-    if colors.bar is not None:
-        bar = figure.colorbar(colors.bar, ax=axes, label=_label(colors.key or ""), pad=0.015, aspect=30)
+    def line(**look: Any) -> Line2D:
+        return Line2D([], [], **look)
+
+    parts: list[tuple[str, Mapping[str, Any]]] = []
+    if best is not None:
+        both = line(color=_INK, linewidth=3.4), line(color=best.color, linewidth=2.2, **{**_STAR, "markersize": 9})
+        parts.append(("", {"best": both}))
+    if encoding.color_key is not None and encoding.colors:
+        lines = {value: line(color=color, linewidth=2.0) for value, color in encoding.colors.items()}
+        parts.append((encoding.color_key, lines))
+    if encoding.style_key is not None:
+        lines = {value: line(color=_INK, linewidth=1.4, linestyle=style) for value, style in encoding.styles.items()}
+        parts.append((encoding.style_key, lines))
+    top = 1.02
+    for title, entries in parts:
+        labels = [_label(value, _LEGEND_LABEL) or "-" for value in entries]
+        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, top), "alignment": "left", "handlelength": 2.8}
+        legend = Legend(axes, list(entries.values()), labels, title=_label(title) or None, **place)
+        axes.add_artist(legend)  # axes.legend() keeps one alone
+        legend.set_clip_on(False)
+        top -= _LEGEND_LINE * (len(entries) + bool(title)) + _LEGEND_GAP
+    if encoding.scale is not None:
+        inset = axes.inset_axes((1.02, 0.0, 0.016, top - 0.02))
+        bar = figure.colorbar(encoding.scale, cax=inset, label=_label(encoding.color_key or ""))
         bar.outline.set_visible(False)
         if bar.ax.get_yscale() == "log":
             _label_plainly(bar.ax.yaxis)
-    elif colors.key is not None and len(colors.values) <= _LEGEND:
-        lines = [
-            Line2D([], [], color=color, linewidth=2.0, label=_label(value, _LEGEND_LABEL) or "-")
-            for value, color in colors.values.items()
-        ]
-        axes.legend(
-            handles=[*lines, *handles], title=_label(colors.key), loc="upper left", bbox_to_anchor=(1.0, 1.02), alignment="left"
-        )  # fmt: skip
-        return
-    if handles:
-        axes.legend(handles=handles, loc="best")
 
 
 def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
     """Draw the objective against one swept value: a dot a job, and the mean where several have the same value."""
-    values = _ordered(row.overrides.get(key, "") for row in drawn.rows)
-    known = [number for value in values if (number := _number(value)) is not None]
+    values = ordered(row.overrides.get(key, "") for row in drawn.rows)
+    known = numbers(values)
     is_numeric = len(known) == len(values) > 2
-    at = dict(zip(values, known, strict=True)) if is_numeric else {value: float(place) for place, value in enumerate(values)}
+    is_scaled = is_numeric and (len(known) > _TICKS or is_geometric(known) or _are_apart(known))
+    at = dict(zip(values, known, strict=True)) if is_scaled else {value: float(place) for place, value in enumerate(values)}
     limits, shaken = _limits(drawn), random.Random(0)
     jobs_with = Counter(row.overrides.get(key, "") for row in drawn.rows)
     size, alpha = (24, 0.85) if len(drawn.rows) <= 60 else (13, 0.55)
@@ -253,9 +240,11 @@ def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
             continue
         found.setdefault(value, []).append(y)
         if row is drawn.best:
-            axes.plot(x, y, "*", color=_BEST, markersize=13, markeredgecolor="white", zorder=5)
+            axes.plot(x, y, color=drawn.encoding.looks[row.path].color, zorder=5, **_STAR)
         else:
-            dots.setdefault((limits.marker(y), row.status == "done"), []).append((x, limits.nearest(y), drawn.colors[row]))
+            dots.setdefault((limits.marker(y), row.status == "done"), []).append(
+                (x, limits.nearest(y), drawn.encoding.looks[row.path].color)
+            )
     for (marker, is_full), some in dots.items():
         xs, ys, colors = zip(*some, strict=True)
         faces: Any = colors if is_full else "none"
@@ -266,17 +255,17 @@ def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
         if is_numeric:
             axes.plot(*zip(*means, strict=True), color=_INK, linewidth=1.0, alpha=0.7, zorder=2)
         axes.plot(*zip(*means, strict=True), "_", color=_INK, markersize=16, markeredgewidth=1.8, zorder=4)
-    if is_numeric and _is_geometric(known):
+    if is_scaled and is_geometric(known):
         axes.set_xscale("log")
         _label_plainly(axes.xaxis)
     axes.margins(x=0.08)
     limits.apply(axes, drawn.objective)
     if not is_numeric or len(values) <= _TICKS:
-        _tick_each(axes, values, at, is_numeric)
+        _tick_each(axes, values, at, is_scaled)
     axes.set_xlabel(_label(key))
 
 
-def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_numeric: bool) -> None:
+def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_scaled: bool) -> None:
     """Give each value a tick of its own, while they are few."""
     from matplotlib.ticker import NullLocator
 
@@ -289,9 +278,14 @@ def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_nu
         axes.tick_params(axis="x", labelrotation=25)
         for label in axes.get_xticklabels():
             label.set(ha="right", rotation_mode="anchor")
-    if not is_numeric:
+    if not is_scaled:
         axes.set_xlim(-0.6, len(values) - 0.4)
         axes.grid(False, axis="x")
+
+
+def _are_apart(places: Sequence[float]) -> bool:
+    """Tell whether numbers, in their order, have room for a tick each on a linear axis."""
+    return min(after - before for before, after in itertools.pairwise(places)) * 2 * _TICKS > places[-1] - places[0]
 
 
 def _label_plainly(axis: Any) -> None:
@@ -368,7 +362,7 @@ def _objectives(drawn: _Sweep) -> list[float]:
 
 
 def _is_drawable(value: float | None) -> bool:
-    return value is not None and abs(value) < _HUGE  # nan is not either
+    return value is not None and abs(value) < HUGE  # nan is not either
 
 
 def _is_lost(row: Row) -> bool:
@@ -384,41 +378,6 @@ def _title(drawn: _Sweep) -> str:
     word = "lowest" if drawn.mode == "min" else "highest"
     at = ", ".join(f"{key.rpartition('.')[2]}={best.overrides.get(key, '')}" for key in varying(drawn.rows))
     return _label(f"{title}, {word} {shown(drawn.objective, best.objective)} with {at or best.name}", _TITLE_LABEL)
-
-
-def _ordered(values: Any) -> list[str]:
-    """Return the values once each: numbers by size, then texts as they came."""
-    found = list(dict.fromkeys(values))
-
-    def key(place: int) -> tuple[bool, float]:
-        number = _number(found[place])
-        return (True, float(place)) if number is None else (False, number)
-
-    return [found[place] for place in sorted(range(len(found)), key=key)]
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if value == 0 or 1 / _HUGE < abs(value) < _HUGE else None
-
-
-def _is_geometric(numbers: Sequence[float]) -> bool:
-    """Tell whether numbers are spread by factors rather than by differences: over decades, or doubled each time."""
-    ordered = sorted(set(numbers))
-    if len(ordered) < 3 or ordered[0] <= 0 or ordered[-1] / ordered[0] < _FACTOR:
-        return False
-    if ordered[-1] / ordered[0] >= _SPAN:
-        return True
-    logarithms = list(map(math.log, ordered))
-    return _unevenness(logarithms) < _unevenness(ordered)
-
-
-def _unevenness(ordered: Sequence[float]) -> float:
-    gaps = [after - before for before, after in itertools.pairwise(ordered)]
-    return statistics.pstdev(gaps) / statistics.fmean(gaps)
 
 
 def _label(text: str, limit: int = _LABEL) -> str:

@@ -90,6 +90,11 @@ def varying(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
 
 
+def told_apart(rows: Sequence[Row], key: str) -> int:
+    """Return how many pairs of rows have different values of a key."""
+    return (len(rows) ** 2 - sum(count**2 for count in Counter(row.overrides.get(key) for row in rows).values())) // 2
+
+
 def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
     """Return the best of the rows that are done, and while none is, of those that are on their way."""
     for statuses in (("done",), ("running", "interrupted", "killed", "stopped")):

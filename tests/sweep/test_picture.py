@@ -6,16 +6,22 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from PIL import Image
 
 from ddpexp.sweep import picture
-from ddpexp.sweep.rows import rows_of
+from ddpexp.sweep.encoding import Encoding
+from ddpexp.sweep.rows import Goal, Row, rows_of
+from ddpexp.sweep.table import best_of
 from tests.conftest import PATIENCE, ROOT
 from tests.sweep.made import Made
 from tests.test_layering import loaded_by, tops
@@ -36,12 +42,21 @@ def size(path: Path) -> tuple[int, int]:
         return width, height
 
 
-def colors(path: Path) -> set[tuple[int, ...]]:
-    with Image.open(path) as image:
-        return {color for _, color in image.convert("RGB").getcolors(1 << 24) or [] if isinstance(color, tuple)}
+def composed(rows: Sequence[Row], mode: Literal["min", "max"] | None = "min") -> Figure:
+    figure = Figure(layout="constrained")
+    picture._compose(figure, rows, "eval/loss", mode)
+    return figure
 
 
-BEST = (0xD6, 0x27, 0x28)
+def stars(figure: Figure) -> list[Any]:
+    """Return the lines that end with the star of the best job."""
+    return [line for axes in figure.get_axes() for line in axes.get_lines() if line.get_marker() == "*"]
+
+
+def legends(figure: Figure) -> dict[str, list[str]]:
+    """Return what stands beside the curves: the titles, and what they list."""
+    found = [one for one in figure.get_axes()[0].get_children() if isinstance(one, Legend)]
+    return {one.get_title().get_text(): [text.get_text() for text in one.get_texts()] for one in found}
 
 
 def sweep(path: Path, jobs: int) -> Made:
@@ -58,7 +73,6 @@ def test_the_picture_of_a_real_sweep_has_a_panel_for_each_value_and_its_best(tra
     done = process(trained, "--out", tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert size(tmp_path / "sweep.png") == (1500, round(150 * (4.0 + 2.7)))
-    assert BEST in colors(tmp_path / "sweep.png")
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.png"]
 
 
@@ -68,24 +82,55 @@ def test_any_number_of_jobs_is_drawn(tmp_path: Path, jobs: int) -> None:
     picture.draw(rows_of(made.path), "eval/loss", "min", tmp_path / "sweep.png")
     width, height = size(tmp_path / "sweep.png")
     assert (width, height > 800) == (1500, jobs > 1)
-    assert BEST in colors(tmp_path / "sweep.png")
 
 
 def test_the_only_job_of_a_value_stands_at_its_tick(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     for rate in ("0.1", "0.2"):
         made.job(f"optimizer.lr={rate}")
-    figure = Figure(layout="constrained")
-    picture._compose(figure, rows_of(made.path), "eval/loss", None)
+    figure = composed(rows_of(made.path), None)
     panel = next(axes for axes in figure.get_axes() if axes.get_xlabel() == "optimizer.lr")
     dots = [float(x) for collection in panel.collections for x, _ in np.asarray(collection.get_offsets())]
     assert sorted(dots) == [0.0, 1.0]
 
 
 def test_without_a_mode_none_is_the_best(tmp_path: Path) -> None:
-    made = sweep(tmp_path / "sweep", 3)
-    picture.draw(rows_of(made.path), "eval/loss", None, tmp_path / "sweep.png")
-    assert BEST not in colors(tmp_path / "sweep.png")
+    rows = rows_of(sweep(tmp_path / "sweep", 3).path)
+    assert stars(composed(rows, "min"))
+    assert not stars(composed(rows, None))
+
+
+@pytest.mark.parametrize("jobs", [2, 6, 24, 100])
+def test_every_curve_has_the_colour_of_its_value_and_the_best_one_too(tmp_path: Path, jobs: int) -> None:
+    rows = rows_of(sweep(tmp_path / "sweep", jobs).path)
+    figure, encoding = composed(rows), Encoding.of(rows)
+    best = best_of(rows, Goal("eval/loss", "min"))
+    assert best is not None
+    [curves] = [one for one in figure.get_axes()[0].collections if isinstance(one, LineCollection)]
+    wanted = [to_rgba(encoding.looks[row.path].color)[:3] for row in rows]
+    assert [tuple(color)[:3] for color in np.asarray(curves.get_edgecolor())] == wanted
+    look = encoding.looks[best.path]
+    assert {to_rgba(star.get_color()) for star in stars(figure)} == {to_rgba(look.color)}
+    [curve] = [line for line in figure.get_axes()[0].get_lines() if len(line.get_xydata()) > 1]
+    assert to_rgba(curve.get_color()) == to_rgba(look.color)
+    assert legends(figure)[""] == ["best"]
+
+
+def test_legends_say_what_colours_and_styles_stand_for(tmp_path: Path) -> None:
+    made = Made(tmp_path / "few")
+    for rate in ("0.3", "0.1", "0.2"):
+        for model in ("small", "large"):
+            made.job(f"optimizer.lr={rate}", f"model={model}")
+    figure = composed(rows_of(made.path))
+    assert legends(figure) == {"": ["best"], "optimizer.lr": ["0.1", "0.2", "0.3"], "model": ["small", "large"]}
+    rates = [f"{1.2**number:.4g}" for number in range(20)]
+    made = Made(tmp_path / "many")
+    for rate in rates:
+        made.job(f"optimizer.lr={rate}", "model=small")
+        made.job(f"optimizer.lr={rate}", "model=large")
+    figure = composed(rows_of(made.path))
+    assert legends(figure) == {"": ["best"], "model": ["small", "large"]}
+    assert "optimizer.lr" in [axes.get_ylabel() for axes in figure.get_axes()[0].child_axes]  # the scale
 
 
 ODD: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
@@ -157,7 +202,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_only_drawing_imports_what_draws() -> None:
-    names = ("rows", "table", "picture", "verbs", "asked", "folder")
+    names = ("rows", "table", "encoding", "picture", "verbs", "asked", "folder")
     loaded = tops(loaded_by(*(f"ddpexp.sweep.{name}" for name in names), "ddpexp.cli"))
     assert not loaded & {"matplotlib", "numpy", "torch", "hydra", "omegaconf", "rich"}
     assert "yaml" in loaded  # the check can see what is loaded
