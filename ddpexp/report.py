@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,7 @@ class Report:
             "metrics": dict(outcome.metrics),
             "weights_sha256": outcome.digest,
             "first_step_at": outcome.first_step_at,
+            "ended_at": time.time(),
             "seconds": round(seconds, 3),
             "samples_per_second": round(samples / seconds, 1) if seconds else None,
         }

@@ -16,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
@@ -187,6 +188,7 @@ class RunDir:
             "world_size": world_size,
             "metrics": metrics,
             "weights_sha256": None,
+            "ended_at": time.time(),
         }
         write(self.result, dumps(result))
 
@@ -506,7 +508,7 @@ def describe(
     """
     restart = os.environ.get("SLURM_RESTART_COUNT")
     start = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started": datetime.now().astimezone().strftime("%Y-%m-%dT%H:%M:%S.%f%z"),
         "command": list(argv),
         "git": _git(),
         "versions": {"python": platform.python_version(), **_versions("ddpexp", "torch", "hydra-core", "tensorboard")},

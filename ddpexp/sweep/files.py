@@ -53,9 +53,10 @@ class Files:
         if isinstance(last, Mapping):
             metrics |= {name: value for name in last if (value := number_of(last[name])) is not None}
         done_step = whole_of(result.get("step"))
-        ended = None
+        ended = number_of(result.get("ended_at", False))
         with suppress(OSError):
-            ended = run.result.stat().st_mtime if result and result.get("status") != "submitted" else None
+            if ended is None and result and result.get("status") != "submitted":
+                ended = run.result.stat().st_mtime  # of an older version
         return cls(
             overrides=set_by(masked_tree(run.words(), mask)),
             result=masked_tree(result, mask),
@@ -234,10 +235,10 @@ def whole_of(value: Any) -> int | None:
 
 
 def _moment(text: Any) -> float | None:
-    try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S%z").timestamp()
-    except (TypeError, ValueError, OverflowError):
-        return None
+    for form in ("%Y-%m-%dT%H:%M:%S.%f%z", "%Y-%m-%dT%H:%M:%S%z"):  # older versions wrote whole seconds
+        with suppress(TypeError, ValueError, OverflowError):
+            return datetime.strptime(text, form).timestamp()
+    return None
 
 
 def text_of(value: Any) -> str | None:

@@ -69,7 +69,7 @@ class Row:
     objective: float | None  # nan: the metric is there, and is no finite number
     metrics: Mapping[str, float]  # the newest value of each
     step: int | None
-    seconds: float | None
+    seconds: float | None  # by the clock on the wall, from the newest start to its end, or to now
     job_id: str | None  # Slurm's
     message: str | None  # why it failed, or what is to be known of it, in one line
     started: float | None  # seconds since 1970, as `ended`
@@ -167,15 +167,7 @@ def _judged(
     """Decide what a job's own files and the sweep's record say together; the files are the truth where both speak."""
     status, message = _status(path, event, files, now.queue)
     is_ended = status not in ("waiting", "submitted", "running")
-    started = number_of(event.get("started", False))
-    started = files.started if started is None else started
-    ended = number_of(event.get("ended", False))
-    ended = (files.ended if ended is None else ended) if is_ended else None
-    seconds = number_of(files.result.get("seconds", False)) if is_ended else None
-    if seconds is None:
-        seconds = number_of(event.get("seconds", False)) if is_ended else None
-    if status == "running" and started is not None:
-        seconds = max(0.0, time.time() - started)
+    started, ended, seconds = _times(event, files, status, is_ended)
     objective = files.metrics.get(now.metric) if now.metric is not None else None
     if objective is None and is_ended and event.get("objective") is not None:
         objective = number_of(event["objective"])
@@ -195,6 +187,31 @@ def _judged(
         started=started,
         ended=ended,
     )
+
+
+def _times(
+    event: Mapping[str, Any], files: Files, status: Status, is_ended: bool
+) -> tuple[float | None, float | None, float | None]:
+    """Return when a job's newest start began and ended, and the seconds between, or until now where it runs.
+
+    The sweep's record knows both moments, unless a command of its own, or Slurm, has started the job since: then its files do.
+    """
+    started, ended = number_of(event.get("started", False)), number_of(event.get("ended", False))
+    if started is None or (ended is not None and files.started is not None and files.started > ended):
+        by_record, started, ended = None, files.started, files.ended if files.ended is not None else ended
+    else:
+        by_record = number_of(event.get("seconds", False)) if ended is not None else None
+        ended = ended if ended is not None else files.ended
+    if ended is not None and started is not None and ended < started:
+        ended = None  # that was the start before
+    if not is_ended:
+        seconds = (
+            max(0.0, (time.time() if ended is None else ended) - started) if status == "running" and started is not None else None
+        )
+        return started, None, seconds
+    if by_record is None and number_of(files.result.get("ended_at", False)) is None:
+        return started, ended, number_of(files.result.get("seconds", False))  # of an older version: those of training
+    return started, ended, by_record if by_record is not None or ended is None or started is None else ended - started
 
 
 def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -> tuple[Status, str | None]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ def test_the_rows_of_real_runs_are_what_the_runs_have_written(trained: Path) -> 
     assert first.metrics.items() >= result["metrics"].items()
     assert {"train/loss", "train/lr", "eval/loss", "eval/accuracy"} <= set(first.metrics)
     assert first.objective == result["metrics"]["eval/loss"]
-    assert (first.status, first.step, first.seconds) == ("done", result["step"], result["seconds"])
+    assert (first.status, first.step, first.seconds) == ("done", result["step"], 1.0)  # the last as the sweep has recorded it
     assert first.overrides["optimizer.lr"] == "0.1"
     assert second.overrides["model.hidden"] == "8"
     assert first.overrides["recipe"] == "points"  # what its own words do not have
@@ -45,6 +48,9 @@ def test_a_run_directory_is_one_row_and_any_metric_can_be_named(trained: Path) -
     assert row.objective == json.loads((first.path / "result.json").read_text())["metrics"]["eval/accuracy"]
     assert (row.status, row.name, row.overrides) == ("done", first.name, first.overrides)
     assert row.started is not None
+    assert row.ended is not None
+    assert row.seconds == row.ended - row.started
+    assert row.seconds > json.loads((first.path / "result.json").read_text())["seconds"]  # which are those of its steps alone
     assert one(first.path).objective is None  # nobody has named one
 
 
@@ -74,6 +80,53 @@ def test_a_job_runs_while_its_command_lives_and_is_killed_when_it_is_gone(tmp_pa
     assert row.ended is None
     hold_dead(path)
     assert one(made.path).status == "killed"
+
+
+@pytest.mark.parametrize("status", ["done", "failed"])
+def test_the_time_of_a_job_does_not_shrink_when_it_ends(tmp_path: Path, status: str) -> None:
+    """Of a job of a sweep, and of the same directory by itself."""
+    made = Made(tmp_path / "sweep")
+    path = made.job("optimizer.lr=0.1", status=None, events=("started",))
+    begin = time.time() - 30
+    (path / "manifest.json").write_text(json.dumps({"started": moment(begin)}))
+    hold(path)
+    reader = Reader(made.path)
+    before = [*reader.rows(), one(path)]
+    (path / "result.json").write_text(json.dumps({"status": status, "step": 30, "seconds": 0.5, "ended_at": time.time()}))
+    leaving = [*reader.rows(), one(path)]
+    hold_dead(path)
+    written = [*reader.rows(), one(path)]
+    made.add("ended", job=0, status=status, exit_code=0, seconds=40.0, objective=0.5, message=None)
+    recorded = reader.rows()
+    for earlier, later in itertools.pairwise([before, leaving, written, recorded]):
+        for one_before, one_after in zip(earlier, later, strict=False):
+            assert one_before.seconds is not None
+            assert one_after.seconds is not None
+            assert one_before.seconds <= one_after.seconds + 1e-3  # a moment is kept in microseconds
+    assert (recorded[0].status, recorded[0].seconds) == (status, 40.0)
+    assert before[1].seconds is not None
+    assert before[1].seconds >= 30
+
+
+def test_the_time_is_that_of_the_newest_start(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    path = made.job("optimizer.lr=0.1", seconds=70.0)
+    assert one(made.path).seconds == 70.0
+    begin = time.time() + 100  # after the sweep, by a command of its own
+    (path / "manifest.json").write_text(json.dumps({"started": moment(begin)}))
+    change = json.loads((path / "result.json").read_text())
+    (path / "result.json").write_text(json.dumps({**change, "ended_at": begin + 7}))
+    assert one(made.path).seconds == pytest.approx(7, abs=1e-3)
+
+
+def test_runs_of_older_versions_have_the_time_of_their_training(tmp_path: Path) -> None:
+    path = run(tmp_path / "run", seconds=3.5)
+    os.utime(path / "result.json", (2e9, 2e9))  # it was copied
+    assert one(path).seconds == 3.5
+
+
+def moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%dT%H:%M:%S.%f%z")
 
 
 def test_a_job_whose_command_has_just_been_started_runs_while_the_sweep_lives(tmp_path: Path) -> None:
