@@ -8,7 +8,8 @@ from ddpexp.plan.memory import Bucket, human
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import crowd
 from ddpexp.printable import one_line
-from ddpexp.sweep import table
+from ddpexp.sweep import grid
+from ddpexp.sweep.table import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,7 +24,7 @@ _OF_GPUS = "Not counted: Python and torch themselves, CUDA's context, NCCL's buf
 
 def show(outcome: Outcome) -> None:
     """Print the plan."""
-    table.show(render(outcome))
+    grid.show(render(outcome))
 
 
 def render(outcome: Outcome) -> RenderableType:
@@ -119,7 +120,7 @@ def _step(outcome: Outcome) -> dict[str, str]:
     if outcome.place.way != "none":
         lines["reduction"] = f"alpha {costs.alpha_us:.3g} us, bandwidth {costs.bandwidth_gbps:.3g} Gb/s"
     seconds = outcome.num_steps * found.total_ms / 1e3
-    lines["training"] = f"{table.duration(seconds)}, without evaluations, checkpoints and the start"
+    lines["training"] = f"{duration(seconds)}, without evaluations, checkpoints and the start"
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The words to look at directories with, `DIR... [sweep.objective=METRIC] [sweep.mode=max] [--out FOLDER]`, and what they mean."""
+"""The words to look at directories with, `DIR... [sweep.objective=METRIC] [--out FOLDER] ...`, and what they mean."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import Goal, Row, directories, goal_of, rows_of, with_defaults
 
 _KEYS = ("sweep.objective", "sweep.mode")
-_OPTIONS = ("--out", "--help")
+_VALUED = {"--out": "a folder behind it: --out FOLDER", "--columns": "names behind it: --columns optimizer.lr,eval/loss"}
+_FLAGS = ("--all", "--csv")
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Asked:
     objective: str | None
     mode: Literal["min", "max"] | None
     out: Path | None
+    columns: Sequence[str] | None = None
+    whole: bool = False  # all columns, however wide the terminal is
+    csv: bool = False
 
     @classmethod
     def of(cls, verb: str, argv: Sequence[str]) -> Asked:
@@ -37,12 +41,14 @@ class Asked:
         words = iter(argv)
         for word in words:
             key, equals, value = word.partition("=")
-            if key == "--out":
+            if key in _VALUED:
                 values[key] = value if equals else next(words, "")
                 if not values[key]:
-                    raise RefusedError(f"{verb} --out needs a folder behind it: --out FOLDER.")
+                    raise RefusedError(f"{verb} {key} needs {_VALUED[key]}.")
+            elif word in _FLAGS:
+                values[word] = word
             elif word.startswith("-"):
-                raise RefusedError(f"{verb} {word}: no such option.{did_you_mean(key, _OPTIONS)}")
+                raise RefusedError(f"{verb} {word}: no such option.{did_you_mean(key, [*_VALUED, *_FLAGS, '--help'])}")
             elif equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists():  # a job's directory has = in its name too
                 if key not in _KEYS:
                     raise RefusedError(f"{verb} {word}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
@@ -55,8 +61,15 @@ class Asked:
         if mode not in (None, "min", "max"):
             raise RefusedError(f"sweep.mode={mode} is not one of min, max.")
         found = dict.fromkeys(path for place in places for path in look(place))
+        ways = [option for option in ("--columns", "--all", "--csv") if option in values]
+        if len(ways) > 1:
+            raise RefusedError(f"{verb}: {' and '.join(ways)} do not go together: --csv and --all have every column.")
+        if "--csv" in values and "--out" in values:
+            raise RefusedError(f"{verb}: --csv prints what --out writes into a folder as sweep.csv: type one of them.")
         out = Path(values["--out"]) if "--out" in values else None
-        return cls(list(found), values.get("sweep.objective"), mode, out)  # type: ignore[arg-type]
+        columns = [name for name in values["--columns"].split(",") if name] if "--columns" in values else None
+        objective = values.get("sweep.objective")
+        return cls(list(found), objective, mode, out, columns, "--all" in values, "--csv" in values)  # type: ignore[arg-type]
 
     @property
     def sweep(self) -> Path | None:

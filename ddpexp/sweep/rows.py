@@ -346,9 +346,9 @@ def _short(text: str) -> str:
     return line if len(line) <= _MESSAGE_CHARACTERS else f"{line[: _MESSAGE_CHARACTERS - 3]}..."
 
 
-def with_defaults(rows: Sequence[Row]) -> list[Row]:
-    """Give each row the values that others were typed and it was not, from its own configuration."""
-    keys = dict.fromkeys(key for row in rows for key in row.overrides)
+def with_defaults(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
+    """Give each row the values that others were typed and it was not, and those of `named`, from its own configuration."""
+    keys = dict.fromkeys([*(key for row in rows for key in row.overrides), *named])
     filled = []
     for row in rows:
         missing = [key for key in keys if key not in row.overrides]

@@ -7,43 +7,33 @@ import io
 import math
 import os
 import re
-import shutil
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ddpexp import rundir
-from ddpexp.launch.terminal import within_patience
 from ddpexp.printable import one_line
+from ddpexp.sweep.folder import IS_JOB
+from ddpexp.sweep.grid import DIRECTORY, Fitted, Grid
 from ddpexp.sweep.rows import STATUSES, Goal, Row
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.measure import Measurement
-    from rich.table import Table
+    from rich.console import RenderableType
 
 SEED = "trainer.seed"
-_DIRECTORY = "directory"
-_LEFT_OUT = ("time", "step", _DIRECTORY)  # columns that a narrow terminal has no room for, in this order
-_LEAST = 8  # characters of a directory, which hold its number
+FACTS = ("status", "step", "time", DIRECTORY)
+"""Columns that any table of jobs may have."""
+_STAY = 2  # keys that tell most jobs apart, which stay longer than other columns
 _SHORT = 24  # characters of a name that is shown beside other things
-_PADDING = 3  # characters between columns
 _METRICS = 4  # columns, where nobody has said which metric counts
 _MESSAGES = 10  # of failures, below a table
 _LIVE_MESSAGES = 3
 _SMALL = 20  # lines of a terminal that has none to spare for them
 _AROUND = 4  # lines of a live table: two of its header, an empty one, and the cursor's
-_ANY_WIDTH = 10_000  # characters: more than any table has
-_STYLES = {
-    "running": "cyan", "done": "green", "failed": "red", "broken": "red", "killed": "red", "interrupted": "yellow",
-    "stopped": "magenta", "submitted": "blue", "waiting": "dim",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,16 +57,6 @@ class Group:
         return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
 
 
-@dataclass(frozen=True)
-class Grid:
-    """A table as texts."""
-
-    header: Sequence[str]
-    lines: Sequence[Sequence[str]]
-    right: Sequence[bool]  # columns of numbers
-    best: int | None = None  # a line
-
-
 def varying(rows: Sequence[Row]) -> list[str]:
     """Return the keys that were not typed with the same value for all rows, in the order of typing.
 
@@ -90,7 +70,7 @@ def varying(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
 
 
-def told_apart(rows: Sequence[Row], key: str) -> int:
+def told_apart(rows: Sequence[Row | Group], key: str) -> int:
     """Return how many pairs of rows have different values of a key."""
     return (len(rows) ** 2 - sum(count**2 for count in Counter(row.overrides.get(key) for row in rows).values())) // 2
 
@@ -123,27 +103,58 @@ def over_seeds(rows: Sequence[Row]) -> list[Group]:
     ]
 
 
-def jobs_grid(rows: Sequence[Row], goal: Goal, every: Sequence[Row] | None = None, full: bool = False) -> Grid:
-    """Lay out some rows, with the columns that all of them (`every`) need; `full` is for files, where paths are not cut."""
+def jobs_grid(
+    rows: Sequence[Row], goal: Goal, every: Sequence[Row] | None = None, full: bool = False, columns: Sequence[str] | None = None
+) -> Grid:
+    """Lay out some rows, with the columns that all of them (`every`) need, or with those that are named in `columns`.
+
+    `full` is for files, where paths are not cut.
+    """
     every = rows if every is None else every
-    keys, best = varying(every), best_of(every, goal)
+    best = best_of(every, goal)
     metrics = [goal.metric] if goal.metric is not None else metrics_of(every)[:_METRICS]
+    names = [*varying(every), *metrics, *([""] if best else []), *FACTS] if columns is None else columns
     together = len({row.path.parent for row in every}) == 1  # then their own names tell them apart
-    header = [*keys, *metrics, *([""] if best else []), "status", "step", "time", _DIRECTORY]
-    lines = []
-    for row in rows:
-        values = [row.objective if goal.metric is not None else row.metrics.get(name) for name in metrics]
-        mark = ["best" if row is best else ""] if best else []
-        lines.append([
-            *(_plain(row.overrides.get(key, "")) for key in keys),
-            *(shown(name, value) for name, value in zip(metrics, values, strict=True)),
-            *mark, row.status, "" if row.step is None else f"{row.step:,}", duration(row.seconds),
-            _plain(row.name if together else str(row.path) if full else rundir.relative(row.path)),
-        ])  # fmt: skip
-    numeric = [all(_is_number(row.overrides.get(key, "0")) for row in every) for key in keys]
-    right = [*numeric, *[True] * len(metrics), *([False] if best else []), False, True, True, False]
+    repeats = together and all(IS_JOB.fullmatch(row.name) for row in every)
+
+    def cell(row: Row, name: str) -> str:
+        if name == "":
+            return "best" if row is best else ""
+        if name == goal.metric or (name not in row.overrides and name in row.metrics):
+            return shown(name, row.objective if name == goal.metric else row.metrics.get(name))
+        facts = {"status": row.status, "step": "" if row.step is None else f"{row.step:,}", "time": duration(row.seconds)}
+        if name in facts:
+            return facts[name]
+        if name == DIRECTORY:
+            return _plain(row.name if together else str(row.path) if full else rundir.relative(row.path))
+        return _plain(row.overrides.get(name, ""))
+
+    def is_right(name: str) -> bool:
+        if name in ("", *FACTS):
+            return name in ("step", "time")
+        return name in metrics or all(_is_number(row.overrides.get(name, "0")) for row in every)
+
+    lines = [[cell(row, name) for name in names] for row in rows]
     place = next((number for number, row in enumerate(rows) if row is best), None)
-    return Grid([_plain(name) for name in header], lines, right, place)
+    values = len(varying(every)) if columns is None else 0
+    leaves = _leaves(every, names, values, len(metrics), repeats) if columns is None else []
+    return Grid([_plain(name) for name in names], lines, list(map(is_right, names)), place, leaves, values, not repeats)
+
+
+def _leaves(every: Sequence[Row], names: Sequence[str], keys: int, metrics: int, repeats: bool) -> list[int]:
+    """Return the columns that a narrow terminal may do without, the first one first.
+
+    The time, the step, the directory where its name only repeats values, further metrics, the keys that tell fewest jobs apart.
+    The key that tells most apart, the first metric and the status stay.
+    """
+    at = {name: place for place, name in enumerate(names)}
+    weak = sorted(range(keys), key=lambda place: (told_apart(every, names[place]), -place))
+    others = list(range(keys, keys + metrics))
+    directory = [at[DIRECTORY]]
+    return [
+        at["time"], at["step"], *(directory if repeats else []), *reversed(others[2:]), *weak[:-_STAY], *others[1:2],
+        *weak[-_STAY:-1], *([] if repeats else directory),
+    ]  # fmt: skip
 
 
 def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
@@ -167,7 +178,8 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     numeric = [all(_is_number(group.overrides[key]) for group in groups) for key in keys]
     header = [*keys, f"mean {goal.metric}", "deviation", "seeds", ""]
     place = order.index(best) if best is not None else None
-    return Grid([_plain(name) for name in header], lines, [*numeric, True, True, True, False], place)
+    leaves = sorted(range(len(keys)), key=lambda place: (told_apart(groups, keys[place]), -place))[:-1]
+    return Grid([_plain(name) for name in header], lines, [*numeric, True, True, True, False], place, leaves, len(keys))
 
 
 def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
@@ -175,14 +187,24 @@ def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
     return [rows[place] for place in _sorted([row.objective for row in rows], goal)]
 
 
-def render(rows: Sequence[Row], goal: Goal, limit: int | None = None, messages: int = _MESSAGES) -> RenderableType:
-    """Return the tables of jobs for the terminal, the best first, at most `limit` rows of them, and some messages."""
+def render(
+    rows: Sequence[Row],
+    goal: Goal,
+    limit: int | None = None,
+    messages: int = _MESSAGES,
+    columns: Sequence[str] | None = None,
+    again: str | None = None,
+) -> RenderableType:
+    """Return the tables of jobs for the terminal, the best first, at most `limit` rows of them, and some messages.
+
+    `columns` chooses some of them by name. `again` is the command that shows those for which the terminal has no room.
+    """
     from rich.console import Group as Lines
     from rich.text import Text
 
     ordered = sorted_rows(rows, goal)
     first = ordered if limit is None else ordered[:limit]
-    parts: list[RenderableType] = [Fitted(jobs_grid(first, goal, rows))]
+    parts: list[RenderableType] = [Fitted(jobs_grid(first, goal, rows, columns=columns), again)]
     if len(first) < len(ordered):
         parts.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
     seeds = seeds_grid(rows, goal)
@@ -247,75 +269,6 @@ def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool =
         lines.append(f"... and {len(said) - limit:,} more like these")
     counts = Text(f"{_counts(rows)}.{_best_sentence(rows, goal)}", no_wrap=cut, overflow="ellipsis" if cut else "fold")
     return [counts, *(Text(line, style="red", no_wrap=True, overflow="ellipsis") for line in lines)]
-
-
-class Fitted:
-    """A table for the terminal, with as much of it as the terminal is wide."""
-
-    def __init__(self, grid: Grid) -> None:
-        """Keep it; the terminal is known when it is drawn."""
-        self._grid = grid
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Take short names first, then leave out what says least."""
-        grid = self._grid
-        if _width(grid) > options.max_width:
-            grid = _with_short_names(grid)
-        for name in _LEFT_OUT:
-            if _width(grid) > options.max_width:
-                grid = _without(grid, name)
-        yield _table(grid)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """Tell how wide it is as a whole."""
-        from rich.measure import Measurement
-
-        return Measurement.get(console, options, _table(self._grid))
-
-
-def _table(grid: Grid) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    for name, right in zip(grid.header, grid.right, strict=True):
-        gives_way = name == _DIRECTORY
-        table.add_column(Text(name), justify="right" if right else "left", no_wrap=not gives_way, overflow="ellipsis", min_width=4)
-    status = grid.header.index("status") if "status" in grid.header else None
-    for number, line in enumerate(grid.lines):
-        cells = [Text(cell) for cell in line]
-        if status is not None:
-            cells[status].stylize(_STYLES.get(line[status], ""))
-        table.add_row(*cells, style="bold" if number == grid.best else None)
-    return table
-
-
-def _width(grid: Grid) -> int:
-    """Return how many characters a table needs; directories are cut to what is left."""
-    from rich.cells import cell_len
-
-    columns = zip(grid.header, *grid.lines, strict=True)
-    widths = [max(map(cell_len, column)) if column[0] != _DIRECTORY else _LEAST for column in columns]
-    return sum(widths) + _PADDING * (len(widths) - 1)
-
-
-def _with_short_names(grid: Grid) -> Grid:
-    """Leave out the first parts of keys where the last part tells them apart."""
-    short = [name.rpartition(".")[2] for name in grid.header]
-    return replace(grid, header=[last if short.count(last) == 1 else name for name, last in zip(grid.header, short, strict=True)])
-
-
-def _without(grid: Grid, name: str) -> Grid:
-    """Leave out a column."""
-    if name not in grid.header:
-        return grid
-    place = grid.header.index(name)
-
-    def rest(line: Sequence[Any]) -> list[Any]:
-        return [*line[:place], *line[place + 1 :]]
-
-    return replace(grid, header=rest(grid.header), lines=[rest(line) for line in grid.lines], right=rest(grid.right))
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
@@ -426,24 +379,3 @@ def _iso(moment: float | None) -> str | None:
     if moment is None or not 0 <= moment < 1e11:
         return None
     return datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")
-
-
-def limit() -> int | None:
-    """Return how many rows a terminal shows at once; None where a program or a file takes them."""
-    return max(10, shutil.get_terminal_size().lines - 8) if sys.stdout.isatty() else None
-
-
-def show(what: RenderableType) -> None:
-    """Print to a terminal as it is wide, to anything else as wide as it takes."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _ANY_WIDTH
-        console.width = max(1, console.measure(what).maximum)
-
-    def write() -> None:
-        with suppress(OSError, ValueError):  # the reader has gone
-            console.print(what)
-
-    within_patience(write)

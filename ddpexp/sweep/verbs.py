@@ -20,16 +20,22 @@ from ddpexp.printable import one_line
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.asked import Asked, look
 from ddpexp.sweep.folder import SweepDir, again_words, asked_of
-from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of
+from ddpexp.sweep.grid import Fitted, Grid, limit, show
+from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_TABLE = """usage: ddpexp table DIR... [sweep.objective=METRIC] [sweep.mode=min|max] [--out FOLDER]
+_TABLE = """usage: ddpexp table DIR... [sweep.objective=METRIC] [sweep.mode=min|max] [--columns A,B,...|--all|--csv] [--out FOLDER]
 
 Show what is in directories as a table, the best first: a sweep, runs, or a folder that holds some, such as outputs/mnist.
 Columns are the values that differ, then the metric. With seeds among them a second table has their mean and deviation.
-Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its directory, of anything into the FOLDER behind --out."""
+A terminal gets as many columns as it is wide, those that tell most runs apart; a file or a pipe gets all of them.
+Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its directory, of anything into the FOLDER behind --out.
+
+  --columns A,B,...  these columns: keys of the configuration, metrics, status, step, time, directory
+  --all              all columns, on a terminal too
+  --csv              one line a run with all that was typed and every metric, as plain numbers; writes no file"""
 
 _STATUS = """usage: ddpexp status DIR
 
@@ -56,7 +62,13 @@ def table(argv: Sequence[str]) -> int:
         raise RefusedError(
             f"sweep.objective={goal.metric}: none of these has recorded that.{did_you_mean(goal.metric, known, 'sweep.objective=')}"
         )
-    tables.show(tables.render(rows, goal, tables.limit()))
+    if asked.csv:
+        say(tables.as_csv(rows).rstrip("\n"), sys.stdout)
+        return EXIT_DONE
+    again = f"python -m ddpexp table {shlex.join([*argv, '--all'])}"
+    chosen = rows if asked.columns is None else _with_columns(rows, asked.columns)
+    whole = asked.whole or asked.columns is not None
+    show(tables.render(chosen, goal, limit(), columns=asked.columns, again=again), whole)
     if goal.metric is None and known:
         say(f"to have the best marked: sweep.objective={known[0]}, with sweep.mode=max where more is better", sys.stdout)
     folder = asked.out or asked.sweep
@@ -85,8 +97,24 @@ def status(argv: Sequence[str]) -> int:
         raise RefusedError(f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table.")
     rows = rows_of(place)
     queue = states([row.job_id for row in rows if row.status == "submitted" and row.job_id is not None])
-    tables.show(_sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue))
+    show(_sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue))
     return EXIT_DONE
+
+
+def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
+    """Look what the named columns are: metrics, facts, or keys, whose values may be in the configurations alone.
+
+    Raises:
+        RefusedError: nothing has such a column.
+    """
+    filled = with_defaults(rows, columns)
+    known = {*tables.FACTS, *(name for row in filled for name in (*row.overrides, *row.metrics))}
+    for name in columns:
+        if name not in known:
+            raise RefusedError(
+                f"--columns {name}: none of these has such a key or metric.{did_you_mean(name, sorted(known), '--columns ')}"
+            )
+    return filled
 
 
 def _save(folder: Path, asked: Asked, rows: Sequence[Row], goal: Goal) -> None:
@@ -123,9 +151,8 @@ def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[st
 
     order = ["running", "submitted", "failed", "broken", "killed", "interrupted", "stopped", "done", "waiting"]
     ordered = sorted(rows, key=lambda row: (order.index(row.status), row.number))
-    limit = tables.limit()
-    first = ordered if limit is None else ordered[:limit]
-    lines: list[RenderableType] = [tables.Fitted(_status_grid(first, goal, queue))]
+    first = ordered[: limit()]
+    lines: list[RenderableType] = [Fitted(_status_grid(first, goal, queue))]
     if len(first) < len(ordered):
         lines.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
     lines += ["", *tables.summary(rows, goal)]
@@ -137,7 +164,7 @@ def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[st
     return Lines(*lines)
 
 
-def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> tables.Grid:
+def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> Grid:
     metrics = [goal.metric] if goal.metric is not None else tables.metrics_of(rows)[:1]
     header = ["status", "step", *map(one_line, metrics), "since", "where", "directory"]
     lines = [
@@ -151,7 +178,8 @@ def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> t
         ]
         for row in rows
     ]
-    return tables.Grid(header, lines, [False, True, *[True] * len(metrics), False, False, False])
+    right = [False, True, *[True] * len(metrics), False, False, False]
+    return Grid(header, lines, right, leaves=[header.index("step"), len(header) - 1])
 
 
 def _run_status(row: Row, queue: Mapping[str, str]) -> RenderableType:

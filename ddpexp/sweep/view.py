@@ -14,6 +14,7 @@ from ddpexp.launch.programs import python
 from ddpexp.launch.terminal import say
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.rows import Goal, Reader
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ class View:
         """Show the table as it is in the end, and write it and the picture into the sweep's directory."""
         self._take_away()
         rows = self._reader.rows()
-        tables.show(tables.render(rows, self._goal, tables.limit(), messages=0))  # what failed is listed below
+        again = f"python -m ddpexp table {rundir.typed(self._folder.path)} --all"
+        show(tables.render(rows, self._goal, limit(), messages=0, again=again))  # what failed is listed below
         try:
             tables.save(self._folder.path, rows, self._goal)
         except OSError as error:

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from ddpexp.sweep import table
+from ddpexp.sweep.grid import Fitted, show
 from ddpexp.sweep.rows import Goal, Row, rows_of
 from tests.sweep.made import Made
 
@@ -196,6 +197,69 @@ def test_a_live_table_of_a_thousand_jobs_fits_the_terminal(height: int, width: i
         assert "0510" in shown  # the last that has ended
         assert "0008" in shown  # the best
     assert not any(" waiting " in line for line in jobs)
+
+
+def mixed(jobs: int = 12, keys: int = 25) -> list[Row]:
+    """Return runs of a folder that differ in many keys: the later a key, the fewer runs it tells apart."""
+    return [
+        row(
+            number, number / 100, path=Path(f"/work/outputs/{'ab'[number % 2]}/2026-11-21_12-00-{number:02d}"),
+            overrides={f"section.key{key}": f"{'long' * 12}{number}" if number > key // 2 else "same" for key in range(keys)},
+        )
+        for number in range(jobs)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_a_table_of_many_columns_has_those_that_tell_most_runs_apart(width: int) -> None:
+    rows = mixed()
+    keys = table.varying(rows)
+    lines = text_of(table.render(rows, LOSS, again="ddpexp table X --all"), width).splitlines()
+    assert max(map(len, lines)) <= width
+    shown = lines[0].split()
+    assert shown[0] == "key0"
+    assert {"eval/loss", "status"} < set(shown)
+    assert sum("…" in line.split()[0] for line in lines[2:] if line) == len(rows) - 1  # values without their middle
+    note = " ".join(line.strip() for line in lines[lines.index("") - 3 : lines.index("")])
+    left = len([*keys, "eval/loss", *table.FACTS]) - len([name for name in shown if name != "best"])
+    assert f"{left} columns have no room here (" in note
+    assert "and " in note
+    assert lines[lines.index("") - 1].rstrip() == "ddpexp table X --all"  # by itself, to be pasted
+    if width >= 80:
+        assert sum("12-00-" in line for line in lines) == len(rows)  # the end of a path
+
+
+def test_a_table_that_fits_says_nothing_of_columns_and_a_file_gets_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "columns" not in text_of(table.render([row(0, 0.5), row(1, 0.25)], LOSS, again="ddpexp table X --all"), 100)
+    rows = mixed()
+    show(table.render(rows, LOSS, again="ddpexp table X --all"))
+    lines = capsys.readouterr().out.splitlines()
+    assert set(table.varying(rows)) < set(lines[0].split())
+    assert "long" * 12 in lines[3]
+    assert "columns" not in "".join(lines)
+    for name in ("step", "time", "directory"):
+        assert name in lines[0].split()
+
+
+def test_named_columns_are_all_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(0, 0.5, metrics={"eval/loss": 0.5, "train/lr": 0.125}), row(1, 0.25)]
+    show(table.render(rows, LOSS, columns=["time", "train/lr", "optimizer.lr", "eval/loss"]), whole=True)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["time", "train/lr", "optimizer.lr", "eval/loss"]
+    assert lines[2:4] == [["1.5", "s", "0.1", "0.25"], ["1.5", "s", "0.125", "0.0", "0.5"]]
+
+
+def test_a_narrow_table_of_seeds_keeps_its_best_key() -> None:
+    rows = [
+        row(number, number / 10, overrides={"a.first_of_some": f"{number // 4}", "a.second_of_some": f"{number // 2}",
+                                            "trainer.seed": f"{number % 2}"})
+        for number in range(8)
+    ]  # fmt: skip
+    grid = table.seeds_grid(rows, LOSS)
+    assert grid is not None
+    [header, *_] = text_of(Fitted(grid), 70).splitlines()
+    assert "second_of_some" in header
+    assert "first_of_some" not in header
 
 
 def test_a_long_table_is_cut_after_the_best_and_says_so() -> None:

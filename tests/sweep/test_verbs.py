@@ -69,6 +69,24 @@ def test_any_runs_make_a_table_with_what_was_not_typed_too(tmp_path: Path) -> No
     assert sorted(path.name for path in (tmp_path / "there").iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
 
 
+def test_columns_can_be_named_and_csv_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Made(tmp_path / "sweep")
+    made.job("optimizer.lr=0.1")
+    made.job("optimizer.lr=0.2", points=((1, 0.25),))
+    monkeypatch.chdir(tmp_path)
+    assert verbs.table(["sweep", "--csv"]) == 0
+    first, second = csv.DictReader(capsys.readouterr().out.splitlines())
+    assert (first["optimizer.lr"], second["eval/loss"]) == ("0.1", "0.25")
+    assert not (made.path / "sweep.csv").exists()
+    runs = map(str, sorted(Path("sweep").glob("000*")))
+    assert verbs.table([*runs, "--columns", "eval/loss,optimizer.nesterov,step"]) == 0  # the second is in config.yaml alone
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["eval/loss", "optimizer.nesterov", "step"]
+    assert lines[2:4] == [["0.5", "true", "30"], ["0.25", "true", "1"]]
+
+
 def test_a_directory_that_cannot_be_written_is_said_and_the_table_is_shown(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     made.job("optimizer.lr=0.1")
@@ -92,6 +110,11 @@ def test_a_directory_that_cannot_be_written_is_said_and_the_table_is_shown(tmp_p
         ),
         (["table", "SWEEP", "--uot", "x"], "Did you mean --out?"),
         (["table", "SWEEP", "--out"], "--out needs a folder"),
+        (["table", "SWEEP", "--columns"], "--columns needs names"),
+        (["table", "SWEEP", "--columns=eval/los"], "has such a key or metric. Did you mean --columns eval/loss?"),
+        (["table", "SWEEP", "--columns", "time,trainer.sed"], "--columns trainer.sed: none of these"),
+        (["table", "SWEEP", "--csv", "--all"], "do not go together"),
+        (["table", "SWEEP", "--csv", "--out", "x"], "type one of them"),
         (["table", "SWEPE"], "there is no such directory. Did you mean ./SWEEP?"),
         (["table", "empty"], "empty holds no sweep and no run"),
         (["status"], "status takes one directory"),
