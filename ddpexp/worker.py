@@ -21,7 +21,7 @@ from ddpexp.average import Average
 from ddpexp.checkpoint.format import Checkpoint, set_aside
 from ddpexp.checkpoint.reader import load_weights, weights_sha256
 from ddpexp.config import Data, Experiment, Node, Trainer, load
-from ddpexp.config.instantiate import instantiate
+from ddpexp.config.instantiate import instantiate, locate, targets
 from ddpexp.data import fingerprint
 from ddpexp.data.batch_plan import BatchPlan, plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
@@ -74,6 +74,9 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         log.info(note)
     control.enter("build")
     _warn_of_little_room(experiment, log)
+    _import_all(experiment, world)
+    if not experiment.trainer.compile:
+        deferred_dynamo.defer()
     whole = load_data(experiment, data, world)
     inputs = _inputs(run, whole, data, experiment.data.num_workers) if world.is_rank_zero else {}
     splits = _arranged(whole, experiment.data, world)
@@ -171,8 +174,6 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
 
 
 def _join(experiment: Experiment, layout: Layout) -> World:
-    if not experiment.trainer.compile:
-        deferred_dynamo.defer()
     torch.set_num_threads(layout.threads)
     _keep_freed_memory()
     if experiment.trainer.deterministic:
@@ -182,6 +183,23 @@ def _join(experiment: Experiment, layout: Layout) -> World:
     world = World.join(layout, _patience(experiment))
     reach("joined")
     return world
+
+
+def _import_all(experiment: Experiment, world: World) -> None:
+    """Import what the configuration names before anything is built of it: see `deferred_dynamo`.
+
+    Raises:
+        RefusedError: a name that is not allowed, or that is not there.
+    """
+    data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
+    nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
+    for where, node in nodes.items():
+        for key, target in targets({"_target_": node.target, **node.kwargs}, where):
+            locate(target, experiment.trust, key.removesuffix("._target_"))
+    if experiment.strategy.comm_hook != "none":
+        import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
+    if world.is_rank_zero and experiment.logger.kind == "tensorboard":
+        import ddpexp.track.tensorboard  # noqa: F401  # only rank zero of a run that writes there needs it
 
 
 def _keep_freed_memory() -> None:

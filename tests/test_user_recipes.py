@@ -268,3 +268,38 @@ def test_an_error_in_the_users_code_shows_its_traceback_and_ends_with_1(ddpexp: 
     assert done.code == 1
     assert "mine.py" in done.err
     assert "KeyError: 'pont'" in done.err
+
+
+IMPORTS = """
+
+import torch.export
+import torch.func
+import torch.utils.checkpoint
+
+
+class Deep(Net):
+    @torch.compiler.disable(recursive=False)
+    def forward(self, points):
+        return torch.utils.checkpoint.checkpoint(super().forward, points, use_reentrant=False)
+
+
+class Late(Sides):
+    # What a library imports when it is first needed.
+    def step(self, model, batch):
+        import torch.distributed.checkpoint.state_dict
+        import torch.distributed.pipelining
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        return super().step(torch.compiler.disable()(model), batch)
+"""
+
+
+def test_a_recipe_may_import_any_module_of_torch_at_its_top_and_late(ddpexp: Ddpexp, project: Path) -> None:
+    words = ("trainer.gpus=2", "trainer.threads=1", "trainer.max_steps=3")
+    plain = train(ddpexp, project / "conf", "mine", *words).result()
+    write(project / "mine.py", CODE + IMPORTS)
+    done = train(ddpexp, project / "conf", "mine", *words, "model._target_=mine.Deep", "task._target_=mine.Late")
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == plain["weights_sha256"]
