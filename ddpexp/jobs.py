@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
-from ddpexp import lock, resume, rundir
+from ddpexp import lock, manifest, repository, resume, rundir
 from ddpexp.config import Experiment, check_layout
 from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
@@ -67,7 +68,7 @@ class Training(Job):
         self._notes: list[str] = []
         self._before: dict[Path, str] = {}  # the files of a run that is gone on with, before this start changed them
         self._layout: Layout | None = None  # of this start
-        self._kept: list[Path] = []  # the copies of them that it has made
+        self._kept: list[Path] = []  # the copies of them that it has made, and the files that are new
 
     def _parent(self) -> Path:
         return rundir.parent(self.experiment.run.dir, self.experiment.recipe.name)
@@ -138,10 +139,13 @@ class Training(Job):
             notes += other
         self._layout = layout
         before = earlier.manifest if earlier else None
-        inputs = {"config_sha256": rundir.sha256(self._accepted(run, earlier)), "code": resume.code_of(self.identity)}
-        manifest = rundir.describe(layout, data, self._argv, crew, before, inputs, notes)
+        code = resume.code_of(self.identity)
+        inputs = {"config_sha256": rundir.sha256(self._accepted(run, earlier)), "code": code.fingerprint}
+        snapshot = repository.snapshot(Path(home) if (home := self.identity["run"].get("code")) else None, code.files)
+        diff, path = manifest.diff_of(run, snapshot, before)
+        start = manifest.Start(layout, self._argv, crew, snapshot, inputs, notes)
         with self._refusing(run):
-            self._write_down(run, earlier, manifest)
+            self._write_down(run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {})
         self._told = {"notes": notes, "config": _digest(run.config)}
         self._enter(run, data)
 
@@ -256,11 +260,17 @@ class Training(Job):
             return run.config.read_text()
         return self._text
 
-    def _write_down(self, run: RunDir, earlier: resume.Earlier | None, manifest: Mapping[str, Any] | None) -> None:
+    def _write_down(
+        self,
+        run: RunDir,
+        earlier: resume.Earlier | None,
+        facts: Mapping[str, Any] | None,
+        more: Mapping[Path, bytes] = MappingProxyType({}),
+    ) -> None:
         """Leave in the directory what is asked now; from here on it is this command's.
 
         The manifest, where there is one yet, says what config.yaml is to be before it is replaced: a start that is killed between
-        the two must not look like somebody who has edited it.
+        the two must not look like somebody who has edited it. `facts` are for the manifest, `more` are files that it names.
         """
         self.run, self._began = run, True
         goes_on = earlier is not None and earlier.manifest is not None
@@ -272,11 +282,14 @@ class Training(Job):
             if goes_on:
                 say(f"ddpexp: going on in {rundir.relative(run.path)}")
         text, there = self._accepted(run, earlier), self._before.get(run.config)
-        described = rundir.dumps({**manifest, "config": rundir.accepted(text, there)}) if manifest is not None else None
+        described = rundir.dumps({**facts, "config": manifest.accepted(text, there)}) if facts is not None else None
+        for path, content in more.items():
+            self._kept.append(path)
+            rundir.write(path, content)
         if described is not None and goes_on:
             rundir.write(run.manifest, described)
         if text != there or run.overrides not in self._before:
-            self._kept = [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]
+            self._kept += [copy for copy in map(rundir.keep, (run.config, run.overrides)) if copy]
             rundir.write(run.config, text)
             rundir.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
         if described is not None and not goes_on:
@@ -288,7 +301,7 @@ class Training(Job):
         for path, text in self._before.items():
             rundir.write(path, text)
         for copy in self._kept:
-            copy.unlink()
+            copy.unlink(missing_ok=True)
 
     def _called(self, run: RunDir) -> str:
         """Return what the run is called in messages, as it is typed."""

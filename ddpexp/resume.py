@@ -181,9 +181,9 @@ def _said_of_edits(edits: Sequence[Change], tree: Mapping[str, Any] | None, new:
     ]
 
 
-def code_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fingerprint of the code that a configuration names; imports nothing."""
-    return sources.fingerprint(_targets(tree), _code(tree), _path(tree))
+def code_of(tree: Mapping[str, Any]) -> sources.Code:
+    """Return the code that a configuration names; imports nothing."""
+    return sources.find(_targets(tree), _code(tree), _path(tree))
 
 
 def refuse_other_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapping[str, Any], name: str) -> list[str]:
@@ -205,7 +205,7 @@ def refuse_other_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapp
         return []  # of an older version
     named = before.get("targets")
     both = [target for target in _targets(new) if isinstance(named, list) and target in named]
-    now = sources.fingerprint(both, _code(new), _path(new))  # what is typed to be other code is no surprise
+    now = sources.find(both, _code(new), _path(new)).fingerprint  # what is typed to be other code is no surprise
     changes = sources.differences(before, now)
     if not changes:
         return []

@@ -12,12 +12,9 @@ import re
 import secrets
 import shlex
 import stat
-import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import datetime
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,8 +22,7 @@ import yaml
 
 from ddpexp import lock
 from ddpexp.errors import DdpexpError, Failure, RefusedError
-from ddpexp.launch import Crew, Layout
-from ddpexp.launch.programs import located
+from ddpexp.launch import Layout
 from ddpexp.secrets import masked_tree
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
@@ -36,9 +32,9 @@ _DIGITS = 1000
 _VALUE_CHARACTERS, _INTERPOLATION_CHARACTERS = 1 << 16, 1 << 14  # of one value; of all that hold ${...}, which are slow to parse
 _TAIL_BYTES = 1 << 16
 _LATEST = 50  # run directories that are looked at for one that the same process has begun
-_GIT_SECONDS = 4.0
-_FILTERS = r"^filter\..*\.(clean|process|required)$"
-_TEMPORARY = re.compile(r"\.(config\.yaml|overrides\.yaml|manifest\.json|result\.json|error\.json)\.[0-9a-f]{8}")
+_TEMPORARY = re.compile(
+    r"\.(config\.yaml|overrides\.yaml|manifest\.json|code(?:-\d+)?\.diff|result\.json|error\.json)\.[0-9a-f]{8}"
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +55,13 @@ class RunDir:
 
     @property
     def manifest(self) -> Path:
-        """What really ran: commit, versions, hosts, world, data."""
+        """What really ran: commit, packages, hosts, world, data."""
         return self.path / "manifest.json"
+
+    @property
+    def diff(self) -> Path:
+        """What no commit holds of the code that ran."""
+        return self.path / "code.diff"
 
     @property
     def log(self) -> Path:
@@ -334,7 +335,7 @@ def refuse_other_kinds(folder: Path, places: Iterable[tuple[Path, Sequence[str]]
 
 def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
     """Yield what a start may write to or through, with what it must be where it is there."""
-    files = (run.config, run.overrides, run.manifest, run.log, run.metrics, run.result, run.error)
+    files = (run.config, run.overrides, run.manifest, run.diff, run.log, run.metrics, run.result, run.error)
     for path in (*files, run.path / lock.NAME, run.path / "job.sbatch"):
         yield path, ["a file"]
     for folder in (run.ranks, run.tensorboard, run.checkpoints):
@@ -367,7 +368,7 @@ def whole_lines(path: Path) -> int:
 def take_up(run: RunDir) -> None:
     """Make an unfinished run ready to go on; what it has recorded stays, and why it failed is kept beside."""
     if run.error.is_file():
-        run.error.rename(_first_free_name(run.error))
+        run.error.rename(first_free_name(run.error))
     run.result.unlink(missing_ok=True)
     for path in run.path.iterdir():
         if _TEMPORARY.fullmatch(path.name):
@@ -378,12 +379,13 @@ def keep(path: Path) -> Path | None:
     """Keep a copy of a file that is about to be replaced, under the first free number; None where there is no file."""
     if not path.is_file():
         return None
-    copy = _first_free_name(path)
+    copy = first_free_name(path)
     write(copy, path.read_text())
     return copy
 
 
-def _first_free_name(path: Path) -> Path:
+def first_free_name(path: Path) -> Path:
+    """Return the first name with a number behind it that nothing has."""
     number = 1
     while os.path.lexists(path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
@@ -493,48 +495,6 @@ def dumps(value: Mapping[str, Any]) -> str:
     return json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n"
 
 
-def describe(
-    layout: Layout,
-    data: Mapping[str, Any] | None,
-    argv: Sequence[str],
-    crew: Crew,
-    before: Mapping[str, Any] | None = None,
-    inputs: Mapping[str, Any] | None = None,
-    changes: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Collect what manifest.json says about where and on what a run happens; `before` is what it said until this start.
-
-    `inputs` are the hashes of what this start trains with, and `changes` what its log says of differences from the one before.
-    """
-    restart = os.environ.get("SLURM_RESTART_COUNT")
-    start = {
-        "started": datetime.now().astimezone().strftime("%Y-%m-%dT%H:%M:%S.%f%z"),
-        "command": list(argv),
-        "git": _git(),
-        "versions": {"python": platform.python_version(), **_versions("ddpexp", "torch", "hydra-core", "tensorboard")},
-        "hosts": list(dict.fromkeys(crew.hosts)),
-        "owners": sorted(set(crew.owners)),
-        "platform": platform.platform(),
-        "world": asdict(layout),
-        "inputs": dict(inputs or {}),
-        "changes": list(changes),
-        **({"restart": int(restart)} if restart is not None and restart.isdecimal() else {}),
-    }
-    starts = before.get("starts") if before else []
-    if before and not isinstance(starts, list):  # of a version that kept one start alone
-        starts = [{key: value for key, value in before.items() if key not in ("data", "config", "starts")}]
-    return {**start, "data": dict(data) if data else None, "starts": [*(starts or []), start]}
-
-
-def accepted(text: str, replaced: str | None = None) -> dict[str, Any]:
-    """Return what manifest.json says of the config.yaml that a start has accepted, to tell whether somebody edits it later.
-
-    `replaced` is what the file held before: a start that is killed before it has replaced it leaves that, which is no edit.
-    """
-    texts = [text] if replaced is None else [text, replaced]
-    return {"sha256": list(dict.fromkeys(map(sha256, texts))), "text": text}
-
-
 def sha256(text: str) -> str:
     """Hash a text."""
     return hashlib.sha256(text.encode()).hexdigest()
@@ -563,65 +523,6 @@ def first_free(path: Path) -> Path:
         except FileExistsError:
             continue
     raise FileExistsError(path)
-
-
-def _versions(*names: str) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def _git() -> dict[str, Any] | None:
-    """Return the commit of the current folder's repository and whether it is changed; None outside of one.
-
-    The repository may be anybody's, and its settings name programs: none of them is run. Whether a file is changed that one of
-    them (a filter, such as that of git-lfs) would have to translate is not known then: "dirty" is None.
-    """
-    try:
-        filters = {key.rpartition(".")[0] for key in _git_says("config", "--null", "--name-only", "--get-regexp", _FILTERS)}
-        if any("=" in name for name in filters):
-            return None  # no option can name it
-        none = [
-            part
-            for name in sorted(filters)
-            for what in ("clean=", "process=", "required=false")
-            for part in ("-c", f"{name}.{what}")
-        ]
-        said = _git_says(*none, "status", "-z", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty")
-        changed = [line for line in said if not line.startswith("#")]
-        # 1 .M: an ordinary file, the same in the index, other content. See git-status(1).
-        translated = filters and all(line.startswith("1 .M ") for line in changed)
-        paths = [line.split(" ", 8)[-1] for line in changed] if translated else []
-        attributes = _git_says("check-attr", "-z", "filter", "--", *paths)[2::3] if paths else []
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    commit = next((line.split()[-1] for line in said if line.startswith("# branch.oid")), None)
-    unknown = paths and all(f"filter.{name}" in filters for name in attributes)
-    return {"commit": commit, "dirty": None if unknown else bool(changed)}
-
-
-def _git_says(*words: str) -> list[str]:
-    """Return what git answers, without letting it run another program. Raises OSError, subprocess.SubprocessError."""
-    # What git asks while it compares files, and what it fetches an object with that is missing.
-    settings = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "core.sshCommand=false", "protocol.allow=never")
-    environ = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-    command = [located("git"), "--no-pager", *(part for setting in settings for part in ("-c", setting)), *words]
-    done = subprocess.run(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="surrogateescape",
-        timeout=_GIT_SECONDS,
-    )
-    if done.returncode > ("config" in words):  # 1: there is no such setting
-        raise subprocess.CalledProcessError(done.returncode, command)
-    return [part for part in done.stdout.split("\0") if part]
 
 
 def relative(path: Path) -> str:

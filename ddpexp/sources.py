@@ -26,8 +26,16 @@ _RECIPES = "ddpexp.recipes"
 _STDLIB = os.path.dirname(os.__file__)
 
 
-def fingerprint(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> dict[str, Any]:
-    """Return what the code of `targets` is: plain values, to be stored and given to `differences`.
+@dataclass(frozen=True)
+class Code:
+    """The code of a run."""
+
+    fingerprint: Mapping[str, Any]  # plain values, to be stored and given to `differences`
+    files: Sequence[str]  # the files that are the user's own: of no installed package
+
+
+def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code:
+    """Return what the code of `targets` is.
 
     Modules are looked for as a worker would: in `code` (run.code) first, then along `path` (sys.path). Counted are those that
     `targets` name, ddpexp's own recipes among them, and what they import from the same folder tree or top-level package. Of an
@@ -38,7 +46,8 @@ def fingerprint(targets: Sequence[str], code: Path | None, path: Sequence[str]) 
     walk = _Walk([os.path.abspath(root) for root in roots])
     for target in wanted:
         walk.add_target(target)
-    return {"python": "{}.{}".format(*sys.version_info), "targets": wanted, "modules": dict(sorted(walk.found.items()))}
+    modules = dict(sorted(walk.found.items()))
+    return Code({"python": "{}.{}".format(*sys.version_info), "targets": wanted, "modules": modules}, walk.files)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -103,6 +112,7 @@ class _Walk:
 
     roots: Sequence[str]
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
     _own: set[str] = field(default_factory=set)  # the folders in which modules of targets lie
     _tops: dict[str, _Place | None] = field(default_factory=dict)
 
@@ -154,6 +164,8 @@ class _Walk:
                 content = file.read(_HASHED_BYTES)
         except OSError:
             return None
+        if not place.is_installed:
+            self.files.append(place.file)
         one = self.found[place.name] = {"file": _shown(place), "sha256": hashlib.sha256(content).hexdigest()}
         if len(content) > _PARSED_BYTES:
             return None

@@ -65,6 +65,15 @@ class Done:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
 
 
+def starts_of(run: Path) -> list[dict[str, Any]]:
+    """Return every start of a run as a whole: of earlier ones the manifest says what was other than in the one after."""
+    found = json.loads((run / "manifest.json").read_text())
+    starts = [{key: value for key, value in found.items() if key not in ("data", "config", "earlier")}]
+    for one in reversed(found["earlier"]):
+        starts.insert(0, {**starts[0], **one})
+    return starts
+
+
 ANY = Asked()
 
 

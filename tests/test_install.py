@@ -84,8 +84,8 @@ def test_an_installed_wheel_runs_from_any_folder(python: Path, tmp_path: Path) -
     done = run(python, "-m", "ddpexp", *SMALL, "trainer.gpus=2", "run.dir=run", cwd=tmp_path, environ=with_cache(tmp_path))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["world_size"] == 2
-    versions = json.loads((tmp_path / "run/manifest.json").read_text())["versions"]
-    assert versions["ddpexp"] == __version__
+    packages = json.loads((tmp_path / "run/manifest.json").read_text())["packages"]
+    assert packages["ddpexp"] == __version__
     assert run(python, "-m", "pip", "check", cwd=tmp_path).returncode == 0
 
 

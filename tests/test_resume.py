@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from ddpexp.manifest import accepted
 from ddpexp.resume import merged
-from ddpexp.rundir import RunDir, accepted
-from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish
+from ddpexp.rundir import RunDir
+from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, starts_of
 from tests.points import Recipe, wait_for
 from tests.test_evaluate import listing
 
@@ -166,20 +167,21 @@ def test_the_same_command_goes_on_and_lists_nothing(ddpexp: Ddpexp, stopped: Pat
     assert not {"config-1.yaml", "overrides-1.yaml", ".result.json.0123abcd", "error.json"} & names
     assert {"error-1.json", ".mine.json.0123abcd"} <= names
     assert (stopped / "config.yaml").stat().st_ino == config.st_ino
-    manifest = json.loads((stopped / "manifest.json").read_text())
-    assert len(manifest["starts"]) == 2
-    assert {key: manifest[key] for key in manifest["starts"][1]} == manifest["starts"][1]
-    facts = {"started", "command", "git", "versions", "hosts", "owners", "platform", "world", "inputs", "changes"}
-    assert set(manifest["starts"][1]) == facts
+    first, second = starts_of(stopped)
+    assert {key for key in first if first[key] != second[key]} <= {"started", "command"}
+    assert set(second) == {
+        "changes", "code_diff", "command", "git", "hosts", "inputs", "owners", "packages", "platform", "python", "restart",
+        "started", "world",
+    }  # fmt: skip
 
 
 def test_a_manifest_of_one_start_alone_becomes_the_first_of_several(ddpexp: Ddpexp, stopped: Path) -> None:
     manifest = json.loads((stopped / "manifest.json").read_text())
-    del manifest["starts"]
+    del manifest["earlier"]
     (stopped / "manifest.json").write_text(json.dumps(manifest))
     assert resumed(ddpexp, "run", environ={"SLURM_RESTART_COUNT": "3"}).code == 0
-    first, second = json.loads((stopped / "manifest.json").read_text())["starts"]
-    assert (first["started"], first.get("restart"), second["restart"]) == (manifest["started"], None, 3)
+    first, second = starts_of(stopped)
+    assert (first["started"], first["restart"], second["restart"]) == (manifest["started"], None, 3)
 
 
 def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Path) -> None:
@@ -493,8 +495,7 @@ def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Dd
     done = resumed(ddpexp, "run", *words)
     assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
     assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
-    manifest = json.loads((stopped / "manifest.json").read_text())
-    assert [len(start["hosts"]) for start in manifest["starts"]] == [1, 2]
+    assert [len(start["hosts"]) for start in starts_of(stopped)] == [1, 2]
     srun = ["srun", "-N2", "-n2", sys.executable, "-m", "ddpexp", "resume", "run", "launcher=slurm", "trainer.nodes=auto"]
     after = subprocess.run(
         [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
@@ -554,11 +555,6 @@ def remedy(done: Done) -> str:
     return str(re.findall(r"[Tt]ype (\S+=\S+)", done.err)[-1])
 
 
-def starts(run: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((run / "manifest.json").read_text())["starts"]
-    return found
-
-
 def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe) -> None:
     done = changing(*HELPED)
     run = done.run
@@ -579,10 +575,12 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     assert done.code == 0, done.err
     line = "since step 4 helpers.py has changed (run.allow_changes=[code])"
     assert done.out.count(f"{line}\n") == 1
-    first, second = starts(run)
+    first, second = starts_of(run)
     assert line in second["changes"]
     assert first["changes"] == []
     codes = [start["inputs"]["code"]["modules"]["helpers"]["sha256"] for start in (first, second)]
+    patches = [(run / start["code_diff"]["file"]).read_text() for start in (first, second)]
+    assert ["+    return 2 * loss\n" in patch for patch in patches] == [False, True]
     inputs = json.loads((run / "checkpoints/step-00000008/checkpoint.json").read_text())["inputs"]
     assert inputs["code"]["modules"]["helpers"]["sha256"] == codes[1] != codes[0]
     assert inputs["config_sha256"] == second["inputs"]["config_sha256"] != first["inputs"]["config_sha256"]
@@ -647,7 +645,7 @@ def test_data_that_has_changed_is_refused_until_that_is_allowed(
     ) in again.err
     assert "Traceback" not in again.err
     assert json.loads((run / "result.json").read_text())["status"] == "done"  # as it was
-    assert len(starts(run)) == 1
+    assert len(starts_of(run)) == 1
     done = more(changing, run, "trainer.epochs=2", remedy(again))
     assert done.code == 0, done.err
     line = f"since step 4 the data has changed: {phrase} (run.allow_changes=[data]): {step // 2} steps an epoch from here on\n"
@@ -695,7 +693,7 @@ def test_an_edited_configuration_is_noticed(ddpexp: Ddpexp, run: Path) -> None:
     assert done.code == 0, done.err
     edits = "trainer.log_every 5 -> 7, optimizer.weight_decay 0.0005 -> 0.01\n"
     assert f"config.yaml was edited since the last start: {edits}" in done.out
-    assert starts(run)[-1]["changes"][0] == f"config.yaml was edited since the last start: {edits[:-1]}"
+    assert starts_of(run)[-1]["changes"][0] == f"config.yaml was edited since the last start: {edits[:-1]}"
     # What was accepted is no edit any more, and a comment never was one.
     change(run / "result.json", status="interrupted")
     config.write_text(f"# mine\n{config.read_text()}")

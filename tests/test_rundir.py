@@ -15,7 +15,7 @@ import pytest
 from ddpexp import rundir
 from ddpexp.checkpoint.format import newest_checkpoint
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Crew, Layout
+from ddpexp.launch import Layout
 from ddpexp.rundir import RunDir, create, write
 from tests.conftest import PATIENCE
 
@@ -156,28 +156,6 @@ def test_a_write_that_fails_leaves_the_old_text_and_no_litter(tmp_path: Path, mo
         write(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["result.json"]
-
-
-def test_the_manifest_says_where_and_on_what_a_run_happens(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    write(run.manifest, rundir.dumps(rundir.describe(LAYOUT, {"name": "points"}, ["ddpexp", "recipe=mnist"], Crew(["a", "a"], []))))
-    found = json.loads(run.manifest.read_text())
-    assert found["command"] == ["ddpexp", "recipe=mnist"]
-    assert (found["world"]["world_size"], found["data"]["name"]) == (4, "points")
-    assert set(found["versions"]) >= {"python", "ddpexp", "torch"}
-    assert run.layout() == LAYOUT
-
-
-def test_the_manifest_holds_the_commit_and_whether_it_is_changed(here: Path) -> None:
-    assert rundir.describe(LAYOUT, None, [], Crew())["git"] is None
-    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
-    Path("file").write_text("x")
-    for words in (["init", "-q"], ["add", "file"], [*identity, "commit", "-q", "-m", "x"]):
-        subprocess.run(["git", *words], check=True)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-    assert rundir.describe(LAYOUT, None, [], Crew())["git"] == {"commit": commit, "dirty": False}
-    Path("file").write_text("y")
-    assert rundir.describe(LAYOUT, None, [], Crew())["git"] == {"commit": commit, "dirty": True}
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "\0"])

@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def read(folder: Path, *targets: str, path: tuple[str, ...] = ()) -> dict[str, Any]:
-    return sources.fingerprint(targets or ("mine.Net",), folder, path or tuple(sys.path))
+    return dict(sources.find(targets or ("mine.Net",), folder, path or tuple(sys.path)).fingerprint)
 
 
 def changed(folder: Path, name: str, text: str) -> list[str]:
@@ -72,10 +72,19 @@ def test_the_targets_modules_count_and_what_they_import_beside_them(folder: Path
     assert sources.differences(found, found) == []
 
 
+def test_the_files_of_a_recipe_are_those_of_its_modules_that_nobody_has_installed(folder: Path) -> None:
+    (folder / "mine.py").write_text("import helpers, yaml\n")
+    found = sources.find(["mine.Net", "yaml.load"], folder, sys.path)
+    assert found.files == [str(folder / "mine.py"), str(folder / "helpers.py"), str(folder / "parts/__init__.py"), *found.files[3:]]
+    assert {os.path.relpath(path, folder) for path in found.files} == {
+        "mine.py", "helpers.py", "parts/__init__.py", "parts/late.py",
+    }  # fmt: skip
+
+
 def test_our_own_recipes_count_and_the_rest_of_us_does_not(folder: Path) -> None:
     (folder / "mine.py").write_text("from ddpexp.recipes.mnist import LeNet\nfrom ddpexp.data import images\n")
     assert list(read(folder)["modules"]) == ["ddpexp.recipes.mnist", "mine"]
-    assert list(sources.fingerprint(["ddpexp.recipes.mnist.LeNet"], None, [])["modules"]) == ["ddpexp.recipes.mnist"]
+    assert list(sources.find(["ddpexp.recipes.mnist.LeNet"], None, []).fingerprint["modules"]) == ["ddpexp.recipes.mnist"]
 
 
 def test_comments_blank_lines_and_docstrings_change_nothing(folder: Path) -> None:
@@ -103,12 +112,12 @@ def test_what_has_changed_is_named_with_the_targets_own_first(folder: Path) -> N
 
 
 def test_a_trusted_package_is_found_along_the_path_and_only_it_counts(folder: Path, tmp_path: Path) -> None:
-    found = sources.fingerprint(["parts.blocks.Block"], None, [str(tmp_path / "nowhere"), str(folder)])
+    found = sources.find(["parts.blocks.Block"], None, [str(tmp_path / "nowhere"), str(folder)]).fingerprint
     assert set(found["modules"]) == {"parts", "parts.blocks", "parts.deep.core", "parts.late"}
 
 
 def test_of_an_installed_package_the_version_counts() -> None:
-    found = sources.fingerprint(["yaml.load", "hydra.main", "pytest.main"], None, sys.path)
+    found = sources.find(["yaml.load", "hydra.main", "pytest.main"], None, sys.path).fingerprint
     assert found["modules"]["pytest"] == {"version": pytest.__version__}
     assert set(found["modules"]) == {"hydra", "pytest", "yaml"}  # two have distributions of other names
     assert set(found["modules"]["yaml"]) == {"file", "sha256", "syntax"}

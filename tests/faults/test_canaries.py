@@ -23,8 +23,8 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 
-from ddpexp import __main__, rundir
-from ddpexp.launch import Crew, Layout
+from ddpexp import __main__
+from ddpexp.repository import snapshot
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish
 from tests.faults.test_hostile_files import POISON, RAW
 from tests.points import wait_for
@@ -524,6 +524,21 @@ def promised(place: Place) -> None:
     (place.folder / ".git/objects" / tree[:2] / tree[2:]).unlink()
 
 
+def promised_content(place: Place) -> None:
+    """What a file was is on a server, which git would ask for it to compare."""
+    configured(
+        **{"remote.o.promisor": "true", "remote.o.url": "ext::EVIL", "extensions.partialClone": "o", "protocol.ext.allow": "always"}
+    )(place)
+    blob = git(place.folder, "rev-parse", "HEAD:file").strip()
+    (place.folder / ".git/objects" / blob[:2] / blob[2:]).unlink()
+
+
+def ordered(place: Place) -> None:
+    configured()(place)
+    os.mkfifo(place.folder / "order")
+    git(place.folder, "config", "diff.orderFile", str(place.folder / "order"))
+
+
 def stuck(place: Place) -> None:
     repository(place.folder)
     (place.folder / ".git/index").unlink()
@@ -539,7 +554,8 @@ REPOSITORIES: dict[str, tuple[Callable[[Place], None], bool]] = {  # and whether
     "fsmonitor": (configured(core__fsmonitor="EVIL"), True),
     "hooks": (hooks, True),
     "diffs": (
-        configured(diff__evil__textconv="EVIL", diff__evil__command="EVIL", diff__external="EVIL", merge__evil__driver="EVIL"),
+        configured(diff__evil__textconv="EVIL", diff__evil__command="EVIL", diff__evil__cachetextconv="true", diff__external="EVIL",
+                   merge__evil__driver="EVIL", color__ui="always", diff__submodule="diff"),
         True,
     ),
     "pagers and aliases": (
@@ -547,45 +563,62 @@ REPOSITORIES: dict[str, tuple[Callable[[Place], None], bool]] = {  # and whether
     ),
     "a submodule": (submodule, True),
     "an object that is promised": (promised, False),
+    "a content that is promised": (promised_content, True),
+    "a pipe for an order": (ordered, True),
     "a pipe for an index": (stuck, False),
 }  # fmt: skip
 
 
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("name", REPOSITORIES)
-def test_what_the_manifest_says_of_a_repository_runs_no_program_of_it(
-    place: Place, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_of_a_repository_runs_no_program_of_it(place: Place, name: str) -> None:
+    """Nor does one when files are changed, and it ends soon: what cannot be had then is left out."""
     make, known = REPOSITORIES[name]
     make(place)
     for path in place.canaries.iterdir():  # of git commands of this test
         path.unlink()
-    monkeypatch.chdir(place.folder)
-    begin = time.monotonic()
-    found = rundir.describe(Layout(1, 1, "cpu", "gloo", 1), None, [], Crew())["git"]
-    assert time.monotonic() - begin < SECONDS
-    assert list(place.canaries.iterdir()) == []
-    if known:
-        assert found == {"commit": git(place.folder, "rev-parse", "HEAD").strip(), "dirty": False}
+    module = place.write("mine.py", "x = 1\n")
+    for content in ("x", "x = 2\n"):
+        (place.folder / "file").write_text(content)
+        begin = time.monotonic()
+        found = snapshot(place.folder, [str(module)])
+        assert time.monotonic() - begin < SECONDS
+        assert list(place.canaries.iterdir()) == []
+        assert b"+x = 1\n" in found.diff  # whatever git says
+        if known and content == "x":
+            assert found.git == {"commit": git(place.folder, "rev-parse", "HEAD").strip(), "dirty": False}
+        if known and found.git is not None and found.git["dirty"]:
+            assert b"+x = 2\n" in found.diff or b" could not be compared" in found.diff
 
 
 @pytest.mark.fault("S4")
-def test_the_filter_of_a_repository_would_have_run(place: Place) -> None:
+def test_the_programs_of_a_repository_would_have_run(place: Place) -> None:
     configured(filter__evil__clean="EVIL")(place)
     git(place.folder, "status")
+    [canary] = place.canaries.iterdir()
+    canary.unlink()
+    git(place.folder, "config", "--remove-section", "filter.evil")
+    git(place.folder, "config", "diff.evil.textconv", str(place.folder / "evil"))
+    (place.folder / "file").write_text("other\n")
+    git(place.folder, "diff", "HEAD")
     assert list(place.canaries.iterdir()) != []
 
 
 @pytest.mark.fault("S4")
-def test_whether_a_file_is_changed_that_a_filter_translates_is_not_known(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_file_is_changed_that_a_filter_translates_is_not_known(place: Place) -> None:
     configured(filter__evil__clean="EVIL")(place)
     git(place.folder, "update-index", "--refresh")
-    monkeypatch.chdir(place.folder)
-    layout = Layout(1, 1, "cpu", "gloo", 1)
+    (place.folder / "inner").mkdir()
     (place.folder / "file").write_text("other")
-    assert rundir.describe(layout, None, [], Crew())["git"]["dirty"] is None
+    for folder in (place.folder, place.folder / "inner"):
+        found = snapshot(folder, [])
+        assert found.git is not None
+        assert found.git["dirty"] is None
+        assert found.diff == b"# not compared, for a program of the repository translates it: file\n"
     (place.folder / ".gitattributes").write_text("")
-    assert rundir.describe(layout, None, [], Crew())["git"]["dirty"] is True
+    found = snapshot(place.folder, [])
+    assert found.git is not None
+    assert found.git["dirty"] is True
 
 
 # --- Ctrl-C ---

@@ -74,7 +74,7 @@ def state(folder: Path) -> dict[str, Any]:
 LINKS = [
     "ranks/0.log", "ranks/1.log", "run.log", "metrics.jsonl", "lock", "result.json", "error.json", "manifest.json", "config.yaml",
     "overrides.yaml", "tb/{events}", "tb/events.out.tfevents.9.x", "checkpoints/.step-00000006.partial/model.safetensors",
-    "checkpoints/.step-00000006.partial/", "checkpoints/step-00000006/", "ranks/", "tb/", "checkpoints/",
+    "checkpoints/.step-00000006.partial/", "checkpoints/step-00000006/", "ranks/", "tb/", "checkpoints/", "code.diff",
 ]  # fmt: skip
 
 
