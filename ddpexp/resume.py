@@ -328,8 +328,7 @@ def trusted_words(run: RunDir) -> list[str]:
     if isinstance(code, str):
         typed = config_words(run.command())
         words += ["--config-dir", shortest(Path(code) / (Path(typed[-1].partition("=")[2] or typed[-1]).name if typed else "conf"))]
-    chosen = next((word for word in run.words() if word.lstrip("+").startswith("run.trust=")), None)
-    if isinstance(prefixes, list) and prefixes and chosen is not None:  # else an installed package offers it
+    if isinstance(prefixes, list) and prefixes:
         words.append(f"run.trust=[{','.join(map(str, prefixes))}]")
     return words
 

@@ -131,7 +131,9 @@ def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequen
     }  # fmt: skip
     if not foreign:
         return
-    if command[1:2] == ["resume"] and {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
+    if {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
+        if command[1:2] == ["evaluate"]:
+            return  # its code is refused as that of any configuration is
         key, target = next(iter(foreign.items()))
         raise RefusedError(f"{run.path} is another user's, and it names code outside ddpexp ({key}={target}): it must be your own.")
     trust = Trust(tuple(values["run"]["trust"] or ()), Path(values["run"]["code"]) if values["run"]["code"] else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import ROOT, Ddpexp, Done
+from tests.conftest import ROOT, Ddpexp, Done, finish
 
 CODE = """\
 import torch
@@ -121,7 +121,13 @@ def test_the_default_run_directory_is_named_after_the_users_recipe_and_asks_for_
     assert (again.code, "eval/accuracy" in again.out) == (0, True)
     untrusted = ddpexp("evaluate", str(run))
     assert untrusted.code == 2
-    assert "mine.load is not allowed" in untrusted.err
+    said, command = untrusted.err.rsplit(": ", 1)
+    assert said.endswith(
+        "names code of its own (data._target_=mine.load), which runs only when its place is typed again. If it is yours"
+    )
+    assert command == f"python -m ddpexp evaluate {run} --config-dir conf\n"
+    pasted = finish(ddpexp.paste(command), run)
+    assert (pasted.code, pasted.out) == (0, again.out)
 
 
 def test_without_the_typed_folder_the_code_is_a_strangers(ddpexp: Ddpexp, project: Path) -> None:
