@@ -15,6 +15,8 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.replica import gradient_values
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_CACHES_CASTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.11"
+"""torch 2.10 keeps a weight that was cast under no_grad for forward passes that learn, too: pytorch/pytorch#158232."""
 
 
 class Precision:
@@ -54,7 +56,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Enclose a forward pass."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype, cache_enabled=_CACHES_CASTS)
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss`, outside of autocast. Shapes: both are scalars."""
