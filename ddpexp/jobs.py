@@ -46,11 +46,13 @@ class Training(Job):
         *,
         typed: Sequence[str] | None = None,
         goes_on: RunDir | None = None,
+        keeps_refused: bool = False,
     ) -> None:
         """Take the experiment, its YAML, the words that it was asked with, and the whole command line.
 
         `run` is the directory that a command before this one has made for it; `goes_on` one that was typed to be gone on with.
-        `typed` are the words of this command alone, where a run has older ones.
+        `typed` are the words of this command alone, where a run has older ones. A run that is refused when its directory is made
+        already leaves it behind only where `keeps_refused` says so.
         """
         self.experiment, self.asked = experiment, asked(experiment)
         self.name = experiment.recipe.name
@@ -67,6 +69,8 @@ class Training(Job):
         self._told: dict[str, Any] = {}  # beside the run directory, what every worker learns
         self._notes: list[str] = []
         self._before: dict[Path, str] = {}  # the files of a run that is gone on with, before this start changed them
+        self._keeps_refused = keeps_refused
+        self._made: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
         self._layout: Layout | None = None  # of this start
         self._kept: list[Path] = []  # the copies of them that it has made, and the files that are new
 
@@ -171,11 +175,19 @@ class Training(Job):
         self._enter(run, prepare(self.experiment.data, self.experiment.trust))
 
     def fail(self, failure: Failure) -> None:
-        """Write error.json and the result, unless the run is another's: finished, or without a result because it runs."""
+        """Write error.json and the result, unless the run is another's: finished, or without a result because it runs.
+
+        Of what was refused before a step nothing stays in a directory that this start has made.
+        """
+        refused = failure.kind == RefusedError.__name__
+        if refused and self._made is not None and not rundir.has_trained(self._made[0]):
+            self.close()
+            rundir.remove(*self._made)
+            return
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
         with self._saying(self.run):
-            if failure.kind == RefusedError.__name__ and self._before:
+            if refused and self._before:
                 self._put_back(self.run)  # nothing of what was refused stays
             else:
                 self.run.fail(failure)
@@ -236,10 +248,13 @@ class Training(Job):
             self._lock = lock.take(there.path, there.ranks, self._called(there))
             return there, self._look(there, owners)  # it may have gone on until the lock was had
         self._refuse_required()
+        missing = rundir.missing_folders(Path(self.experiment.run.dir) if self.experiment.run.dir else self._parent())
         run = rundir.create(self.experiment.run.dir, self.experiment.recipe.name)
         self._lock = lock.take(run.path, run.ranks, self._called(run))
         if not rundir.is_fresh(run):
             raise RefusedError(f"{self._called(run)} was taken by another command just now: start this one again.")
+        if not self._keeps_refused:
+            self._made = run, missing if self.experiment.run.dir else [run.path, *missing]
         return run, None
 
     def _refuse_required(self) -> None:

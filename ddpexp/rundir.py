@@ -11,9 +11,11 @@ import platform
 import re
 import secrets
 import shlex
+import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -251,6 +253,29 @@ def create(asked: str | None, recipe: str) -> RunDir:
         return run
     except OSError as error:
         raise RefusedError(f"run.dir={path} cannot be made: {error.strerror}. Choose another place with run.dir=... .") from None
+
+
+def missing_folders(folder: Path) -> list[Path]:
+    """Return which of a folder and those above it do not exist yet, the innermost first."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def has_trained(run: RunDir) -> bool:
+    """Tell whether a run has anything of a step: a record or a checkpoint."""
+    recorded = run.metrics.is_file() and run.metrics.stat().st_size > 0
+    return recorded or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
+
+
+def remove(run: RunDir, made: Sequence[Path]) -> None:
+    """Remove the files of a run that was refused, and those of the folders in `made`, the innermost first, that are empty then."""
+    for path, _ in [*_written(run), (run.ranks, ()), (run.tensorboard, ()), (run.checkpoints, ())]:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    for folder in made:
+        with suppress(OSError):  # something else has come into it
+            folder.rmdir()
 
 
 def refuse_taken(path: Path) -> None:

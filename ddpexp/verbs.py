@@ -15,7 +15,7 @@ from ddpexp import rundir
 from ddpexp.checkpoint.format import whole
 from ddpexp.config import Experiment, Trust, load, parse
 from ddpexp.config.compose import compose, override_file
-from ddpexp.config.instantiate import targets
+from ddpexp.config.names import named
 from ddpexp.errors import RefusedError
 from ddpexp.jobs import Evaluation, Training
 from ddpexp.launch import Launcher, Starter, typed_again
@@ -121,12 +121,8 @@ def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequen
     Raises:
         RefusedError: with what to type.
     """
-    found = dict(targets(values, ""))
-    prepare = values["data"].get("prepare") if isinstance(values.get("data"), Mapping) else None
-    if prepare is not None:
-        found["data.prepare"] = prepare
     foreign = {
-        key: target for key, target in found.items()
+        key: target for key, target in named(values).items()
         if isinstance(target, str) and not Trust().allows(target, key.removesuffix("._target_"))
     }  # fmt: skip
     if not foreign:

@@ -23,7 +23,10 @@ REFUSED = [
         "trainer.global_batch_size=100 does not split over 8 workers with trainer.micro_batch_size=16 (128 a pass). "
         "Use a multiple of 128, for example trainer.global_batch_size=128.",
     ),
-    ("trainer.seed=1,2", "trainer.seed=1,2 gives several values: add -m for a run with each, or write a list as key=[a,b]."),
+    (
+        "trainer.seed=1,2",
+        "trainer.seed=1,2 gives several values: add -m for a run with each, or write a list as trainer.seed=[1,2].",
+    ),
     ("-m trainer.sed=1,2", "trainer.sed is not a known key. Did you mean trainer.seed?"),
     ("--gpus 2", "--gpus is not an option: write key=value, for example trainer.gpus=2."),
     ("data.source=embeded", "data.source=embeded is not one of auto, files, download, embedded."),
@@ -75,19 +78,32 @@ def test_a_run_directory_that_holds_something_is_refused_and_kept(ddpexp: Ddpexp
     assert written(tmp_path) == ["full", "full/mine.txt"]
 
 
-def test_what_only_the_workers_can_see_is_refused_by_them_with_2(ddpexp: Ddpexp) -> None:
-    done = ddpexp(*SMALL, "trainer.global_batch_size=1000", "trainer.gpus=2")
-    assert done.code == 2
-    assert "trainer.global_batch_size=1000 is more than the 640 training samples. Use at most 640." in done.err
-    assert "Traceback" not in done.err
-
-
 @pytest.mark.fault(64)
-def test_a_key_that_the_model_does_not_take_is_refused_with_2(ddpexp: Ddpexp) -> None:
-    done = ddpexp(*SMALL, "+model.depth=3", "trainer.gpus=2")
-    assert done.code == 2
-    assert "model: ddpexp.recipes.mnist.Linear cannot be called with these keys" in done.err
-    assert "Traceback" not in done.err
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        (
+            "trainer.global_batch_size=1000",
+            "trainer.global_batch_size=1000 is more than the 640 training samples. Use at most 640.",
+        ),
+        ("+model.depth=3", "model: ddpexp.recipes.mnist.Linear cannot be called with these keys: "),
+    ],
+)
+def test_what_only_the_workers_can_see_is_refused_by_them_with_2_and_nothing_written(
+    ddpexp: Ddpexp, tmp_path: Path, word: str, sentence: str
+) -> None:
+    for where in (["run.dir=deep/inside/run"], ["run.dir=null"]):
+        done = ddpexp(*SMALL, word, "trainer.gpus=2", *where)
+        assert done.code == 2
+        assert done.err.startswith(f"ddpexp: {sentence}")
+        assert done.err.count("\n") == 1
+        assert written(tmp_path) == []
+
+
+def test_what_was_there_before_a_refused_start_stays(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    (tmp_path / "outputs/empty").mkdir(parents=True)
+    assert ddpexp(*SMALL, "+model.depth=3", "run.dir=outputs/empty").code == 2
+    assert written(tmp_path) == ["outputs", "outputs/empty"]
 
 
 def torch_trap(folder: Path) -> dict[str, str]:

@@ -265,7 +265,7 @@ def test_what_a_users_prepare_refuses_or_breaks_ends_the_command_with_2(
 def test_a_prepare_that_is_not_there_is_refused_with_the_nearest(ddpexp: Ddpexp, prepared: Path) -> None:
     done = ddpexp("--config-dir", str(prepared), "recipe=mine", "data.prepare=ready.prepar")
     assert done.code == 2
-    assert done.err.endswith("ready has no prepar. Did you mean prepare?\n")
+    assert done.err.endswith("ready.py defines no prepar. Did you mean prepare?\n")
 
 
 def test_an_error_in_the_users_code_shows_its_traceback_and_ends_with_1(ddpexp: Ddpexp, project: Path) -> None:

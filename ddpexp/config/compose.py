@@ -44,8 +44,9 @@ from ddpexp.config.hydra_section import (
     refuse_typed,
     written_out,
 )
-from ddpexp.config.instantiate import Trust, targets
+from ddpexp.config.instantiate import Trust
 from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.names import named, refuse_absent
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.sentences import first_line, one_sentence, refuse_no_override, sentence, unknown_key_of
@@ -449,18 +450,20 @@ def _composed(base: _Base, overrides: Sequence[str], added: Path | None, run: Pa
         tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     folders = [conf_folder(), *([added] if added else []), *searched_packages()]
     _refuse_other_types(values, base.choices, folders)
+    refuse_absent(values, _trust(values))
     return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), _warnings(added))
 
 
 def _offered(values: Mapping[str, Any]) -> list[str]:
     """Return the names in a configuration that count as trusted because an installed package offers them by its own configs."""
-    run, data = values["run"], values.get("data")
-    trust = Trust(tuple(run["trust"] or ()), Path(run["code"]) if run["code"] else None)
-    named = dict(targets(values, ""))
-    if isinstance(data, Mapping) and data.get("prepare") is not None:
-        named["data.prepare"] = data["prepare"]
-    foreign = {str(name) for key, name in named.items() if not trust.allows(str(name), key.removesuffix("._target_"))}
+    trust = _trust(values)
+    foreign = {str(name) for key, name in named(values).items() if not trust.allows(str(name), key.removesuffix("._target_"))}
     return sorted(foreign & offered_targets()) if foreign else []
+
+
+def _trust(values: Mapping[str, Any]) -> Trust:
+    run = values["run"]
+    return Trust(tuple(map(str, run["trust"] or ())), Path(run["code"]) if run["code"] else None)
 
 
 def _warnings(added: Path | None) -> tuple[str, ...]:
@@ -618,6 +621,7 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
         with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
             values = _plain(cfg)
         cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *_offered(values)]
+        refuse_absent(values, _trust(values))
         return values, OmegaConf.to_yaml(cfg)
     except OmegaConfBaseException as error:
         raise RefusedError(f"{path}: {sentence(error)}") from None

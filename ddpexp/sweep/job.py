@@ -58,7 +58,8 @@ class Planned:
 
     def training(self, options: Sequence[str]) -> Training:
         """Return what its launcher runs; `options` are the words of the sweep's command line that say where configs are."""
-        return Training(self.experiment, self.text, self.words, ["ddpexp", *options, *self.words, f"run.dir={self.run.path}"])
+        command = ["ddpexp", *options, *self.words, f"run.dir={self.run.path}"]
+        return Training(self.experiment, self.text, self.words, command, keeps_refused=True)
 
 
 @dataclass(frozen=True)

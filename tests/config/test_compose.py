@@ -48,7 +48,7 @@ def mine(tmp_path: Path) -> Path:
     """A user's config folder with a module beside it."""
     write(tmp_path / "conf/recipe/mine.yaml", MINE)
     write(tmp_path / "conf/model/net.yaml", "_target_: mine.Net\nhidden: 8\nrate: 0.5\nwords: [a, b]\ninner: {depth: 2}\n")
-    write(tmp_path / "mine.py", "raise RuntimeError('composing must not import this')\n")
+    write(tmp_path / "mine.py", "raise RuntimeError('composing must not import this')\nclass Net: ...\nclass Task: ...\n")
     return tmp_path / "conf"
 
 

@@ -1,0 +1,105 @@
+"""Whether the classes and functions that a configuration names are there: their modules' files are read, nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ddpexp.config.build import did_you_mean
+from ddpexp.config.instantiate import Trust, targets
+from ddpexp.errors import RefusedError
+
+_PARSED_BYTES = 1 << 20  # of a file; what a larger one defines is left to the workers
+
+
+def named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a configuration names, by the keys."""
+    found = dict(targets(values, ""))
+    data = values.get("data")
+    if isinstance(data, Mapping) and data.get("prepare") is not None:
+        found["data.prepare"] = data["prepare"]
+    return found
+
+
+def refuse_absent(values: Mapping[str, Any], trust: Trust) -> None:
+    """Look for what a configuration names of the code that is trusted beside ours and torch's.
+
+    What cannot be told from the files passes: the workers, who import it, see it then.
+
+    Raises:
+        RefusedError: a module is not there, or does not define the name.
+    """
+    for key, target in named(values).items():
+        where = key.removesuffix("._target_")
+        if isinstance(target, str) and trust.allows(target, where) and not Trust().allows(target, where):
+            _refuse_absent(key, target, trust)
+
+
+def _refuse_absent(key: str, target: str, trust: Trust) -> None:
+    root, *rest = target.split(".")
+    folders = [trust.code] if trust.code is not None else []
+    folders += [*_homes(root), Path.cwd()]
+    home = next((folder for folder in folders if (folder / root).is_dir() or (folder / f"{root}.py").is_file()), None)
+    if home is None:
+        return  # compiled, in an archive, or not there: import tells
+    path, module = home, ""
+    names = [root, *rest]
+    while names and (path / names[0]).is_dir():
+        path, module = path / names[0], f"{module}.{names.pop(0)}".lstrip(".")
+    file = path / "__init__.py"
+    if names and (path / f"{names[0]}.py").is_file():
+        file, module = path / f"{names[0]}.py", f"{module}.{names.pop(0)}".lstrip(".")
+    if not names or not file.is_file():
+        if not names or file.name != "__init__.py" or any(path.glob(f"{names[0]}.*")):
+            return
+        raise RefusedError(f"{key}={target}: there is no module {module}.{names[0]}.")
+    known = _defined(file)
+    if known is not None and names[0] not in known:
+        raise RefusedError(f"{key}={target}: {file} defines no {names[0]}.{did_you_mean(names[0], known)}")
+
+
+def _homes(root: str) -> list[Path]:
+    """Return the folders in which Python finds a top-level module."""
+    try:
+        spec = importlib.util.find_spec(root)
+    except (ImportError, ValueError):
+        return []
+    places = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
+    return [place.parent for place in places] or ([Path(spec.origin).parent] if spec is not None and spec.origin else [])
+
+
+@lru_cache(maxsize=32)
+def _defined(file: Path) -> Sequence[str] | None:
+    """Return the names that a module defines or imports; None where its text does not tell."""
+    try:
+        if file.stat().st_size > _PARSED_BYTES:
+            return None
+        text = file.read_text()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a module's own syntax, which Python says when it is imported
+            tree = ast.parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return None
+    found = list(_names(tree.body))
+    dynamic = "*" in found or "__getattr__" in found or "globals(" in text or "sys.modules" in text
+    return None if dynamic else list(dict.fromkeys(found))
+
+
+def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
+    for one in body:
+        if isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield one.name
+        elif isinstance(one, (ast.Import, ast.ImportFrom)):
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in one.names)
+        elif isinstance(one, (ast.Assign, ast.AnnAssign, ast.For, ast.With, ast.Delete)):
+            yield from (name.id for name in ast.walk(one) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
+        for part in ("body", "orelse", "finalbody"):
+            if not isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield from _names(getattr(one, part, []))
+        for handler in getattr(one, "handlers", []):
+            yield from _names(handler.body)
