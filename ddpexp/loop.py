@@ -271,7 +271,7 @@ class Loop:
             logging.getLogger("ddpexp").warning(found)
 
     def _set_learning_rate(self, step: int) -> float:
-        factor = self.schedule.factor(step, self.num_steps)
+        factor = float(self.schedule.factor(step, self.num_steps))
         number = 0
         for optimizer in self.optimizers.values():
             for group in optimizer.param_groups:

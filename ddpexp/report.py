@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpexp.config import Experiment
+from ddpexp.config import Experiment, Node
 from ddpexp.data.batches import TrainBatches
 from ddpexp.launch import Layout
 from ddpexp.launch.hardware import usable_cores
@@ -96,13 +96,13 @@ class Report:
 
 
 def _hyperparameters(experiment: Experiment) -> dict[str, bool | float | str]:
-    trainer = experiment.trainer
+    trainer, scheduler = experiment.trainer, experiment.scheduler
     found = {
         "recipe": experiment.recipe.name,
         "model": _short(experiment.model.target),
         "optimizer": _short(experiment.optimizer.target),
         **{f"optimizer.{key}": value for key, value in experiment.optimizer.kwargs.items()},
-        "scheduler": type(experiment.scheduler).__name__,
+        "scheduler": _short(scheduler.target) if isinstance(scheduler, Node) else type(scheduler).__name__,
         "trainer.global_batch_size": trainer.global_batch_size,
         "trainer.epochs": trainer.epochs,
         "trainer.max_steps": trainer.max_steps,

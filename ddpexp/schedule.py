@@ -1,4 +1,7 @@
-"""Learning-rate schedules: pure functions of the step, so that a resumed run needs no scheduler state."""
+"""Learning-rate schedules: pure functions of the step, so that a resumed run needs no scheduler state.
+
+One of your own is any class with `factor`, named by `scheduler._target_`.
+"""
 
 from __future__ import annotations
 

@@ -6,11 +6,13 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from ddpexp.rank import Interrupted, open_log, run_rank
 from ddpexp.report import Report
 from ddpexp.rundir import RunDir, relative
 from ddpexp.saves import Saves, choose, refuse_without_room, restore, truncate_records
+from ddpexp.schedule import Schedule
 from ddpexp.strategy.contract import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact import Exact
@@ -193,6 +196,8 @@ def _import_all(experiment: Experiment, world: World) -> None:
     """
     data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
     nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
+    if isinstance(experiment.scheduler, Node):
+        nodes["scheduler"] = experiment.scheduler
     for where, node in nodes.items():
         for key, target in targets({"_target_": node.target, **node.kwargs}, where):
             locate(target, experiment.trust, key.removesuffix("._target_"))
@@ -373,7 +378,7 @@ def _loop(
         task=task,
         strategy=strategy,
         optimizers=optimizers,
-        schedule=experiment.scheduler,
+        schedule=_schedule(experiment, num_steps),
         precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight),
         world=replace(world, memory=strategy.memory),
         train=batches,
@@ -385,6 +390,31 @@ def _loop(
         saves=saves,
         average=average,
     )
+
+
+def _schedule(experiment: Experiment, num_steps: int) -> Schedule:
+    """Return the schedule, a user's own after a look at its first and last factor.
+
+    Raises:
+        RefusedError: it has no `factor`, or that gives no number.
+    """
+    node = experiment.scheduler
+    if not isinstance(node, Node):
+        return node
+    schedule = instantiate(node, experiment.trust, "scheduler")
+    if not isinstance(schedule, Schedule):
+        raise RefusedError(
+            f"scheduler._target_={node.target} gave a {type(schedule).__name__} without the method factor(step, num_steps), which "
+            f"returns what optimizer.lr is multiplied by at a step: see ddpexp.schedule.Schedule."
+        )
+    for step in (0, num_steps - 1):
+        value: Any = schedule.factor(step, num_steps)
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise RefusedError(
+                f"scheduler._target_={node.target}: factor({step}, {num_steps}) returned {value!r}, where a number belongs: what "
+                f"optimizer.lr is multiplied by at that step."
+            )
+    return schedule
 
 
 def _evals(experiment: Experiment, splits: Splits, world: World, batch_size: int) -> dict[str, EvalBatches]:

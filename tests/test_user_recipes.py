@@ -306,6 +306,7 @@ def test_a_recipe_may_import_any_module_of_torch_at_its_top_and_late(ddpexp: Ddp
     words = ("trainer.gpus=2", "trainer.threads=1", "trainer.max_steps=3")
     plain = train(ddpexp, project / "conf", "mine", *words).result()
     write(project / "mine.py", CODE + IMPORTS)
-    done = train(ddpexp, project / "conf", "mine", *words, "model._target_=mine.Deep", "task._target_=mine.Late")
+    write(project / "conf/model/net.yaml", CONFIGS["model/net.yaml"].replace("mine.Net", "mine.Deep"))
+    done = train(ddpexp, project / "conf", "mine", *words, "task._target_=mine.Late")
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == plain["weights_sha256"]

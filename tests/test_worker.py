@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import sys
 
 import pytest
 import torch
 
 from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
+from ddpexp.config import parse
+from ddpexp.config.compose import compose
+from ddpexp.errors import RefusedError
 from ddpexp.rank import _exit_code
+from ddpexp.worker import _schedule
 from tests.conftest import Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
 
@@ -40,6 +46,23 @@ class Noisy(Items):
 
 def load_noisy(train=96, test=33):
     return Splits(Noisy(train, 0), {"eval": Items(test, 1)})
+
+
+class Stable:
+    # Warm-up, plateau, decay: a schedule of one's own.
+    def __init__(self, decay):
+        self.decay = decay
+
+    def factor(self, step, num_steps):
+        return min(1.0, (step + 1) / 2, (num_steps - step) / (self.decay * num_steps))
+
+
+class Strange:
+    def __init__(self, value):
+        self.value = value
+
+    def factor(self, step, num_steps):
+        return self.value
 
 
 class Mutual(Sides):
@@ -142,3 +165,40 @@ def test_a_recipe_that_leaves_in_the_middle_has_failed_with_its_own_code_where_i
 def test_the_saved_weights_are_trained(done: Done) -> None:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(done).values())
     assert done.result()["metrics"]["eval/accuracy"] > 0.6
+
+
+def test_a_schedule_of_ones_own_is_followed(recipe: Recipe) -> None:
+    words = (
+        "scheduler._target_=points.Stable",
+        "scheduler.decay=0.5",
+        "optimizer.lr=0.1",
+        "trainer.log_every=1",
+        "logger=tensorboard",
+    )
+    done = recipe(*words, "trainer.gpus=2")
+    assert done.code == 0, done.err
+    rates = [line["train/lr"] for line in done.metrics() if "train/lr" in line]
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.1, 0.075, 0.05, 0.025])
+    assert "points.Stable" in done.manifest()["inputs"]["code"]["targets"]
+    again = recipe("trainer.max_steps=10", "trainer.epochs=null", *words, run=done.run)
+    assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("scheduler._target_=points.Net", "gave a Net without the method factor(step, num_steps), which returns what optimizer.lr"),
+        ("scheduler._target_=points.Strange scheduler.value=nan", ": factor(0, 8) returned nan, where a number belongs: what"),
+        ("scheduler._target_=points.Strange scheduler.value=fast", ": factor(0, 8) returned 'fast', where a number belongs: what"),
+        ("scheduler._target_=points.Strange scheduler.rate=1", ": points.Strange cannot be called with these keys: "),
+    ],
+)
+def test_a_schedule_that_cannot_be_followed_is_refused(
+    recipe: Recipe, words: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "points", recipe.module())
+    typed = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *words.split()]
+    made = compose(typed)
+    assert made is not None
+    with pytest.raises(RefusedError, match=rf"^scheduler.*{re.escape(sentence)}"):
+        _schedule(parse(made.values), 8)

@@ -123,7 +123,7 @@ class Experiment:
     model: Node
     data: Data
     optimizer: Node
-    scheduler: Schedule
+    scheduler: Schedule | Node  # a user's own is a node, which only workers build
     strategy: Strategy
     launcher: Launcher
     logger: Logger
@@ -183,7 +183,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         model=_node(values["model"], "model"),
         data=_data(values["data"], trust),
         optimizer=_node(values["optimizer"], "optimizer"),
-        scheduler=_call(values["scheduler"], "scheduler", Schedule),
+        scheduler=_schedule(values["scheduler"]),
         strategy=build(Strategy, values["strategy"], "strategy"),
         launcher=_call(values["launcher"], "launcher", Launcher),
         logger=build(Logger, values["logger"], "logger"),
@@ -269,7 +269,9 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
     rate = experiment.optimizer.kwargs.get("lr")
     if rate is None:
-        raise RefusedError("optimizer.lr is missing: schedules multiply it, so every optimizer needs one.")
+        raise RefusedError(
+            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example optimizer.lr=0.01."
+        )
     if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
         raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
     if Path(experiment.recipe.name).name != experiment.recipe.name:
@@ -361,6 +363,13 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
         on_device=convert(values.get("on_device", False), bool, "data.on_device"),
         options=node.kwargs,
     )
+
+
+def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
+    """Build a schedule of ours, which checks itself; a user's own may import torch."""
+    node = _node(values, "scheduler")
+    found: Schedule | Node = _call(values, "scheduler", Schedule) if node.target.startswith("ddpexp.schedule.") else node
+    return found
 
 
 def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:

@@ -55,7 +55,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
     when it was not typed before, for a file that has changed since was not asked for. `run.allow_changes=[data]` in the new tree
     makes the keys of `data` overridable.
     """
-    chosen = _keys(typed, before)
+    chosen = _keys(typed, before, old, new)
     fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
     changes = []
     for key, was, now in _differences(old, new):
@@ -116,14 +116,25 @@ def list_changes(changes: Sequence[Change]) -> list[str]:
     return [f"{title}: {', '.join(part)}" for title, part in (("changed", typed), ("also other than before", free)) if part]
 
 
-def _keys(typed: Sequence[str], before: Sequence[str]) -> list[str]:
-    """Return the keys that the words set: `+model.x=1` sets model.x, `scheduler=cosine` all of scheduler."""
+def _keys(typed: Sequence[str], before: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the keys that the words set: `+model.x=1` sets model.x, `scheduler=cosine` all of scheduler.
+
+    So does `scheduler._target_=...` where it was another one, whose keys are gone with it.
+    """
     keys = []
     for word in typed:
         key = word.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
         if key and key != "recipe" and ("." in key or word not in before):
             keys.append(key)
+        if key.endswith("._target_") and _at(old, key) != _at(new, key):
+            keys.append(key.removesuffix("._target_"))
     return keys
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

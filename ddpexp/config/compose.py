@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from argparse import ArgumentError, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,6 +57,8 @@ from ddpexp.rundir import check_yaml
 _MODE = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
 _ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE)  # what Hydra takes for no text
+# A typed `_target_` of a section that is called with its other keys, or of a node in it.
+_TARGET = re.compile(r"\+{0,2}((?:task|model|data|optimizer|scheduler)(?:\.\w+)*)\._target_=(.*)")
 _TYPED_SECTIONS: Mapping[str, Any] = {"trainer": Trainer, "run": Run, "strategy": Strategy, "logger": Logger, "recipe": Recipe}
 
 
@@ -118,7 +120,8 @@ def compose(argv: list[str]) -> Composed | None:
             print(_help(words.overrides, words.config_dir))
             return None
         if for_hydra:
-            _let_hydra_answer([*(word for word in argv if word not in words.overrides), *words.overrides])
+            asked = _without_inherited(words.overrides, added_folder(words.config_dir)) if words.cfg else words.overrides
+            _let_hydra_answer([*(word for word in argv if word not in words.overrides), *asked])
             return None
         added = added_folder(words.config_dir)
         cfg = _hydra_composes(words.overrides, added)
@@ -209,9 +212,12 @@ def compose_sweep(argv: list[str]) -> Swept:
 
 def _composed_for_sweep(found: Hydra, overrides: list[str], added: Path | None) -> DictConfig:
     """Compose with Hydra as it does for a sweep: words that give several values are left to the jobs."""
-    return found.compose_config(
-        "config", [*_searched(added), *overrides], RunMode.MULTIRUN, with_log_configuration=False, validate_sweep_overrides=False
+    words = _forced(overrides, _typed_targets(overrides))
+    cfg = found.compose_config(
+        "config", [*_searched(added), *words], RunMode.MULTIRUN, with_log_configuration=False, validate_sweep_overrides=False
     )
+    cfg.hydra.overrides.task = overrides  # what sweepers read
+    return cfg
 
 
 def _default_sweep() -> Any:
@@ -249,14 +255,19 @@ class JobComposer:
         self._dirname = partial(_dirname_of_job, OmegaConf.to_container(swept.cfg.hydra.job.config.override_dirname))
         self._parser = OverridesParser.create(swept.loader)
 
+    def _is_value(self, word: str) -> bool:
+        """Tell whether a word is swept and sets a value: what has a dot is the key of one, groups are paths with slashes."""
+        key = word.partition("=")[0]
+        return key in self._swept.keys and re.match(r"\w+\.", key) is not None
+
     def compose(self, words: Sequence[str], run: Path, number: int = 0) -> Composed:
         """Compose the job with this number from all its words; it will lie in the directory `run`.
 
         Raises:
             RefusedError: whatever Hydra or OmegaConf refuses.
         """
-        # What has a dot is the key of a value: groups are paths with slashes.
-        values = [word for word in words if (key := word.partition("=")[0]) in self._swept.keys and re.match(r"\w+\.", key)]
+        nodes = _typed_targets(words)
+        values = [word for word in words if self._is_value(word) and not _is_in(word, nodes)]
         rest = tuple(word for word in words if word not in values)
         added = added_folder(self._swept.config_dir)
         with one_sentence(), bounded_interpolations():
@@ -376,9 +387,10 @@ def _help(overrides: list[str], directory: str | None) -> str:
 
 def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
+    words = _without_inherited(overrides, added)
     with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
         try:
-            cfg = hydra.compose("config", [*_searched(added), *overrides], return_hydra_config=True)
+            cfg = hydra.compose("config", [*_searched(added), *words], return_hydra_config=True)
         except ConfigCompositionException as error:
             if re.match("Ambiguous value|Sweep parameters", str(error)) and _is_sweep_in_file(overrides, added):
                 raise _sweep_in_file() from None
@@ -430,6 +442,45 @@ def _sweep_in_file() -> SweepInFileError:
     return SweepInFileError("A config file sets hydra.mode=MULTIRUN, which makes this a sweep: add hydra.mode=RUN for one run.")
 
 
+def _typed_targets(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the nodes whose `_target_` is typed, with what it is; outer nodes first."""
+    found = {match[1]: match[2] for word in overrides if (match := _TARGET.match(word))}
+    return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
+
+
+def _is_in(word: str, nodes: Iterable[str]) -> bool:
+    """Tell whether a word is about a key of one of the nodes."""
+    key = word.lstrip("+~").partition("=")[0]
+    return any(key.startswith(f"{node}.") for node in nodes)
+
+
+def _forced(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:
+    """Let every key be set in the nodes: no file says which ones the targets take."""
+    return [f"++{word}" if word[:1] not in "+~" and _is_in(word, nodes) else word for word in overrides]
+
+
+def _without_inherited(overrides: Sequence[str], added: Path | None) -> list[str]:
+    """Return words for Hydra that also remove what files say of another `_target_` than the one that is typed."""
+    typed = _typed_targets(overrides)
+    if not typed:
+        return list(overrides)
+    before = _hydra_composes([word for word in overrides if not _is_in(word, typed)], added)
+    removed: dict[str, list[str]] = {}
+    for name, target in typed.items():
+        node = OmegaConf.select(before, name)
+        if not _is_in(f"{name}._target_", removed) and not (isinstance(node, DictConfig) and node.get("_target_") == target):
+            removed[name] = _keys_of_target(node, name)
+    # Hydra deletes neither a null nor what it cannot resolve, so a key gets another value before.
+    gone = [word for name, keys in removed.items() for key in keys for word in (f"++{name}.{key}=0", f"~{name}.{key}")]
+    return [*gone, *_forced([word for word in overrides if word[0] != "~" or not _is_in(word, removed)], removed)]
+
+
+def _keys_of_target(node: Any, name: str) -> list[str]:
+    """Return the keys of a node that are for its target, and not for every kind of data."""
+    general = {"_target_", *DATA_KEYS} - {"prepare"} if name == "data" else {"_target_"}
+    return [str(key) for key in node if key not in general] if isinstance(node, DictConfig) else []
+
+
 def _searched(added: Path | None) -> list[str]:
     """Return the word that tells Hydra where else there are configs."""
     folders = [*([added] if added else []), *plugin_folders()]
@@ -449,7 +500,7 @@ def _composed(base: _Base, overrides: Sequence[str], added: Path | None, run: Pa
     for tree in (values, kept):
         tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     folders = [conf_folder(), *([added] if added else []), *searched_packages()]
-    _refuse_other_types(values, base.choices, folders)
+    _refuse_other_types(values, base.choices, folders, _typed_targets(overrides))
     refuse_absent(values, _trust(values))
     return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), _warnings(added))
 
@@ -529,12 +580,14 @@ def _refuse_untyped_trust(values: Mapping[str, Any], typed: Sequence[str]) -> No
         raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
 
 
-def _refuse_other_types(values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path]) -> None:
+def _refuse_other_types(
+    values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path], typed_targets: Iterable[str]
+) -> None:
     """Compare the values of the sections that name an object with the types in the chosen option's own file.
 
-    The other sections have fields with types, which `parse` holds against them.
+    The other sections have fields with types, which `parse` holds against them. What `typed_targets` take no file says.
     """
-    sections = ("task", "model", "data", "optimizer")
+    sections = [section for section in ("task", "model", "data", "optimizer") if section not in typed_targets]
     for group in ("recipe", *sections):
         paths = [folder / group / f"{choices.get(group)}.yaml" for folder in folders]
         path = next((path for path in paths if path.is_file()), None)
@@ -613,11 +666,12 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
         cfg[group] = _option(group, name, added)
     cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
     cfg.run.allow_changes = []
+    nodes = _remove_inherited(cfg, _typed_targets(words.overrides))
     OmegaConf.set_struct(cfg, True)
     try:
         for word in words.overrides:
             if word.partition("=")[0] not in chosen:
-                _override(cfg, word)
+                _override(cfg, word, adds=_is_in(word, nodes))
         with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
             values = _plain(cfg)
         cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *_offered(values)]
@@ -641,7 +695,19 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
     return found
 
 
-def _override(cfg: DictConfig, word: str) -> None:
+def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
+    """Remove what a configuration says of another `_target_` than the typed one; return the nodes that have another one."""
+    others = []
+    for name, target in typed.items():
+        node = OmegaConf.select(cfg, name)
+        if isinstance(node, DictConfig) and node.get("_target_") != target:
+            others.append(name)
+            for key in _keys_of_target(node, name):
+                del node[key]
+    return others
+
+
+def _override(cfg: DictConfig, word: str, adds: bool = False) -> None:
     key, equals, text = word.partition("=")
     if not equals or not key:
         raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
@@ -649,7 +715,7 @@ def _override(cfg: DictConfig, word: str) -> None:
         value = yaml.load(text, Loader=get_yaml_loader())
         if isinstance(OmegaConf.select(cfg, key), DictConfig):
             raise RefusedError(f"{word}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2.")
-        OmegaConf.update(cfg, key, value, force_add=False)
+        OmegaConf.update(cfg, key, value, force_add=adds)
     except yaml.YAMLError:
         raise RefusedError(f"{word} is not an override: its value is no YAML.") from None
     except (ConfigKeyError, ConfigAttributeError) as error:

@@ -190,6 +190,17 @@ def test_a_new_key_of_the_users_own_code_must_be_typed(stored: dict[str, Any]) -
     assert "type +model.dropout=0.5 to change it, or ~model.dropout to keep it" in refused(old, changed(old, "model.dropout", 0.5))
 
 
+def test_another_typed_target_sets_all_of_its_section() -> None:
+    first = ("scheduler=cosine", "scheduler.warmup=0.1")
+    word = "scheduler._target_=ddpexp.schedule.Constant"
+    old, new = tree(*first), tree("scheduler=cosine", word)
+    assert set(changes(old, new, word, before=first).values()) == {"typed"}
+    assert changes(new, new, word, before=(word,)) == {}
+    kept = changes(tree("scheduler._target_=zoo.A", "scheduler.x=1"), tree("scheduler._target_=zoo.A"), "scheduler._target_=zoo.A")
+    assert kept == {"scheduler.x": "untyped"}
+    assert changes(tree(), tree("model._target_=zoo.A"), "model._target_=zoo.A")["model._target_"] == "fixed"
+
+
 def test_a_source_without_an_identity_that_could_be_compared_stays(stored: dict[str, Any]) -> None:
     old = changed(stored, "data.prepare", None)
     assert changes(old, changed(old, "data.source", "files")) == {"data.source": "fixed"}

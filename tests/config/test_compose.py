@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from ddpexp.config import Experiment, load, parse
-from ddpexp.config.compose import Composed, compose, override_file
+from ddpexp.config.compose import Composed, JobComposer, compose, compose_sweep, override_file
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Node
 from ddpexp.config.versions import register_resolver
@@ -96,6 +96,73 @@ def test_another_optimizer_inherits_nothing_from_the_recipes_tuned_one() -> None
     other = experiment("recipe=mnist", "optimizer=adamw").optimizer
     assert tuned.target == "torch.optim.SGD"
     assert other == Node("torch.optim.AdamW", {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-08, "weight_decay": 0.01})
+
+
+GENERAL = {"validation_fraction": 0.0, "num_workers": 0, "on_device": False}
+"""What every kind of data understands."""
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "expected"),
+    [
+        ("model._target_=zoo.resnet", "model", {}),
+        ("model.classes=10 model._target_=zoo.resnet +model.width=8", "model", {"classes": 10, "width": 8}),
+        ("model._target_=zoo.resnet ~model.width", "model", {}),
+        ("model=linear model._target_=zoo.resnet model.classes=10", "model", {"classes": 10}),
+        ("task._target_=zoo.Task", "task", {}),
+        ("data._target_=zoo.load data.num_workers=2", "data", {**GENERAL, "num_workers": 2}),
+        ("data._target_=zoo.load data.prepare=zoo.prepare data.root=x", "data", {**GENERAL, "prepare": "zoo.prepare", "root": "x"}),
+        ("optimizer._target_=torch.optim.Adam optimizer.lr=1", "optimizer", {"lr": 1}),
+        ("scheduler._target_=zoo.Stable scheduler.decay=0.2", "scheduler", {"decay": 0.2}),
+        (
+            "model._target_=zoo.resnet model.act._target_=torch.nn.ReLU model.act.inplace=true",
+            "model",
+            {"act": {"_target_": "torch.nn.ReLU", "inplace": True}},
+        ),
+        ("optimizer._target_=torch.optim.SGD optimizer.momentum=0", "optimizer", "as in the file"),
+    ],
+)
+def test_a_typed_target_inherits_no_keys_of_another_one(
+    words: str, section: str, expected: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    typed = ["run.trust=[zoo]", *words.split()]
+    made = composed(*typed)
+    if expected == "as in the file":
+        expected = {"lr": 0.1, "momentum": 0, "nesterov": True, "weight_decay": 5e-4}
+    target = next(word.partition("=")[2] for word in typed if word.startswith(f"{section}._target_="))
+    assert made.values[section] == {"_target_": target, **expected}
+    assert yaml.safe_load(made.text)[section] == made.values[section]
+    assert made.overrides == tuple(typed)
+    parse(made.values)
+    assert compose([*typed, "--cfg", "job"]) is None
+    assert yaml.safe_load(capsys.readouterr().out)[section] == made.values[section]
+
+
+def test_a_typed_target_of_an_inner_node_inherits_no_keys_of_another_one(mine: Path) -> None:
+    write(mine / "model/net.yaml", "_target_: mine.Net\nhidden: 8\nact: {_target_: torch.nn.ELU, alpha: 2.0}\n")
+    typed = (f"--config-dir={mine}", "recipe=mine", "model.act._target_=torch.nn.ReLU", "model.act.inplace=true")
+    assert composed(*typed).values["model"] == {
+        "_target_": "mine.Net", "hidden": 8, "act": {"_target_": "torch.nn.ReLU", "inplace": True},
+    }  # fmt: skip
+
+
+def test_an_optimizer_without_a_rate_of_its_own_is_refused_with_what_to_type() -> None:
+    assert refusal("optimizer._target_=torch.optim.Adam").endswith(" Type it, for example optimizer.lr=0.01.")
+
+
+def test_the_jobs_of_a_sweep_inherit_no_keys_of_another_target() -> None:
+    typed = ["-m", "run.trust=[zoo]", "model._target_=ddpexp.recipes.mnist.LeNet,zoo.resnet", "model.classes=10,20"]
+    composer = JobComposer(compose_sweep(typed))
+    job = composer.compose(["run.trust=[zoo]", "model._target_=zoo.resnet", "model.classes=20"], Path("/x"))
+    assert job.values["model"] == {"_target_": "zoo.resnet", "classes": 20}
+    with pytest.raises(RefusedError, match=r"^model\.classes is not a known key\. "):
+        composer.compose(["run.trust=[zoo]", "model._target_=ddpexp.recipes.mnist.LeNet", "model.classes=20"], Path("/x"))
+
+
+def test_a_schedule_of_ones_own_is_left_to_the_workers() -> None:
+    assert "add run.trust=[zoo]" in refusal("scheduler._target_=zoo.Stable")
+    made = experiment("scheduler._target_=zoo.Stable", "scheduler.decay=0.2", "run.trust=[zoo]")
+    assert made.scheduler == Node("zoo.Stable", {"decay": 0.2})
 
 
 def test_the_command_line_beats_the_recipe_and_the_recipe_the_defaults(mine: Path) -> None:
@@ -410,6 +477,15 @@ def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> N
     made = parse(values)
     assert (made.trainer.seed, made.run.dir, made.optimizer.kwargs["lr"], made.data.options["root"]) == (5, None, 0.001, "a=b")
     assert parse(yaml.safe_load(text)) == replace(made)
+
+
+def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Path) -> None:
+    values, text = override_file(written, ["data._target_=zoo.load", "data.count=3", "run.trust=[zoo]"])
+    assert values["data"] == {"_target_": "zoo.load", **GENERAL, "count": 3} == yaml.safe_load(text)["data"]
+    values, _ = override_file(written, ["data._target_=ddpexp.data.mnist.load", "data.root=x"])
+    assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
+    with pytest.raises(RefusedError, match=r"data\.count is not a known key"):
+        override_file(written, ["data._target_=ddpexp.data.mnist.load", "data.count=3"])
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
 @pytest.mark.parametrize(
     ("words", "rank"),
     [
-        pytest.param(("optimizer._target_=points.Grows",), 0, marks=pytest.mark.slow, id="checkpoint"),
+        pytest.param(("optimizer._target_=points.Grows", "optimizer.lr=0.05"), 0, marks=pytest.mark.slow, id="checkpoint"),
         pytest.param(("task._target_=points.Talks",), 1, id="log"),
     ],
 )

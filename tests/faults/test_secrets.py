@@ -56,9 +56,9 @@ class Keyed(Paced):
 """
 ASKED = (
     "model._target_=points.KeyedNet", "+model.token=${oc.env:TOKEN}", "data._target_=points.load_keyed",
-    "+data.token=${oc.env:TOKEN}", "optimizer._target_=points.KeyedOptimizer", "+optimizer.token=${oc.env:TOKEN}",
-    "task._target_=points.Keyed", "+task.token=${oc.env:TOKEN}", "logger=tensorboard", "trainer.gpus=2",
-    "trainer.checkpoint_every=2",
+    "+data.token=${oc.env:TOKEN}", "optimizer._target_=points.KeyedOptimizer", "optimizer.lr=0.05",
+    "+optimizer.token=${oc.env:TOKEN}", "task._target_=points.Keyed", "+task.token=${oc.env:TOKEN}", "logger=tensorboard",
+    "trainer.gpus=2", "trainer.checkpoint_every=2",
 )  # fmt: skip
 
 
