@@ -31,7 +31,7 @@ class Code:
     """The code of a run."""
 
     fingerprint: Mapping[str, Any]  # plain values, to be stored and given to `differences`
-    files: Sequence[str]  # the files that are the user's own: of no installed package
+    files: Sequence[str]  # the files that are the user's own: of no installed package, and not ddpexp's
 
 
 def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code:
@@ -164,7 +164,7 @@ class _Walk:
                 content = file.read(_HASHED_BYTES)
         except OSError:
             return None
-        if not place.is_installed:
+        if not place.is_installed and place.name.partition(".")[0] != "ddpexp":
             self.files.append(place.file)
         one = self.found[place.name] = {"file": _shown(place), "sha256": hashlib.sha256(content).hexdigest()}
         if len(content) > _PARSED_BYTES:

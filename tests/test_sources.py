@@ -74,7 +74,7 @@ def test_the_targets_modules_count_and_what_they_import_beside_them(folder: Path
 
 def test_the_files_of_a_recipe_are_those_of_its_modules_that_nobody_has_installed(folder: Path) -> None:
     (folder / "mine.py").write_text("import helpers, yaml\n")
-    found = sources.find(["mine.Net", "yaml.load"], folder, sys.path)
+    found = sources.find(["mine.Net", "yaml.load", "ddpexp.recipes.mnist.LeNet"], folder, sys.path)
     assert found.files == [str(folder / "mine.py"), str(folder / "helpers.py"), str(folder / "parts/__init__.py"), *found.files[3:]]
     assert {os.path.relpath(path, folder) for path in found.files} == {
         "mine.py", "helpers.py", "parts/__init__.py", "parts/late.py",

@@ -115,12 +115,13 @@ def _shortened(grid: Grid) -> Grid:
     """Leave out the first parts of keys where the last part tells them apart, and the middle of long values."""
     short = [name.rpartition(".")[2] for name in grid.header]
     header = [last if short.count(last) == 1 else name for name, last in zip(grid.header, short, strict=True)]
-    lines = [[*map(_without_middle, line[: grid.values]), *line[grid.values :]] for line in grid.lines]
+    lines = [[*(without_middle(value, _SHORT) for value in line[: grid.values]), *line[grid.values :]] for line in grid.lines]
     return replace(grid, header=header, lines=lines)
 
 
-def _without_middle(text: str) -> str:
-    return text if len(text) <= _SHORT else f"{text[: _SHORT // 2 - 1]}…{text[-_SHORT // 2 :]}"
+def without_middle(text: str, limit: int) -> str:
+    """Cut a long value in its middle: its end often tells it from others."""
+    return text if len(text) <= limit else f"{text[: limit // 2 - 1]}…{text[-(limit // 2) :]}"
 
 
 def _without(grid: Grid, places: Collection[int]) -> Grid:

@@ -23,6 +23,7 @@ from ddpexp.printable import one_line
 from ddpexp.sweep.asked import Asked
 from ddpexp.sweep.encoding import HUGE, Encoding, Look, is_geometric, numbers, ordered
 from ddpexp.sweep.files import curve
+from ddpexp.sweep.grid import without_middle
 from ddpexp.sweep.rows import Goal, Row
 from ddpexp.sweep.table import SEED, best_of, metrics_of, shown, varying
 
@@ -205,7 +206,7 @@ def _explain(figure: SubFigure, axes: Axes, encoding: Encoding, best: Look | Non
         parts.append((encoding.style_key, lines))
     top = 1.02
     for title, entries in parts:
-        labels = [_label(value, _LEGEND_LABEL) or "-" for value in entries]
+        labels = [without_middle(one_line(value), _LEGEND_LABEL) or "-" for value in entries]
         place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, top), "alignment": "left", "handlelength": 2.8}
         legend = Legend(axes, list(entries.values()), labels, title=_label(title) or None, **place)
         axes.add_artist(legend)  # axes.legend() keeps one alone
@@ -270,7 +271,7 @@ def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_sc
     from matplotlib.ticker import NullLocator
 
     chosen = list(values)[:: math.ceil(len(values) / _TICKS)]
-    texts = [_label(value, _TICK_LABEL) or "-" for value in chosen]
+    texts = [without_middle(one_line(value), _TICK_LABEL) or "-" for value in chosen]
     is_slanted = sum(map(len, texts)) > _TICK_LABELS
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks([at[value] for value in chosen], texts)

@@ -116,6 +116,13 @@ def test_every_curve_has_the_colour_of_its_value_and_the_best_one_too(tmp_path: 
     assert legends(figure)[""] == ["best"]
 
 
+def test_long_values_keep_their_ends_in_the_legend(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    for number in range(3):
+        made.job(f"data.root=/some/rather/long/path/to/data_{number}")
+    assert legends(composed(rows_of(made.path)))["data.root"] == [f"/some/rat…/to/data_{number}" for number in range(3)]
+
+
 def test_legends_say_what_colours_and_styles_stand_for(tmp_path: Path) -> None:
     made = Made(tmp_path / "few")
     for rate in ("0.3", "0.1", "0.2"):
