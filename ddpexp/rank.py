@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import pdb
 import platform
 import signal
 import sys
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
 from ddpexp.launch.control import SIGNALS, Control
@@ -21,6 +22,7 @@ from ddpexp.printable import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, on
 from ddpexp.rundir import open_to_append
 from ddpexp.world import World
 
+_DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "torch")  # whose frames are not where the user has called them
 EXIT_STOPPED = 128 + signal.SIGTERM
 
 
@@ -83,6 +85,7 @@ def _leave(code: int) -> int:
 
 def _prepare_process(control: Control) -> None:
     faulthandler.enable()
+    _refuse_debugger()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -103,6 +106,29 @@ def _prepare_process(control: Control) -> None:
             signal.siginterrupt(number, False)  # libraries go on with what they read or write
     faulthandler.register(signal.SIGQUIT, chain=True)
     os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _refuse_debugger() -> None:
+    """Have pdb refuse to start where it would read from standard input, which is empty; one with its own connection may.
+
+    So breakpoint(), pdb.set_trace() and what is built on them end in a sentence, and not in BdbQuit.
+    """
+    start = pdb.Pdb.set_trace
+
+    def set_trace(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
+        frame = frame or sys._getframe(1)
+        if self.stdin not in (sys.stdin, sys.__stdin__) or os.isatty(0):
+            start(self, frame, **options)
+            return
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+            frame = frame.f_back
+        raise DdpexpError(
+            f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type into. Print what "
+            f"you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 ignores every breakpoint(); a "
+            f"debugger with a connection of its own works, for example PYTHONBREAKPOINT=remote_pdb.set_trace."
+        )
+
+    pdb.Pdb.set_trace = set_trace  # type: ignore[method-assign,assignment]
 
 
 def _forget_signals() -> None:

@@ -65,6 +65,31 @@ class Strange:
         return self.value
 
 
+class Looks(Sides):
+    # Starts a debugger in a step.
+    def __init__(self, how):
+        self.how = how
+
+    def step(self, model, batch):
+        import io
+        import pdb
+
+        if self.how == "breakpoint":
+            breakpoint()
+        elif self.how == "set_trace":
+            pdb.set_trace()
+        elif self.how == "Pdb":
+            pdb.Pdb().set_trace()
+        elif self.how == "torch":
+            torch.distributed.breakpoint(rank=1)
+        else:
+            said = io.StringIO()
+            pdb.Pdb(stdin=io.StringIO("p len(batch)\\nc\\n"), stdout=said).set_trace()
+            assert "(Pdb) 3" in said.getvalue(), said.getvalue()
+            self.how = "breakpoint"
+        return super().step(model, batch)
+
+
 class Mutual(Sides):
     # A metric beside the accuracy, and none of it needed.
     def step(self, model, batch):
@@ -202,3 +227,25 @@ def test_a_schedule_that_cannot_be_followed_is_refused(
     assert made is not None
     with pytest.raises(RefusedError, match=rf"^scheduler.*{re.escape(sentence)}"):
         _schedule(parse(made.values), 8)
+
+
+@pytest.mark.parametrize(
+    ("how", "gpus"),
+    [("breakpoint", 1), ("torch", 2), *(pytest.param(how, 1, marks=pytest.mark.slow) for how in ("set_trace", "Pdb"))],
+)
+def test_a_debugger_is_refused_with_its_place_and_what_works_instead(recipe: Recipe, how: str, gpus: int) -> None:
+    done = recipe("task._target_=points.Looks", f"task.how={how}", f"trainer.gpus={gpus}")
+    call = {"breakpoint": "breakpoint()", "set_trace": "pdb.set_trace()", "Pdb": "pdb.Pdb()", "torch": "torch.distributed.break"}[
+        how
+    ]
+    lines = (recipe.folder / "points.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, start=1) if text.strip().startswith(call))
+    assert done.code == 1
+    assert f"{recipe.folder}/points.py:{line} starts a debugger, and a worker has no terminal to type into. Print" in done.err
+    assert "Traceback" not in done.err
+    assert "Pdb" not in done.out
+
+
+def test_a_debugger_may_have_its_own_connection_and_breakpoints_may_be_ignored(recipe: Recipe) -> None:
+    done = recipe("task._target_=points.Looks", "task.how=own", environ={"PYTHONBREAKPOINT": "0"})
+    assert done.code == 0, done.err
