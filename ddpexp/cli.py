@@ -1,7 +1,8 @@
-"""The command line: which verb it is for, and a fork server that starts while that is prepared."""
+"""The command line: which command it is for, and a fork server that starts while that is prepared."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -10,14 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from ddpexp import command, secrets
-from ddpexp.errors import EXIT_REFUSED, RefusedError
+from ddpexp import command, commands, secrets
+from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.limits import raise_files
 from ddpexp.launch.programs import OURS, SAFE_PATH, safe_path
-from ddpexp.launch.terminal import say, within_patience
+from ddpexp.launch.terminal import say, show, within_patience
 
 _FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
+_HELP = {"--help", "-h"}
 _NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
 
 
@@ -48,43 +50,91 @@ def _answer(argv: list[str], leaving: ExitStack) -> int:
     server = Server() if _will_fork(argv) else None
     if server is not None:
         leaving.callback(server.close)
-    if argv[:1] == ["evaluate"]:
-        from ddpexp.verbs import evaluate
+    return _COMMANDS.get(argv[0] if argv else "", _train)(argv, server)
 
-        found = evaluate(argv[1:], sys.argv)
-        return 0 if found is None else command.launch(*found, server)
-    if argv[:1] == ["resume"]:
-        from ddpexp.sweep.folder import SweepDir
-        from ddpexp.verbs import resume
 
-        if any(SweepDir(Path(word)).is_sweep() for word in argv[1:]):
-            from ddpexp.sweep.again import resumed
-            from ddpexp.sweep.run import run_sweep
+def _evaluate(argv: list[str], server: Server | None) -> int:
+    from ddpexp.verbs import evaluate
 
-            again = resumed(argv[1:], sys.argv)
-            command.stop_on_signals()
-            return run_sweep(again, server)
-        run = resume(argv[1:], sys.argv)
-        return 0 if run is None else command.launch(*run, server)
-    if argv[:1] == ["member"]:
-        from ddpexp.verbs import member
+    found = evaluate(argv[1:], sys.argv)
+    return EXIT_DONE if found is None else command.launch(*found, server)
 
-        launcher, job = member(argv[1:])
-        return command.launch(launcher, job, server, as_member=True)
-    if argv[:1] in (["table"], ["status"]):
-        from ddpexp.sweep import verbs
 
+def _resume(argv: list[str], server: Server | None) -> int:
+    from ddpexp.sweep.folder import SweepDir
+    from ddpexp.verbs import resume
+
+    if any(SweepDir(Path(word)).is_sweep() for word in argv[1:]):
+        from ddpexp.sweep.again import resumed
+        from ddpexp.sweep.run import run_sweep
+
+        again = resumed(argv[1:], sys.argv)
         command.stop_on_signals()
-        return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
-    if argv[:1] == ["plan"]:
-        from ddpexp.plan.verb import plan
+        return run_sweep(again, server)
+    run = resume(argv[1:], sys.argv)
+    return EXIT_DONE if run is None else command.launch(*run, server)
 
-        command.stop_on_signals()
-        return plan(argv[1:])
-    return _train(argv, server)
+
+def _member(argv: list[str], server: Server | None) -> int:
+    from ddpexp.verbs import member
+
+    launcher, job = member(argv[1:])
+    return command.launch(launcher, job, server, as_member=True)
+
+
+def _look(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.sweep import verbs
+
+    command.stop_on_signals()
+    return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
+
+
+def _plan(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.plan.verb import plan
+
+    command.stop_on_signals()
+    return plan(argv[1:])
+
+
+def _help(argv: list[str], server: Server | None) -> int:
+    words = [word for word in argv[1:] if word not in _HELP]
+    return _explain(words or (["help"] if len(argv) > 1 else []), server, by_name=True)
+
+
+def _explain(words: list[str], server: Server | None, by_name: bool) -> int:
+    """Print what the words ask for; a command explains itself."""
+    gc.disable()  # nothing lives long here: a tenth of the time
+    from ddpexp import help as answers
+
+    named = [word for word in words if word in commands.NAMES]
+    for name in named:
+        if name == "help":
+            show(answers.USAGE)
+        else:
+            _COMMANDS[name]([name, "--help"], server)
+    others = [word for word in words if word not in named]
+    if others or not named:
+        show(answers.answer(others, by_name))
+    return EXIT_DONE
+
+
+def _completion(argv: list[str], _server: Server | None) -> int:
+    gc.disable()
+    from ddpexp.completion import completion
+
+    return completion(argv[1:])
 
 
 def _train(argv: list[str], server: Server | None) -> int:
+    if not argv:
+        from ddpexp import help as answers
+
+        say(answers.first())
+        return EXIT_REFUSED
+    if (wrong := commands.unknown(argv[0])) is not None:
+        raise RefusedError(wrong)
+    if _HELP & set(argv):
+        return _explain([word for word in argv if word not in _HELP], server, by_name=False)
     from ddpexp.config import parse
     from ddpexp.config.compose import Swept, compose_command
 
@@ -104,6 +154,18 @@ def _train(argv: list[str], server: Server | None) -> int:
     from ddpexp.jobs import Training
 
     return command.launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+
+
+_COMMANDS = {
+    "resume": _resume,
+    "evaluate": _evaluate,
+    "status": _look,
+    "table": _look,
+    "plan": _plan,
+    "help": _help,
+    "completion": _completion,
+    "member": _member,  # what launchers start, and no person types
+}
 
 
 def _take_local_rank(argv: list[str]) -> list[str]:
@@ -126,7 +188,7 @@ def _will_fork(argv: list[str]) -> bool:
     """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if argv[:1] == ["member"]:
         return True
-    if argv[:1] in (["table"], ["status"], ["plan"]):
+    if not argv or argv[0] in ("table", "status", "plan", "help", "completion") or commands.unknown(argv[0]) is not None:
         return False
     chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
     if argv[:1] == ["resume"]:
@@ -134,7 +196,7 @@ def _will_fork(argv: list[str]) -> bool:
     fresh = any(word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv)
     here = all(name in _FORK_HERE or (name == "slurm" and "SLURM_STEP_ID" in os.environ) for name in chosen)
     if argv[:1] in (["evaluate"], ["resume"]):
-        return here and not fresh and len(argv) > 1 and not {"--help", "-h"} & set(argv)
+        return here and not fresh and len(argv) > 1 and not _HELP & set(argv)
     asks = any(word.startswith("-") and not word.startswith(_NO_QUESTION) for word in argv)
     return here and not asks and not fresh
 

@@ -1,4 +1,4 @@
-"""The verbs beside training: `ddpexp evaluate`, `ddpexp resume`, and `ddpexp member` for launchers."""
+"""The commands beside training: `ddpexp evaluate`, `ddpexp resume`, and `ddpexp member` for launchers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
+from ddpexp import commands, rundir
 from ddpexp import resume as going_on
-from ddpexp import rundir
 from ddpexp.checkpoint.format import whole
 from ddpexp.config import Experiment, Trust, load, parse
 from ddpexp.config.compose import compose, override_file
@@ -25,16 +25,20 @@ from ddpexp.rundir import RunDir
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-_USAGE = """usage: ddpexp evaluate RUN_DIR_OR_WEIGHTS [key=value ...]
+_USAGE = f"""{commands.of("evaluate").usage}
 
-Evaluate the newest weights of a run directory, or a safetensors file, on the run's evaluation data.
-Weights that lie in no run directory need a recipe: ddpexp evaluate weights.safetensors recipe=mnist"""
+Evaluate the newest weights of a run directory, or a safetensors file, on the
+run's evaluation data. Weights that lie in no run directory need a recipe:
 
-_RESUME = """usage: ddpexp resume RUN_DIR [key=value ...]
+    ddpexp evaluate weights.safetensors recipe=mnist"""
 
-Go on with the run in a directory, from its newest checkpoint, as its config.yaml says. Another launcher is typed as
-launcher=..., its settings as launcher.key=..., and what the training itself is to change as trainer.epochs=4 or optimizer.lr=0.01.
-A run with code of your own needs --config-dir DIR or run.trust=[...] again."""
+_RESUME = f"""{commands.of("resume").usage}
+
+Resume the run in a directory from its newest checkpoint, as its config.yaml
+says. Another launcher is typed as launcher=..., its settings as
+launcher.key=..., and what is to change in the training itself as
+trainer.epochs=4 or optimizer.lr=0.01. A run with code of your own needs
+--config-dir DIR or run.trust=[...] again. A sweep's directory resumes it."""
 
 
 def member(argv: list[str]) -> tuple[Launcher, Training]:

@@ -136,36 +136,38 @@ def shown(value: Any) -> str:
 def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
     parts = [hint, *typing.get_args(hint)]
     if isinstance(value, str) and _NUMBER.fullmatch(value) and {int, float} & set(parts):
-        return RefusedError(f"{key}='{value}' is a text, and the key takes {_spoken(hint)}: leave out the quotes.")
-    near = value_here(key, shown(value).lower()) or nearest(shown(value), filter(_is_text, _literals(hint)))
+        return RefusedError(f"{key}='{value}' is a text, and the key takes {spoken(hint)}: leave out the quotes.")
+    near = value_here(key, shown(value).lower()) or nearest(shown(value), filter(_is_text, literals(hint)))
     if near is None and bool in parts:
         near = _TRUTHS.get(shown(value).lower())
     if near is None and int in parts and isinstance(value, float) and value.is_integer():
         near = str(int(value))
     meant = f" Did you mean {key}={near}?" if near else ""
-    return RefusedError(f"{key}={shown(value)} is not {_spoken(hint)}.{meant}")
+    return RefusedError(f"{key}={shown(value)} is not {spoken(hint)}.{meant}")
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _literals(hint: Any) -> list[Any]:
+def literals(hint: Any) -> list[Any]:
+    """Return the words that a type names."""
     if typing.get_origin(hint) is Literal:
         return list(typing.get_args(hint))
-    return [word for part in typing.get_args(hint) for word in _literals(part)]
+    return [word for part in typing.get_args(hint) for word in literals(part)]
 
 
 _SPOKEN = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
-def _spoken(hint: Any) -> str:
+def spoken(hint: Any) -> str:
+    """Say in words what a value of a type may be."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
-        return " or ".join(_spoken(part) for part in typing.get_args(hint))
+        return " or ".join(spoken(part) for part in typing.get_args(hint))
     if origin is Literal:
         words = [str(word) for word in typing.get_args(hint)]
         return words[0] if len(words) == 1 else f"one of {', '.join(words)}"
     if origin is tuple:
-        return f"a list, each item {_spoken(typing.get_args(hint)[0])}"
+        return f"a list, each item {spoken(typing.get_args(hint)[0])}"
     return _SPOKEN.get(hint, getattr(hint, "__name__", str(hint)))

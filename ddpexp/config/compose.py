@@ -8,7 +8,7 @@ import re
 import sys
 from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import getitem
@@ -112,13 +112,8 @@ def compose(argv: list[str]) -> Composed | None:
     for_hydra = _asks_hydra(words)
     if words.multirun and words.cfg:
         raise RefusedError(f"--cfg {words.cfg} shows one run: leave -m out, and give each key one value.")
-    if words.help:  # of sweeps too
-        words.overrides = [word for word in words.overrides if not _MODE.match(word)]
     _refuse_words(words.overrides, bool(for_hydra))
     with one_sentence(), bounded_interpolations():
-        if words.help:
-            print(_help(words.overrides, words.config_dir))
-            return None
         if for_hydra:
             asked = _without_inherited(words.overrides, added_folder(words.config_dir)) if words.cfg else words.overrides
             _let_hydra_answer([*(word for word in argv if word not in words.overrides), *asked])
@@ -287,7 +282,9 @@ def _asks_hydra(words: Namespace) -> bool:
     """Tell whether the words are a question to Hydra; refuse its options that do not apply."""
     if words.config_path or words.config_name or words.experimental_rerun:
         raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
-    return bool(words.hydra_help or words.cfg or words.info or words.shell_completion)
+    if words.shell_completion:
+        raise RefusedError('--shell-completion is Hydra\'s own: type eval "$(ddpexp completion bash)" (ddpexp help completion).')
+    return bool(words.hydra_help or words.cfg or words.info)
 
 
 def _refuse_in_sweep(word: str) -> None:
@@ -365,24 +362,48 @@ def _refuse_deletion(word: str, key: str) -> None:
 def _let_hydra_answer(argv: list[str]) -> None:
     arguments, sys.argv = sys.argv, ["ddpexp", *argv]
     try:
-        with quick_yaml():
+        with quick_yaml(), suppress(BrokenPipeError):  # the reader has gone (`| head`)
             hydra.main(config_path=str(conf_folder()), config_name="config", **VERSION_BASE)(lambda cfg: None)()
     finally:
         sys.argv = arguments
 
 
-def _help(overrides: list[str], directory: str | None) -> str:
-    # Hydra's own help copies its whole repository once for every option, which takes as long as all the rest.
-    folders = [conf_folder(), *([Path(directory)] if directory else []), *plugin_folders(), *searched_packages()]
-    cfg = _hydra_composes(overrides, added_folder(directory))
-    header, footer = cfg.hydra.help.header, cfg.hydra.help.footer
-    with open_dict(cfg):
-        del cfg["hydra"]
-    known = "\n".join(f"{group}: {', '.join(options(group, folders))}" for group in groups(folders))
-    return (
-        f"{header}\n\n== Groups and their options (group=option) ==\n{known}\n\n"
-        f"== Every key of this command (key=value) ==\n{OmegaConf.to_yaml(cfg)}\n{footer}"
-    )
+@dataclass(frozen=True)
+class Overview:
+    """What some words compose, for those who explain it."""
+
+    values: Mapping[str, Any]  # the tree, with ${...} as it is written
+    of_hydra: Mapping[str, Any]  # what sweeps understand of Hydra's own section
+    choices: Mapping[str, str]  # which option of each group was chosen
+    folders: Sequence[Path]  # that hold the groups, in the order in which they count; ours is the first
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the words of a command line that are no options, and what stands behind --config-dir.
+
+    Raises:
+        RefusedError: an option that is not known.
+    """
+    words = _words(list(argv))
+    return [word for word in words.overrides if not _MODE.match(word)], words.config_dir
+
+
+def overview(overrides: Sequence[str], directory: str | None) -> Overview:
+    """Compose the tree to explain it, not to run it.
+
+    Raises:
+        RefusedError: whatever Hydra or OmegaConf refuses.
+    """
+    _refuse_words(list(overrides), False)
+    with one_sentence(), bounded_interpolations(), quick_yaml():
+        added = added_folder(directory)
+        cfg = _hydra_composes(list(overrides), added)
+        choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
+        values = OmegaConf.to_container(cfg, resolve=False)
+    assert isinstance(values, dict)
+    of_hydra = {"sweep": {"dir": values.pop("hydra")["sweep"]["dir"]}}
+    folders = dict.fromkeys([conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()])
+    return Overview({str(key): value for key, value in values.items()}, of_hydra, choices, list(folders))
 
 
 def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:

@@ -15,13 +15,13 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from ddpexp import commands
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import conf_folder, groups, options
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
 
-COMMANDS = ("resume", "evaluate", "table", "status", "plan")
 _TRAINS = ("train", "fit", "run", "start", "launch", "main")  # what it is called elsewhere
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*")
@@ -84,7 +84,7 @@ def _no_override(word: str, before: str, after: Sequence[str]) -> str:
         apart = re.fullmatch(r"([A-Za-z_][\w./]*) *(=) *(\S*)", f"{before} = {word.lstrip('=') or after[0]}")
     if apart is not None:
         return f"{word} is not an override: write {apart[1]}={apart[3] or '...'}, without spaces."
-    if word in COMMANDS:
+    if word in commands.NAMES:
         return f"{word} is a command and stands first: python -m ddpexp {word} ... ."
     value = after[0] if after[0] and not re.search(r"[=~]", after[0]) else "..."
     if word.partition(".")[0] in known:
@@ -97,11 +97,11 @@ def _no_override(word: str, before: str, after: Sequence[str]) -> str:
         return f"{word} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2."
     if not re.search(r"\w", word) or word.startswith("="):
         return f"{word} is not an override: {_EXAMPLE}."
-    near = nearest(word, COMMANDS)
+    near = nearest(word, commands.NAMES)
     meant = f" Did you mean {near}?" if near else ""
     return (
         f"{word} is neither an override (key=value, for example trainer.gpus=2) nor a command. "
-        f"The commands are {', '.join(COMMANDS)}.{meant}"
+        f"The commands are {', '.join(commands.NAMES)}.{meant}"
     )
 
 

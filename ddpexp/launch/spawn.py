@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, team
+from ddpexp.launch import Job
 from ddpexp.launch.fork_server import Server
-from ddpexp.launch.meeting import Fixed, Way
-from ddpexp.launch.place import Place
+
+if TYPE_CHECKING:
+    from ddpexp.launch.meeting import Way
+    from ddpexp.launch.place import Place
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Spawn:
             RefusedError: the machines' words contradict. WorkerError: a worker failed. StoppedError: a signal to this
             process ended the run.
         """
+        from ddpexp.launch import team  # late: a question needs no more than the fields
+
         place, way = self._place(job.asked.nodes)
         if server is not None and server.start_method != self.start_method:
             server.close()
@@ -43,6 +47,9 @@ class Spawn:
             server.close()
 
     def _place(self, nodes: int | str) -> tuple[Place, Way | None]:
+        from ddpexp.launch.meeting import Fixed
+        from ddpexp.launch.place import Place
+
         typed = {"node_rank": self.node_rank, "master_addr": self.master_addr, "master_port": self.master_port}
         if isinstance(nodes, str) and nodes != "auto":
             raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic understands.")

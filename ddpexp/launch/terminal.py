@@ -160,6 +160,12 @@ def say(text: str, to: TextIO | None = None) -> None:
     within_patience(write)
 
 
+def show(text: str) -> None:
+    """Print an answer on standard output, at the pace of its reader; one that goes away (`| head`) ends nothing."""
+    with suppress(OSError, ValueError):
+        print(printable(text), flush=True)
+
+
 def within_patience(work: Callable[[], None]) -> None:
     """Do what a terminal may hold up, and leave it to itself after a moment."""
     thread = threading.Thread(target=work, daemon=True, name="say")

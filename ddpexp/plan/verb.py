@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddpexp import commands
 from ddpexp.config import parse
 from ddpexp.config.compose import compose
 from ddpexp.data.batch_plan import plan_batches
@@ -20,18 +21,20 @@ from ddpexp.plan.speed import Costs
 from ddpexp.plan.words import Words
 from ddpexp.prepare import prepare
 
-_USAGE = """usage: ddpexp plan [key=value ...] [--config-dir DIR] [options]
+_USAGE = f"""{commands.of("plan").usage}
 
-Say what a run with these words would be: its workers and batches, the memory of a rank, the size of a checkpoint, the time of
-a step. Nothing is trained and no machine is needed: trainer.device=cuda trainer.gpus=8 trainer.nodes=512 plans for 4,096 GPUs.
+Say what a run with these words would be: its workers and batches, the memory of
+a rank, the size of a checkpoint, the time of a step. Nothing is trained and no
+machine is needed: trainer.device=cuda trainer.gpus=8 trainer.nodes=512 plans
+for 4,096 GPUs.
 
   --json               for programs
   --cores N            CPU cores of a machine; else as many as this one has
   --num_samples N      plan for so many training samples, without the data
-  --compute_ms X       time of a pass: forward and backward of a micro-batch on one worker
+  --compute_ms X       time of a pass: forward and backward of a micro-batch
   --alpha_us X         latency of a message between two workers
   --bandwidth_gbps X   what a worker sends and receives, in gigabits a second
-  --calibrate          measure these on this machine: short runs with one worker and with two
+  --calibrate          measure these three on this machine, in short runs
 
 docs/plan.md says what each number is."""
 

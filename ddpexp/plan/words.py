@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import RefusedError
 
-_NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores")
-_SWITCHES = ("--json", "--calibrate")
+NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores")
+SWITCHES = ("--json", "--calibrate")
 _OF_RUNS = ("--config-dir", "-cd")  # each with a word behind it
 
 
@@ -40,14 +40,14 @@ class Words:
         words = iter(argv)
         for word in words:
             key, equals, value = word.partition("=")
-            if key in _NUMBERS:
+            if key in NUMBERS:
                 numbers[key] = _number(key, value if equals else next(words, ""))
-            elif word in _SWITCHES:
+            elif word in SWITCHES:
                 switches.add(word)
             elif word in _OF_RUNS:
                 run += [word, next(words, "")]
             elif word.startswith("--") and key not in _OF_RUNS:
-                raise RefusedError(f"plan {word}: no such option.{did_you_mean(key, (*_NUMBERS, *_SWITCHES, *_OF_RUNS))}")
+                raise RefusedError(f"plan {word}: no such option.{did_you_mean(key, (*NUMBERS, *SWITCHES, *_OF_RUNS))}")
             elif word in ("-m", "-cn", "-cp"):
                 raise RefusedError(f"plan {word}: it looks at one run, as python -m ddpexp would start it: leave that out.")
             else:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpexp import lock, rundir
+from ddpexp import commands, lock, rundir
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.launch.programs import python
@@ -26,20 +26,26 @@ from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of,
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_TABLE = """usage: ddpexp table DIR... [sweep.objective=METRIC] [sweep.mode=min|max] [--columns A,B,...|--all|--csv] [--out FOLDER]
+_TABLE = f"""{commands.of("table").usage}
 
-Show what is in directories as a table, the best first: a sweep, runs, or a folder that holds some, such as outputs/mnist.
-Columns are the values that differ, then the metric. With seeds among them a second table has their mean and deviation.
-A terminal gets as many columns as it is wide, those that tell most runs apart; a file or a pipe gets all of them.
-Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its directory, of anything into the FOLDER behind --out.
+Show what is in directories as a table, the best first: a sweep, runs, or a
+folder that holds some, such as outputs/mnist. Columns are the values that
+differ, then the metric (sweep.mode=max: more is better). With seeds among them
+a second table has their mean and deviation. A terminal gets as many columns as
+it is wide, those that tell most runs apart; a file or a pipe gets all of them.
+Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its directory,
+of anything into the FOLDER behind --out.
 
-  --columns A,B,...  these columns: keys of the configuration, metrics, status, step, time, directory
+  --columns A,B,...  these columns: keys of the configuration, metrics, status,
+                     step, time, directory
   --all              all columns, on a terminal too
-  --csv              one line a run with all that was typed and every metric, as plain numbers; writes no file"""
+  --csv              one line a run with all that was typed and every metric, as
+                     plain numbers; writes no file"""
 
-_STATUS = """usage: ddpexp status DIR
+_STATUS = f"""{commands.of("status").usage}
 
-Show how far a run or the jobs of a sweep are, where they run, and what to type to go on.
+Show how far a run or the jobs of a sweep are, where they run, and what to type
+to resume them.
 """ + "".join(f"\n  {name:<13}{meaning}" for name, meaning in STATUSES.items())
 
 _DRAWING_SECONDS = 120.0
