@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import yaml
 
 from ddpexp import commands
-from ddpexp.config.compose import Overview, overview
-from ddpexp.config.folders import conf_folder
 from ddpexp.errors import EXIT_DONE, RefusedError
-from ddpexp.keys import Catalogue, Key
 from ddpexp.launch.terminal import show
-from ddpexp.plan.words import NUMBERS, SWITCHES
-from ddpexp.rundir import check_yaml
 from ddpexp.shells import BREAKS, LINE, SCRIPTS, script
+
+if TYPE_CHECKING:
+    from ddpexp.keys import Catalogue, Key
 
 _USAGE = f"""{commands.of("completion").usage}
 
@@ -32,7 +31,7 @@ and folders, for ddpexp and for python -m ddpexp. To have it in every shell:
     bash  echo 'eval "$(ddpexp completion bash)"' >> ~/.bashrc
     zsh   echo 'eval "$(ddpexp completion zsh)"' >> ~/.zshrc
     fish  echo 'ddpexp completion fish | source' >> ~/.config/fish/config.fish"""
-_SECONDS = 5.0  # after which a shell gets no answer: it waits
+_SECONDS = 10.0  # after which a shell gets no answer: it waits
 _ENTRIES = 10_000  # of a folder that are looked at
 _LONGEST = 60  # characters of what is said beside a word
 _FOLDERS = ("--config-dir", "-cd", "--out")  # options with a folder behind them
@@ -42,11 +41,12 @@ _OPTIONS = {
     "evaluate": ("--config-dir", "--help"),
     "status": ("--help",),
     "table": ("--out", "--help"),
-    "plan": ("--config-dir", *SWITCHES, *NUMBERS, "--help"),
+    "plan": ("--config-dir", "--help"),
     "help": ("--config-dir",),
     "completion": ("--help",),
 }
 _PATHS = ("run.dir", "run.init_from", "data.root", "hydra.sweep.dir", "launcher.python")  # keys whose value is one
+_SPECIAL = re.compile(r"[^\w@%+=:,./~^-]")  # to bash and zsh, outside of quotes
 _LIKE_A_PATH = re.compile(r"~|\.{0,2}/")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -101,7 +101,7 @@ def _give_up(_number: int, _frame: FrameType | None) -> None:
 def parse(text: str, breaks: str = "") -> Line:
     """Take a line apart as a shell does; `breaks` are the characters behind which only the rest of a word is replaced."""
     words: list[str] = []
-    current, kept, quote, started, escaped = "", "", "", False, False
+    current, before, kept, quote, started, escaped = "", "", "", "", False, False
     for char in text:
         if escaped:
             current, kept, escaped = current + char, kept + char, False
@@ -110,9 +110,11 @@ def parse(text: str, breaks: str = "") -> Line:
         elif quote:
             quote = "" if char == quote else quote
             current, kept = (current + char if quote else current), kept + char
+            kept = kept if quote else before + kept
         elif char in "'\"":
             quote, started = char, True
-            kept = "" if breaks else kept + char  # readline replaces what stands behind an open quote
+            # Readline replaces what stands behind an open quote, and the whole word where it is closed again.
+            before, kept = (kept + char, "") if breaks else ("", kept + char)
         elif char.isspace():
             words += [current] if started else []
             current, kept, started = "", "", False
@@ -134,15 +136,14 @@ def _written(word: Word, line: Line, shell: str) -> str:
     about = about if len(about) <= _LONGEST else f"{about[: _LONGEST - 3]}..."
     if shell == "fish":
         return f"{word.text}\t{about}"
-    rest = word.text[len(line.current) :]
-    if line.quote:
-        rest = rest.replace('"', '\\"') if line.quote == '"' else rest.replace("'", "'\\''")
+    rest, blank = word.text[len(line.current) :], " " if word.is_whole else ""
+    if not line.quote:
+        text = line.kept + _SPECIAL.sub(r"\\\g<0>", rest)
+    elif shell == "zsh":  # which writes it into the open quote itself
+        text = word.text
     else:
-        rest = re.sub(r"([^\w@%+=:,./~^-])", r"\\\1", rest)
-    end = " " if word.is_whole else ""
-    return f"{line.kept}{rest}{line.quote if word.is_whole else ''}{end}" + (
-        f"\t{f'  -- {about}' if about else ''}" if shell == "zsh" else ""
-    )
+        text = f"{line.kept}{rest}{line.quote if word.is_whole else ''}"
+    return f"{text}{blank}" + (f"\t{f'  -- {about}' if about else ''}" if shell == "zsh" else "")
 
 
 def candidates(words: Sequence[str], current: str) -> list[Word]:
@@ -161,12 +162,10 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
         return _paths(current)
     if last in ("--cfg", "-c"):
         return map(Word, ("job", "hydra", "all"))
-    if last in NUMBERS:
-        return []
     if (option := current.partition("=")[0]) in _FOLDERS:
         return _behind(f"{option}=", _paths(current[len(option) + 1 :]))
     if current.startswith("-"):
-        return map(Word, _OPTIONS[name])
+        return map(Word, (*_OPTIONS[name], *(_of_plan() if name == "plan" else ())))
     named = [word for place, word in enumerate(words) if place and word[0:1] != "-" and words[place - 1] not in _FOLDERS]
     if name == "completion":
         return [] if named else map(Word, SCRIPTS)
@@ -185,8 +184,17 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
     return [*beginning, *_overrides(_catalogue(words[1:] if name else words), current, multirun)]
 
 
+def _of_plan() -> Sequence[str]:
+    from ddpexp.plan.words import NUMBERS, SWITCHES
+
+    return (*SWITCHES, *NUMBERS)
+
+
 def _catalogue(words: Sequence[str]) -> Catalogue:
     """Return what can be typed beside the words that choose options; where those are wrong, beside none."""
+    from ddpexp.config.compose import overview
+    from ddpexp.keys import Catalogue
+
     directory = None
     for place, word in enumerate(words):
         if word in ("--config-dir", "-cd"):
@@ -205,6 +213,11 @@ def _catalogue(words: Sequence[str]) -> Catalogue:
 
 def _of_run(run: Path, words: Sequence[str]) -> Catalogue:
     """Return what can be changed in a run; of weights that lie in none, what can be typed for any."""
+    from ddpexp.config.compose import Overview
+    from ddpexp.config.folders import conf_folder
+    from ddpexp.keys import Catalogue
+    from ddpexp.rundir import check_yaml
+
     file = run / "config.yaml"
     if not file.is_file():
         return _catalogue(words)
@@ -231,7 +244,9 @@ def _overrides(catalogue: Catalogue, current: str, multirun: bool) -> Iterator[W
 
 def _names(catalogue: Catalogue, begin: str, multirun: bool) -> Iterator[Word]:
     """Yield what stands before = : a group, or a key as far as the next dot."""
-    yield from (Word(f"{group}=", "a group: " + ", ".join(catalogue.options(group)), False) for group in catalogue.groups)
+    for group in catalogue.groups:
+        if catalogue.options(group) != ["default"]:
+            yield Word(f"{group}=", f"one of {', '.join(catalogue.options(group))}", False)
     for section in catalogue.sections:
         if section == "sweep" and not multirun:
             continue
@@ -247,8 +262,7 @@ def _names(catalogue: Catalogue, begin: str, multirun: bool) -> Iterator[Word]:
 
 
 def _described(key: Key) -> str:
-    """Return the first sentence of what a key means, behind its default."""
-    return f"{key.typed.partition('=')[2]}: {key.meaning}" if key.meaning else key.typed.partition("=")[2]
+    return f"({key.typed.partition('=')[2]}) {key.meaning}"
 
 
 def _values(catalogue: Catalogue, name: str, begin: str) -> Iterable[Word]:

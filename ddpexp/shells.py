@@ -52,7 +52,8 @@ unset -f _ddpexp_register
 _ZSH = r"""# Completion for ddpexp. In ~/.zshrc, behind compinit:  eval "$(ddpexp completion zsh)"
 _ddpexp_ask() {
   local line text
-  local -a open shown_open closed shown_closed
+  local -a open shown_open closed shown_closed written=(-Q)
+  [[ -n $compstate[quote] ]] && written=()
   line="${(j: :)words[1,CURRENT-1]} $QIPREFIX$PREFIX"
   for line in "${(@f)$(_DDPEXP_LINE="$line" "$@" completion zsh 2>/dev/null </dev/null)}"; do
     text="${line%%$'\t'*}"
@@ -63,8 +64,8 @@ _ddpexp_ask() {
     fi
   done
   (( $#open + $#closed )) || return 1
-  (( $#open )) && compadd -Q -S '' -V ddpexp -d shown_open -- "${open[@]}"
-  (( $#closed )) && compadd -Q -V ddpexp -d shown_closed -- "${closed[@]}"
+  (( $#open )) && compadd $written -S '' -V ddpexp -d shown_open -- "${open[@]}"
+  (( $#closed )) && compadd $written -V ddpexp -d shown_closed -- "${closed[@]}"
   return 0
 }
 _ddpexp() {
@@ -89,7 +90,7 @@ function __ddpexp_ask
     set -lx _DDPEXP_LINE (commandline -cp | string collect)
     set -l typed (commandline -opc)
     set -l program (string replace -r '^~/' "$HOME/" -- $typed[1])
-    if contains -- -m $typed
+    if __ddpexp_is_module
         $program -m ddpexp completion fish 2>/dev/null </dev/null
     else
         $program completion fish 2>/dev/null </dev/null

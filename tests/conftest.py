@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from ddpexp import commands
 from ddpexp.launch import Asked, Job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -140,7 +141,7 @@ class Ddpexp:
         self._count += 1
         run = self.folder / f"run{self._count}"
         typed = list(words)
-        if not any(word.startswith(("run.dir=", "-", "evaluate", "resume", "status", "table", "plan")) for word in words):
+        if not any(word.startswith(("run.dir=", "-", *commands.NAMES)) for word in words):
             typed.append(f"run.dir={run}")
         process = subprocess.Popen(
             [sys.executable, "-m", "ddpexp", *typed],

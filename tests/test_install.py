@@ -80,7 +80,7 @@ def test_the_wheel_holds_every_file_that_a_run_needs_and_no_tests(wheel: Path) -
 def test_an_installed_wheel_runs_from_any_folder(python: Path, tmp_path: Path) -> None:
     asked = run(python.with_name("ddpexp"), "--help", cwd=tmp_path)
     assert (asked.returncode, asked.stderr) == (0, "")
-    assert "recipe: mnist" in asked.stdout
+    assert "\nrecipe=mnist: Classify handwritten digits" in asked.stdout
     done = run(python, "-m", "ddpexp", *SMALL, "trainer.gpus=2", "run.dir=run", cwd=tmp_path, environ=with_cache(tmp_path))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["world_size"] == 2

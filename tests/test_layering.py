@@ -16,7 +16,7 @@ from tests.conftest import PATIENCE, ROOT
 # A room imports only from rows above its own, and from itself. Rooms of one row do not know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
-    ["errors", "deferred_dynamo", "seeds", "faults", "secrets", "start"],
+    ["errors", "deferred_dynamo", "seeds", "faults", "secrets", "start", "commands", "shells"],
     ["printable", "sources"],
     ["launch", "task", "schedule"],
     ["lock", "repository"],
@@ -30,7 +30,8 @@ ROWS = [
     ["worker", "jobs"],
     ["verbs", "command"],
     ["sweep"],
-    ["plan"],
+    ["plan", "keys"],
+    ["help", "completion"],
     ["cli"],
     ["__main__"],
 ]

@@ -115,8 +115,12 @@ def torch_trap(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "question", ["--help", "-m --help", "hydra.mode=MULTIRUN --help", "--cfg job", "--info", "--version", "evaluate --help"]
-)
+    "question",
+    [
+        "--help", "-m --help", "hydra.mode=MULTIRUN --help", "help", "help trainer.seed launcher=slurm evaluate", "--cfg job",
+        "--info", "--version", "evaluate --help", "completion bash",
+    ],
+)  # fmt: skip
 def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path, question: str) -> None:
     environ = torch_trap(tmp_path)
     before = written(tmp_path)
@@ -124,11 +128,9 @@ def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp,
     assert (done.code, done.err) == (0, "")
     assert written(tmp_path) == before
     if question == "--help":
-        for line in ("model: lenet, linear", "optimizer: adamw, mnist_sgd, sgd", "scheduler: constant, cosine, onecycle"):
-            assert line in done.out
-        assert "recipe: mnist" in done.out
-        assert "  global_batch_size: 128" in done.out
-        assert "python -m ddpexp evaluate" in done.out
+        for line in ("model      lenet*, linear", "optimizer  adamw, mnist_sgd*, sgd", "scheduler  constant, cosine, onecycle*"):
+            assert f"\n  {line}\n" in done.out
+        assert "\n  trainer.global_batch_size=128 " in done.out
     if question == "--cfg job":
         assert "global_batch_size: 128" in done.out
 

@@ -91,7 +91,7 @@ def test_an_unknown_name_and_the_help_list_it(recipe: Recipe, example: Path) -> 
         done = recipe(f"launcher={word}", environ=seeing(example))
         assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
     asked = recipe.ddpexp("--help", environ=seeing(example))
-    assert "\nlauncher: elastic, mpi, polite, slurm, spawn, torchrun-env\n" in asked.out
+    assert "\n  launcher   elastic, mpi, polite, slurm, spawn*, torchrun-env\n" in asked.out
     without = recipe("launcher=polite")
     assert (without.code, without.err) == (2, f"ddpexp: launcher=polite is not a known option. Known here: {OURS}.\n")
 
