@@ -32,8 +32,7 @@ COMMANDS = (
     ),
     Command("status", "DIR", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps")),
     Command(
-        "table", "DIR... [sweep.objective=METRIC] [--columns A,B,...|--all|--csv] [--out FOLDER]",
-        "compare sweeps and runs in a table",
+        "table", "DIR... [sweep.objective=METRIC] [options]", "compare sweeps and runs in a table",
         ("compare", "list", "ls", "runs", "results"),
     ),
     Command(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ddpexp import cli, commands
+from ddpexp.config.compose import overview
 from ddpexp.config.folders import conf_folder
 from ddpexp.errors import RefusedError
 from ddpexp.help import answer, first

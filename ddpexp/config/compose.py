@@ -402,6 +402,7 @@ def overview(overrides: Sequence[str], directory: str | None) -> Overview:
         values = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(values, dict)
     of_hydra = {"sweep": {"dir": values.pop("hydra")["sweep"]["dir"]}}
+    values.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
     folders = dict.fromkeys([conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()])
     return Overview({str(key): value for key, value in values.items()}, of_hydra, choices, list(folders))
 

@@ -33,14 +33,15 @@ folder that holds some, such as outputs/mnist. Columns are the values that
 differ, then the metric (sweep.mode=max: more is better). With seeds among them
 a second table has their mean and deviation. A terminal gets as many columns as
 it is wide, those that tell most runs apart; a file or a pipe gets all of them.
-Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its directory,
-of anything into the FOLDER behind --out.
+Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its
+directory, of anything into the FOLDER behind --out.
 
   --columns A,B,...  these columns: keys of the configuration, metrics, status,
                      step, time, directory
   --all              all columns, on a terminal too
   --csv              one line a run with all that was typed and every metric, as
-                     plain numbers; writes no file"""
+                     plain numbers; writes no file
+  --out FOLDER       where to write the files"""
 
 _STATUS = f"""{commands.of("status").usage}
 
