@@ -46,7 +46,7 @@ class Report:
         if experiment.trainer.reduction == "exact":
             cut += ", summed in one order at every number of workers"
         lines = {
-            "recipe": experiment.recipe.name,
+            "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
             "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
             "model": f"{_short(experiment.model.target)}, {size:,} parameters, {experiment.trainer.precision}",
             "world": f"{workers} ({layout.backend}{shared}), {_counted(layout.threads, 'thread')} each{crowded}",

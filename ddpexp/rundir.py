@@ -143,6 +143,10 @@ class RunDir:
             return []
         return [str(word) for word in words] if isinstance(words, list) else []
 
+    def options(self) -> list[str]:
+        """Return the typed words that have added an option of the user's own groups, such as `+experiment=big`."""
+        return [word for word in self.words() if re.match(r"\+{1,2}[\w/]+(@\w+)?=", word)]
+
     def command(self) -> list[str]:
         """Return the command line of the run's last start, or of its submission; nothing where that cannot be read."""
         for path in (self.manifest, self.result):

@@ -106,7 +106,9 @@ def test_a_users_model_data_and_task_train_with_and_without_loader_workers(ddpex
     assert helped.code == 0, helped.err
     assert helped.result()["weights_sha256"] == result["weights_sha256"]
     assert helped.result()["metrics"] == result["metrics"]
-    other = train(ddpexp, project / "conf", "mine", *words, "trainer.seed=1")
+    write(project / "conf/experiment/other.yaml", "# @package _global_\ntrainer: {seed: 1}\n")
+    other = train(ddpexp, project / "conf", "mine", *words, "+experiment=other")
+    assert "recipe  mine +experiment=other\n" in other.out
     assert other.result()["weights_sha256"] != result["weights_sha256"]
 
 

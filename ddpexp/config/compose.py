@@ -147,6 +147,7 @@ class Swept:
     loader: ConfigLoader  # what Hydra's sweepers look groups up with
     settings: Mapping[str, Any]  # the section `sweep`
     keys: frozenset[str]  # that are swept
+    intervals: tuple[str, ...]  # words that give a range of values to choose from
     words: tuple[str, ...]  # as typed
     folder: str | None  # hydra.sweep.dir, where it was typed or a config file sets it
     config_dir: str | None
@@ -188,6 +189,7 @@ def compose_sweep(argv: list[str]) -> Swept:
         with answered(answers_of(cfg)):
             settings = OmegaConf.to_container(cfg.sweep, resolve=True)
             cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolved here, where what is wrong with it becomes a sentence
+        of_file = OverridesParser.create(found.config_loader).parse_overrides([f"{key}={one}" for key, one in of_sweeper.items()])
     swept = {one.get_key_element() for one in parsed if one.is_sweep_override()}
     for key in swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
@@ -198,6 +200,7 @@ def compose_sweep(argv: list[str]) -> Swept:
         loader=found.config_loader,
         settings={str(key): value for key, value in settings.items()},
         keys=frozenset({*swept, *map(str, of_sweeper)}),
+        intervals=tuple(str(one.input_line) for one in (*parsed, *of_file) if one.is_interval_sweep()),
         words=tuple(overrides),
         folder=cfg.hydra.sweep.dir if chosen else None,
         config_dir=words.config_dir,

@@ -26,6 +26,15 @@ _TRAINS = ("train", "fit", "run", "start", "launch", "main")  # what it is calle
 _FULL_ERROR = "HYDRA_FULL_ERROR"
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*")
 _DASHES, _QUOTES = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb"
+_FUNCTIONS = {  # of Hydra's sweeps
+    "choice": "choice(1,2,3)",
+    "range": "range(0,10,2)",
+    "interval": "interval(0.001,0.1)",
+    "glob": "glob(*)",
+    "tag": "tag(log,interval(0.001,0.1))",
+    "shuffle": "shuffle(1,2,3)",
+    "sort": "sort(1,2,3)",
+}
 _BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 _EXAMPLE = "write key=value, for example trainer.gpus=2"
 
@@ -116,6 +125,9 @@ def _unread(word: str) -> str:
         return f"{word} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
     if (found := re.search(f"[{_QUOTES}]", value)) is not None:
         return f"{word} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
+    called = re.match(r"(\w+)\(", value)
+    if called is not None and called[1] in _FUNCTIONS:
+        return f"{word} is not read: {called[1]} is written as in {shlex.quote(f'{key}={_FUNCTIONS[called[1]]}')}."
     if value.startswith("~"):
         return f"{word} is not read: neither the shell nor Hydra makes a folder of ~ there. Write {key}=$HOME{value[1:]}."
     if value[:1] == "(" and value[-1:] == ")" and _is_read(f"{key}=[{value[1:-1]}]"):

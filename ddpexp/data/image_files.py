@@ -11,12 +11,15 @@ import math
 import os
 import struct
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddpexp.errors import RefusedError
 
 _PARTS = ("train", "test")
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
+_DEEPEST, _LOOKED_THROUGH = 2, 2000  # folders below data.root in which images are looked for, and entries that are looked at
 _LABELS = ("|u1", "|i1", "<i2", "<i4", "<i8")
 _LOOKED_AT = 1 << 16  # bytes at both ends of a file: enough to tell data sets apart, in no time
 
@@ -45,6 +48,12 @@ def prepare(
             "data.root is not set: name the folder with train-images.npy, train-labels.npy, test-images.npy and test-labels.npy."
         )
     folder = Path(os.path.abspath(os.path.expanduser(root)))
+    if not any((folder / f"{part}-{what}.npy").exists() for part in _PARTS for what in ("images", "labels")):
+        raise RefusedError(
+            f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, test-images.npy and "
+            f"test-labels.npy there. Store the images as such arrays with numpy.save, or have a recipe of your own read them as "
+            f"they are, for example with torchvision.datasets.ImageFolder."
+        )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
     for part in _PARTS:
         _refuse_images(folder, part, found[part, "images"], found[part, "labels"])
@@ -68,6 +77,26 @@ def prepare(
         "flip": flip,
         "crop": crop,
     }
+
+
+def _instead(folder: Path) -> str:
+    """Say what there is in a folder without our files."""
+    if not folder.is_dir():
+        return "is not a folder" if folder.exists() else "does not exist"
+    if (images := found_images(folder)) is not None:
+        return f"holds {images}"
+    names = sorted(path.name for path in islice(folder.iterdir(), _LOOKED_THROUGH))
+    return f"holds {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "is empty"
+
+
+def found_images(folder: Path) -> str | None:
+    """Describe the single images in a folder, or in folders in it, as people keep them; None where there are none."""
+    for depth in range(_DEEPEST + 1):
+        for path in islice(folder.glob("/".join("*" * depth) + "/*" if depth else "*"), _LOOKED_THROUGH):
+            if path.suffix.lower() in _IMAGES:
+                place = path.relative_to(folder)
+                return f"images such as {place}" if depth == 0 else f"folders of images such as {place}"
+    return None
 
 
 def _refuse_images(folder: Path, part: str, images: _Array, labels: _Array) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from ddpexp.data import idx
 from ddpexp.data.cache import CACHES, Cache, alone, in_first, put, read_cache, update_cache, user_cache, write_cache
+from ddpexp.data.image_files import found_images
 from ddpexp.data.mirrors import AUTO_PATIENCE, DOWNLOAD_PATIENCE, MIRRORS, DownloadError, Patience, download_unless_failed
 from ddpexp.errors import RefusedError
 from ddpexp.launch.terminal import say
@@ -62,6 +63,11 @@ def prepare(
     if source == "embedded":
         return _embedded(embedded_train, embedded_test)
     folder = _data_folder(root)
+    if root is not None and not idx.find([folder]) and not _caches([folder]) and (images := found_images(folder)) is not None:
+        raise RefusedError(
+            f"data.root={folder} holds {images}, and none of the four MNIST files that data=mnist reads there: for images of your "
+            f"own see data=images, or a recipe of your own; for MNIST leave data.root out or name another folder."
+        )
     patience = patience or (AUTO_PATIENCE if source == "auto" else DOWNLOAD_PATIENCE)
     try:
         return _mnist(folder, source, mirrors, patience)

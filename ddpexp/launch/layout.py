@@ -26,7 +26,7 @@ def resolve(
         RefusedError: more GPUs asked for than there are, or a backend that does not serve the device.
     """
     if gpus != "auto" and gpus < 1:
-        raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more.")
+        raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more, or auto for all GPUs.")
     if gpus != "auto" and gpus > _MOST_WORKERS:
         raise RefusedError(f"trainer.gpus={gpus} is more than the {_MOST_WORKERS} workers that one machine can start. Use fewer.")
     if present is None:

@@ -351,7 +351,7 @@ class Slurm:
         if workers == "auto":
             return None
         if workers < 1:
-            raise RefusedError(f"trainer.gpus={workers} starts no worker: use 1 or more.")
+            raise RefusedError(f"trainer.gpus={workers} starts no worker: use 1 or more, or auto for all GPUs.")
         gpus = self._gpus() > 0 or job.asked.device == "cuda"
         device, backend = ("cuda", "nccl") if gpus and job.asked.device != "cpu" else ("cpu", "gloo")
         backend = backend if job.asked.backend == "auto" else job.asked.backend

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import shutil
 import sys
@@ -73,9 +72,10 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
 def _refuse_sweeper(swept: Swept, settings: Settings) -> None:
     """Look at whether a sweeper that chooses jobs by their results has one to choose by."""
     if is_grid(swept):
-        interval = next((word for word in swept.words if re.search(r"=\s*interval\(", word)), None)
-        if interval is not None:
-            raise RefusedError(f"{interval} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the values.")
+        if swept.intervals:
+            raise RefusedError(
+                f"{swept.intervals[0]} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the values."
+            )
         return
     if settings.objective is None:
         raise RefusedError(

@@ -191,6 +191,17 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
         made.model.kwargs["hidden"] = 1  # type: ignore[index]
 
 
+# Sweeps
+
+
+def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
+    words = ["optimizer.lr=interval(0,1)", "trainer.seed=tag(a,b,interval(2,3))", "model.hidden=choice(3,4)"]
+    assert compose_sweep(words).intervals == tuple(words[:2])
+    params = "hydra: {sweeper: {params: {optimizer.lr: 'interval(0.1,0.2)', trainer.seed: '1,2'}}}\n"
+    write(tmp_path / "conf/recipe/searched.yaml", f"# @package _global_\n{params}")
+    assert compose_sweep([f"--config-dir={tmp_path}/conf", "recipe=searched"]).intervals == ("optimizer.lr=interval(0.1,0.2)",)
+
+
 # Refusals
 
 

@@ -58,6 +58,29 @@ def test_arrays_that_are_no_images_are_refused(folder: Path, name: str, array: A
     assert sentence in str(caught.value)
 
 
+def test_a_folder_of_something_else_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    def said() -> str:
+        with pytest.raises(RefusedError) as caught:
+            prepared(tmp_path / "root")
+        assert "data=images reads train-images.npy, train-labels.npy" in str(caught.value)
+        assert str(caught.value).startswith(f"data.root={tmp_path / 'root'} ")
+        return str(caught.value).removeprefix(f"data.root={tmp_path / 'root'} ").partition(":")[0]
+
+    assert said() == "does not exist"
+    (tmp_path / "root/deep").mkdir(parents=True)
+    assert said() == "holds deep"
+    (tmp_path / "root/train.csv").touch()
+    assert said() == "holds deep, train.csv"
+    (tmp_path / "root/deep/train/cat").mkdir(parents=True)
+    (tmp_path / "root/deep/train/cat/a.PNG").touch()
+    assert said() == "holds deep, train.csv"  # too deep to be data.root
+    (tmp_path / "root/train/cat").mkdir(parents=True)
+    (tmp_path / "root/train/cat/a.jpeg").touch()
+    assert said() == "holds folders of images such as train/cat/a.jpeg"
+    (tmp_path / "root/b.png").touch()
+    assert said() == "holds images such as b.png"
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [

@@ -110,6 +110,20 @@ def test_files_that_are_absent_are_refused(tmp_path: Path, small: Small) -> None
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.parametrize("source", ["auto", "files", "download"])
+def test_a_typed_folder_of_other_images_is_refused_and_mnist_does_not_stand_in_for_them(
+    tmp_path: Path, small: Small, root: Path, source: str
+) -> None:
+    (tmp_path / "mine/train/cat").mkdir(parents=True)
+    (tmp_path / "mine/train/cat/a.png").touch()
+    text = refusal(tmp_path / "mine", source)
+    assert text.startswith(
+        f"data.root={tmp_path / 'mine'} holds folders of images such as train/cat/a.png, and none of the four MNIST"
+    )
+    (root / "a.png").touch()
+    assert prepare(root, "files")["name"] == "mnist"
+
+
 def test_some_missing_files_are_named(root: Path) -> None:
     (root / f"{TRAIN_LABELS}.gz").unlink()
     (root / f"{TEST_IMAGES}.gz").unlink()

@@ -53,7 +53,7 @@ def test_a_typed_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("gpus", "device", "backend", "threads", "present", "sentence"),
     [
-        (0, "auto", "auto", "auto", 0, "trainer.gpus=0 starts no worker: use 1 or more."),
+        (0, "auto", "auto", "auto", 0, "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
         (8, "auto", "auto", "auto", 2, "trainer.gpus=8, but this machine shows 2 GPUs. "
          "Use trainer.gpus=2, or trainer.device=cpu for 8 CPU workers."),
         (2, "cuda", "auto", "auto", 1, "trainer.gpus=2, but this machine shows 1 GPU. "

@@ -1,0 +1,67 @@
+"""The folder that is typed as --config-dir: one of which nothing would be read is refused, with the one that is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpexp.config.folders import added_folder
+from ddpexp.errors import RefusedError
+
+
+def made(folder: Path, *names: str) -> Path:
+    for name in names:
+        path = folder / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text("x: 1\n")
+    return folder
+
+
+def refusal(typed: str) -> str:
+    with pytest.raises(RefusedError) as caught:
+        added_folder(typed)
+    return str(caught.value)
+
+
+def test_a_folder_with_an_option_of_a_group_is_taken(tmp_path: Path) -> None:
+    assert added_folder(None) is None
+    for number, name in enumerate(("recipe/mine.yaml", "model/net.yaml", "experiment/big.yaml", "hydra/sweeper/mine.yaml")):
+        folder = made(tmp_path / str(number), name)
+        assert added_folder(str(folder)) == folder
+
+
+@pytest.mark.parametrize(
+    ("names", "typed", "sentence"),
+    [
+        (
+            ["own/conf/recipe/mine.yaml", "own/mine.py"],
+            "own",
+            "own has no folder of options such as recipe, but own/conf has: type ",
+        ),
+        (["own/conf/config.yaml", "own/conf/model/a.yaml"], "own", "own has no folder of options such as recipe, but own/conf has"),
+        (["own/recipe/mine.yaml"], "own/recipe", "own/recipe has no folder of options such as recipe, but own has: type "),
+        (
+            ["own/"],
+            "own",
+            "own adds nothing: it is empty. Options are files such as own/recipe/mine.yaml, which recipe=mine chooses.",
+        ),
+        (["own/mine.py"], "own", "own adds nothing: it has Python files, but no YAML of a group."),
+        (["own/mine.yaml"], "own", "own adds nothing: mine.yaml lies in no folder of a group, so Hydra does not read it."),
+        (["own/recipe/mine.yml"], "own", "own adds nothing: of own/recipe/mine.yml the name must end in .yaml."),
+        (["own/data/x.csv"], "own", "own adds nothing: no YAML in it belongs to a group."),
+    ],
+)
+def test_one_without_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], typed: str, sentence: str
+) -> None:
+    monkeypatch.chdir(made(tmp_path, *names))
+    assert refusal(typed).startswith(f"--config-dir {sentence}")
+
+
+def test_no_folder_at_all_is_refused(tmp_path: Path) -> None:
+    assert refusal("") == "--config-dir is empty: it takes the folder of your configs, such as --config-dir mine/conf."
+    assert refusal(f"{tmp_path}/x") == f"--config-dir {tmp_path}/x is not a directory."
+    made(tmp_path, "file")
+    assert refusal(f"{tmp_path}/file") == f"--config-dir {tmp_path}/file is not a directory."
