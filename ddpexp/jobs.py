@@ -218,7 +218,7 @@ class Training(Job):
         try:
             yield
         except OSError as error:
-            raise RefusedError(f"{self._called(run)} cannot be written: {said_with_limit(error)}.") from None
+            raise RefusedError(f"{self._called(run)} cannot be written: {said_with_limit(error, run.path)}.") from None
 
     @contextmanager
     def _saying(self, run: RunDir) -> Iterator[None]:
@@ -227,8 +227,8 @@ class Training(Job):
             yield
         except OSError as error:
             if run.path.exists():  # else that is the end itself, which is reported
-                text = f"{self._called(run)} cannot be written ({said_with_limit(error)}): this end could not be recorded there"
-                say(f"ddpexp: warning: {text}")
+                why = said_with_limit(error, run.path)
+                say(f"ddpexp: warning: {self._called(run)} cannot be written ({why}): this end could not be recorded there")
 
     def _there(self, owners: Sequence[str]) -> RunDir | None:
         """Return the run directory that is there already: made for this command, typed, or begun by what starts it again."""

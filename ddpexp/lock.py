@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import process
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.log import held_logs
 from ddpexp.launch.network import boot_id
 from ddpexp.launch.slurm_commands import exact_id, is_id, is_over
@@ -106,7 +107,7 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
         try:
             _write(descriptor, owner)
         except OSError as error:
-            raise RefusedError(f"{name} cannot be written: {error.strerror} ({path}).") from None
+            raise RefusedError(f"{name} cannot be written: {said_with_limit(error, path)}.") from None
         if not flocked:
             time.sleep(_SETTLE_SECONDS)  # of two commands that found nobody, the one that wrote last has it
             if read(path) != owner:

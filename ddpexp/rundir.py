@@ -25,6 +25,7 @@ import yaml
 from ddpexp import lock
 from ddpexp.errors import DdpexpError, Failure, RefusedError
 from ddpexp.launch import Layout
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.secrets import masked_tree
 
 JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
@@ -256,7 +257,8 @@ def create(asked: str | None, recipe: str) -> RunDir:
             raise _taken(path) from None
         return run
     except OSError as error:
-        raise RefusedError(f"run.dir={path} cannot be made: {error.strerror}. Choose another place with run.dir=... .") from None
+        why = said_with_limit(error, path)
+        raise RefusedError(f"run.dir={path} cannot be made: {why}. Choose another place with run.dir=... .") from None
 
 
 def missing_folders(folder: Path) -> list[Path]:

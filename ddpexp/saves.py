@@ -23,6 +23,7 @@ from ddpexp.checkpoint.reader import copy_into, read_model, read_own, read_part,
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config import Trainer
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch.limits import human, told_apart
 from ddpexp.loop import Loop, Position
 from ddpexp.rundir import RunDir, relative, whole_lines
 from ddpexp.secrets import masked_tree
@@ -31,6 +32,7 @@ from ddpexp.strategy.contract import Strategy
 from ddpexp.track import Tracker
 from ddpexp.world import World
 
+_OTHER_FILES = 8  # of a checkpoint, beside those of tensors: five parts, config.yaml and the manifest, and their folder
 _TEXT_BYTES = 1024
 _MODEL_NAME = re.compile(r"[\w-]+")
 
@@ -176,10 +178,17 @@ def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: Aver
     free = disk.f_bavail * disk.f_frsize
     problem = None
     if free < wanted:
-        problem = f"a checkpoint takes {_mb(wanted)} and {run.path} has {_mb(free)} free"
+        takes, has = told_apart(wanted, free)
+        problem = f"a checkpoint takes {takes} and {run.path} has {has} free"
         cure = "make room, or choose another place with run.dir=... ."
+    elif disk.f_files and disk.f_favail < (num_files := sum(map(bool, files)) + _OTHER_FILES):
+        problem = (
+            f"a checkpoint takes {num_files} files and the file system of {run.path} can hold {disk.f_favail:,} more of its "
+            f"{disk.f_files:,} (inodes; {human(free)} are free)"
+        )
+        cure = "remove files, or choose another place with run.dir=... ."
     elif (allowed := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY and largest > allowed:
-        problem = f"a file of a checkpoint takes {_mb(largest)} and this shell allows {allowed // 1024:,} KiB a file (ulimit -f)"
+        problem = f"a file of a checkpoint takes {human(largest)} and this shell allows {allowed // 1024:,} KiB a file (ulimit -f)"
         cure = "raise that limit."
     if problem is not None and trainer.on_save_error == "stop":
         raise RefusedError(f"{problem}, so that nothing of this run could be saved: {cure}")
@@ -191,7 +200,7 @@ def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: Aver
     elif free + there < kept * wanted:
         text = "%s has %s free, and %d checkpoints of %s are there at the same time (trainer.keep_last=%s): saving will fail later"
         shown = "null" if trainer.keep_last is None else trainer.keep_last
-        logging.getLogger("ddpexp").warning(text, relative(run.path), _mb(free + there), kept, _mb(wanted), shown)
+        logging.getLogger("ddpexp").warning(text, relative(run.path), human(free + there), kept, human(wanted), shown)
 
 
 def _expected_bytes(loop: Loop, average: Average | None) -> list[int]:
@@ -217,10 +226,6 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
         copies += ("alpha" in group) + bool(group.get("centered"))
         total += copies * _num_bytes(parameter for parameter in group["params"] if parameter.requires_grad)
     return total
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
 
 
 def restore(one: Checkpoint, loop: Loop, saves: Saves) -> None:

@@ -38,7 +38,6 @@ from ddpexp.plan.memory import (
     checkpoint_files,
     checkpoints_at_once,
     exchange_bytes,
-    human,
     layout_stays,
     num_checkpoints,
     parts,
@@ -179,12 +178,6 @@ def test_checkpoints_on_the_disk() -> None:
     assert checkpoints_at_once(TRAINER, 10) == 3
     assert checkpoints_at_once(replace(TRAINER, keep_best="min:eval/loss"), 10) == 4
     assert checkpoints_at_once(replace(TRAINER, keep_last=None), 10) == 10
-
-
-def test_bytes_are_said_in_units_of_a_thousand() -> None:
-    assert [human(size) for size in (0, 999, 1000, 1_234_567, 4e9, 1.5e12)] == [
-        "0 bytes", "999 bytes", "1 kB", "1.23 MB", "4 GB", "1.5 TB",
-    ]  # fmt: skip
 
 
 def test_partial_sums_are_as_many_as_a_counter_has_digits() -> None:

@@ -29,7 +29,7 @@ from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, 
 from ddpexp.checkpoint.layout import Span, TensorFile, copy_span, lay_out, share, ties
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.faults import reach
-from ddpexp.launch.limits import said_with_limit
+from ddpexp.launch.limits import human, said_with_limit
 from ddpexp.rundir import JSON_BYTES, Anchor, MovedError, write
 from ddpexp.world import World
 
@@ -292,14 +292,10 @@ class Writer:
     def _describe(self, error: BaseException, job: _Job) -> str:
         if isinstance(error, MovedError):
             return str(error)
-        free = ""
-        with suppress(OSError):
-            free = f" ({shutil.disk_usage(self._folder.parent).free / 1e6:,.1f} MB free)"
-        size = job.copied.numel() / 1e6
         remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
         return (
-            f"the checkpoint of step {job.step} could not be written in {self._folder}: {said_with_limit(error)}{free}, "
-            f"rank {self._world.rank} writes {size:,.1f} MB of it; the checkpoints before it are as they were.{remedy}"
+            f"the checkpoint of step {job.step} could not be written in {self._folder}: {said_with_limit(error, self._folder)}; "
+            f"rank {self._world.rank} writes {human(job.copied.numel())} of it. The checkpoints before it are as they were.{remedy}"
         )
 
 

@@ -98,7 +98,7 @@ def _open(path: Path) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else said_with_limit(error)
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else said_with_limit(error, path)
         raise RefusedError(f"{path} cannot be written: {why}.") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

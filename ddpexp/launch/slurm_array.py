@@ -164,7 +164,7 @@ def _write(kind: Kind, runs: Sequence[str], folder: Path) -> Path:
                 break
             path = folder / f"array-{number}.sbatch"
     except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {said_with_limit(error)}.") from None
+        raise RefusedError(f"{path} cannot be written: {said_with_limit(error, path)}.") from None
     return path
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from ddpexp.config import Strategy, Trainer
 from ddpexp.launch import Layout
+from ddpexp.launch.limits import human
 
 _MIB = 1 << 20
 _GATHERED = 128 << 10  # ddpexp.strategy.reduce.GATHERED_BYTES, which a test holds this to
@@ -183,11 +184,3 @@ def num_checkpoints(trainer: Trainer, num_steps: int, steps_per_epoch: int) -> i
     """Return how many checkpoints a run makes: one each period, and one at its end."""
     every = steps_per_epoch if trainer.checkpoint_every == "epoch" else trainer.checkpoint_every
     return -(-num_steps // every) if every else 1
-
-
-def human(num_bytes: float) -> str:
-    """Return a number of bytes as people say it. Units: kB is 1,000 bytes."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.3g} {unit}" if num_bytes < 999.5 * size else f"{num_bytes / size:,.0f} {unit}"
-    return f"{num_bytes:,.0f} bytes"

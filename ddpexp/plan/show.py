@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpexp.plan.memory import Bucket, human
+from ddpexp.launch.limits import human
+from ddpexp.plan.memory import Bucket
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import crowd
 from ddpexp.printable import one_line

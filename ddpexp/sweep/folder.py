@@ -16,6 +16,7 @@ import yaml
 
 from ddpexp import rundir
 from ddpexp.errors import RefusedError
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.terminal import say
 from ddpexp.rundir import open_to_append
 from ddpexp.secrets import masked_tree
@@ -92,7 +93,7 @@ class SweepDir:
         try:
             yield
         except OSError as error:
-            raise RefusedError(f"hydra.sweep.dir={self.path} cannot be written: {error.strerror}.") from None
+            raise RefusedError(f"hydra.sweep.dir={self.path} cannot be written: {said_with_limit(error, self.path)}.") from None
 
     def log(self, number: int) -> Path:
         """Return the file of what a job's command has printed."""

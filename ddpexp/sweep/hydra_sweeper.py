@@ -19,6 +19,7 @@ from ddpexp.config.compose import Swept
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.sentences import one_sentence
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.sweep.folder import key_of
 
 _MOST = 100_000  # jobs of a grid
@@ -81,7 +82,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
         except OSError as error:
             if launcher.began:
                 raise
-            raise RefusedError(f"hydra.sweep.dir={folder} cannot be written: {error.strerror}.") from None
+            raise RefusedError(f"hydra.sweep.dir={folder} cannot be written: {said_with_limit(error, folder)}.") from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
         except (AssertionError, ValueError) as error:

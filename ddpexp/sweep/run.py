@@ -12,6 +12,7 @@ from ddpexp import lock, rundir
 from ddpexp.config.compose import Swept
 from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.fork_server import Server
+from ddpexp.launch.limits import said_with_limit
 from ddpexp.launch.terminal import say
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import is_grid, refuse_endless, sweep_with
@@ -97,7 +98,9 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RefusedError(f"hydra.sweep.dir={path} cannot be made: {error.strerror}. Choose another place.") from None
+        raise RefusedError(
+            f"hydra.sweep.dir={path} cannot be made: {said_with_limit(error, path)}. Choose another place."
+        ) from None
     folder = SweepDir(path)
     if not folder.is_sweep() and any(entry.name not in (lock.NAME, "multirun.yaml") for entry in path.iterdir()):
         raise RefusedError(f"hydra.sweep.dir={path} holds something else than a sweep: choose another one, or remove it.")

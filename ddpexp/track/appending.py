@@ -6,6 +6,8 @@ import logging
 import os
 from pathlib import Path
 
+from ddpexp.launch.limits import said_with_limit
+
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead anywhere
 
 
@@ -36,7 +38,7 @@ class Appending:
             if not self._warned:
                 self._warned = True
                 text = "%s cannot be written (%s): its records wait in memory and are written when that ends"
-                logging.getLogger("ddpexp").warning(text, self.path.name, error.strerror or error)
+                logging.getLogger("ddpexp").warning(text, self.path.name, said_with_limit(error, self.path))
 
     def _append(self, descriptor: int) -> None:
         done = 0

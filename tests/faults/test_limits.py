@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,7 +241,7 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
     ended = limited(recipe, "ulimit -f 1024", *EVERY, "model._target_=points.Big", "strategy.reduce_through=backend")
     assert (ended.done.code, ended.done.result()["status"]) == (2, "failed")
     assert ended.done.err == (
-        "ddpexp: a file of a checkpoint takes 4.2 MB and this shell allows 1,024 KiB a file (ulimit -f), so that nothing of this "
+        "ddpexp: a file of a checkpoint takes 4.19 MB and this shell allows 1,024 KiB a file (ulimit -f), so that nothing of this "
         "run could be saved: raise that limit.\n"
     )
 
@@ -277,11 +278,51 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(recipe
     words = ("model._target_=points.Big", f"trainer.checkpoint_every={every}")
     done = recipe(*EVERY, *words, run=disk / "run")
     assert done.code == 2, done
-    wanted = r"ddpexp: a checkpoint takes 8\.4 MB and \S+/disk/run has 6\.\d MB free, so that nothing of this run could be saved: "
+    wanted = (
+        r"ddpexp: a checkpoint takes 8\.39 MB and \S+/disk/run has 6\.\d\d MB free, so that nothing of this run could be saved: "
+    )
     assert re.fullmatch(f"{wanted}make room, or choose another place with run.dir=... .\n", done.err), done.err
     assert not (disk / "run/metrics.jsonl").exists() or not (disk / "run/metrics.jsonl").read_text()
     (disk / "full").unlink()
     assert recipe(*EVERY, *words, "trainer.keep_last=1", run=disk / "run").code == 0  # the same command, when there is room
+
+
+@pytest.fixture
+def few_files(tmp_path: Path) -> Iterator[Path]:
+    """A disk of twenty megabytes that can hold so many files: a run's own, and a checkpoint or two."""
+    place = tmp_path / "few"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m,nr_inodes=40", "none", str(place)], capture_output=True, text=True
+    )
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.fault(23)
+def test_a_disk_that_can_hold_no_more_files_says_so_at_each_moment(recipe: Recipe, few_files: Path) -> None:
+    for number in range(20):
+        (few_files / str(number)).touch()
+    before = recipe(*EVERY, run=few_files / "run")  # its own files fit, a checkpoint's do not
+    assert before.code == 2, before
+    said = r"ddpexp: a checkpoint takes 10 files and the file system of \S+/few/run can hold \d more of its 40 "
+    said += r"\(inodes; 2\d\.?\d* MB are free\), so that nothing of this run could be saved: remove files, or choose "
+    assert re.search(f"^{said}", before.err, re.MULTILINE), before
+    shutil.rmtree(few_files / "run")
+    for number in range(12):
+        (few_files / str(number)).unlink()
+    full = recipe(*EVERY, "trainer.keep_last=null", run=few_files / "run")  # more checkpoints than it can hold
+    assert full.code == 1, full
+    assert "No space left on device (no inodes are left: the file system of " in full.err
+    assert " holds all 40 files that it can, though " in full.err
+    for number in range(20, 60):
+        with suppress(OSError):
+            (few_files / str(number)).touch()
+    at_once = recipe(*EVERY, run=few_files / "other")
+    assert at_once.code == 2, at_once
+    assert "cannot be made: No space left on device (no inodes are left: the file system of " in at_once.err
 
 
 def test_a_full_disk_is_refused_with_one_sentence(recipe: Recipe, disk: Path) -> None:
@@ -290,7 +331,7 @@ def test_a_full_disk_is_refused_with_one_sentence(recipe: Recipe, disk: Path) ->
             file.write(bytes(1 << 16))
     done = recipe(run=disk / "run")
     assert done.code == 2, done
-    first = "run.dir=disk/run cannot be written: No space left on device"
+    first = "run.dir=disk/run cannot be written: No space left on device (0 bytes of 21 MB"
     assert done.err.startswith(f"ddpexp: {first}") or f"\nddpexp: {first}" in done.err
     assert "Traceback" not in done.err
 
@@ -318,7 +359,7 @@ def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: R
     words = ("model._target_=points.Big", "trainer.epochs=1")
     done = recipe("trainer.gpus=2", *words, run=disk / "run")
     assert done.code == 0, done
-    assert done.out.count("and 3 checkpoints of 8.4 MB are there at the same time (trainer.keep_last=2): saving will fail") == 1
+    assert done.out.count("and 3 checkpoints of 8.39 MB are there at the same time (trainer.keep_last=2): saving will fail") == 1
     assert "saving will fail" not in recipe("trainer.gpus=2", *words).out
 
 
@@ -345,7 +386,8 @@ def test_a_process_too_many_ends_the_run_with_the_limit(
     ended = limited(recipe, f"echo $$ > {processes}/cgroup.procs", *EVERY, f"trainer.gpus={workers}")
     assert ended.done.code == 1, ended.done
     last = ended.done.err.splitlines()[-1]
-    assert f"{processes}/pids.max allows {allowed} processes and threads: raise that limit, or use fewer workers" in last
+    assert f"{processes}/pids.max allows {allowed} processes and threads and " in last
+    assert " are there: raise that limit, or use fewer workers" in last
     assert says in last
     assert ended.error["message"] in last
 
