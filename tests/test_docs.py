@@ -1,0 +1,272 @@
+"""What the documents tell people to type is taken by the real command's code as it stands; what is quickly done is run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ddpexp import commands
+from ddpexp.config import parse
+from ddpexp.config.compose import Composed, JobComposer, Swept, compose_command
+from ddpexp.config.folders import conf_folder, groups
+from ddpexp.jobs import Training
+from ddpexp.plan.layout import assume
+from ddpexp.plan.words import Words
+from ddpexp.sweep.again import resumed
+from ddpexp.sweep.asked import Asked
+from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.settings import settings_of
+from ddpexp.verbs import evaluate, resume
+from tests.conftest import ROOT, Ddpexp, finish
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+KEPT = ROOT / "tests/kept"
+
+# What stands for something else, and what it stands for here.
+PLACEHOLDERS = {
+    "HOST0": "127.0.0.1",
+    "ETCD": "127.0.0.1",
+    "RUN_DIR": "mnist",
+    "outputs/first": "mnist",
+    "outputs/.../model.safetensors": "mnist/checkpoints/step-00000050/model.safetensors",
+    "FOLDER...": "sweep",
+    "FOLDER": "sweep",
+    "recipe=...": "recipe=mnist",
+    "sweep.slots=N": "sweep.slots=2",
+}
+# Words that stand in a text as something to be completed, or as no words of ddpexp's.
+NOT_TYPED = {
+    "launcher=": "a part of a word",
+    "launcher=...": "any launcher",
+    "launcher.key=...": "any key",
+    "run.trust=[...]": "any prefix",
+    "launcher.rdzv_endpoint=... does not answer any more": "a message",
+    "key=$TOKEN": "any key",
+    "data.token=$TOKEN": "a user's own key",
+    "ddpexp resume RUN_DIR [key=value ...]": "a heading",
+    "python -m ddpexp -m ...": "any sweep",
+    "ddpexp member ...": "for launchers",
+    "ddpexp member": "for launchers",
+    "exec python -m ddpexp ...": "any command",
+    "ssh HOST 'python -m ddpexp ... &'": "any command",
+    "unshare -rn sh -c 'ip link set lo up && exec python -m ddpexp ...'": "any command",
+    "python -m ddpexp": "any command",
+    "python -P -m ddpexp": "any command",
+    "ddpexp": "any command",
+    "python -m ddpexp recipe=mnist trainer.gpus=2 launcher=polite launcher.niceness=5": "run by launch/test_plugins.py",
+    "python -m ddpexp --config-dir mine/conf recipe=mine trainer.gpus=2": "run below",
+}
+# Values that are refused without others, which the text names beside them.
+ONLY_WITH = {
+    "trainer.reduction=exact": ["trainer.micro_batch_size=16"],
+    "trainer.reduction=exact trainer.deterministic=true trainer.log_every=1": ["trainer.micro_batch_size=16"],
+    "trainer.backend=mpi": ["launcher=mpi"],
+    "trainer.nodes=1:4": ["launcher=elastic"],
+    "sweep.early_stop=median": ["sweep.objective=eval/loss"],
+    "sweep.early_stop=halving sweep.early_stop_after=500 sweep.early_stop_factor=3": ["sweep.objective=eval/loss"],
+}
+# Other programs' lines in blocks.
+OTHERS = re.compile(r"pip install |python -m (venv|benchmarks|tests\.mutate) |ruff format |tensorboard --logdir |pytest -")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A line of a code block, or a piece of inline code."""
+
+    document: str
+    text: str
+    is_line: bool  # of a block
+
+    def __str__(self) -> str:
+        return f"{self.document}: {self.text}"
+
+
+def written(document: Path) -> Iterator[Typed]:
+    """Yield every line of the indented blocks, those that go on joined, and every piece of inline code."""
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    name = str(document.relative_to(ROOT))
+    for block in re.findall(r"(?:^    .*\n)+", text, flags=re.MULTILINE):
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+            yield Typed(name, line.strip(), True)
+    prose = re.sub(r"^    .*\n", "", text, flags=re.MULTILINE)
+    for piece in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose):
+        yield Typed(name, " ".join(piece.split()), False)
+
+
+def command_of(text: str) -> list[str] | None:
+    """Return the words for ddpexp in a line that has its command; None where there is none."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        return None  # prose
+    place = max((number for number, word in enumerate(words) if word == "ddpexp"), default=None)
+    return None if place is None or "->" in words else words[place + 1 :]
+
+
+def is_overrides(text: str) -> bool:
+    """Tell whether a piece of inline code is nothing but words of a configuration."""
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return False
+    sections = {*groups([conf_folder()]), "run", "sweep", "task", "hydra"}
+    known = [re.match(r"-m$|\+{0,2}([a-z]+)([./]\w+)*=", word) for word in words]
+    return any("=" in word for word in words) and all(one is not None and (one[0] == "-m" or one[1] in sections) for one in known)
+
+
+ALL = list({typed.text: typed for document in reversed(DOCUMENTS) for typed in written(document)}.values())
+COMMAND_LINES = [typed for typed in ALL if command_of(typed.text) is not None and typed.text not in NOT_TYPED]
+OVERRIDES = [typed for typed in ALL if command_of(typed.text) is None and is_overrides(typed.text) and typed.text not in NOT_TYPED]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, a sweep and weights."""
+    folder = tmp_path_factory.mktemp("kept")
+    for name in ("mnist", "sweep"):
+        shutil.copytree(KEPT / name, folder / name)
+    (folder / "sweep/sweep.yaml").write_text("words: [recipe=mnist, 'trainer.seed=1,2']\noptions: []\n")
+    shutil.copy(next((folder / "mnist/checkpoints").glob("step-*/model.safetensors")), folder / "weights.safetensors")
+    return folder
+
+
+def filled(text: str) -> str:
+    for name, value in PLACEHOLDERS.items():
+        text = text.replace(name, value)
+    return text
+
+
+def accept(words: Sequence[str]) -> None:
+    """Go through what a command does with its words before it looks at the machine, its environment and the data."""
+    if words[:1] == ["resume"] and SweepDir(Path(words[1])).is_sweep():
+        accept_sweep(resumed(words[1:], ["ddpexp", *words]))
+    elif words[:1] == ["resume"]:
+        assert resume(list(words[1:]), ["ddpexp", *words]) is not None
+    elif words[:1] == ["evaluate"]:
+        assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
+    elif words[:1] in (["table"], ["status"]):
+        Asked.of(words[0], words[1:])
+    elif words[:1] == ["plan"]:
+        accept_run(Words.of(words[1:]).run)
+    else:
+        accept_run(words)
+
+
+def accept_run(words: Sequence[str]) -> None:
+    made = compose_command(list(words))
+    if isinstance(made, Swept):
+        accept_sweep(made)
+    elif made is not None:
+        accept_composed(made)
+    else:
+        assert {"--help", "--version"} & set(words)
+
+
+def accept_sweep(swept: Swept) -> None:
+    """Compose a sweep's first job."""
+    settings_of(swept.settings)
+    first = [re.sub(r"=(?:range|interval|choice)\(([^,)]+).*|=([^,\[]+),.*", r"=\1\2", word) for word in swept.words]
+    words = [word for word in first if not word.startswith(("sweep.", "hydra"))]
+    accept_composed(JobComposer(swept).compose(words, Path("job")))
+
+
+def accept_composed(made: Composed) -> None:
+    experiment = parse(made.values)
+    assume(Training(experiment, made.text, made.overrides, ["ddpexp"]), experiment.launcher)
+
+
+@pytest.mark.parametrize("typed", COMMAND_LINES, ids=str)
+def test_every_command_is_accepted_as_it_stands(typed: Typed, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(kept)
+    words = command_of(filled(typed.text))
+    assert words is not None
+    if len(words) == 1 and words[0] in commands.NAMES:
+        return  # its name
+    accept(words)
+
+
+@pytest.mark.parametrize("typed", OVERRIDES, ids=str)
+def test_every_override_is_accepted_as_it_stands(typed: Typed, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(kept)
+    words = [*shlex.split(filled(typed.text)), *ONLY_WITH.get(typed.text, [])]
+    if any(re.match(r"sweep\.|hydra|[^=]+=([^\[]*,|range\()", word) for word in words):
+        words.append("-m")
+    if not any(word.startswith("launcher=") for word in words):
+        words += launcher_with(words)
+    made = compose_command(words)
+    if not isinstance(made, Swept):
+        assert made is not None
+        parse(made.values)
+
+
+def launcher_with(words: Sequence[str]) -> list[str]:
+    """Return the word that chooses the launcher whose keys are typed."""
+    keys = {word.partition("=")[0].removeprefix("launcher.") for word in words if word.startswith("launcher.")}
+    for path in sorted((conf_folder() / "launcher").glob("*.yaml")):
+        if keys and keys <= yaml.safe_load(path.read_text()).keys():
+            return [f"launcher={path.stem}"]
+    return []
+
+
+def test_nothing_that_is_typed_is_overlooked() -> None:
+    assert len(COMMAND_LINES) > 40
+    assert len(OVERRIDES) > 50
+    texts = {typed.text for typed in ALL}
+    assert {*NOT_TYPED, *ONLY_WITH} - texts == set()
+    assert not {name for name in PLACEHOLDERS if not any(name in text for text in texts)}
+
+
+def test_every_line_of_a_block_that_is_a_command_is_known() -> None:
+    """A line that begins like a program's name is ddpexp's or one of the others that are listed."""
+    programs = re.compile(r"(python|ddpexp|torchrun|srun|salloc|sbatch|mpirun|pip|ruff|pytest|tensorboard)\s")
+    lines = [typed for typed in ALL if typed.is_line and programs.match(typed.text) and command_of(typed.text) is None]
+    assert [str(typed) for typed in lines if not OTHERS.match(typed.text) and typed.text not in NOT_TYPED] == []
+
+
+def test_torchruns_own_words_are_words_of_torchruns() -> None:
+    from torch.distributed.run import get_args_parser
+
+    lines = [filled(typed.text) for typed in COMMAND_LINES if re.match(r"torchrun (?!\.\.\.)", typed.text)]
+    assert len(lines) >= 4
+    for line in lines:
+        found = get_args_parser().parse_args(shlex.split(line)[1:])
+        assert (found.module, found.training_script) == (True, "ddpexp")
+
+
+def test_the_readmes_own_recipe_trains(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    files = re.findall(r"^# (mine/\S+)\n(.*?)(?=^# mine/|^```)", text, re.DOTALL | re.MULTILINE)
+    assert sorted(name for name, _ in files) == [
+        "mine/conf/data/mydata.yaml", "mine/conf/model/mynet.yaml", "mine/conf/recipe/mine.yaml", "mine/mine.py",
+    ]  # fmt: skip
+    for name, content in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    [line] = [typed.text for typed in ALL if NOT_TYPED.get(typed.text) == "run below"]
+    done = finish(ddpexp.paste(line), tmp_path)
+    assert (done.code, done.err) == (0, ""), done.err
+    assert "step 20/20" in done.out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python -m ddpexp --help",
+        "python -m ddpexp status FOLDER",
+        "python -m ddpexp evaluate RUN_DIR",
+        "ddpexp evaluate weights.safetensors recipe=mnist",
+        "python -m ddpexp resume RUN_DIR",
+    ],
+)
+def test_what_is_quickly_done_is_really_run(ddpexp: Ddpexp, kept: Path, line: str) -> None:
+    assert line in {typed.text for typed in ALL}
+    words = " model=linear data.source=embedded data.embedded_test=100" if "weights" in line else ""
+    done = finish(ddpexp.paste(re.sub("^ddpexp ", "python -m ddpexp ", filled(line)) + words, kept), kept / "mnist")
+    assert done.code == 0, done.err
