@@ -40,7 +40,7 @@ HYDRA = {"config", "sweep", "cli"}
 # What the command loads before it hands over to the workers.
 COMMAND = (
     "__main__", "cli", "verbs", "prepare", "config", "config.compose", "rundir", "data.mnist_files", "data.image_files",
-    "launch.spawn", "jobs",
+    "launch.spawn", "launch.team", "jobs",
 )  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
 

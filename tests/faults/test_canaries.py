@@ -411,6 +411,8 @@ def everything(place: Place) -> Iterator[tuple[str, ...]]:
     yield "evaluate", "run"
     yield "plan", *TINY
     yield ("--help",)
+    yield "help", "trainer", "launcher=slurm", "evaluate"
+    yield "completion", "bash"
     yield "--cfg", "job"
     yield *TINY, "run.dir=two", "launcher.start_method=spawn"
     yield *TINY, "run.dir=three", "launcher=elastic"
