@@ -16,9 +16,11 @@ from ddpexp import commands
 from ddpexp.config import parse
 from ddpexp.config.compose import Composed, JobComposer, Swept, compose_command
 from ddpexp.config.folders import conf_folder, groups
+from ddpexp.help import answer
 from ddpexp.jobs import Training
 from ddpexp.plan.layout import assume
 from ddpexp.plan.words import Words
+from ddpexp.shells import SCRIPTS
 from ddpexp.sweep.again import resumed
 from ddpexp.sweep.asked import Asked
 from ddpexp.sweep.folder import SweepDir
@@ -50,6 +52,7 @@ NOT_TYPED = {
     "launcher.rdzv_endpoint=... does not answer any more": "a message",
     "key=$TOKEN": "any key",
     "data.token=$TOKEN": "a user's own key",
+    "scheduler._target_=mine.Stable": "a user's own class",
     "ddpexp resume RUN_DIR [key=value ...]": "a heading",
     "python -m ddpexp -m ...": "any sweep",
     "ddpexp member ...": "for launchers",
@@ -73,7 +76,9 @@ ONLY_WITH = {
     "sweep.early_stop=halving sweep.early_stop_after=500 sweep.early_stop_factor=3": ["sweep.objective=eval/loss"],
 }
 # Other programs' lines in blocks.
-OTHERS = re.compile(r"pip install |python -m (venv|benchmarks|tests\.mutate) |ruff format |tensorboard --logdir |pytest -")
+OTHERS = re.compile(
+    r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir |pytest -"
+)
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,10 @@ def accept(words: Sequence[str]) -> None:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] in (["table"], ["status"]):
         Asked.of(words[0], words[1:])
+    elif words[:1] == ["help"]:
+        assert answer(words[1:], by_name=True)
+    elif words[:1] == ["completion"]:
+        assert words[1] in SCRIPTS
     elif words[:1] == ["plan"]:
         accept_run(Words.of(words[1:]).run)
     else:
