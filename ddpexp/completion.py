@@ -40,7 +40,7 @@ _OPTIONS = {
     "resume": ("--config-dir", "--help"),
     "evaluate": ("--config-dir", "--help"),
     "status": ("--help",),
-    "table": ("--out", "--help"),
+    "table": ("--help",),
     "plan": ("--config-dir", "--help"),
     "help": ("--config-dir",),
     "completion": ("--help",),
@@ -165,7 +165,7 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
     if (option := current.partition("=")[0]) in _FOLDERS:
         return _behind(f"{option}=", _paths(current[len(option) + 1 :]))
     if current.startswith("-"):
-        return map(Word, (*_OPTIONS[name], *(_of_plan() if name == "plan" else ())))
+        return map(Word, (*_own_options(name), *_OPTIONS[name]))
     named = [word for place, word in enumerate(words) if place and word[0:1] != "-" and words[place - 1] not in _FOLDERS]
     if name == "completion":
         return [] if named else map(Word, SCRIPTS)
@@ -184,10 +184,17 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
     return [*beginning, *_overrides(_catalogue(words[1:] if name else words), current, multirun)]
 
 
-def _of_plan() -> Sequence[str]:
-    from ddpexp.plan.words import NUMBERS, SWITCHES
+def _own_options(command: str) -> Sequence[str]:
+    """Return the options that a command has for itself alone."""
+    if command == "plan":
+        from ddpexp.plan.words import NUMBERS, SWITCHES
 
-    return (*SWITCHES, *NUMBERS)
+        return (*SWITCHES, *NUMBERS)
+    if command == "table":
+        from ddpexp.sweep.asked import FLAGS, VALUED
+
+        return (*VALUED, *FLAGS)
+    return ()
 
 
 def _catalogue(words: Sequence[str]) -> Catalogue:

@@ -94,6 +94,7 @@ def texts(typed: str) -> list[str]:
         ("table sweep.m", ["sweep.mode="]),
         ("table sweep.mode=m", ["min ", "max "]),
         ("table --out o", ["outputs/"]),
+        ("table --", ["--out ", "--columns ", "--all ", "--csv ", "--help "]),
         ("plan --num", ["--num_samples "]),
         ("plan trainer.prec", ["trainer.precision="]),
         ("completion ", ["bash ", "zsh ", "fish "]),

@@ -14,8 +14,8 @@ from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import Goal, Row, directories, goal_of, rows_of, with_defaults
 
 _KEYS = ("sweep.objective", "sweep.mode")
-_VALUED = {"--out": "a folder behind it: --out FOLDER", "--columns": "names behind it: --columns optimizer.lr,eval/loss"}
-_FLAGS = ("--all", "--csv")
+VALUED = {"--out": "a folder behind it: --out FOLDER", "--columns": "names behind it: --columns optimizer.lr,eval/loss"}
+FLAGS = ("--all", "--csv")
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Asked:
         words = iter(argv)
         for word in words:
             key, equals, value = word.partition("=")
-            if key in _VALUED:
+            if key in VALUED:
                 values[key] = value if equals else next(words, "")
                 if not values[key]:
-                    raise RefusedError(f"{verb} {key} needs {_VALUED[key]}.")
-            elif word in _FLAGS:
+                    raise RefusedError(f"{verb} {key} needs {VALUED[key]}.")
+            elif word in FLAGS:
                 values[word] = word
             elif word.startswith("-"):
-                raise RefusedError(f"{verb} {word}: no such option.{did_you_mean(key, [*_VALUED, *_FLAGS, '--help'])}")
+                raise RefusedError(f"{verb} {word}: no such option.{did_you_mean(key, [*VALUED, *FLAGS, '--help'])}")
             elif equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists():  # a job's directory has = in its name too
                 if key not in _KEYS:
                     raise RefusedError(f"{verb} {word}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
