@@ -162,7 +162,7 @@ def test_the_same_command_goes_on_and_lists_nothing(ddpexp: Ddpexp, stopped: Pat
     config = (stopped / "config.yaml").stat()
     done = again(ddpexp)
     assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
-    assert done.out.startswith("recipe  mnist\n")
+    assert "recipe  mnist\n" in done.out  # not always its start: gloo of torch 2.10 prints a line before
     names = set(os.listdir(stopped))
     assert not {"config-1.yaml", "overrides-1.yaml", ".result.json.0123abcd", "error.json"} & names
     assert {"error-1.json", ".mine.json.0123abcd"} <= names
