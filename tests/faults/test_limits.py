@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -239,7 +238,7 @@ def test_a_rank_that_runs_out_of_files_names_the_limit(recipe: Recipe, words: tu
 @pytest.mark.fault(23)
 def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_first_step(recipe: Recipe) -> None:
     ended = limited(recipe, "ulimit -f 1024", *EVERY, "model._target_=points.Big", "strategy.reduce_through=backend")
-    assert (ended.done.code, ended.done.result()["status"]) == (2, "failed")
+    assert (ended.done.code, ended.done.run.exists()) == (2, False)
     assert ended.done.err == (
         "ddpexp: a file of a checkpoint takes 4.19 MB and this shell allows 1,024 KiB a file (ulimit -f), so that nothing of this "
         "run could be saved: raise that limit.\n"
@@ -310,7 +309,7 @@ def test_a_disk_that_can_hold_no_more_files_says_so_at_each_moment(recipe: Recip
     said = r"ddpexp: a checkpoint takes 10 files and the file system of \S+/few/run can hold \d more of its 40 "
     said += r"\(inodes; 2\d\.?\d* MB are free\), so that nothing of this run could be saved: remove files, or choose "
     assert re.search(f"^{said}", before.err, re.MULTILINE), before
-    shutil.rmtree(few_files / "run")
+    assert not (few_files / "run").exists()
     for number in range(12):
         (few_files / str(number)).unlink()
     full = recipe(*EVERY, "trainer.keep_last=null", run=few_files / "run")  # more checkpoints than it can hold
