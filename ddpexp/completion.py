@@ -91,6 +91,7 @@ def completion(argv: Sequence[str]) -> int:
     line = parse(typed, os.environ.get(BREAKS, "") if argv[0] == "bash" else "")
     for word in candidates(*_behind_the_program(line)):
         print(_written(word, line, argv[0]))
+    signal.setitimer(signal.ITIMER_REAL, 0)
     return EXIT_DONE
 
 

@@ -167,10 +167,13 @@ def test_what_is_typed_is_neither_run_nor_shown_and_torch_is_not_imported(ddpexp
 
 
 def test_a_shell_waits_for_an_answer_for_a_limited_time(place: Path) -> None:
-    (place / "own/model").mkdir(parents=True)
-    os.mkfifo(place / "own/model/pipe.yaml")  # whoever opens it waits
-    program = "import ddpexp.completion as c; c._SECONDS = 0.5; c.completion(['bash']); print('came back')"
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), LINE: "ddpexp --config-dir own model=pipe trainer."}
+    pipe = place / "pipe"
+    os.mkfifo(pipe)  # whoever opens it waits, as on a network's disk that does not answer
+    program = (
+        "import ddpexp.completion as c; c._SECONDS = 0.5\n"
+        f"c.candidates = lambda *_: open({str(pipe)!r}).readlines()\nc.completion(['bash']); print('came back')"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), LINE: "ddpexp trainer."}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
     )
