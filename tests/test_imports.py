@@ -52,7 +52,7 @@ def test_importing_any_module_starts_no_process_and_opens_no_socket(tmp_path: Pa
 def test_asking_for_help_starts_no_process_and_opens_no_socket(tmp_path: Path) -> None:
     done = watched('import runpy; sys.argv[0] = "ddpexp"; runpy.run_module("ddpexp", run_name="__main__")', "--help", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "recipe: mnist" in done.stdout
+    assert "recipe=mnist" in done.stdout
 
 
 @pytest.mark.parametrize(
