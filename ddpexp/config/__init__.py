@@ -171,9 +171,9 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
         if values.get(name) is None:
-            raise RefusedError(f"{name} is missing: a recipe gives it, for example recipe=mnist.")
+            raise RefusedError(f"{name} is missing: a recipe gives it, as {name}: {{_target_: mine.Name}}, or recipe=mnist.")
         if not isinstance(values[name], Mapping):
-            raise RefusedError(f"{name}={values[name]} is not a section with keys.")
+            raise RefusedError(f"{name}={values[name]} is not a section with keys.{_as_section(name, values[name])}")
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     refuse_untrusted(values, trust)
@@ -192,6 +192,12 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     )
     _check(experiment)
     return experiment
+
+
+def _as_section(name: str, value: object) -> str:
+    """Say how a name that stands in the place of a section is written as one."""
+    found = re.fullmatch(r"(?:_target_ *)?([A-Za-z_]\w*(?:\.\w+)+)", value) if isinstance(value, str) else None
+    return f" Write {name}: {{_target_: {found[1]}}}." if found is not None else ""
 
 
 def check_layout(experiment: Experiment, found: Layout) -> None:

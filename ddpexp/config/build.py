@@ -7,7 +7,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
 from ddpexp.config.foreign import advice_on_key, value_here
@@ -72,7 +72,7 @@ def unknown_key(key: str, known: Iterable[str], where: str, keys: Iterable[str] 
     last = key.rpartition(".")[2]
     advice = advice_on_key(last)
     if not advice:
-        alike = nearest(typed.replace("/", "."), keys, _SURE) or (nearest(head, known, _SURE) if not rest else None)
+        alike = (nearest(head, known, _SURE) if not rest else None) or nearest(typed.replace("/", "."), keys, _SURE)
         named = [one for one in keys if one.rpartition(".")[2] == last]
         if alike is not None:
             advice = f" Did you mean {alike if '.' in alike or not where else f'{where}.{alike}'}?"
@@ -137,13 +137,30 @@ def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
     parts = [hint, *typing.get_args(hint)]
     if isinstance(value, str) and _NUMBER.fullmatch(value) and {int, float} & set(parts):
         return RefusedError(f"{key}='{value}' is a text, and the key takes {spoken(hint)}: leave out the quotes.")
-    near = value_here(key, shown(value).lower()) or nearest(shown(value), filter(_is_text, literals(hint)))
-    if near is None and bool in parts:
-        near = _TRUTHS.get(shown(value).lower())
-    if near is None and int in parts and isinstance(value, float) and value.is_integer():
-        near = str(int(value))
+    near = _meant(value, hint, parts, key)
     meant = f" Did you mean {key}={near}?" if near else ""
+    if key == "trainer.gpus" and not near:
+        meant = " It is how many; which ones says CUDA_VISIBLE_DEVICES=0,1."
     return RefusedError(f"{key}={shown(value)} is not {spoken(hint)}.{meant}")
+
+
+def _meant(value: Any, hint: Any, parts: Sequence[Any], key: str) -> str | None:
+    """Return the value that may be meant, as it is typed."""
+    text = shown(value).lower()
+    if typing.get_origin(hint) is tuple:
+        return f"[{value}]" if isinstance(value, str) and value else None
+    if (here := value_here(key, text)) is not None:
+        return here
+    if type(None) in parts and text in ("", "none", "nil"):
+        return "null"
+    if bool in parts and text in _TRUTHS:
+        return _TRUTHS[text]
+    if int in parts and isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if float in parts and isinstance(value, str) and (unit := re.fullmatch(r"([\d.]+) ?(%|s|m|h)", text)) is not None:
+        factor = {"%": 0.01, "s": 1, "m": 60, "h": 3600}[unit[2]]
+        return f"{float(unit[1]) * factor:g}" if unit[2] == "%" or key.endswith("_seconds") else None
+    return nearest(shown(value), filter(_is_text, literals(hint)))
 
 
 def _is_text(value: Any) -> bool:

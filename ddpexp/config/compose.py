@@ -236,7 +236,8 @@ class _Base:
     def of(cls, cfg: DictConfig) -> _Base:
         """Take what Hydra has composed apart."""
         answers = answers_of(cfg)
-        choices = {str(group): option for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)}
+        chosen = cfg.hydra.runtime.choices.items()
+        choices = {str(group): option.removesuffix(".yaml") for group, option in chosen if isinstance(option, str)}
         with open_dict(cfg):
             del cfg["hydra"]
             del cfg["sweep"]
@@ -312,6 +313,8 @@ def _words(argv: list[str]) -> Namespace:
         raise RefusedError(f"{error}. --help shows what can be typed.") from None
     if unknown:
         raise RefusedError(_no_option(unknown[0]))
+    if sum(word.partition("=")[0] in ("--config-dir", "-cd") for word in argv) > 1:
+        raise RefusedError("--config-dir is typed twice: it takes one folder.")
     if (words.package or words.resolve) and not words.cfg:
         option = "--package" if words.package else "--resolve"
         raise RefusedError(f"{option} goes with a question, such as --cfg job {option}.")
@@ -341,6 +344,9 @@ def _refuse_words(overrides: list[str], question: bool, in_sweep: bool = False) 
             refuse_typed(word, in_sweep)
         if word.startswith("~"):
             _refuse_deletion(word, key)
+        several = re.fullmatch(r"\[(.*,.*)\]", value)
+        if several is not None and key in groups([conf_folder()]):
+            raise RefusedError(f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each.")
         if value == "null" and key in groups([conf_folder()]):
             raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(key, [conf_folder()]))}.")
         number = next((part for part in value.split(",") if _NO_NAME.fullmatch(part.strip())), None)
@@ -414,6 +420,7 @@ def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
     words = _without_inherited(overrides, added)
     with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
+        _refuse_recipe_without_package(overrides, added)
         try:
             cfg = hydra.compose("config", [*_searched(added), *words], return_hydra_config=True)
         except ConfigCompositionException as error:
@@ -443,6 +450,19 @@ def _refuse_ignored(cfg: DictConfig, overrides: list[str], added: Path | None) -
         return [path for path in paths if path.is_file()]
 
     refuse_ignored(cfg, lambda: hydra.compose("config", _searched(added), return_hydra_config=True), files)
+
+
+def _refuse_recipe_without_package(overrides: Sequence[str], added: Path | None) -> None:
+    """Look at the first line of the user's recipe: without it all that the recipe says would be about `recipe` itself."""
+    name = next((word.partition("=")[2] for word in reversed(overrides) if re.match(r"\+*recipe=", word)), None)
+    path = added / "recipe" / f"{name}.yaml" if added is not None and name else None
+    if path is None or not path.is_file() or (conf_folder() / "recipe" / path.name).is_file():
+        return
+    text = path.read_text(errors="replace")
+    if text.startswith("\ufeff"):
+        raise RefusedError(f"{path} begins with a byte order mark, which Hydra does not read: save it as plain UTF-8.")
+    if not re.match(r"(\s*#.*\n)*?\s*#\s*@package\s", text):
+        raise RefusedError(f"{path} does not begin with the line # @package _global_, by which its keys count for the whole run.")
 
 
 def _nothing_to_delete(key: str, overrides: list[str], added: Path | None) -> RefusedError:
@@ -522,7 +542,7 @@ def _composed(base: _Base, overrides: Sequence[str], added: Path | None, run: Pa
             tree["run"]["dir"] = str(run)
         tree.setdefault("recipe", {}).setdefault("name", base.choices.get("recipe", "run"))
     offered = _offered(values)
-    for tree in (values, kept):
+    for tree in (values, kept) if offered else ():
         tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     folders = [conf_folder(), *([added] if added else []), *searched_packages()]
     _refuse_other_types(values, base.choices, folders, _typed_targets(overrides))
@@ -539,7 +559,8 @@ def _offered(values: Mapping[str, Any]) -> list[str]:
 
 def _trust(values: Mapping[str, Any]) -> Trust:
     run = values["run"]
-    return Trust(tuple(map(str, run["trust"] or ())), Path(run["code"]) if run["code"] else None)
+    prefixes = run["trust"] if isinstance(run["trust"], list) else ()  # else it is refused for its type
+    return Trust(tuple(map(str, prefixes)), Path(run["code"]) if run["code"] else None)
 
 
 def _warnings(added: Path | None) -> tuple[str, ...]:
@@ -699,7 +720,8 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
                 _override(cfg, word, adds=_is_in(word, nodes))
         with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
             values = _plain(cfg)
-        cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *_offered(values)]
+        if offered := _offered(values):
+            cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
         refuse_absent(values, _trust(values))
         return values, OmegaConf.to_yaml(cfg)
     except OmegaConfBaseException as error:

@@ -42,7 +42,7 @@ def added_folder(typed: str | None) -> Path | None:
         raise RefusedError("--config-dir is empty: it takes the folder of your configs, such as --config-dir mine/conf.")
     folder = Path(typed).resolve()
     if not folder.is_dir():
-        raise RefusedError(f"--config-dir {typed} is not a directory.")
+        raise RefusedError(f"--config-dir {typed} is not a directory.{_not_a_folder(folder, typed)}")
     ours = groups([conf_folder()])
     if any(options(group, [folder]) for group in ours):
         return folder
@@ -58,6 +58,15 @@ def added_folder(typed: str | None) -> Path | None:
             f"{Path(typed) / 'recipe' / 'mine.yaml'}, which recipe=mine chooses."
         )
     return folder  # only groups of the user's own, such as experiment
+
+
+def _not_a_folder(folder: Path, typed: str) -> str:
+    """Say what may be meant by something else than a folder."""
+    if folder.is_file() and folder.suffix == ".yaml" and folder.parent.name in groups([conf_folder()]):
+        return (
+            f" Type the folder of its group's folder: --config-dir {Path(typed).parent.parent} {folder.parent.name}={folder.stem}."
+        )
+    return " The shell makes a folder of ~ only where it begins a word: --config-dir ~/..." if typed.startswith("~") else ""
 
 
 def _meant(folder: Path, ours: list[str]) -> Iterator[Path]:

@@ -45,11 +45,19 @@ _SENTENCES = {
 _VALUES = {
     "trainer.precision": {
         "fp32": "32 32-true float32 no full",
-        "bf16": "bf16-mixed bfloat16",
-        "fp16": "16 16-mixed float16 half",
+        "bf16": "bf16-mixed bf16-true bfloat16",
+        "fp16": "16 16-mixed 16-true float16 half",
     },
     "trainer.device": {"cuda": "gpu", "auto": "any"},
     "trainer.gpus": {"auto": "-1 all"},
+    "run.resume": {"auto": "true yes", "never": "false no"},
+    "launcher": {
+        "spawn": "local ddp ddp_spawn mp process single none",
+        "torchrun-env": "env",
+        "slurm": "srun sbatch salloc submitit submitit_slurm",
+        "mpi": "mpirun mpiexec horovod",
+    },
+    "logger": {"tensorboard": "tb", "none": "false no disabled"},
     "trainer.eval_every": {"0": "no never"},
     "trainer.checkpoint_every": {"0": "no never"},
 }

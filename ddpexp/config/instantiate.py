@@ -138,10 +138,14 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     if root == "ddpexp":
         near = difflib.get_close_matches(target, _OF_ONE_SECTION.get(where, ()), n=1, cutoff=0.6)
         return f" Did you mean {near[0]}?" if near else ""
-    if not head or root == "torch":
-        classes = {known.rpartition(".")[2].lower(): known for known in TORCH}
-        near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.6)
-        return f" Did you mean {classes[near[0]]}?" if near else ""
+    if re.search(r"[:/]|\.py\b", target):
+        return f" Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
+    if not head or root in ("torch", "nn", "optim"):
+        kind = "torch.optim." if where == "optimizer" else f"{head}." if head.startswith("torch.") else ""
+        classes = {known.rpartition(".")[2].lower(): known for known in sorted(TORCH) if known.startswith(kind)}
+        near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.7)
+        advice = "" if head else " A name stands behind its module, as in mine.Net."
+        return f" Did you mean {classes[near[0]]}?" if near else advice
     beside = [path.stem for path in trust.code.iterdir() if path.suffix == ".py" or path.is_dir()] if trust.code else []
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
     if near:

@@ -59,6 +59,8 @@ def _refuse_absent(key: str, target: str, trust: Trust) -> None:
             return
         raise RefusedError(f"{key}={target}: there is no module {module}.{names[0]}.")
     known = _defined(file)
+    if names[0] == "py" and len(names) > 1 and known is not None and names[1] in known:
+        raise RefusedError(f"{key}={target}: a module is named without .py. Did you mean {module}.{names[1]}?")
     if known is not None and names[0] not in known:
         raise RefusedError(f"{key}={target}: {file} defines no {names[0]}.{did_you_mean(names[0], known)}")
 

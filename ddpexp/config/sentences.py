@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from ddpexp import commands
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.foreign import value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
@@ -34,6 +36,13 @@ _FUNCTIONS = {  # of Hydra's sweeps
     "tag": "tag(log,interval(0.001,0.1))",
     "shuffle": "shuffle(1,2,3)",
     "sort": "sort(1,2,3)",
+}
+_RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values", "hydra", "now")
+_YAML = {  # what PyYAML says, and what it means to somebody who has not written PyYAML
+    "found unexpected end of stream": " (a quote is not closed)",
+    "found character '\\t'": " (a tab: indent with spaces)",
+    "mapping values are not allowed here": " (a line is indented too far, or a value with a colon has no quotes)",
+    "could not find expected ':'": " (a key without a colon)",
 }
 _BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 _EXAMPLE = "write key=value, for example trainer.gpus=2"
@@ -102,6 +111,10 @@ def _no_override(word: str, before: str, after: Sequence[str]) -> str:
     group = next((group for group in ("recipe", *known) if word in options(group, [conf_folder()])), None)
     if group is not None:
         return f"{word} is not an override: write {group}={word}."
+    if re.search(r"\.(py|ya?ml)$", word):
+        return f"{word} is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR recipe=NAME."
+    if (Path(word) / "config.yaml").is_file():
+        return f"{word} is not an override: a run is resumed with python -m ddpexp resume {shlex.quote(word)}."
     if word in _TRAINS:
         return f"{word} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2."
     if not re.search(r"\w", word) or word.startswith("="):
@@ -125,6 +138,8 @@ def _unread(word: str) -> str:
         return f"{word} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
     if (found := re.search(f"[{_QUOTES}]", value)) is not None:
         return f"{word} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
+    if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
+        return f"{word} is not read: words are separated by spaces, not by {more[0][0]}."
     called = re.match(r"(\w+)\(", value)
     if called is not None and called[1] in _FUNCTIONS:
         return f"{word} is not read: {called[1]} is written as in {shlex.quote(f'{key}={_FUNCTIONS[called[1]]}')}."
@@ -166,21 +181,48 @@ def sentence(error: Exception) -> str:
     if unset and isinstance(error, OmegaConfBaseException):
         return f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... first."
     if isinstance(error, OmegaConfBaseException) and error.full_key:
-        return f"{error.full_key}: {first_line(error)}"
+        return f"{error.full_key}: {first_line(error)}{_interpolated(error)}"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}."
+        advice = next((advice for start, advice in _YAML.items() if str(error.problem).startswith(start)), "")
+        return f"{error.problem_mark.name}, line {error.problem_mark.line + 1}: {error.problem}{advice}."
     if isinstance(error, UnicodeDecodeError):
         return f"A config file is not UTF-8 text: {error}."
     return first_line(error)
+
+
+def _interpolated(error: OmegaConfBaseException) -> str:
+    """Say what may be meant by ${...} that leads to nothing."""
+    key = re.match(r"Interpolation key '([^']+)' not found", str(error))
+    if key is not None and key[1].isupper():
+        return f". A variable of the environment is written ${{oc.env:{key[1]}}}."
+    if key is not None and error.parent_node is not None:
+        near = nearest(key[1], _keys(error.parent_node._get_root()))
+        return f". Did you mean ${{{near}}}?" if near else "."
+    kind = re.match(r"Unsupported interpolation type (\S+)", str(error))
+    if kind is not None:
+        return f".{did_you_mean(kind[1], _RESOLVERS, '${', ':...}')}"
+    return ""
 
 
 def _unknown_option(file: str, known: Sequence[str]) -> str:
     group, _, option = file.rpartition("/")
     if not group:
         return f"There is no config {option}."
+    ours = groups([conf_folder()])
+    head, _, inner = group.partition("/")
+    if head == "recipe" and inner in ours:
+        return f"{inner}={option} in a recipe's defaults is looked for in the folder recipe: write - override /{inner}: {option}."
+    if head in ours and inner:  # a path
+        name = option.removesuffix(".yaml")
+        others = f"--config-dir {inner.removesuffix(f'/{head}')} " if Path(inner).is_dir() and head not in options(head, []) else ""
+        return f"{head}={inner}/{option} is a path, and options are named: {'' if name in known else others}{head}={name}."
     if group.startswith("hydra/") and group.partition("/")[2].partition("/")[0] != "sweeper":
         return no_effect(f"{group}={option}", group)
     known = known or options(group, [conf_folder(), *plugin_folders()])
+    if (here := value_here(group, option.lower())) is not None:
+        known = [here]
+        option_here = f" Did you mean {group}={here}?"
+        return f"{group}={option} is not a known option.{option_here}"
     meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
     return f"{group}={option} is not a known option.{meant}"
 
@@ -201,11 +243,25 @@ def _composition(error: ConfigCompositionException) -> str:
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown and isinstance(error.__cause__, OmegaConfBaseException):
         return str(unknown_key_of(unknown[1], error.__cause__))
+    there = re.match(r"Could not append to config\. An item is already at '([^']+)'", str(error))
+    if there:
+        return f"{there[1]} is a key already: leave the + out."
+    twice = re.match(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'", str(error))
+    if twice:
+        name = twice[1]
+        return f"{name} is chosen already: leave the + out, {name}={twice[2]}; in a config's defaults write override /{name}."
+    unmatched = re.match(r"In '([^']+)': Could not override '(?:[\w/]+/)?(\w+)(?:@[\w.]+)?'\.", str(error))
+    if unmatched:
+        group = unmatched[2]
+        way = f"override /{group}" if group in groups([conf_folder()]) else f"/{group}, without override"
+        return f"{unmatched[1]}.yaml overrides {group}, which is not chosen before it under that name: write - {way}: ... ."
     in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)\n.*?full_key: (\S+)", str(error), re.S)
     if in_file:
         if in_file[3].startswith("hydra."):
             return no_effect(f"{in_file[1]}.yaml sets {in_file[3]}", in_file[3])
         return f"{in_file[1]}.yaml, {in_file[3]}: {in_file[2].splitlines()[0]}."
+    if listed := re.match(r"In '([^']+)': ConfigTypeError .*\n.*Cannot merge DictConfig with ListConfig", str(error)):
+        return f"{listed[1]}.yaml is a list, and a config holds keys: a line that begins with - stands below a key."
     unmerged = re.match(r"Error merging override (.+)", str(error))
     if unmerged and isinstance(error.__cause__, OmegaConfBaseException):
         return f"{unmerged[1]}: {first_line(error.__cause__)}."

@@ -1,0 +1,347 @@
+"""Wrong commands, as people type them: each is answered in one sentence with what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddpexp.config import parse
+from ddpexp.config.build import unknown_key
+from ddpexp.config.compose import Composed, compose_command
+from ddpexp.errors import RefusedError
+
+
+def refusal(*words: str) -> str:
+    try:
+        made = compose_command(list(words))
+        assert isinstance(made, Composed)
+        parse(made.values)
+    except RefusedError as error:
+        said = str(error)
+    else:
+        raise AssertionError(f"{words} is accepted")
+    assert "\n" not in said
+    return said
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's project in the current folder."""
+    (tmp_path / "mine/conf/recipe").mkdir(parents=True)
+    (tmp_path / "mine/conf/model").mkdir()
+    (tmp_path / "mine/conf/experiment").mkdir()
+    (tmp_path / "mine/mine.py").write_text("class Task: ...\nclass Net: ...\n")
+    (tmp_path / "mine/conf/model/net.yaml").write_text("_target_: mine.Net\nhidden: 8\n")
+    (tmp_path / "mine/conf/recipe/mine.yaml").write_text("# @package _global_\ntask: {_target_: mine.Task}\n")
+    (tmp_path / "mine/conf/experiment/big.yaml").write_text("# @package _global_\ntrainer: {epochs: 9}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# What is typed behind >, and in the next line how the answer begins.
+BARE = """\
+> predict x
+predict is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat
+> evalute x
+evalute is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat
+> fit recipe=mnist
+fit is not an override: a training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2.
+> mnist
+mnist is not an override: write recipe=mnist.
+> adamw
+adamw is not an override: write optimizer=adamw.
+> optimizer adamw
+optimizer has no value: write optimizer=adamw. Known here: adamw, mnist_sgd, sgd.
+> trainer.gpus 2
+trainer.gpus has no value: write trainer.gpus=2.
+> trainer.gpus = 2
+trainer.gpus is not an override: write trainer.gpus=2, without spaces.
+> trainer.gpus =2
+trainer.gpus is not an override: write trainer.gpus=2, without spaces.
+> trainer.gpus= 2
+trainer.gpus= is not an override: write trainer.gpus=2, without spaces.
+> trainer.gpus: 2
+trainer.gpus: is not an override: write trainer.gpus=2, without spaces.
+> recipe:mnist
+recipe:mnist is not an override: write recipe=mnist, without spaces.
+> optimizer.betas=[0.9, 0.99]
+optimizer.betas=[0.9, 0.99] has spaces, at which the shell cuts it into words: write 'optimizer.bet
+> train.py recipe=mnist
+train.py is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR recipe=NAME.
+> –config-dir mine/conf
+–config-dir begins with a dash from a formatted text: type --config-dir.
+> @args.txt
+@args.txt is neither an override
+"""
+UNREAD = """\
+> trainer.gpus==2
+trainer.gpus==2 has = twice: write trainer.gpus=2.
+> optimizer.lr=1e-3, trainer.gpus=2
+optimizer.lr=1e-3, ends with a comma: words are separated by spaces. Write optimizer.lr=1e-3.
+> recipe=mnist;trainer.gpus=2
+recipe=mnist;trainer.gpus=2 is not read: words are separated by spaces, not by ;.
+> optimizer.lr=“0.1”
+optimizer.lr=“0.1” has the quote “ of a formatted text: write ' or ", or leave the quotes out.
+> run.dir=~/x
+run.dir=~/x is not read: neither the shell nor Hydra makes a folder of ~ there. Write run.dir=$HOME/x.
+> optimizer.betas=(0.9,0.99)
+optimizer.betas=(0.9,0.99) is not read: a list is written in brackets, 'optimizer.betas=[0.9,0.99]'.
+> model.width=[16,32
+model.width=[16,32 has a bracket without its other half.
+> run.dir=a=b
+run.dir=a=b is not read: its value has characters that mean something to Hydra. Quote it twice: 'run.dir="a=b"'.
+> launcher=elastic launcher.rdzv_conf=last_call_timeout=5
+launcher.rdzv_conf=last_call_timeout=5 is not read: its value has characters that mean something to Hydra. Quote it tw
+> -m trainer.seed=range(1,)
+trainer.seed=range(1,) is not read: range is written as in 'trainer.seed=range(0,10,2)'.
+> trainer..gpus=2
+trainer..gpus=2 is not an override: write key=value, for example trainer.gpus=2.
+"""
+KEYS = """\
+> TRAINER.GPUS=2
+TRAINER.GPUS is not a known key. Did you mean trainer.gpus?
+> trainer/gpus=2
+trainer/gpus is not a known key. Did you mean trainer.gpus?
+> epochs=3
+epochs is not a known key. Did you mean trainer.epochs?
+> trainer.timeout.step=5
+trainer.timeout.step is not a known key. Did you mean trainer.timeout.step_seconds?
+> launcher.partition=gpu
+launcher.partition is not a known key: it is one of launcher=slurm.
+> optimizer=adamw optimizer.momentum=0.9
+optimizer.momentum is not a known key: it is one of optimizer=mnist_sgd and optimizer=sgd.
+> trainer.foo=3
+trainer.foo is not a known key. Known here: nodes, gpus, device, backend, threads,
+> +trainer.epochs=3
+trainer.epochs is a key already: leave the + out.
+> +model=linear
+model is chosen already: leave the + out, model=linear; in a config's defaults write override /model.
+> ~trainer.clip_grad_norm
+~trainer.clip_grad_norm: every run has this key, so it cannot be removed: trainer.clip_grad_norm=null switches it off.
+> ~trainer.seed
+~trainer.seed: every run has this key, so it cannot be removed: write trainer.seed=... to change it.
+> ~data.root
+~data.root: its value is null, and there is nothing to remove: leave ~data.root out.
+> ~data.rot
+data.rot is not a known key. Did you mean data.root?
+> logger=[tensorboard,none]
+logger=[tensorboard,none] chooses several options, and a run has one: -m logger=tensorboard,none makes
+> recipe=a,b
+recipe=a,b gives several values: add -m for a run with each.
+> trainer.seed=range(3)
+trainer.seed=range(3) gives several values: add -m for a run with each.
+> recipe=conf/recipe/mnist.yaml
+recipe=conf/recipe/mnist.yaml is a path, and options are named: recipe=mnist.
+> recipe=mine/conf/recipe/mine
+recipe=mine/conf/recipe/mine is a path, and options are named: --config-dir mine/conf recipe=mine.
+> --config-dir mine/conf experiment=big
+Of experiment no option is chosen by default, so one is added: +experiment=big.
+> hydra.sweep.dir=x
+hydra.sweep.dir=x is for sweeps: add -m, or leave it out.
+> hydra/launcher=joblib
+hydra/launcher=joblib: Hydra's own settings have no effect here. ddpexp starts the jobs of a sweep itself.
+> -m hydra.mode=RUN
+hydra.mode=RUN is one run, and -m a sweep: leave one of them out.
+> trainer.seed=${SEED}
+trainer.seed: Interpolation key 'SEED' not found. A variable of the environment is written ${oc.env:SEED}.
+> model.hidden=${model.hiden}
+model.hidden: Interpolation key 'model.hiden' not found. Did you mean ${model.hidden}?
+> trainer.seed=${oc.enf:SEED}
+trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
+"""
+VALUES = """\
+> trainer.gpus=2.0
+trainer.gpus=2.0 is not auto or a whole number. Did you mean trainer.gpus=2?
+> trainer.gpus='2'
+trainer.gpus='2' is a text, and the key takes auto or a whole number: leave out the quotes.
+> trainer.gpus=[0,1]
+trainer.gpus=[0, 1] is not auto or a whole number. It is how many; which ones says CUDA_VISIBLE_DEVICES=0,1.
+> trainer.epochs=1e1
+trainer.epochs=10.0 is not a whole number or null. Did you mean trainer.epochs=10?
+> trainer.epochs=None
+trainer.epochs=None is not a whole number or null. Did you mean trainer.epochs=null?
+> trainer.compile=yes
+trainer.compile=yes is not true or false. Did you mean trainer.compile=true?
+> trainer.timeout.step_seconds=10m
+trainer.timeout.step_seconds=10m is not a number. Did you mean trainer.timeout.step_seconds=600?
+> data.validation_fraction=20%
+data.validation_fraction=20% is not a number. Did you mean data.validation_fraction=0.2?
+> run.trust=mine
+run.trust=mine is not a list, each item a text. Did you mean run.trust=[mine]?
+> run.resume=true
+run.resume=true is not one of auto, never, require. Did you mean run.resume=auto?
+> model._target_=nn.Linear
+model._target_=nn.Linear is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, mod
+> model._target_=mine:Net
+model._target_=mine:Net is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, modu
+> model._target_=resnet18
+model._target_=resnet18 is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, modu
+> optimizer._target_=torch.optim.Lion
+optimizer._target_=torch.optim.Lion is not allowed: a configuration may name ddpexp's recipes, a closed set of torch c
+> --config-dir mine/conf model=net model._target_=mine.py.Net
+model._target_=mine.py.Net: a module is named without .py. Did you
+"""
+OPTION_WORDS = """\
+> --epochs 3
+--epochs is not an option: write key=value, for example trainer.gpus=2. Did you mean trainer.epochs=...?
+> --lr=0.1
+--lr=0.1 is not an option: write key=value, for example trainer.gpus=2. Did you mean optimizer.lr?
+> --multi-run
+--multi-run is not an option. Did you mean --multirun?
+> --resolve
+--resolve goes with a question, such as --cfg job --resolve.
+> --config-dir mine/conf --config-dir conf
+--config-dir is typed twice: it takes one folder.
+> --config-dir mine/conf/recipe/mine.yaml
+--config-dir mine/conf/recipe/mine.yaml is not a directory. Type the folder of its group's folder: --config-dir mine/c
+> --config-dir=~/conf
+--config-dir ~/conf is not a directory. The shell makes a folder of ~ only where it begins a word: --config-dir ~/...
+"""
+
+
+def pairs(*tables: str) -> list[tuple[str, str]]:
+    lines = [line for table in tables for line in table.splitlines()]
+    return [(typed.removeprefix("> "), said) for typed, said in zip(lines[::2], lines[1::2], strict=True)]
+
+
+@pytest.mark.parametrize(("typed", "sentence"), pairs(BARE, UNREAD, KEYS, VALUES, OPTION_WORDS))
+def test_a_wrong_word_is_answered_with_what_to_type(project: Path, typed: str, sentence: str) -> None:
+    words = [typed] if "(" in typed and " " not in typed else typed.split(" ")
+    assert refusal(*words).startswith(sentence)
+
+
+def test_a_quoted_text_is_a_text_also_for_the_grammar_of_hydra(project: Path) -> None:
+    """What the answers suggest is accepted."""
+    for word in ('run.dir="a=b"', "run.dir=a", "optimizer.lr=0.1", "trainer.clip_grad_norm=null", "~model.hidden"):
+        assert isinstance(compose_command([word]), Composed)
+    made = compose_command(["launcher=elastic", 'launcher.rdzv_conf="last_call_timeout=5"'])
+    assert isinstance(made, Composed)
+    assert made.values["launcher"]["rdzv_conf"] == "last_call_timeout=5"
+
+
+# Words of other frameworks
+
+FOREIGN = [
+    ("trainer.max_epochs=3", "Did you mean trainer.epochs?"),
+    ("trainer.devices=2", "Did you mean trainer.gpus?"),
+    ("trainer.num_nodes=2", "Did you mean trainer.nodes?"),
+    ("trainer.accelerator=gpu", "Did you mean trainer.device?"),
+    ("trainer.lr=0.1", "Did you mean optimizer.lr?"),
+    ("lr=0.1", "Did you mean optimizer.lr?"),
+    ("batch_size=8", "Did you mean trainer.global_batch_size, the samples of a step over all workers?"),
+    ("data.batch_size=8", "Did you mean trainer.global_batch_size, the samples of a step over all workers?"),
+    ("trainer.accumulate_grad_batches=2", "Did you mean trainer.micro_batch_size, from which the number of accumulated passes"),
+    ("trainer.gradient_clip_val=1", "Did you mean trainer.clip_grad_norm?"),
+    ("seed=3", "Did you mean trainer.seed?"),
+    ("seed_everything=3", "Did you mean trainer.seed?"),
+    ("ckpt_path=x", "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."),
+    ("trainer.limit_train_batches=3", "There is nothing like it: trainer.max_steps=N ends a run after N steps."),
+    ("limit_eval_batches=3", "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves"),
+    ("trainer.fast_dev_run=true", "There is nothing like it: trainer.max_steps=2 ends a run after two steps."),
+    ("callbacks=none", "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."),
+    ("output_dir=x", "Did you mean run.dir?"),
+    ("data.data_dir=x", "Did you mean data.root?"),
+]  # fmt: skip
+FOREIGN_VALUES = [
+    ("trainer.precision=16-mixed", "Did you mean trainer.precision=fp16?"),
+    ("trainer.precision=bf16-mixed", "Did you mean trainer.precision=bf16?"),
+    ("trainer.precision=32", "Did you mean trainer.precision=fp32?"),
+    ("trainer.device=gpu", "Did you mean trainer.device=cuda?"),
+    ("launcher=ddp", "Did you mean launcher=spawn?"),
+    ("launcher=sbatch", "Did you mean launcher=slurm?"),
+    ("logger=tb", "Did you mean logger=tensorboard?"),
+]
+
+
+@pytest.mark.parametrize(("word", "advice"), FOREIGN)
+def test_another_frameworks_key_is_answered_with_what_is_typed_here(word: str, advice: str) -> None:
+    where, _, key = word.partition("=")[0].rpartition(".")
+    assert str(unknown_key(key, ["epochs", "global_batch_size", "micro_batch_size"], where, ["trainer.seed"])).startswith(
+        f"{word.partition('=')[0]} is not a known key. {advice}"
+    )
+
+
+def test_the_answer_is_the_same_wherever_the_key_stands(project: Path) -> None:
+    advice = "is not a known key. There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves"
+    for key in ("limit_eval_batches", "trainer.limit_eval_batches"):
+        assert refusal(f"{key}=3").startswith(f"{key} {advice}")
+    assert refusal("+trainer.limit_eval_batches=3").startswith(f"trainer.limit_eval_batches {advice}")
+
+
+@pytest.mark.parametrize(("word", "advice"), FOREIGN_VALUES)
+def test_another_frameworks_value_is_answered_with_what_is_typed_here(word: str, advice: str) -> None:
+    said = refusal(word)
+    assert said.startswith(f"{word} is not ")
+    assert said.endswith(advice)
+
+
+@pytest.mark.parametrize("word", ["model=resnet18", "strategy=fsdp", "scheduler=linear", "logger=wandb", "data=cifar10"])
+def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
+    said = refusal(word)
+    assert "Did you mean" not in said
+    assert ". Known here: " in said
+
+
+# What is wrong in a user's own file
+
+FILES = [
+    (
+        "defaults:\n  - override /model: net\ntask: {_target_: mine.Task}\n",
+        "does not begin with the line # @package _global_, by which",
+    ),
+    (
+        "\ufeff# @package _global_\ntask: {_target_: mine.Task}\n",
+        "begins with a byte order mark, which Hydra does not read: save it as",
+    ),
+]
+TEXTS = [
+    ('task:\n\t_target_: mine.Task\n',
+     "bad.yaml, line 3: found character '\\t' that cannot start any token (a tab: indent with spaces)."),
+    ('task: {_target_: "mine.Task}\n',
+     'bad.yaml, line 3: found unexpected end of stream (a quote is not closed).'),
+    ('task:\n  _target_: mine.Task\n   weight: 3\n',
+     'bad.yaml, line 4: mapping values are not allowed here (a line is indented too far,'),
+    ('- task\n',
+     'recipe/bad.yaml is a list, and a config holds keys: a line that begins with - stands below a key.'),
+    ('defaults:\n  - model: net\n',
+     "model=net in a recipe's defaults is looked for in the folder recipe: write - override /model: net."),
+    ('defaults:\n  - override model: net\n',
+     'recipe/bad.yaml overrides model, which is not chosen before it under that name: write - override /model: '),
+    ('defaults:\n  - override /backbone: net\n',
+     'recipe/bad.yaml overrides backbone, which is not chosen before it under that name: write - /backbone'),
+    ('trainer: {epochs: 1}\n',
+     'task is missing: a recipe gives it, as task: {_target_: mine.Name}, or recipe=mnist.'),
+    ('task: mine.Task\n',
+     'task=mine.Task is not a section with keys. Write task: {_target_: mine.Task}.'),
+    ('task:\n  _target_ mine.Task\n',
+     'task=_target_ mine.Task is not a section with keys. Write task: {_target_: mine.Task}.'),
+    ('task: {_target_: mine.Task}\nepochs: 3\n',
+     'epochs is not a known section. Did you mean trainer.epochs?'),
+    ('task: {_target_: mine.Task}\ntrainer: {max_epochs: 3}\n',
+     'trainer.max_epochs is not a known key. Did you mean trainer.epochs?'),
+    ('task: {_target_: mine.Tusk}\n',
+     'task._target_=mine.Tusk: '),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "sentence"), FILES)
+def test_a_recipe_without_its_first_line_is_refused(project: Path, text: str, sentence: str) -> None:
+    path = project / "mine/conf/recipe/bad.yaml"
+    path.write_text(text)
+    assert refusal("--config-dir", "mine/conf", "recipe=bad").startswith(f"{path} {sentence}")
+
+
+@pytest.mark.parametrize(("text", "sentence"), TEXTS)
+def test_a_wrong_recipe_is_answered_with_what_to_write(project: Path, text: str, sentence: str) -> None:
+    (project / "mine/conf/recipe/bad.yaml").write_text(f"# @package _global_\n{text}")
+    assert refusal("--config-dir", "mine/conf", "recipe=bad").removeprefix(f"{project}/mine/conf/recipe/").startswith(sentence)
+
+
+def test_windows_line_ends_and_comments_before_the_package_are_no_mistake(project: Path) -> None:
+    text = "# What this is.\r\n\r\n# @package _global_\r\ntask:\r\n  _target_: mine.Task\r\n"
+    (project / "mine/conf/recipe/windows.yaml").write_bytes(text.encode())
+    for recipe in ("windows", "windows.yaml", "mine"):
+        made = compose_command(["--config-dir", "mine/conf", f"recipe={recipe}"])
+        assert isinstance(made, Composed)
+        assert made.values["recipe"]["name"] == recipe.removesuffix(".yaml")
