@@ -112,7 +112,9 @@ def compose(argv: list[str]) -> Composed | None:
     for_hydra = _asks_hydra(words)
     if words.multirun and words.cfg:
         raise RefusedError(f"--cfg {words.cfg} shows one run: leave -m out, and give each key one value.")
-    _refuse_words(words.overrides, bool(for_hydra))
+    of_hydra = any(word.lstrip("+~").startswith("hydra") for word in words.overrides)
+    may_sweep = of_hydra and (words.config_dir is not None or bool(searched_packages()))  # for a config file may say so
+    _refuse_words(words.overrides, bool(for_hydra), in_sweep=may_sweep)
     with one_sentence(), bounded_interpolations():
         if for_hydra:
             asked = _without_inherited(words.overrides, added_folder(words.config_dir)) if words.cfg else words.overrides
@@ -122,6 +124,8 @@ def compose(argv: list[str]) -> Composed | None:
         cfg = _hydra_composes(words.overrides, added)
         if cfg.hydra.mode == RunMode.MULTIRUN:
             raise _sweep_in_file()
+        for word in words.overrides:
+            refuse_typed(word, in_sweep=False)
         of_sweeps = next((word for word in words.overrides if re.match(r"\+*sweep\.", word)), None)
         if of_sweeps is not None:
             raise RefusedError(f"{of_sweeps} is for sweeps: add -m, or leave it out.")

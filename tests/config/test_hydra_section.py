@@ -114,6 +114,10 @@ def test_a_file_makes_a_command_the_sweep_that_its_words_would_make_with_m(tmp_p
     assert found.folder is None
     assert sweep([*words, "model.x=1,2", "+model.y=3"]).keys == {"optimizer.lr", "trainer.seed", "model.x"}
     assert sweep([*words, "trainer.gpus=1,2", "sweep.slots=2"]).settings["slots"] == 2
+    assert sweep([*words, "hydra.sweep.dir=mine"]).folder == "mine"
+    assert refusal([*recipe(tmp_path, "", "plain"), "hydra.sweep.dir=mine"]) == (
+        "hydra.sweep.dir=mine is for sweeps: add -m, or leave it out."
+    )
     typed = sweep(["-m", *words, "trainer.epochs=1"])
     assert (typed.keys, typed.words) == (found.keys, found.words)
 

@@ -44,6 +44,23 @@ def test_a_grid_fills_the_slots_and_every_job_has_the_weights_of_the_same_run_al
             taken.difference_update(held[event["job"]])
 
 
+def test_a_config_file_makes_a_command_a_sweep(sweeps: Sweeps) -> None:
+    """`hydra.mode` and `hydra.sweeper.params` in a file do what -m and these words do."""
+    text = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {trainer.seed: 'range(2)'}}}\n"
+    (sweeps.recipe.folder / "conf/experiment").mkdir(exist_ok=True)
+    (sweeps.recipe.folder / "conf/experiment/searched.yaml").write_text(text)
+    words, path = sweeps.words("+experiment=searched")
+    assert words[0] == "-m"
+    process, _ = sweeps.recipe.ddpexp.start(*words[1:])
+    sweep = SweepDone(finish(process, path), path)
+    assert sweep.code == 0, sweep.err
+    assert [name.partition("_")[2] for name in sweep.results()] == ["trainer.seed=0", "trainer.seed=1"]
+    assert sweep.statuses() == ["done"] * 2
+    assert sweeps.again(path).code == 0
+    plan = sweeps.recipe.ddpexp("plan", *words[1:5], "+experiment=searched")
+    assert (plan.code, "add hydra.mode=RUN for one run" in plan.err) == (2, True)
+
+
 def test_a_rank_of_a_job_has_the_pipes_and_sockets_of_the_same_run_alone_and_no_more(sweeps: Sweeps) -> None:
     sweep = sweeps("task._target_=points.Held", "trainer.seed=range(5)")
     assert sweep.code == 0, sweep.err
