@@ -94,6 +94,7 @@ class Training(Job):
         self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
         with self._refusing(run):
             self._write_down(run, earlier, earlier.manifest if earlier else None)
+        self._made = None  # whatever a scheduler refuses: what was to be submitted is there to look at
         self.close()  # it is for the later command, which may run before this one ends
         return run.path
 

@@ -516,12 +516,12 @@ class Helped(Sides):
         return helpers.scaled(loss), count, metrics
 
 
-def load_counted(train, test):
+def load_counted(train=96, test=33):
     count, seed = map(int, open(os.path.join(os.path.dirname(__file__), "count.txt")).read().split())
     return Splits(points(count, seed), {"eval": points(test, 1)})
 
 
-def load_counted_items(train, test):
+def load_counted_items(train=96, test=33):
     parts = load_counted(train, test)
     items = Items(1, 0)
     items.rows = parts.train
@@ -635,7 +635,9 @@ def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Reci
 def test_data_that_has_changed_is_refused_until_that_is_allowed(
     changing: Recipe, target: str, counted: str, phrase: str, step: int
 ) -> None:
-    run = changing(*HELPED, f"data._target_={target}", "trainer.gpus=2").run
+    first = changing(*HELPED, f"data._target_={target}", "trainer.gpus=2")
+    assert first.code == 0, first.err
+    run = first.run
     (changing.folder / "count.txt").write_text(counted)
     again = more(changing, run, "trainer.epochs=2")
     assert again.code == 2

@@ -171,7 +171,8 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
         if values.get(name) is None:
-            raise RefusedError(f"{name} is missing: a recipe gives it, as {name}: {{_target_: mine.Name}}, or recipe=mnist.")
+            own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
+            raise RefusedError(f"{name} is missing: a recipe gives it, {own} recipe=mnist.")
         if not isinstance(values[name], Mapping):
             raise RefusedError(f"{name}={values[name]} is not a section with keys.{_as_section(name, values[name])}")
     run = build(Run, values["run"], "run")

@@ -84,7 +84,7 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("either", "two", "part.either=two is not auto or a whole number."),
         ("either", 1.5, "part.either=1.5 is not auto or a whole number."),
         ("either", True, "part.either=true is not auto or a whole number."),
-        ("names", "a", "part.names=a is not a list, each item a text."),
+        ("names", "a", "part.names=a is not a list, each item a text. Did you mean part.names=[a]?"),
         ("names", ["a", 1], "part.names=1 is not a text."),
         ("maybe", "x", "part.maybe=x is not a number or null."),
         ("inner", 3, "part.inner=3 is not a section: it has the keys depth."),

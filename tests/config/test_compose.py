@@ -293,7 +293,7 @@ def test_a_wrong_word_is_answered_in_one_sentence_with_the_right_one(words: str,
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('a: 1\nb: "2\n', "bad.yaml, line 3: found unexpected end of stream."),
+        ('a: 1\nb: "2\n', "bad.yaml, line 3: found unexpected end of stream (a quote is not closed)."),
         ("_target_: mine.Net\na: 1\na: 2\n", "bad.yaml, line 3: found duplicate key a."),
         ('_target_: mine.Net\na: !!python/object/apply:os.system ["x"]\n', "bad.yaml, line 2: could not determine a constructor"),
         ("- a\n- b\n", "model=['a', 'b'] is not a section with keys."),

@@ -68,7 +68,7 @@ def work(control, folder, how):
             mark(folder, "trains", rank) if done == 3 else None
             if done == last:
                 break
-            what = control.poll(done, save="wishes" in how and random.random() < 0.005)
+            what = control.poll(done, save="wishes" in how and random.random() < max(10 / last, 0.005))
             if what is not None:
                 seen.write(f"{what} {done}\\n")
             if what == "stop" and "fails" in how and rank == size - 1:

@@ -276,7 +276,8 @@ def test_a_signal_while_sbatch_runs_does_not_lose_the_job(ddpexp: Ddpexp, tmp_pa
         (tmp_path / name).chmod(0o755)
     done = recipe("launcher=slurm", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert (done.code, done.out, done.err) == (128 + signal.SIGTERM, "", "ddpexp: job 12 goes on; end it with scancel 12\n")
-    assert done.result() == {"status": "submitted", "job_id": "12"}
+    found = done.result()
+    assert (found["status"], found["job_id"]) == ("submitted", "12")
 
 
 def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
