@@ -43,7 +43,7 @@ def test_what_is_submitted_is_not_counted_as_done(sweeps: Sweeps) -> None:
     sweep = sweeps("launcher=spawn,slurm", "model._target_=points.Wide", "model.hidden=13")
     assert sweep.code == 1
     assert "ddpexp: 1 of 2 jobs failed:" in sweep.err
-    assert "\n0 of 2 jobs are done\n" in sweep.err
+    assert "\n0 of 2 jobs are done; resume the sweep with:\n" in sweep.err
 
 
 @pytest.mark.slurm
