@@ -210,7 +210,11 @@ def children() -> set[int]:
     """Return the living children of this process: a fork of it, such as a DataLoader worker, does not have the tests' mark."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        for word in (task / "children").read_text().split():
+        try:
+            words = (task / "children").read_text().split()
+        except OSError:  # a thread that has ended since: its children are listed with another one
+            continue
+        for word in words:
             try:
                 state = Path(f"/proc/{word}/stat").read_text().rsplit(")", 1)[1].split()[0]
             except OSError:
