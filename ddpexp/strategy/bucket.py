@@ -18,7 +18,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy import Options
 from ddpexp.strategy.flat import Layout
 from ddpexp.strategy.reduce import ThroughSharedMemory
-from ddpexp.strategy.replica import take_rank_zeros, unused
+from ddpexp.strategy.replica import take_rank_zeros
 from ddpexp.world import World
 
 _MIB = 1 << 20
@@ -31,11 +31,10 @@ class Bucket:
         """Lay the gradients out, those of each kind of number in a flat tensor of their own."""
         self.last: bool | None = None  # whether the micro-batch that is going on is a step's last one; None: between them
         self.training = True
-        self._names = dict(zip(parameters.values(), parameters, strict=True))
         self.carrier, self._world = carrier, world
-        self._kinds = [_Kind(group) for group in _by_kind(self._names)]
+        self._kinds = [_Kind(group) for group in _by_kind(parameters.values())]
         # One parameter stands for all: any backward pass that is worth its name reaches it.
-        next(reversed(self._names)).register_post_accumulate_grad_hook(self._refuse_outside)  # type: ignore[no-untyped-call]
+        list(parameters.values())[-1].register_post_accumulate_grad_hook(self._refuse_outside)  # type: ignore[no-untyped-call]
 
     @classmethod
     def fits(cls, parameters: Mapping[str, nn.Parameter], options: Options, slot_bytes: int) -> bool:
@@ -48,16 +47,9 @@ class Bucket:
         return sum(sizes) <= options.bucket_cap_mb * _MIB and max(sizes) <= slot_bytes
 
     def fill(self) -> bool:
-        """Bring the gradients that have come since the last sum to the other ranks; false: none have come.
-
-        Raises:
-            DdpexpError: some parameters have got a gradient, and others that are trained have not.
-        """
+        """Bring the gradients that have come since the last sum to the other ranks; false: none have come."""
         if not any(kind.is_new() for kind in self._kinds):
             return False
-        missing = [name for parameter, name in self._names.items() if parameter.grad is None and parameter.requires_grad]
-        if missing:
-            raise unused(missing, "the step")
         for kind in self._kinds:
             kind.write(self.carrier)
         return True

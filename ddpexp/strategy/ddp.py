@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.strategy import Options
 from ddpexp.strategy.bucket import Bucket, WithRankZerosBuffers
 from ddpexp.strategy.reduce import ThroughSharedMemory, carrier_for, take_over
-from ddpexp.strategy.replica import Models, Replica, refuse_other_models, take_rank_zeros
+from ddpexp.strategy.replica import Gradients, Models, Replica, refuse_other_models, take_rank_zeros
 from ddpexp.strategy.shared_memory import SharedMemory
 from ddpexp.world import World
 
@@ -48,9 +48,11 @@ class DDP:
         self.wrapped = dict(self._replica.called)
         self.memory: SharedMemory | None = None
         self._buckets: list[Bucket] = []
+        trained = {name: parameters for name, module in self.bare.items() if (parameters := _trained(name, module))}
+        any_may_lack = options.find_unused_parameters or options.static_graph
+        self._gradients = [] if any_may_lack else [Gradients(parameters) for parameters in trained.values()]
         if world.world_size > 1:
             refuse_other_models(self.bare, world)
-            trained = {name: parameters for name, module in self.bare.items() if (parameters := _trained(name, module))}
             carrier = carrier_for([p for parameters in trained.values() for p in parameters.values()], options, world)
             if isinstance(carrier, ThroughSharedMemory):
                 self.memory = carrier.memory
@@ -88,7 +90,7 @@ class DDP:
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Enclose forward and backward of a micro-batch: gradients are reduced in the last one of a step alone."""
-        return self._micro_batches[last] if self._world.world_size > 1 else nullcontext()
+        return self._micro_batches[last]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every module."""
@@ -183,8 +185,11 @@ class _MicroBatch(AbstractContextManager[None]):
         for bucket in self._strategy._buckets:
             bucket.last = None
         self._without.close()
-        if self._last and kind is None:
-            self._strategy._reduce()
+        if kind is None:
+            for gradients in self._strategy._gradients:
+                gradients.check(self._last)
+            if self._last:
+                self._strategy._reduce()
 
 
 def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -197,8 +202,9 @@ def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> Dis
     After its first step DDP lays the buckets out anew, and where the backend chooses the order of a sum by their layout, the
     first step after a resume would differ from that of the undisturbed run. It does not where it looks for unused parameters.
     """
+    looks_in_vain = fixed and not (options.find_unused_parameters or options.static_graph)
     wrapped = DistributedDataParallel(
-        module,
+        _WithUnused(module) if looks_in_vain else module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         **_buffers(options.broadcast_buffers),
         bucket_cap_mb=options.bucket_cap_mb,
@@ -208,6 +214,20 @@ def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> Dis
     )
     _register_hook(wrapped, options)
     return wrapped
+
+
+class _WithUnused(nn.Module):
+    """A model beside a parameter that no forward pass reaches: DDP warns when it looks for such parameters and finds none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
+        self.unused = nn.Parameter(trained.new_zeros(1))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Call the model."""
+        return self.module(*inputs, **named)
 
 
 def _buffers(broadcast: bool) -> dict[str, Any]:

@@ -208,7 +208,7 @@ class Exact:
             used.add(unit)
             p.grad = None
         if missing and not self._finds_unused and (names := [name for name, u in missing if u in used or not self._counts]):
-            raise unused(names, "a micro-batch")
+            raise unused(names)
         self._refuse_thawed()
         if gradients:
             torch._foreach_copy_(places, gradients)

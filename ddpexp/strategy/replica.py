@@ -144,10 +144,45 @@ def refuse_other_models(models: Models, world: World) -> None:
         )
 
 
-def unused(names: Sequence[str], where: str) -> DdpexpError:
+_SEEN = "_ddpexp_version_seen"  # a gradient's, when the last look was taken
+
+
+class Gradients:
+    """Which trained parameters of a model a micro-batch gives a gradient: all of them or none, on any number of workers."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Watch these parameters; the names are for errors."""
+        self._parameters = dict(parameters)
+        self._accumulated = False  # since the last look that began anew
+
+    def check(self, last: bool) -> None:
+        """Look at what the micro-batch that ends here has left. Gradients are cleared behind a step's last one.
+
+        Raises:
+            DdpexpError: some parameters have got a gradient, and others have not.
+        """
+        if last and not self._accumulated and all(parameter.grad is not None for parameter in self._parameters.values()):
+            return
+        missing, reached = [], False
+        for name, parameter in self._parameters.items():
+            gradient = parameter.grad
+            if gradient is None or (self._accumulated and getattr(gradient, _SEEN, None) == gradient._version):
+                if parameter.requires_grad:
+                    missing.append(name)
+            else:
+                reached = True
+        if reached and missing:
+            raise unused(missing)
+        self._accumulated = not last
+        for parameter in () if last else self._parameters.values():
+            if (gradient := parameter.grad) is not None:
+                setattr(gradient, _SEEN, gradient._version)
+
+
+def unused(names: Sequence[str]) -> DdpexpError:
     """Return the error of parameters that got no gradient where others did."""
     return DdpexpError(
-        f"{listed(names)} got no gradient in {where}, for its loss does not depend on it. "
+        f"{listed(names)} got no gradient in a micro-batch, for its loss does not depend on it. "
         f"If that is meant, use strategy.find_unused_parameters=true."
     )
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
+from ddpexp.errors import DdpexpError
 from ddpexp.strategy.ddp import DDP
 from tests.conftest import Ddpexp, Done
 from tests.fitting import ALONE, STRATEGY, near
@@ -24,6 +27,14 @@ class Unused(Net):
         for name in "0123":
             rows = self.get_submodule(name)(rows)
         return rows
+
+
+class Sometimes(Unused):
+    calls = 0
+
+    def forward(self, rows):
+        self.calls += self.training
+        return super().forward(self.extra(rows) if self.calls % 2 else rows)
 
 
 class Norm(nn.Sequential):
@@ -94,7 +105,7 @@ def plain(recipe: Recipe) -> Done:
 @pytest.mark.parametrize(
     ("words", "tolerance"),
     [
-        ("strategy.comm_hook=fp16", 1e-3),
+        ("strategy.comm_hook=fp16 trainer.gpus=3", 1e-3),
         ("strategy.comm_hook=powersgd", 0.2),
         ("strategy.find_unused_parameters=true strategy.bucket_cap_mb=0.0001 strategy.gradient_as_bucket_view=false", 1e-6),
         ("strategy.static_graph=true", 1e-6),
@@ -102,8 +113,9 @@ def plain(recipe: Recipe) -> Done:
     ids=["fp16", "powersgd", "buckets", "static"],
 )
 def test_an_option_trains_to_nearly_the_same_weights(recipe: Recipe, plain: Done, words: str, tolerance: float) -> None:
-    done = recipe("trainer.gpus=2", *words.split())
+    done = recipe(*words.split(), *["trainer.gpus=2"] * ("gpus" not in words))
     assert done.code == 0, done.err
+    assert "Warning" not in done.out + done.err  # DDP's, of options that were not typed
     assert near(weights(done), weights(plain), tolerance)
     same = done.result()["weights_sha256"] == plain.result()["weights_sha256"]
     assert not same or "comm_hook" not in words  # a hook that compresses leaves its mark
@@ -115,21 +127,63 @@ def test_a_hook_that_gloo_does_not_have_is_refused(recipe: Recipe) -> None:
     assert done.err.startswith("ddpexp: strategy.comm_hook=bf16 needs trainer.backend=nccl: ")
 
 
+TRANSPORTS = ["reduce_through=backend", "reduce_through=shared_memory", "gradient_as_bucket_view=false", "comm_hook=fp16"]
+
+
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("kind", "words"),
     [
-        ("", "model.extra.weight, model.extra.bias got no gradient in the step, for its loss does not depend on it. "),
-        pytest.param("strategy.reduce_through=backend", "find_unused_parameters=True", marks=pytest.mark.slow),  # torch's words
+        pytest.param(kind, f"trainer.gpus={gpus} strategy.{options}", marks=[pytest.mark.slow] * (number > 0))
+        for number, (options, gpus, kind) in enumerate(product(TRANSPORTS, [2, 3], ["Sometimes", "Unused"]))
     ],
 )
-def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, words: str, said: str) -> None:
-    typed = ("model._target_=points.Unused", "trainer.gpus=2", *words.split())
+def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, kind: str, words: str) -> None:
+    """`Sometimes` uses it in the first micro-batch of a step and not in the second."""
+    typed = (f"model._target_=points.{kind}", *words.split(), "trainer.micro_batch_size=4")
     done = recipe(*typed)
     assert done.code == 1
-    assert said in done.err
-    assert ("Traceback" in done.err) == ("backend" in words)
+    assert "Traceback" not in done.err
+    assert "model.extra.weight, model.extra.bias got no gradient in a micro-batch, for its loss does not depend on it. " in done.err
+    assert "strategy.find_unused_parameters=true" in done.err
     done = recipe(*typed, "strategy.find_unused_parameters=true")
     assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+@pytest.mark.parametrize("lacking", [0, 1, 2, None])
+def test_one_worker_takes_unused_parameters_as_several_do(accumulated: int, lacking: int | None) -> None:
+    """In the micro-batch `lacking` the second layer is not reached, or in none."""
+
+    def model() -> nn.Module:
+        return nn.ModuleList([nn.Linear(2, 1), nn.Linear(1, 1)])
+
+    def train(strategy: DDP) -> None:
+        for _ in range(2):  # steps
+            for number in range(accumulated):
+                with strategy.micro_batch(number == accumulated - 1):
+                    first, second = strategy.training
+                    out = first(torch.ones(1, 2))
+                    (out if number == lacking else second(out)).sum().backward()
+            strategy.clear_gradient()
+
+    train(DDP(replace(STRATEGY, find_unused_parameters=True), ALONE, model))
+    train(DDP(replace(STRATEGY, static_graph=True), ALONE, model))
+    strategy = DDP(STRATEGY, ALONE, model)
+    if lacking is not None and lacking < accumulated:
+        with pytest.raises(DdpexpError, match=r"^model\.1\.weight, model\.1\.bias got no gradient in a micro-batch, "):
+            train(strategy)
+    else:
+        train(strategy)
+
+
+def test_a_model_that_a_micro_batch_does_not_reach_lacks_nothing() -> None:
+    strategy = DDP(STRATEGY, ALONE, lambda: {"left": nn.Linear(2, 1), "right": nn.Linear(2, 1)})
+    for name in ("left", "right"):
+        for last in (False, True):
+            with strategy.micro_batch(last):
+                strategy.training[name](torch.ones(1, 2)).sum().backward()
+    with strategy.micro_batch(True):
+        pass
 
 
 def test_modules_without_anything_to_train_are_left_unwrapped(recipe: Recipe) -> None:
