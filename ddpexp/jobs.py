@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp import lock, manifest, repository, resume, rundir
+from ddpexp import lock, manifest, repository, resume, rundir, weights
 from ddpexp.config import Experiment, check_layout
 from ddpexp.config.compare import list_changes
 from ddpexp.data.batch_plan import plan_batches
@@ -81,8 +81,8 @@ class Training(Job):
         """Refuse a batch that does not split, options that the device does not have, weights that are not there."""
         check_layout(self.experiment, layout)
         source = self.experiment.run.init_from
-        if source is not None and not Path(source).exists() and not resume.has_checkpoint(self._there(())):
-            raise RefusedError(f"run.init_from={source}: there is no such file.")
+        if source is not None and not resume.has_checkpoint(self._there(())):
+            weights.refuse_unusable(Path(source), f"run.init_from={source}")
 
     def prepare(self) -> None:
         """Make the data ready where this command runs."""
@@ -132,6 +132,7 @@ class Training(Job):
         if self.vacant is not None:
             self.vacant()
         # No directory is made for data that cannot be had, and nothing is looked for long that is in use.
+        first_weights = self._first_weights(crew.earlier)
         first = self._there(crew.earlier) is None
         data = prepare(self.experiment.data, self.experiment.trust) if first else None
         run, earlier = self._claim(crew.earlier)
@@ -151,8 +152,16 @@ class Training(Job):
         start = manifest.Start(layout, self._argv, crew, snapshot, inputs, notes)
         with self._refusing(run):
             self._write_down(run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {})
-        self._told = {"notes": notes, "config": _digest(run.config)}
+        self._told = {"notes": notes, "config": _digest(run.config), **first_weights}
         self._enter(run, data)
+
+    def _first_weights(self, owners: Sequence[str]) -> dict[str, str]:
+        """Return which weights a first start begins with, for all workers alike."""
+        source = self.experiment.run.init_from
+        if source is None or resume.has_checkpoint(self._there(owners)):
+            return {}
+        found = weights.find(Path(source), f"run.init_from={source}", lambda text: say(f"ddpexp: warning: {text}"))
+        return {"init_from": str(found.resolve())}
 
     def shared(self) -> dict[str, Any]:
         """Return where the run directory is, and what proves that a host sees the same one."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import yaml
 
-from ddpexp import commands, rundir
+from ddpexp import commands, rundir, weights
 from ddpexp import resume as going_on
-from ddpexp.checkpoint.format import whole
 from ddpexp.config import Experiment, Trust, load, parse
 from ddpexp.config.compose import compose, override_file
 from ddpexp.config.names import named
@@ -95,7 +94,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     if not run.path.exists():
         raise RefusedError(f"resume {source}: there is no such directory.")
     if not run.config.is_file() or not rundir.is_ours(run.path):
-        home = next((folder for folder in run.path.resolve().parents if _is_run(folder)), None)
+        home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
         advice = f" Did you mean {rundir.typed(home)}?" if home is not None else ""
         raise RefusedError(f"resume {source}: it is no run directory.{advice}")
     rundir.refuse_links(run, f"resume {source}")
@@ -182,39 +181,19 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     source = Path(name)
     if not source.exists():
         raise RefusedError(f"evaluate {source}: there is no such directory or file.")
-    home = next((folder for folder in (source, *source.resolve().parents) if _is_run(folder)), None)
+    home = next((folder for folder in (source, *source.resolve().parents) if weights.is_run(folder)), None)
     if home is not None:
         text, experiment = _of_run(home, words, command)
     else:
         text, experiment = _of_words(source, words)
-    weights = _newest_weights(source) if _is_run(source) else source
-    return experiment.launcher, Evaluation(experiment, text, weights)
-
-
-def _newest_weights(run: Path) -> Path:
-    """Return the newest checkpoint whose weights are as they were written; say which it is where a newer one is damaged.
-
-    Raises:
-        RefusedError: there is none.
-    """
-    chosen, damaged = whole(run / "checkpoints", weights_alone=True)
-    for one in damaged:
-        say(f"ddpexp: warning: {rundir.relative(one.folder)} is damaged and not evaluated: {one.problem}")
-    if chosen is None:
-        raise RefusedError(f"{run / 'checkpoints'} holds no complete checkpoint.")
-    if damaged:
-        say(f"ddpexp: warning: this evaluates step {chosen.step}; resume the run to train the steps after it again")
-    return chosen.folder
+    found = weights.find(source, f"evaluate {source}", lambda text: say(f"ddpexp: warning: {text}"))
+    return experiment.launcher, Evaluation(experiment, text, found)
 
 
 def _source(argv: list[str]) -> tuple[str, list[str]]:
     """Take the first word that is no option, which may stand before it as in `--config-dir DIR SOURCE`."""
     place = next((i for i, word in enumerate(argv) if word[:1] != "-" and (i == 0 or argv[i - 1] not in _OPTIONS)), 0)
     return argv[place], argv[:place] + argv[place + 1 :]
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
 
 
 def _of_run(home: Path, words: list[str], command: Sequence[str]) -> tuple[str, Experiment]:

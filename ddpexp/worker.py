@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ddpexp import deferred_dynamo, loop
+from ddpexp import deferred_dynamo, loop, weights
 from ddpexp.average import Average
 from ddpexp.checkpoint.format import Checkpoint, set_aside
 from ddpexp.checkpoint.reader import load_weights, weights_sha256
@@ -89,7 +89,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         experiment.trainer.timeout.data_seconds, experiment.data.on_device,
     )  # fmt: skip
     newest, damaged = choose(run, world, experiment.run.resume == "require")
-    strategy = _strategy(experiment, world, plan, _init_from(experiment, newest))
+    strategy = _strategy(experiment, world, plan, _init_from(experiment, newest, told, log))
     if newest is not None and world.is_rank_zero:
         inputs |= _refuse_changed_data(run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log)
     num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
@@ -327,11 +327,17 @@ def _refuse_other_data(splits: Splits, target: str, world: World) -> None:
         )
 
 
-def _init_from(experiment: Experiment, newest: Checkpoint | None) -> Callable[[Models], None]:
+def _init_from(
+    experiment: Experiment, newest: Checkpoint | None, told: Mapping[str, Any], log: logging.Logger
+) -> Callable[[Models], None]:
     source = experiment.run.init_from
     if source is None or newest is not None:
         return lambda models: None
-    return lambda models: load_weights(models, Path(source), f"run.init_from={source}")
+    asked = f"run.init_from={source}"
+    # The command has found them, unless it has counted on checkpoints that turned out to be damaged.
+    found = weights.find(Path(told.get("init_from", source)), asked, log.warning)
+    log.info(f"{asked}: the weights of {relative(found)}")
+    return lambda models: load_weights(models, found, asked)
 
 
 def _strategy(experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]) -> Strategy:

@@ -6,15 +6,23 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
+from ddpexp.checkpoint.reader import load_weights
+from ddpexp.errors import RefusedError
+from ddpexp.weights import find
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
 
 
@@ -106,8 +114,8 @@ def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_wa
     refused(evaluate(ddpexp, path.parent), r"its hash is not the one in the manifest")
     done = evaluate(ddpexp, copied)
     assert done.code == 0, done.err
-    assert re.search(r"warning: .*step-00000010 is damaged and not evaluated: model\.safetensors is damaged: its hash", done.err)
-    assert "this evaluates step 5; resume the run" in done.err
+    assert re.search(r"warning: .*step-00000010 is damaged and not used: model\.safetensors is damaged: its hash", done.err)
+    assert "the weights are those of step 5; resume the run" in done.err
     assert "step-00000005 " in done.out
 
 
@@ -176,11 +184,105 @@ def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> N
     assert (asked.code, asked.out, asked.err) == (0, done.err.removeprefix("ddpexp: evaluate what?\n"), "")
 
 
-def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done) -> None:
-    weights = trained.run / "checkpoints/step-00000010/model.safetensors"
-    done = ddpexp(*SMALL, f"run.init_from={weights}", "trainer.max_steps=1", "optimizer.lr=0")
+@pytest.mark.parametrize(
+    "part",
+    [".", *(pytest.param(part, marks=pytest.mark.slow) for part in ("checkpoints/step-00000010/model.safetensors", "checkpoints"))],
+)
+def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done, part: str) -> None:
+    done = ddpexp(*SMALL, f"run.init_from={trained.run / part}", "trainer.max_steps=1", "optimizer.lr=0", "trainer.gpus=2")
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == trained.result()["weights_sha256"]
+    assert re.search(r"^run\.init_from=\S+: the weights of \S+/step-00000010", done.out, re.MULTILINE)
+
+
+def test_a_run_without_checkpoints_starts_no_other(ddpexp: Ddpexp, copied: Path) -> None:
+    shutil.rmtree(copied / "checkpoints")
+    done = ddpexp(*SMALL, f"run.init_from={copied}")
+    refused(done, rf"^ddpexp: run\.init_from={re.escape(str(copied))}: \S+ holds no complete checkpoint\.\n$")
+    assert not done.run.exists()
+
+
+@pytest.mark.parametrize("name", ["left.pth", "it's $left.bin", "left.safetensors"])
+def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    torch.save(model.state_dict(), tmp_path / name)
+    with pytest.raises(
+        RefusedError, match=rf"^run\.init_from=x: {re.escape(name)} cannot be read as safetensors: torch\.save"
+    ) as caught:
+        find(tmp_path / name, "run.init_from=x", pytest.fail)
+    assert "\n" not in str(caught.value)
+    words = shlex.split(str(caught.value).rpartition(": python ")[2])
+    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, timeout=PATIENCE)
+    found = find((tmp_path / name).with_suffix(".safetensors"), "run.init_from=x", pytest.fail)
+    other = Tied()
+    load_weights({"model": other}, found, "run.init_from=x")
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_an_old_pickle_and_a_name_alone_do_not_decide(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    with pytest.raises(RefusedError, match=r"torch\.save has written it"):
+        find(tmp_path / "old", "evaluate old", pytest.fail)
+    save_file({"a": torch.ones(2)}, tmp_path / "weights.pth")
+    assert find(tmp_path / "weights.pth", "evaluate weights.pth", pytest.fail) == tmp_path / "weights.pth"
+
+
+class Tied(nn.Module):
+    """One tensor under three names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.tail = nn.Linear(3, 5)
+        self.head.weight = self.tail.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("names", [("embed",), ("head",), ("tail",), ("embed", "tail"), ("embed", "head", "tail")])
+def test_tied_weights_are_there_under_any_of_their_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+    model, kept = Tied(), torch.randn(5, 3)
+    state = {"tail.bias": torch.randn(5), **{f"{name}.weight": kept.clone() for name in names}}
+    save_file(state, tmp_path / "model.safetensors")
+    load_weights({"model": model}, tmp_path / "model.safetensors", "evaluate")
+    assert torch.equal(model.embed.weight, kept)
+    assert model.head.weight is model.tail.weight is model.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"head.weight": torch.zeros(5, 3)}, "embed.weight and head.weight are one tensor here and two different ones there"),
+        ({"tail.bias": None}, "it lacks tail.bias"),
+        ({"tail.bias": None, "tail.bais": torch.zeros(5)}, "it lacks tail.bias; it has tail.bais more"),
+        ({"embed.weight": None}, "it lacks embed.weight, head.weight, tail.weight"),
+        ({"tail.bias": torch.zeros(4)}, "Error(s) in loading state_dict for Tied: size mismatch for tail.bias: "),
+    ],
+)
+def test_weights_of_another_model_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], problem: str) -> None:
+    state = {"embed.weight": torch.ones(5, 3), "tail.bias": torch.zeros(5), **change}
+    save_file({name: value for name, value in state.items() if value is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(RefusedError, match=rf"^evaluate x holds the weights of another model: {re.escape(problem)}"):
+        load_weights({"model": Tied()}, tmp_path / "model.safetensors", "evaluate x")
+
+
+class Counted(nn.Linear):
+    """A layer that keeps more than tensors in its state."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        raise AssertionError(state)
+
+
+def test_a_model_that_keeps_more_than_tensors_takes_weights(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = Counted(2, 1)
+    load_weights({"model": model}, tmp_path / "model.safetensors", "evaluate")
+    assert torch.equal(model.weight, torch.ones(1, 2))
 
 
 @pytest.mark.variants(1)

@@ -26,7 +26,7 @@ ROWS = [
     ["precision", "average", "optimizers", "undo"],
     ["update", "task_checks"],
     ["loop"],
-    ["rank", "report", "prepare", "saves", "resume"],
+    ["rank", "report", "prepare", "saves", "resume", "weights"],
     ["worker", "jobs"],
     ["verbs", "command"],
     ["sweep"],

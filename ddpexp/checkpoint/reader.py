@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ddpexp.checkpoint import format_1
 from ddpexp.checkpoint.codec import decode
 from ddpexp.checkpoint.format import OLDER, Checkpoint, is_checkpoint, is_named_so, open_checkpoint
+from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.tensors import read_tensors, refuse_odd_file
 from ddpexp.errors import RefusedError
 from ddpexp.rundir import read_json
@@ -99,9 +101,6 @@ def load_weights(models: Models, source: Path, asked: str, averaged: bool = Fals
     Raises:
         RefusedError: no such file, damaged, or of another model; `asked` is how the user named it.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_model
-
     ending = ".ema.safetensors" if averaged else ".safetensors"
     files = {name: source / f"{name}{ending}" for name in models} if source.is_dir() else dict.fromkeys(models, source)
     if len(models) > 1 and not source.is_dir():
@@ -110,12 +109,38 @@ def load_weights(models: Models, source: Path, asked: str, averaged: bool = Fals
         try:
             refuse_odd_file(path)
             _check_hash(path)
-            load_model(models[name], str(path))
-        except (OSError, ValueError, SafetensorError) as error:
+            tensors = read_tensors(path)
+        except (OSError, ValueError) as error:
             raise RefusedError(f"{asked}: {path.name} cannot be read as safetensors ({error}).") from None
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:300]
-            raise RefusedError(f"{asked} holds the weights of another model: {reason}") from None
+        except RefusedError as error:
+            raise RefusedError(f"{asked}: {error}") from None
+        problem = _load(models[name], tensors)
+        if problem is not None:
+            raise RefusedError(f"{asked} holds the weights of another model: {problem}.")
+
+
+def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
+    """Load weights by the names of the state_dict; return what does not fit.
+
+    Tensors that the model has under several names (tied weights) may be there under one of them.
+    """
+    given = dict(tensors)
+    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)}
+    tied = ties(state)
+    for first in set(tied.values()):
+        names = [first, *(name for name, other in tied.items() if other == first)]
+        there = [name for name in names if name in given]
+        for name in names if there else ():
+            if not torch.equal(given.setdefault(name, given[there[0]]), given[there[0]]):
+                return f"{there[0]} and {name} are one tensor here and two different ones there"
+    try:
+        found = module.load_state_dict(given, strict=False)
+    except RuntimeError as error:  # of tensors that have another size
+        return " ".join(str(error).split())[:300].rstrip(".")
+    missing = [name for name in found.missing_keys if not name.endswith("_extra_state")]  # of tensors alone
+    parts = [f"it lacks {_few(missing)}"] if missing else []
+    parts += [f"it has {_few(found.unexpected_keys)} more"] if found.unexpected_keys else []
+    return "; ".join(parts) or None
 
 
 def _check_hash(path: Path) -> None:

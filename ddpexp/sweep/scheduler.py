@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from ddpexp import resume, rundir
+from ddpexp import resume, rundir, weights
 from ddpexp.config import Experiment, check_layout, parse
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.compose import JobComposer, Swept
@@ -180,8 +180,11 @@ class Scheduler:
 
     def _refuse_lost_weights(self, job: Planned) -> None:
         source = job.experiment.run.init_from
-        if source is not None and not Path(source).exists() and not resume.has_checkpoint(job.run):
-            raise RefusedError(f"run.init_from={source}: there is no such file. (job {job.name})")
+        if source is not None and not resume.has_checkpoint(job.run):
+            try:
+                weights.refuse_unusable(Path(source), f"run.init_from={source}")
+            except RefusedError as error:
+                raise RefusedError(f"{error} (job {job.name})") from None
 
     @property
     def _keys(self) -> frozenset[str]:
