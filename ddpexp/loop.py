@@ -22,7 +22,7 @@ from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.faults import reach
 from ddpexp.launch.control import Control
-from ddpexp.optimizers import optimizer_state, parameter_names, restore_optimizer, settings
+from ddpexp.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.precision import Precision
 from ddpexp.schedule import Schedule
 from ddpexp.strategy.contract import Strategy
@@ -100,6 +100,7 @@ class Loop:
     average: Average | None = None
     position: Position = field(default_factory=Position)
     _peaks: list[float] = field(init=False)
+    _rates: Mapping[str, float] = field(init=False)
     _built: dict[str, list[dict[str, Any]]] = field(init=False)
     _names: Mapping[str, Tensor] = field(init=False)
     _update: Update = field(init=False)
@@ -111,6 +112,7 @@ class Loop:
         self._names = parameter_names(self.strategy.bare)
         self._built = {name: settings(one) for name, one in self.optimizers.items()}
         self._peaks = [group["lr"] for one in self.optimizers.values() for group in one.param_groups]
+        self._rates = rates_by_name(self.optimizers)
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
         self._update = Update(
             self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan, self.options.seed,
@@ -136,7 +138,7 @@ class Loop:
             self.control.enter("train")
             done = step + 1
             logs = done % self.options.log_every == 0 or done == self.num_steps
-            rate = self._set_learning_rate(step)
+            factor = self._set_learning_rate(step)
             saves = self._saves_after(done)
             self._update.want_norm = logs or saves  # what is recorded or kept is looked at
             window.add(self._train_step(step, micro_batches))
@@ -150,7 +152,7 @@ class Loop:
                     with clock.paused():
                         self._warn_of_a_mean(micro_batches[0])
             if logs:
-                self._record(done, rate, window, clock)
+                self._record(done, factor, window, clock)
             better = False
             if self._evaluates_after(done):
                 before = self.position.best
@@ -271,19 +273,18 @@ class Loop:
             logging.getLogger("ddpexp").warning(found)
 
     def _set_learning_rate(self, step: int) -> float:
+        """Give every parameter group its rate of this step; return what the schedule multiplies each one's own by."""
         factor = float(self.schedule.factor(step, self.num_steps))
-        number = 0
-        for optimizer in self.optimizers.values():
-            for group in optimizer.param_groups:
-                group["lr"] = self._peaks[number] * factor
-                number += 1
-        return float(self._peaks[0] * factor)
+        groups = (group for optimizer in self.optimizers.values() for group in optimizer.param_groups)
+        for group, peak in zip(groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        return factor
 
-    def _record(self, done: int, rate: float, window: _Window, clock: _Clock) -> None:
+    def _record(self, done: int, factor: float, window: _Window, clock: _Clock) -> None:
         num_samples = len(window) * self.train.plan.global_batch_size
         values = window.reduce(first_step=done - len(window) + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in values.items()}
-        values["train/lr"] = rate
+        values |= {f"train/lr{name}": peak * factor for name, peak in self._rates.items()}
         if self._update.norm is not None:
             values["train/grad_norm"] = float(self._update.norm)
             self._check_norm(done)

@@ -26,6 +26,20 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
+def rates_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
+    """Return the learning rates that there are, by what is added to `lr` for each in a record.
+
+    Nothing where there is one, `/head` for that of the optimizer `head` of several, `/head/1` for that of its group 1 where its
+    groups have different ones.
+    """
+    found: dict[str, float] = {}
+    for name, optimizer in optimizers.items():
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        own = f"/{name}" if len(optimizers) > 1 else ""
+        found |= {f"{own}/{number}": rate for number, rate in enumerate(rates)} if len(set(rates)) > 1 else {own: rates[0]}
+    return found
+
+
 def optimizer_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the state of an optimizer: its groups with the names of their parameters, and what it keeps for each."""
     saved = optimizer.state_dict()

@@ -48,7 +48,7 @@ class Report:
         lines = {
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
             "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
-            "model": f"{_short(experiment.model.target)}, {size:,} parameters, {experiment.trainer.precision}",
+            "model": f"{_model(experiment.model)}, {size:,} parameters, {experiment.trainer.precision}",
             "world": f"{workers} ({layout.backend}{shared}), {_counted(layout.threads, 'thread')} each{crowded}",
             "batch": f"{plan.global_batch_size} = {cut}",
             "steps": f"{self.num_steps:,} ({epochs:.3g} epochs of {per_epoch:,})",
@@ -99,7 +99,7 @@ def _hyperparameters(experiment: Experiment) -> dict[str, bool | float | str]:
     trainer, scheduler = experiment.trainer, experiment.scheduler
     found = {
         "recipe": experiment.recipe.name,
-        "model": _short(experiment.model.target),
+        "model": _model(experiment.model),
         "optimizer": _short(experiment.optimizer.target),
         **{f"optimizer.{key}": value for key, value in experiment.optimizer.kwargs.items()},
         "scheduler": _short(scheduler.target) if isinstance(scheduler, Node) else type(scheduler).__name__,
@@ -124,6 +124,15 @@ def _value(text: str) -> bool | float | str:
         return float(text)
     except ValueError:
         return text
+
+
+def _model(node: Node) -> str:
+    """Return the name of a model: a function that builds many, such as timm's `create_model`, is given it."""
+    for key in ("model_name", "name", "pretrained_model_name_or_path"):
+        name = node.kwargs.get(key)
+        if isinstance(name, str) and name:
+            return one_line(name)
+    return _short(node.target)
 
 
 def _short(target: str) -> str:

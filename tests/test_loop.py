@@ -243,6 +243,23 @@ def test_the_schedule_sets_every_steps_learning_rate(points: Any, fit: Callable[
     assert len(set(rates)) == 8
 
 
+def test_every_learning_rate_of_several_optimizers_is_recorded(points: Any, fit: Callable[..., Once]) -> None:
+    class Two(points.Sides):  # type: ignore[misc]
+        def optimizers(self, model: Any, make: Any) -> Any:
+            weights, biases, *rest = model.parameters()
+            head = torch.optim.SGD([{"params": rest[:1], "lr": 0.5}, {"params": rest[1:]}], lr=0.25)
+            return {"body": make([weights, biases]), "head": head}
+
+    once = fit(Two(), log_every=1)
+    records = [record for record in once.records if "train/loss" in record]
+    assert [[key for key in record if "lr" in key] for record in records] == [
+        ["train/lr/body", "train/lr/head/0", "train/lr/head/1"]
+    ] * 8
+    for step, record in enumerate(records):
+        factor = Cosine().factor(step, 8)
+        assert [record[f"train/lr/{name}"] for name in ("body", "head/0", "head/1")] == [0.05 * factor, 0.5 * factor, 0.25 * factor]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_learns_and_keeps_full_weights(points: Any, fit: Callable[..., Once], precision: str) -> None:
     seen = set()
