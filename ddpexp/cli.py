@@ -209,10 +209,13 @@ def _launcher_of_run(words: list[str]) -> list[str]:
             if not os.path.isfile(path):  # a pipe would keep this waiting
                 continue
             with open(path) as file:
-                found = re.search(r"^launcher:\n  _target_: [\w.]*\.launch\.(\w+)\.\w+$", file.read(1 << 16), re.MULTILINE)
+                found = re.search(r"^launcher:\n  _target_: (\S+)$", file.read(1 << 16), re.MULTILINE)
         except (OSError, ValueError):
             continue
-        return [found[1].replace("_", "-")] if found else []
+        from ddpexp.config.registry import key_of
+
+        key = key_of("launcher", found[1]) if found else None
+        return [key] if key is not None else []
     return []
 
 

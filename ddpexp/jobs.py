@@ -20,6 +20,7 @@ import yaml
 from ddpexp import lock, manifest, repository, resume, rundir, weights
 from ddpexp.config import Experiment, check_layout
 from ddpexp.config.compare import list_changes
+from ddpexp.config.plugins import launcher_name
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Asked, Crew, Job, Layout, StartedByOthers, started_by, typed_again
@@ -341,7 +342,7 @@ class Training(Job):
         rank = getattr(launcher, "node_rank", None)
         typed_here = self._is_member and started_by.BY_SALLOC not in os.environ
         if isinstance(launcher, StartedByOthers) and launcher.is_told and not typed_here:
-            name = type(launcher).__module__.rpartition(".")[2].replace("_", "-")
+            name = launcher_name(type(launcher))
             before, where = launcher.started_by(self._argv)
             return f"{where} with:\n{before} {shlex.join([*words, f'launcher={name}'])}"
         restated = getattr(launcher, "restated", None)

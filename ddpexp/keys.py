@@ -18,6 +18,7 @@ from ddpexp.config.build import literals, spoken
 from ddpexp.config.comments import Comments, comments_of
 from ddpexp.config.compose import Overview
 from ddpexp.config.instantiate import Trust, locate
+from ddpexp.config.registry import key_of
 from ddpexp.sweep.settings import Settings
 
 # What is typed first comes first.
@@ -26,7 +27,6 @@ ORDER = (
 )  # fmt: skip
 _SECTIONS = {"recipe": Recipe, "trainer": Trainer, "run": Run, "strategy": Strategy, "logger": Logger, "sweep": Settings}
 _CALLED = ("launcher", "scheduler")  # sections whose class has typed fields and is free of torch
-_OURS = "ddpexp."  # modules that are quick to import
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _SECTION = "a section"
@@ -246,7 +246,7 @@ def _hints(section: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _of_callable(target: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(target, str) or not target.startswith(_OURS):
+    if key_of(where, target) is None:
         return {}
     try:
         found = locate(target, Trust(), where)

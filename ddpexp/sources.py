@@ -41,7 +41,7 @@ def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code
     `targets` name, ddpexp's own recipes among them, and what they import from the same folder tree or top-level package. Of an
     installed package its version counts. torch and the rest of ddpexp do not: the manifest has their versions.
     """
-    wanted = sorted({target for target in targets if not target.startswith("torch.")})
+    wanted = sorted({target for target in targets if _is_of_others(target)})
     roots = ([str(code)] if code is not None else []) + [folder or os.curdir for folder in path]
     walk = _Walk([os.path.abspath(root) for root in roots])
     for target in wanted:
@@ -58,13 +58,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """
     old, new = _modules(before), _modules(now)
     same_python = before.get("python") == now.get("python")
-    targets = [target for target in now.get("targets", ()) if isinstance(target, str)]
+    targets = _of_others(now)
     names = sorted({**new, **old}, key=lambda name: not any(target.rpartition(".")[0] == name for target in targets))
     found = []
     for name in names:
         was, is_now = old.get(name), new.get(name)
         if is_now is None:
-            if before.get("targets") == now.get("targets"):  # else it may have been another target's
+            if _of_others(before) == targets:  # else it may have been another target's
                 found.append(f"{_called(name, was)} is gone")
         elif was is None:
             found.append(f"{_called(name, is_now)} is new")
@@ -73,6 +73,17 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         elif was.get("sha256") != is_now.get("sha256") and not (same_python and was.get("syntax") == is_now.get("syntax", "none")):
             found.append(f"{_called(name, is_now)} has changed")
     return found
+
+
+def _of_others(fingerprint: Mapping[str, Any]) -> list[str]:
+    targets = fingerprint.get("targets")
+    return [target for target in targets if isinstance(target, str) and _is_of_others(target)] if isinstance(targets, list) else []
+
+
+def _is_of_others(target: str) -> bool:
+    """Tell whether code has a name of its own: not torch's, nor a part of ddpexp's, but a recipe of it."""
+    root = target.partition(".")[0]
+    return root not in (target, "torch", "ddpexp") or target.startswith(f"{_RECIPES}.")
 
 
 def _modules(fingerprint: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

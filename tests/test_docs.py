@@ -37,7 +37,6 @@ PLACEHOLDERS = {
     "ETCD": "127.0.0.1",
     "RUN_DIR": "mnist",
     "outputs/first": "mnist",
-    "outputs/.../model.safetensors": "mnist/checkpoints/step-00000050/model.safetensors",
     "FOLDER...": "sweep",
     "FOLDER": "sweep",
     "recipe=...": "recipe=mnist",

@@ -190,7 +190,7 @@ def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Pa
     log = (stopped / "run.log").read_text()
     for line in (
         "2 -> 1 workers",
-        "changed: optimizer.lr 0.1 -> 0.02, scheduler._target_ ddpexp.schedule.OneCycle -> ddpexp.schedule.Cosine, ",
+        "changed: optimizer.lr 0.1 -> 0.02, scheduler._target_ onecycle -> cosine, ",
         "also other than before: trainer.gpus 2 -> 1, trainer.log_every 5 -> 2",
     ):
         assert line in done.out

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from ddpexp.config import registry
 from ddpexp.config.build import build, convert, shown, unknown_key
 from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse_untrusted
 from ddpexp.data.batch_plan import plan_batches
@@ -164,6 +165,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     Raises:
         RefusedError: an unknown key, a wrong type, a name outside the allowlist or keys that contradict one another.
     """
+    values = registry.with_keys(values)
     sections = list(Experiment.__dataclass_fields__)
     for key in values:
         if key not in sections:
@@ -360,7 +362,7 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
     prepare = convert(values.get("prepare"), str | None, "data.prepare")
     if prepare is not None:
         refuse_target(prepare, trust, "data.prepare")
-        if prepare.startswith("ddpexp."):  # ours are quick to import; a user's may import torch
+        if registry.key_of("data.prepare", prepare) is not None:  # ours are quick to import; a user's may import torch
             _typed_arguments(locate(prepare, trust, "data.prepare"), node.kwargs, "data")
     return Data(
         target=node.target,
@@ -375,7 +377,7 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
 def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
     """Build a schedule of ours, which checks itself; a user's own may import torch."""
     node = _node(values, "scheduler")
-    found: Schedule | Node = _call(values, "scheduler", Schedule) if node.target.startswith("ddpexp.schedule.") else node
+    found: Schedule | Node = _call(values, "scheduler", Schedule) if registry.key_of("scheduler", node.target) is not None else node
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpexp.config.build import shown
+from ddpexp.config.registry import key_of, with_keys
 from ddpexp.errors import RefusedError
 
 UNSET = object()  # the value of a key that one of the trees does not have
@@ -57,6 +58,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
     """
     chosen = _keys(typed, before, old, new)
     fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
+    old, new = with_keys(old), with_keys(new)
     changes = []
     for key, was, now in _differences(old, new):
         if key == "run.dir":
@@ -153,7 +155,8 @@ def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
     section = key.partition(".")[0]
     if section not in _OBJECTS:
         return True
-    return str(new[section].get("_target_")).startswith(("ddpexp.", "torch."))
+    target = new[section].get("_target_")
+    return key_of(section, target) is not None or str(target).startswith(("ddpexp.", "torch."))
 
 
 def _under(key: str, names: Sequence[str]) -> bool:
@@ -162,7 +165,7 @@ def _under(key: str, names: Sequence[str]) -> bool:
 
 def _remark(key: str, new: Mapping[str, Any]) -> str:
     scheduler = new.get("scheduler")
-    constant = isinstance(scheduler, Mapping) and str(scheduler.get("_target_")).endswith(".Constant")
+    constant = isinstance(scheduler, Mapping) and scheduler.get("_target_") == "constant"
     return "the learning rate's schedule follows the new length from here on" if key in LENGTH and not constant else ""
 
 

@@ -49,6 +49,7 @@ from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.names import named, refuse_absent
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.quick_yaml import quick_yaml
+from ddpexp.config.registry import names_the_same
 from ddpexp.config.sentences import first_line, one_sentence, refuse_no_override, sentence, unknown_key_of
 from ddpexp.config.versions import VERSION_BASE, get_yaml_loader, register_resolver
 from ddpexp.errors import RefusedError
@@ -517,7 +518,8 @@ def _without_inherited(overrides: Sequence[str], added: Path | None) -> list[str
     removed: dict[str, list[str]] = {}
     for name, target in typed.items():
         node = OmegaConf.select(before, name)
-        if not _is_in(f"{name}._target_", removed) and not (isinstance(node, DictConfig) and node.get("_target_") == target):
+        same = isinstance(node, DictConfig) and names_the_same(name, node.get("_target_"), target)
+        if not same and not _is_in(f"{name}._target_", removed):
             removed[name] = _keys_of_target(node, name)
     # Hydra deletes neither a null nor what it cannot resolve, so a key gets another value before.
     gone = [word for name, keys in removed.items() for key in keys for word in (f"++{name}.{key}=0", f"~{name}.{key}")]
@@ -751,7 +753,7 @@ def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
     others = []
     for name, target in typed.items():
         node = OmegaConf.select(cfg, name)
-        if isinstance(node, DictConfig) and node.get("_target_") != target:
+        if isinstance(node, DictConfig) and not names_the_same(name, node.get("_target_"), target):
             others.append(name)
             for key in _keys_of_target(node, name):
                 del node[key]

@@ -16,16 +16,10 @@ from typing import Any
 import ddpexp
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.plugins import GROUP, installed_launchers
+from ddpexp.config.registry import key_of, keys_of, path_of
 from ddpexp.errors import RefusedError
 
-# What a configuration may call of ours, by the section that may: functions that read and write files are not for everyone.
-_RECIPES = "ddpexp.recipes."
-_OF_ONE_SECTION = {
-    "scheduler": ("ddpexp.schedule.",),
-    "launcher": ("ddpexp.launch.",),
-    "data": ("ddpexp.data.mnist.load", "ddpexp.data.images.load"),
-    "data.prepare": ("ddpexp.data.mnist_files.prepare", "ddpexp.data.image_files.prepare"),
-}
+_RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
 
 _OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 _MODULES = (
@@ -49,12 +43,12 @@ class Trust:
 
     def allows(self, target: str, where: str) -> bool:
         """Decide by the name alone, for the section at the key `where`; imports nothing."""
+        if key_of(where, target) is not None:
+            return True
         parts = target.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
             return False
         if target in TORCH or target.startswith(_RECIPES):
-            return True
-        if any(target == known or (known.endswith(".") and target.startswith(known)) for known in _OF_ONE_SECTION.get(where, ())):
             return True
         if target in self.prefixes or any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
             return True
@@ -120,7 +114,7 @@ def refuse_target(target: Any, trust: Trust, key: str) -> None:
             f"modules beside a typed --config-dir and prefixes typed as run.trust=[...].{_advice(str(target), trust, key)}"
         )
     module, _, name = target.rpartition(".")
-    if target.startswith("ddpexp."):
+    if target.startswith(_RECIPES):
         names = _public_names(module)
         if names is None:
             raise RefusedError(f"{key}={target}: there is no module {module}.")
@@ -133,11 +127,13 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     head, _, name = target.rpartition(".")
     root, _, rest = target.partition(".")
     where = key.removesuffix("._target_")
+    near = difflib.get_close_matches(name or root, keys_of(where), n=1, cutoff=0.6)
+    if near and (root == "ddpexp" or not head):
+        return f" Did you mean {near[0]}?"
     if where == "launcher" and root not in ("ddpexp", "torch"):
         return f" A package offers a launcher by an entry point in the group {GROUP} that names just this class."
     if root == "ddpexp":
-        near = difflib.get_close_matches(target, _OF_ONE_SECTION.get(where, ()), n=1, cutoff=0.6)
-        return f" Did you mean {near[0]}?" if near else ""
+        return f" ddpexp's own parts go by a key: {', '.join(keys_of(where))}." if keys_of(where) else ""
     if re.search(r"[:/]|\.py\b", target):
         return f" Did you mean {re.sub(r'[.]py(?=[.:]|$)', '', target).replace(':', '.').replace('/', '.').strip('.')}?"
     if not head or root in ("torch", "nn", "optim"):
@@ -196,8 +192,10 @@ def locate(target: str, trust: Trust, where: str) -> Any:
     """
     key = f"{where}._target_"
     refuse_target(target, trust, key)
+    own = key_of(where, target)
+    target = target if own is None else path_of(where, own)
     module, names = _import_longest(target, where)
-    if target not in TORCH:
+    if target not in TORCH and own is None:
         _refuse_namesake(module, target, trust, where)
     found: Any = module
     for name in names:
@@ -209,7 +207,9 @@ def locate(target: str, trust: Trust, where: str) -> Any:
         if isinstance(found, types.ModuleType):
             raise RefusedError(f"{key}={target} reaches the module {found.__name__} through another one.")
     home = f"{getattr(found, '__module__', '')}.{getattr(found, '__name__', 'x')}"
-    is_named = target in TORCH or target in trust.prefixes or _is_offered(target, where)  # itself, wherever it is defined
+    is_named = (
+        own is not None or target in TORCH or target in trust.prefixes or _is_offered(target, where)
+    )  # itself, wherever it is defined
     if not callable(found) or not (is_named or trust.allows(home, where)):
         raise RefusedError(f"{key}={target} is not a class or function of an allowed module.")
     return found

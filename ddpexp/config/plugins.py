@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from ddpexp.config.registry import key_of_class
+
 GROUP = "ddpexp.launchers"  # of entry points: `name = package.module:Class`
 
 
@@ -19,6 +21,13 @@ GROUP = "ddpexp.launchers"  # of entry points: `name = package.module:Class`
 def installed_launchers() -> dict[str, str]:
     """Return the full name of each launcher class that an installed package offers, by the name of its entry point."""
     return {point.name: point.value.partition("[")[0].strip().replace(":", ".") for point in metadata.entry_points(group=GROUP)}
+
+
+def launcher_name(kind: type) -> str:
+    """Return how a launcher class is typed: `launcher=NAME`."""
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    offered = next((name for name, target in installed_launchers().items() if target == path), None)
+    return key_of_class("launcher", kind) or offered or kind.__name__.lower()
 
 
 def plugin_folders() -> list[Path]:

@@ -16,6 +16,7 @@ from typing import NoReturn, TextIO
 
 from ddpexp import command
 from ddpexp.config import Experiment
+from ddpexp.config.registry import key_of, path_of
 from ddpexp.jobs import Training
 from ddpexp.launch.fork_server import Server
 from ddpexp.launch.process import die_with_parent
@@ -48,8 +49,10 @@ class Planned:
     def modules(self) -> set[str]:
         """Return what its workers import beyond what every worker does, of ours and torch's alone: a user's may keep state."""
         experiment = self.experiment
-        targets = [node.target for node in (experiment.task, experiment.model, experiment.data, experiment.optimizer)]
-        targets += [experiment.data.prepare] if experiment.data.prepare is not None else []
+        targets = [node.target for node in (experiment.task, experiment.model, experiment.optimizer)]
+        for where, target in (("data", experiment.data.target), ("data.prepare", experiment.data.prepare)):
+            key = key_of(where, target)
+            targets.append(path_of(where, key) if key is not None else target or "")
         found = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
         logs = (
             ("ddpexp.track.tensorboard", "tensorboard.plugins.hparams.summary") if experiment.logger.kind == "tensorboard" else ()

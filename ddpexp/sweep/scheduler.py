@@ -19,6 +19,7 @@ from ddpexp import resume, rundir, weights
 from ddpexp.config import Experiment, check_layout, parse
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.compose import JobComposer, Swept
+from ddpexp.config.plugins import launcher_name
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Job, Launcher, Submitter
 from ddpexp.launch.fork_server import Server
@@ -197,7 +198,7 @@ class Scheduler:
             RefusedError: it cannot run in a sweep, or not on this machine.
         """
         launcher, trainer = experiment.launcher, experiment.trainer
-        kind = kind_of(launcher)
+        kind = launcher_name(type(launcher))
         if getattr(launcher, "is_told", False):
             raise RefusedError(
                 f"launcher={kind} does not go with -m: there every rank is a command of its own, and each would run the whole "
@@ -277,7 +278,7 @@ class Scheduler:
         if found is None:
             return None
         assert isinstance(found, Submitter)
-        name = kind_of(found)
+        name = launcher_name(type(found))
         settings = self.settings
         for key, default in (("early_stop", None), ("retries", 0), ("on_failure", "continue")):
             value = getattr(settings, key)
@@ -515,11 +516,6 @@ class Scheduler:
             return math.nan if value is None else value
         points = curve_of(job.run.metrics, name)
         return points[-1][1] if points else None
-
-
-def kind_of(launcher: Launcher) -> str:
-    """Return a launcher's name, as it is typed."""
-    return type(launcher).__module__.rpartition(".")[2].replace("_", "-")
 
 
 def _key(overrides: Sequence[str]) -> str:

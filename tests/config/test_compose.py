@@ -275,14 +275,14 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("data.prepare=os.system", "data.prepare=os.system is not allowed"),
         ("data.prepare=torch.hub.load", "data.prepare=torch.hub.load is not allowed"),
         ("data._target_=ddpexp.data.order.os.system", "data._target_=ddpexp.data.order.os.system is not allowed"),
-        ("launcher._target_=ddpexp.launch.server.call", "launcher._target_=ddpexp.launch.server.call is not a launcher."),
+        ("launcher._target_=ddpexp.launch.server.call", "launcher._target_=ddpexp.launch.server.call is not allowed"),
         (
             "launcher._target_=ddpexp.launch.fork_server.Server",
-            "launcher._target_=ddpexp.launch.fork_server.Server is not a launcher.",
+            "launcher._target_=ddpexp.launch.fork_server.Server is not allowed",
         ),
-        ("launcher._target_=ddpexp.launch.Layout", "launcher._target_=ddpexp.launch.Layout is not a launcher."),
+        ("launcher._target_=ddpexp.launch.Layout", "launcher._target_=ddpexp.launch.Layout is not allowed"),
         ("model._target_=ddpexp.launch.server.call", "model._target_=ddpexp.launch.server.call is not allowed"),
-        ("scheduler._target_=ddpexp.schedule.Schedule", "scheduler._target_=ddpexp.schedule.Schedule is not a scheduler."),
+        ("scheduler._target_=ddpexp.schedule.Schedule", "scheduler._target_=ddpexp.schedule.Schedule is not allowed"),
         ("+hydra.x._target_=os.system", "+hydra.x._target_=os.system: Hydra's own settings have no effect here."),
     ],
 )
@@ -493,8 +493,9 @@ def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> N
 def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Path) -> None:
     values, text = override_file(written, ["data._target_=zoo.load", "data.count=3", "run.trust=[zoo]"])
     assert values["data"] == {"_target_": "zoo.load", **GENERAL, "count": 3} == yaml.safe_load(text)["data"]
-    values, _ = override_file(written, ["data._target_=ddpexp.data.mnist.load", "data.root=x"])
-    assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
+    for name in ("mnist", "ddpexp.data.mnist.load"):
+        values, _ = override_file(written, [f"data._target_={name}", "data.root=x"])
+        assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
     with pytest.raises(RefusedError, match=r"data\.count is not a known key"):
         override_file(written, ["data._target_=ddpexp.data.mnist.load", "data.count=3"])
 

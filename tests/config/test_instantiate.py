@@ -241,4 +241,4 @@ def test_only_the_functions_meant_for_it_are_open_to_a_configuration() -> None:
     assert found == {
         *(("data", f"ddpexp.data.{name}.load") for name in ("mnist", "images")),
         *(("data.prepare", f"ddpexp.data.{name}.prepare") for name in ("mnist_files", "image_files")),
-    }
+    }  # under their former names

@@ -194,6 +194,6 @@ def test_a_package_cannot_shadow_what_is_ours(recipe: Recipe, tmp_path: Path) ->
     for name in ("launcher/spawn", "trainer/default"):
         assert f"ddpexp: warning: {conf}/{name}.yaml is not used: ddpexp has its own {name}. Give yours another name.\n" in done.err
     text = (done.run / "config.yaml").read_text()
-    assert "_target_: ddpexp.launch.spawn.Spawn" in text
+    assert "_target_: spawn" in text
     assert "seed: 0" in text
     assert not (tmp_path / "imported").exists()

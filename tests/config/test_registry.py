@@ -1,0 +1,50 @@
+"""ddpexp's own parts by their keys, and by the names that they had."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ddpexp.config import load, registry
+from ddpexp.config.compare import compare
+from ddpexp.config.folders import conf_folder
+from ddpexp.config.instantiate import Trust, locate
+from ddpexp.config.plugins import launcher_name
+from tests.conftest import ROOT
+
+KEPT = ROOT / "tests/kept"
+
+
+@pytest.mark.parametrize("section", ["launcher", "scheduler", "data", "data.prepare"])
+def test_every_part_is_where_the_registry_says_and_has_an_option_of_its_name(section: str) -> None:
+    group = section.partition(".")[0]
+    options = {path.stem for path in (conf_folder() / group).iterdir()}
+    for key in registry.keys_of(section):
+        found = locate(key, Trust(), section)
+        assert f"{found.__module__}.{found.__qualname__}" == registry.path_of(section, key)
+        text = (conf_folder() / group / f"{key}.yaml").read_text()
+        assert re.search(rf"^{section.partition('.')[2] or '_target_'}: {key}$", text, re.MULTILINE)
+    assert set(registry.keys_of(section)) == options
+    assert not Trust().allows(registry.keys_of(section)[0], "model")
+
+
+def test_a_launcher_is_typed_by_its_key() -> None:
+    for key in registry.keys_of("launcher"):
+        assert launcher_name(locate(key, Trust(), "launcher")) == key
+
+
+def test_names_of_an_earlier_version_name_the_same_parts() -> None:
+    text = (KEPT / "mnist/config.yaml").read_text()
+    assert "_target_: ddpexp.launch." in text
+    values, now = yaml_of(text), registry.with_keys(yaml_of(text))
+    assert (now["launcher"]["_target_"], now["data"]["_target_"], now["data"]["prepare"]) == ("spawn", "mnist", "mnist")
+    assert compare(values, now, []) == compare(now, values, []) == []
+    assert load(text).launcher == load(text.replace("ddpexp.launch.spawn.Spawn", "spawn")).launcher
+
+
+def yaml_of(text: str) -> dict[str, object]:
+    import yaml
+
+    found: dict[str, object] = yaml.safe_load(text)
+    return found
