@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.suite import Bench, trained
-from ddpexp.launch.hardware import count_gpus
+from ddpexp.system.hardware import count_gpus
 
 # In the order in which `python -m benchmarks` runs them, which takes hours; those of --quick first.
 BENCHMARKS = {

@@ -19,12 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.peers.common import model
 from benchmarks.peers.position import Numbers
-from ddpexp import deferred_dynamo
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
-from ddpexp.strategy import Options
+from ddpexp.distributed.world import World
 from ddpexp.strategy.ddp import DDP
-from ddpexp.world import World
+from ddpexp.strategy.options import Options
+from ddpexp.train import lazy_dynamo
 
 _SAMPLES = 10**9
 _SHARE = 32  # samples of a rank in a step
@@ -55,7 +55,7 @@ def order(world_size: int) -> dict[str, float]:
 def setup(world_size: int) -> dict[str, float]:
     """Return what joining, wrapping and the first steps take, and the memory of it."""
     rank = world_size // 2
-    deferred_dynamo.defer()
+    lazy_dynamo.defer()
     torch.set_num_threads(1)
     _step(model("lenet"))  # what torch loads with a first step
     before, begin = _peak(), time.perf_counter()

@@ -28,13 +28,13 @@ from typing import Any
 from ddpexp.config.compose import compose
 from ddpexp.errors import EXIT_FAILED, Failure
 from ddpexp.launch import Asked, Job, Layout
-from ddpexp.launch.control import Control
-from ddpexp.launch.limits import raise_files
-from ddpexp.launch.meeting import Fixed
-from ddpexp.launch.network import LOOPBACK, boot_id
-from ddpexp.launch.place import Place
-from ddpexp.launch.team import versions
-from ddpexp.launch.watchdog import Account
+from ddpexp.launch.rendezvous.environment import Place
+from ddpexp.launch.rendezvous.meeting import Fixed
+from ddpexp.launch.supervise.coordinator import versions
+from ddpexp.launch.supervise.watchdog import Account
+from ddpexp.launch.workers.control import Control
+from ddpexp.system.limits import raise_files
+from ddpexp.system.network import LOOPBACK, boot_id
 
 _ON_A_HOST = 8  # ranks
 _STEP_SECONDS = 0.01
@@ -81,19 +81,19 @@ def rank(mark: str) -> int:
 
 def lead(port: int, commands: int, workers: int, mark: str) -> int:
     """Be the leading command."""
-    from ddpexp import command
-    from ddpexp.launch import team
-    from ddpexp.launch.fork_server import Server, refuse_broken
+    from ddpexp.launch.supervise import coordinator
+    from ddpexp.launch.workers.client import Server, refuse_broken
+    from ddpexp.run import outcome
 
     raise_files()
-    command.stop_on_signals()
+    outcome.stop_on_signals()
     server = Server()
     refuse_broken(server.receive() or {"kind": "gone"})  # its imports are not what is timed
     one_rank = Place(0, commands, True, 0, min(commands, _ON_A_HOST))
     place = one_rank if workers == 1 else Place(0, commands, nodes=commands)
     way = Fixed(LOOPBACK, port, ("port", "port"))
     try:
-        return command.exit_code_of(lambda: team.run(Crowded(workers, mark), place, way, server))
+        return outcome.exit_code_of(lambda: coordinator.run(Crowded(workers, mark), place, way, server))
     finally:
         server.close()
 

@@ -10,15 +10,15 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     if sys.path[0] == _here != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
 
-from ddpexp import start
+from ddpexp.system import start
 
 
 def run() -> None:
     """Run the command line and end this process with its exit code."""
     start.stop_on_signals()  # before the imports, which take most of the time until something is started
-    from ddpexp import cli
+    from ddpexp.cli import main
 
-    cli.run()
+    main.run()
 
 
 if __name__ == "__main__":

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from ddpexp.track import Tracker
-    from ddpexp.update import Update
+    from ddpexp.loggers.base import Tracker
 
 Sums = tuple["Tensor", "int | Tensor", Mapping[str, "tuple[Tensor, int | Tensor]"]]
 
@@ -42,11 +42,32 @@ class HasOptimizers(Protocol):
         ...
 
 
+class OptimizerStep(Protocol):
+    """One optimizer step in the making: what a task's own `train_step` works with."""
+
+    @property
+    def models(self) -> Any:
+        """Return what is trained: the module, or the mapping of them, as `Task.step` gets it."""
+        ...
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose forward and backward of one micro-batch. Ranks: all, equally often; communicates where `last` is true."""
+        ...
+
+    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """Add the gradient of `loss_sum / (count over the global batch)`, inside of `micro_batch`."""
+        ...
+
+    def apply(self, *names: str) -> None:
+        """Step these optimizers, or all, with the gradients of the micro-batches before."""
+        ...
+
+
 @runtime_checkable
 class HasTrainStep(Protocol):
     """A task with several losses in one step (GANs and the like)."""
 
-    def train_step(self, update: Update, batches: list[Any]) -> Sums:
+    def train_step(self, update: OptimizerStep, batches: list[Any]) -> Sums:
         """Do one optimizer step by hand, and return what `step` does, over all of this worker's micro-batches.
 
         - `update.models` is what is trained: the module, or the mapping of them, as `step` gets it.
@@ -80,4 +101,13 @@ class HasOnEval(Protocol):
 
     def on_eval(self, model: nn.Module, batch: Any, tracker: Tracker, step: int) -> None:
         """Look at the first batch of an evaluation. Ranks: rank zero; must not communicate."""
+        ...
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """What multiplies `optimizer.lr`: a pure function of the step, so that a resumed run needs no state of it."""
+
+    def factor(self, step: int, num_steps: int) -> float:
+        """Return the multiplier for optimizer step `step` of 0 .. num_steps - 1."""
         ...

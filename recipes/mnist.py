@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from ddpexp.track import Tracker
+    from ddpexp.loggers.base import Tracker
 
 
 class LeNet(nn.Sequential):

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp import commands
+from ddpexp.config import commands
 from ddpexp.launch import Asked, Job
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,21 +13,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddpexp.average import Average
-from ddpexp.config import Timeout, Trainer
+from ddpexp.config.schema import Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.order import Permutation
-from ddpexp.launch.control import Control
-from ddpexp.loop import Loop
-from ddpexp.precision import Precision
-from ddpexp.schedule import Cosine
-from ddpexp.strategy import Options
-from ddpexp.strategy.contract import Strategy
+from ddpexp.distributed.world import World
+from ddpexp.launch import Timeout
+from ddpexp.launch.workers.control import Control
+from ddpexp.loggers.jsonl import JsonLines
+from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
-from ddpexp.strategy.exact import Exact
-from ddpexp.track.jsonl import JsonLines
-from ddpexp.world import World
+from ddpexp.strategy.exact.strategy import Exact
+from ddpexp.strategy.options import Options
+from ddpexp.train.ema import Average
+from ddpexp.train.loop import Loop
+from ddpexp.train.precision import Precision
+from ddpexp.train.schedule import Cosine
 
 TRAINER = Trainer(
     nodes=1, gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,

@@ -1,4 +1,4 @@
-"""Run tests with other versions of what ddpexp stands on: `python -m tests.matrix torch-lowest -- tests/test_loop.py`.
+"""Run tests with other versions of what ddpexp stands on: `python -m tests.matrix torch-lowest -- tests/train/test_loop.py`.
 
 Each row of the matrix is an environment made from nothing, with the versions of constraints.txt but for the packages that the row
 is about. Without names all rows run; without words after `--`, the whole suite. `--python` chooses the interpreter of the

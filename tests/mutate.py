@@ -1,4 +1,4 @@
-"""Try mutants of one file: `python -m tests.mutate ddpexp/loop.py 20 -- tests/test_loop.py`.
+"""Try mutants of one file: `python -m tests.mutate ddpexp/train/loop.py 20 -- tests/train/test_loop.py`.
 
 Each of 20 places, the same in every run with the same `--seed`, is changed in a copy of the checkout, and the tests run there
 until one fails. A mutant that survives is a line that no test would miss, or one that changes nothing.

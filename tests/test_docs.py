@@ -12,20 +12,20 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddpexp import commands
-from ddpexp.config import parse
+from ddpexp.cli.help import answer
+from ddpexp.cli.shells import SCRIPTS
+from ddpexp.cli.subcommands import evaluate, resume
+from ddpexp.config import commands
 from ddpexp.config.compose import Composed, JobComposer, Swept, compose_command
 from ddpexp.config.folders import conf_folder, groups
-from ddpexp.help import answer
-from ddpexp.jobs import Training
+from ddpexp.config.parse import parse
 from ddpexp.plan.layout import assume
 from ddpexp.plan.words import Words
-from ddpexp.shells import SCRIPTS
+from ddpexp.run.jobs import Training
 from ddpexp.sweep.again import resumed
-from ddpexp.sweep.asked import Asked
+from ddpexp.sweep.arguments import Asked
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.settings import settings_of
-from ddpexp.verbs import evaluate, resume
 from tests.conftest import ROOT, Ddpexp, finish
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]

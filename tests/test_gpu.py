@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpexp.launch.hardware import count_gpus
+from ddpexp.system.hardware import count_gpus
 from tests.conftest import PATIENCE, Ddpexp
 from tests.points import Recipe
 

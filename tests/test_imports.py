@@ -46,7 +46,9 @@ def watched(code: str, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str
 def test_importing_any_module_starts_no_process_and_opens_no_socket(tmp_path: Path) -> None:
     done = watched(EVERY_MODULE, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert {"ddpexp", "ddpexp.__main__", "ddpexp.worker", "ddpexp.launch.slurm", "ddpexp.recipes.mnist"} <= set(done.stdout.split())
+    assert {"ddpexp", "ddpexp.__main__", "ddpexp.train.worker", "ddpexp.launch.launchers.slurm", "ddpexp.recipes.mnist"} <= set(
+        done.stdout.split()
+    )
 
 
 def test_asking_for_help_starts_no_process_and_opens_no_socket(tmp_path: Path) -> None:

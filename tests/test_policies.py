@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddpexp.data.idx import FILES
-from ddpexp.data.mirrors import MIRRORS
+from ddpexp.data.mnist.idx import FILES
+from ddpexp.data.mnist.mirrors import MIRRORS
 from tests.conftest import ROOT
 
 SOURCES = sorted(path for folder in ("ddpexp", "recipes") for path in (ROOT / folder).rglob("*.py"))

@@ -93,10 +93,10 @@ def reduction(
 
 def shared(network: nn.Module, rank: int, workers: int) -> Callable[[], None]:
     """Return ddpexp's own reduction through shared memory, called by hand."""
-    from ddpexp.strategy import Options
+    from ddpexp.distributed.world import World
     from ddpexp.strategy.bucket import Bucket
-    from ddpexp.strategy.reduce import ThroughSharedMemory, carrier_for
-    from ddpexp.world import World
+    from ddpexp.strategy.comm.reduce import ThroughSharedMemory, carrier_for
+    from ddpexp.strategy.options import Options
 
     world = World(rank, rank, 0, workers, workers, torch.device("cpu"))
     options = Options("ddp", False, False, True, 25, True, "shared_memory", "none", 1, False)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpexp.checkpoint.writer import Content, Writer
-from ddpexp.world import World
+from ddpexp.distributed.world import World
 
 SIZES = {25: (784, 4096, 4096, 1024), 100: (784, 8192, 8192, 3072)}  # millions of parameters: layers
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddpexp.faults import reach
+from ddpexp.system.fault_injection import reach
 
 _STEP_SECONDS = 0.02
 

@@ -66,13 +66,14 @@ def held(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def ddpexp(words: Words) -> Epoch:
     """Read as a training run does: files prepared by the command, mapped and cut into batches by a rank."""
-    from ddpexp.data import image_files, images
     from ddpexp.data.batch_plan import plan_batches
     from ddpexp.data.batches import TrainBatches
+    from ddpexp.data.images import dataset as images
+    from ddpexp.data.images import files
 
     channels = 3 if np.load(Path(words.folder) / "train-images.npy", mmap_mode="r").ndim == 4 else 1
     options = {"flip": words.augment, "crop": FRAME if words.augment else 0}
-    prepared = image_files.prepare(words.folder, MEAN[channels], DEVIATION[channels], **options)  # type: ignore[arg-type]
+    prepared = files.prepare(words.folder, MEAN[channels], DEVIATION[channels], **options)  # type: ignore[arg-type]
     batches = TrainBatches(images.load(prepared).train, plan_batches(BATCH, "auto", 1), 0, 0, torch.device("cpu"))
 
     def epoch(number: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -28,7 +28,7 @@ from typing import Any
 
 from ddpexp import __version__
 from ddpexp.errors import RefusedError
-from ddpexp.rundir import dumps, parse_json, read_plain_file, relative
+from ddpexp.system.files import dumps, parse_json, read_plain_file, relative
 
 FORMAT = 2
 MANIFEST = "checkpoint.json"

@@ -14,7 +14,7 @@ from ddpexp.checkpoint.codec import decode
 from ddpexp.checkpoint.format import Checkpoint
 from ddpexp.checkpoint.tensors import read_tensors
 from ddpexp.errors import RefusedError
-from ddpexp.rundir import read_json
+from ddpexp.system.files import read_json
 
 
 def read_part(one: Checkpoint, name: str) -> Any:

@@ -18,7 +18,7 @@ from ddpexp.checkpoint.format import OLDER, Checkpoint, is_checkpoint, is_named_
 from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.tensors import read_tensors, refuse_odd_file
 from ddpexp.errors import RefusedError
-from ddpexp.rundir import read_json
+from ddpexp.system.files import read_json
 
 Models = Mapping[str, nn.Module]
 

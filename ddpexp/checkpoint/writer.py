@@ -27,11 +27,11 @@ from ddpexp import __version__
 from ddpexp.checkpoint.codec import encode
 from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, scan, seal, set_folder_aside
 from ddpexp.checkpoint.layout import Span, TensorFile, copy_span, lay_out, share, ties
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError
-from ddpexp.faults import reach
-from ddpexp.launch.limits import human, said_with_limit
-from ddpexp.rundir import JSON_BYTES, Anchor, MovedError, write
-from ddpexp.world import World
+from ddpexp.system.fault_injection import reach
+from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, write
+from ddpexp.system.limits import human, said_with_limit
 
 Files = Mapping[str, Mapping[str, Tensor]]
 

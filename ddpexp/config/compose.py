@@ -30,7 +30,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from omegaconf.resolvers import oc
 
 from ddpexp import __version__
-from ddpexp.config import DATA_KEYS, Logger, Recipe, Run, Strategy, Trainer
 from ddpexp.config.build import did_you_mean, nearest, shown, unknown_key
 from ddpexp.config.folders import added_folder, conf_folder, groups, options
 from ddpexp.config.foreign import advice_on_key
@@ -50,10 +49,12 @@ from ddpexp.config.names import named, refuse_absent
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
+from ddpexp.config.schema import DATA_KEYS, Logger, Recipe, Run, Trainer
 from ddpexp.config.sentences import first_line, one_sentence, refuse_no_override, sentence, unknown_key_of
 from ddpexp.config.versions import VERSION_BASE, get_yaml_loader, register_resolver
 from ddpexp.errors import RefusedError
-from ddpexp.rundir import check_yaml
+from ddpexp.strategy.options import Options as Strategy
+from ddpexp.system.files import check_yaml
 
 _MODE = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
 _ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)

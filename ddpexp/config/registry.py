@@ -10,19 +10,19 @@ from typing import Any
 
 _PARTS: Mapping[str, Mapping[str, str]] = {
     "launcher": {
-        "spawn": "ddpexp.launch.spawn.Spawn",
-        "torchrun-env": "ddpexp.launch.torchrun_env.TorchrunEnv",
-        "mpi": "ddpexp.launch.mpi.Mpi",
-        "slurm": "ddpexp.launch.slurm.Slurm",
-        "elastic": "ddpexp.launch.elastic.Elastic",
+        "spawn": "ddpexp.launch.launchers.local.Spawn",
+        "torchrun-env": "ddpexp.launch.launchers.torchrun_env.TorchrunEnv",
+        "mpi": "ddpexp.launch.launchers.mpi.Mpi",
+        "slurm": "ddpexp.launch.launchers.slurm.Slurm",
+        "elastic": "ddpexp.launch.launchers.elastic.Elastic",
     },
     "scheduler": {
-        "constant": "ddpexp.schedule.Constant",
-        "cosine": "ddpexp.schedule.Cosine",
-        "onecycle": "ddpexp.schedule.OneCycle",
+        "constant": "ddpexp.train.schedule.Constant",
+        "cosine": "ddpexp.train.schedule.Cosine",
+        "onecycle": "ddpexp.train.schedule.OneCycle",
     },
-    "data": {"mnist": "ddpexp.data.mnist.load", "images": "ddpexp.data.images.load"},
-    "data.prepare": {"mnist": "ddpexp.data.mnist_files.prepare", "images": "ddpexp.data.image_files.prepare"},
+    "data": {"mnist": "ddpexp.data.mnist.dataset.load", "images": "ddpexp.data.images.dataset.load"},
+    "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
 }
 
 # The names that configurations of version 0.1 and earlier give the same parts, run directories among them.

@@ -16,7 +16,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from ddpexp import commands
+from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import conf_folder, groups, options
 from ddpexp.config.foreign import value_here

@@ -17,8 +17,8 @@ from ddpexp.data.datasets import IndexData, may_draw, moved, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
 from ddpexp.data.samples import called, code_error
+from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
 from ddpexp.errors import RefusedError
-from ddpexp.seeds import DATA, EVAL, seed_of, seed_torch
 
 # Indices computed at once: few at first, so that a start does not wait; then enough to amortise numpy's calls, and few enough that
 # their arrays come from memory that the process keeps (with twice as many the kernel clears new pages every time).

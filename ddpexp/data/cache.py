@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddpexp.data import idx
+from ddpexp.data.mnist import idx
 from ddpexp.errors import RefusedError
-from ddpexp.launch.limits import said_with_limit
+from ddpexp.system.limits import said_with_limit
 
 T = TypeVar("T")
 

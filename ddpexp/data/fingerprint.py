@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ddpexp.data.datasets import Arrays, IndexData, Splits
 from ddpexp.data.loader import load
+from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import LoaderError
-from ddpexp.seeds import seed_everything
 
 IDENTITY = ("sha256", "hash")  # what `prepare` says of the data that tells its content
 _SAMPLES = 8  # of each set, spread over it

@@ -23,9 +23,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from ddpexp.data.samples import called, code_error, form, odd_one, origin, tensors_of
+from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
-from ddpexp.launch.process import die_with_parent
-from ddpexp.seeds import seed_everything
+from ddpexp.system.process import die_with_parent
 
 Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
 

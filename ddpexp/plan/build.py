@@ -17,24 +17,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ddpexp.config import Experiment, load
 from ddpexp.config.instantiate import instantiate
+from ddpexp.config.parse import load
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
 from ddpexp.data.datasets import Splits, device_bytes
 from ddpexp.data.samples import tensors_of
+from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.process import die_with_parent
 from ddpexp.plan.memory import Facts, Parameter, carrier
-from ddpexp.strategy.exchange import Plan
-from ddpexp.strategy.reduce import ALIGNED, SLOT_BYTES
+from ddpexp.strategy.comm.reduce import ALIGNED, SLOT_BYTES
+from ddpexp.strategy.comm.shared_memory import size_of
+from ddpexp.strategy.exact.exchange import Plan
+from ddpexp.strategy.exact.tree import Block, push
 from ddpexp.strategy.replica import Models
-from ddpexp.strategy.shared_memory import size_of
-from ddpexp.strategy.tree import Block, push
+from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
-from ddpexp.worker import count_steps, open_data
-from ddpexp.world import World
+from ddpexp.train.worker import count_steps, open_data
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it

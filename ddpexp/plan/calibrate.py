@@ -14,14 +14,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddpexp.config import Experiment
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.hardware import count_gpus, usable_core_numbers, usable_cores
-from ddpexp.launch.process import children, stat
-from ddpexp.launch.programs import python
 from ddpexp.plan.speed import Costs, Measured, Place, fit, turns
+from ddpexp.system.hardware import count_gpus, usable_core_numbers, usable_cores
+from ddpexp.system.process import children, stat
+from ddpexp.system.programs import python
 
 _SECONDS = 2.0  # of training that a run is to take: cores are slowed by others' work for a second at a time
 _FEWEST_STEPS, _MOST_STEPS = 36, 6000
@@ -188,7 +188,7 @@ def num_steps(pilot_ms: float) -> int:
 @contextmanager
 def _started(words: Sequence[str], folder: Path, cores: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run, on some cores alone, that ends with this process; stop it in the end if it still runs."""
-    command = python("ddpexp.launch.server:call_under", os.getpid(), "ddpexp.__main__:run", [], argv=words)
+    command = python("ddpexp.launch.workers.server:call_under", os.getpid(), "ddpexp.__main__:run", [], argv=words)
     with open(folder / _SAID, "wb") as said:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
     if cores:

@@ -13,8 +13,8 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.programs import python
 from ddpexp.plan.memory import Facts, Parameter
+from ddpexp.system.programs import python
 
 
 def gather(text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None) -> tuple[Facts, dict[str, int]]:

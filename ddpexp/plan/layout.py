@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Job, Launcher, Layout
-from ddpexp.launch.elastic import Elastic
-from ddpexp.launch.hardware import count_gpus, usable_cores
-from ddpexp.launch.layout import resolve
-from ddpexp.launch.slurm import Slurm
+from ddpexp.launch import Job, Layout
+from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.elastic import Elastic
+from ddpexp.launch.launchers.slurm import Slurm
+from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.system.hardware import count_gpus, usable_cores
 
 
 @dataclass(frozen=True)

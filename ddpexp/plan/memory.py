@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddpexp.config import Strategy, Trainer
+from ddpexp.config.schema import Trainer
 from ddpexp.launch import Layout
-from ddpexp.launch.limits import human
+from ddpexp.strategy.options import Options as Strategy
+from ddpexp.system.limits import human
 
 _MIB = 1 << 20
-_GATHERED = 128 << 10  # ddpexp.strategy.reduce.GATHERED_BYTES, which a test holds this to
+_GATHERED = 128 << 10  # ddpexp.strategy.comm.reduce.GATHERED_BYTES, which a test holds this to
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def layout_stays(trainer: Trainer, options: Strategy, layout: Layout) -> bool:
 
 
 def carrier(trainer: Trainer, options: Strategy, layout: Layout) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
-    """Return what carries the gradients: see `ddpexp.strategy.reduce`, and `exchange` for the exact reduction."""
+    """Return what carries the gradients: see `ddpexp.strategy.comm.reduce`, and `exchange` for the exact reduction."""
     if layout.world_size == 1:
         return "none"
     if layout.device == "cuda" or (options.comm_hook != "none" and trainer.reduction == "fast"):

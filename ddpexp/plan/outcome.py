@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddpexp import rundir
-from ddpexp.config import Experiment
+from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.plan.calibrate import Calibration
 from ddpexp.plan.layout import Assumed
@@ -23,7 +22,8 @@ from ddpexp.plan.memory import (
     parts,
 )  # fmt: skip
 from ddpexp.plan.speed import Costs, Place, Step, predict
-from ddpexp.rundir import RunDir
+from ddpexp.run.directory import RunDir
+from ddpexp.system import files
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Outcome:
         """Return where the run would lie."""
         asked = self.experiment.run.dir
         return (
-            rundir.relative(self.goes_on.path) if self.goes_on else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
+            files.relative(self.goes_on.path) if self.goes_on else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
         )
 
     @property

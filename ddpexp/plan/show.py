@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ddpexp.launch.limits import human
 from ddpexp.plan.memory import Bucket
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import crowd
-from ddpexp.printable import one_line
 from ddpexp.sweep import grid
 from ddpexp.sweep.table import duration
+from ddpexp.system.limits import human
+from ddpexp.system.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 _BACKWARD = 2 / 3  # of a pass: it computes two products where forward computes one. Source: Kaplan et al., 2020, section 2.1
-_CHUNKED, _GATHERED, _SLOT = 1 << 20, 128 << 10, 1 << 20  # of ddpexp.strategy.reduce, which a test holds these to
+_CHUNKED, _GATHERED, _SLOT = 1 << 20, 128 << 10, 1 << 20  # of ddpexp.strategy.comm.reduce, which a test holds these to
 _MOST_CROWDED = 2.0  # of two workers with cores of their own: more is the noise of the measurement
 
 Way = Literal["none", "shared_memory", "in_rank_order", "backend"]
@@ -94,7 +94,7 @@ def through_memory(num_bytes: int, world_size: int) -> tuple[int, float]:
     A rank writes its gradients into its slot and, when all have met, reads all n slots: n + 1 times the gradients. Where that is
     much it sums a chunk of all slots, writes it back, and after a second meeting takes the chunks of the others: three times the
     gradients, however many ranks there are. What a slot does not hold goes in further rounds.
-    Source: `ddpexp.strategy.reduce.ThroughSharedMemory`.
+    Source: `ddpexp.strategy.comm.reduce.ThroughSharedMemory`.
     """
     rounds = max(1, -(-num_bytes // _SLOT))
     if (world_size - 2) * min(num_bytes, _SLOT) >= _CHUNKED:

@@ -6,20 +6,20 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ddpexp import commands
-from ddpexp.config import parse
+from ddpexp.config import commands
 from ddpexp.config.compose import compose
+from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, RefusedError
-from ddpexp.jobs import Training
-from ddpexp.launch.terminal import say
 from ddpexp.plan.calibrate import calibrate
 from ddpexp.plan.gather import gather
 from ddpexp.plan.layout import assume
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
 from ddpexp.plan.words import Words
-from ddpexp.prepare import prepare
+from ddpexp.run.jobs import Training
+from ddpexp.run.prepare import prepare
+from ddpexp.system.terminal import say
 
 _USAGE = f"""{commands.of("plan").usage}
 

@@ -14,12 +14,12 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy import Options
-from ddpexp.strategy.flat import Layout
-from ddpexp.strategy.reduce import ThroughSharedMemory
+from ddpexp.strategy.comm.flat import Layout
+from ddpexp.strategy.comm.reduce import ThroughSharedMemory
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.replica import take_rank_zeros
-from ddpexp.world import World
 
 _MIB = 1 << 20
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
-from ddpexp.strategy import Options
 from ddpexp.strategy.bucket import Bucket, WithRankZerosBuffers
-from ddpexp.strategy.reduce import ThroughSharedMemory, carrier_for, take_over
+from ddpexp.strategy.comm.reduce import ThroughSharedMemory, carrier_for, take_over
+from ddpexp.strategy.comm.shared_memory import SharedMemory
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.replica import Gradients, Models, Replica, refuse_other_models, take_rank_zeros
-from ddpexp.strategy.shared_memory import SharedMemory
-from ddpexp.world import World
 
 
 class DDP:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy import Options
-from ddpexp.world import World
+from ddpexp.strategy.options import Options
 
 Models = dict[str, nn.Module]
 

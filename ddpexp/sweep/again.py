@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp import rundir
 from ddpexp.config.compose import Swept, compose_sweep
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir, asked_of, key_of, runs_code
+from ddpexp.system import files
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
 
@@ -34,7 +34,7 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     if missing:
         again = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(
-            f"{rundir.typed(folder.path)} says itself what code runs, where, or from which weights ({' '.join(missing[:2])}), "
+            f"{files.typed(folder.path)} says itself what code runs, where, or from which weights ({' '.join(missing[:2])}), "
             f"which counts only when it is typed again. If it is yours: python -m ddpexp {again}"
         )
     now = {key_of(word): word for word in typed if "=" in word and word[0] != "-"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from ddpexp.rundir import RunDir
+from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import number_of, records, whole_of
 
 _OTHERS = 4  # so many must have come as far before a median says anything

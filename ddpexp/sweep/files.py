@@ -13,9 +13,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from ddpexp import lock, rundir
-from ddpexp.rundir import RunDir, read_json
-from ddpexp.secrets import masked_tree
+from ddpexp.run import directory, lock
+from ddpexp.run.directory import RunDir
+from ddpexp.system import files
+from ddpexp.system.files import read_json
+from ddpexp.system.secrets import masked_tree
 
 _TAIL_BYTES = 1 << 18  # of metrics.jsonl, where the newest values are nearly always
 _LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
@@ -66,7 +68,7 @@ class Files:
             ended=ended,
             failure=None if failure is None else mask(failure),
             problem=problems[0] if problems else None,
-            is_there=rundir.is_ours(run.path),
+            is_there=directory.is_ours(run.path),
         )
 
 
@@ -108,7 +110,7 @@ def records(metrics: Path, metric: str | None = None) -> Iterator[dict[str, Any]
     """Yield what a metrics.jsonl records, where a metric is named only what may have it; nothing where it cannot be read."""
     name, size = b"" if metric is None else json.dumps(metric).encode(), 0
     with suppress(OSError, ValueError), _open(metrics) as file:
-        while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < rundir.JSON_BYTES:
+        while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < files.JSON_BYTES:
             if name in line and (record := _record(line)):
                 yield record
 
@@ -161,8 +163,8 @@ def _newest_metrics(path: Path, metric: str | None) -> tuple[dict[str, float], i
         tail = file.read(_TAIL_BYTES)
         name = b"" if metric is None else json.dumps(metric).encode()
         if name not in tail and size > len(tail):
-            file.seek(max(0, size - rundir.JSON_BYTES))
-            tail = file.read(rundir.JSON_BYTES)
+            file.seek(max(0, size - files.JSON_BYTES))
+            tail = file.read(files.JSON_BYTES)
     values: dict[str, float] = {}
     step, kinds = None, set()
     for line in reversed(tail.splitlines()[-_LAST_LINES:]):

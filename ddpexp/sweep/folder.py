@@ -14,12 +14,13 @@ from typing import Any
 
 import yaml
 
-from ddpexp import rundir
 from ddpexp.errors import RefusedError
-from ddpexp.launch.limits import said_with_limit
-from ddpexp.launch.terminal import say
-from ddpexp.rundir import open_to_append
-from ddpexp.secrets import masked_tree
+from ddpexp.run import directory
+from ddpexp.system import files
+from ddpexp.system.files import open_to_append
+from ddpexp.system.limits import said_with_limit
+from ddpexp.system.secrets import masked_tree
+from ddpexp.system.terminal import say
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
@@ -69,13 +70,11 @@ class SweepDir:
         Raises:
             RefusedError: there is a link or a pipe where a file or a folder of ours belongs, or a record that no sweep writes.
         """
-        name = rundir.relative(self.path)
-        rundir.refuse_other_kinds(self.path, self._written(), name)
+        name = files.relative(self.path)
+        directory.refuse_other_kinds(self.path, self._written(), name)
         size = self.record.stat().st_size if self.record.exists() else 0
-        if size > rundir.JSON_BYTES:
-            raise RefusedError(
-                f"{name}: {self.record.name} has {size:,} bytes, more than {rundir.JSON_BYTES:,}: start a new sweep."
-            )
+        if size > files.JSON_BYTES:
+            raise RefusedError(f"{name}: {self.record.name} has {size:,} bytes, more than {files.JSON_BYTES:,}: start a new sweep.")
 
     def _written(self) -> Iterator[tuple[Path, Sequence[str]]]:
         """Yield what a start may write to or through, with what it must be where it is there."""
@@ -120,7 +119,7 @@ class SweepDir:
                     event = json.loads(line)
                 except (ValueError, RecursionError):
                     continue
-                if isinstance(event, dict) and isinstance(event.get("event"), str) and rundir.is_shallow(event, 2):
+                if isinstance(event, dict) and isinstance(event.get("event"), str) and files.is_shallow(event, 2):
                     yield event
 
 
@@ -211,7 +210,7 @@ def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
         RefusedError: the file is damaged.
     """
     try:
-        rundir.check_yaml(folder.asked)
+        files.check_yaml(folder.asked)
         found = yaml.load(folder.asked.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         words, options = found["words"], found["options"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:

@@ -19,8 +19,8 @@ from ddpexp.config.compose import Swept
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.sentences import one_sentence
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.launch.limits import said_with_limit
 from ddpexp.sweep.folder import key_of
+from ddpexp.system.limits import said_with_limit
 
 _MOST = 100_000  # jobs of a grid
 

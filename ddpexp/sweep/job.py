@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from ddpexp import command
-from ddpexp.config import Experiment
 from ddpexp.config.registry import key_of, path_of
-from ddpexp.jobs import Training
-from ddpexp.launch.fork_server import Server
-from ddpexp.launch.process import die_with_parent
-from ddpexp.rundir import RunDir
+from ddpexp.config.schema import Experiment
+from ddpexp.launch.workers.client import Server
+from ddpexp.run import outcome as command
+from ddpexp.run.directory import RunDir
+from ddpexp.run.jobs import Training
+from ddpexp.system.process import die_with_parent
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
@@ -55,7 +55,7 @@ class Planned:
             targets.append(path_of(where, key) if key is not None else target or "")
         found = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
         logs = (
-            ("ddpexp.track.tensorboard", "tensorboard.plugins.hparams.summary") if experiment.logger.kind == "tensorboard" else ()
+            ("ddpexp.loggers.tensorboard", "tensorboard.plugins.hparams.summary") if experiment.logger.kind == "tensorboard" else ()
         )
         return {*found, *logs, type(experiment.launcher).__module__}
 

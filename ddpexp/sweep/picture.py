@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddpexp import rundir
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
-from ddpexp.launch.terminal import say
-from ddpexp.printable import one_line
-from ddpexp.sweep.asked import Asked
+from ddpexp.sweep.arguments import Asked
 from ddpexp.sweep.encoding import HUGE, Encoding, Look, is_geometric, numbers, ordered
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.grid import without_middle
 from ddpexp.sweep.rows import Goal, Row
 from ddpexp.sweep.table import SEED, best_of, metrics_of, shown, varying
+from ddpexp.system import files
+from ddpexp.system.terminal import say
+from ddpexp.system.text import one_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,7 +88,7 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
             _compose(figure, rows, objective, mode)
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=_DPI)
-    rundir.write(path, image.getvalue())
+    files.write(path, image.getvalue())
 
 
 def _import_matplotlib() -> None:

@@ -13,12 +13,13 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpexp import lock, rundir
-from ddpexp.printable import one_line
-from ddpexp.rundir import RunDir
-from ddpexp.secrets import masked_tree, masker
+from ddpexp.run import directory, lock
+from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import Files, Watched, number_of, seen, set_by, text_of
 from ddpexp.sweep.folder import IS_JOB, SweepDir, latest
+from ddpexp.system import files
+from ddpexp.system.secrets import masked_tree, masker
+from ddpexp.system.text import one_line
 
 Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
 STATUSES: dict[str, str] = {
@@ -90,7 +91,7 @@ def goal_of(path: Path) -> Goal:
 
 def directories(path: Path, depth: int = 3) -> Iterator[Path]:
     """Yield the sweeps and runs in a folder, itself or below it, in the order of their names; those inside a sweep are its own."""
-    if SweepDir(path).is_sweep() or rundir.is_ours(path):
+    if SweepDir(path).is_sweep() or directory.is_ours(path):
         yield path
     elif depth:
         try:
@@ -116,7 +117,7 @@ class Reader:
         """Return how things are now."""
         folder, now = SweepDir(self._path), _Now(self._asked, self._queue, masker())
         if not folder.is_sweep():
-            if not rundir.is_ours(self._path) and not RunDir(self._path).result.is_file():
+            if not directory.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
             named = IS_JOB.fullmatch(self._path.name)
             return [self._row(int(named[1]) if named else 0, self._path.name, self._path, (), {}, now)]
@@ -263,7 +264,7 @@ class _Queue:
 
     def has(self, job_id: str) -> bool | None:
         """Tell whether a job is there; None: Slurm is not here, or does not answer."""
-        from ddpexp.launch.slurm_commands import ENDED, states  # an import that only what was submitted needs
+        from ddpexp.system.slurm import ENDED, states  # an import that only what was submitted needs
 
         begin = time.monotonic()
         if begin >= self._ask_at or job_id not in self._states:
@@ -280,7 +281,7 @@ def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
     owner = lock.read(path / lock.NAME)
     if owner is None:
         return False, ""
-    if owner.host != rundir.host() and owner.slurm_job is not None:
+    if owner.host != directory.host() and owner.slurm_job is not None:
         return queue.has(owner.slurm_job), str(owner)
     return owner.lives(), str(owner)
 
@@ -298,8 +299,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
     folder = SweepDir(path)
     with suppress(OSError):
         size = folder.record.stat().st_size
-        if size > rundir.JSON_BYTES:
-            raise ValueError(f"has {size:,} bytes, more than {rundir.JSON_BYTES:,}")
+        if size > files.JSON_BYTES:
+            raise ValueError(f"has {size:,} bytes, more than {files.JSON_BYTES:,}")
     events: list[dict[str, Any]] = masked_tree(list(folder.events())) if folder.is_sweep() else []
     return events
 
@@ -361,7 +362,7 @@ def with_defaults(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
 def _configuration(path: Path) -> Any:
     run = RunDir(path)
     try:
-        rundir.check_yaml(run.config)
+        files.check_yaml(run.config)
         return masked_tree(yaml.load(run.config.read_text(), Loader=_LOADER))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}

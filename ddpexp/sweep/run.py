@@ -8,18 +8,19 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ddpexp import lock, rundir
 from ddpexp.config.compose import Swept
 from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
-from ddpexp.launch.fork_server import Server
-from ddpexp.launch.limits import said_with_limit
-from ddpexp.launch.terminal import say
+from ddpexp.launch.workers.client import Server
+from ddpexp.run import lock
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import is_grid, refuse_endless, sweep_with
 from ddpexp.sweep.rows import Goal
 from ddpexp.sweep.scheduler import Scheduler, SweepFailed
 from ddpexp.sweep.settings import Settings, settings_of
 from ddpexp.sweep.view import View
+from ddpexp.system import files
+from ddpexp.system.limits import said_with_limit
+from ddpexp.system.terminal import say
 
 _FINAL = ("done", "stopped")  # how a job ends that is not run again
 
@@ -40,7 +41,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     held = None
     sweep = None
     try:
-        held = lock.take(folder.path, folder.path / "none", rundir.relative(folder.path))
+        held = lock.take(folder.path, folder.path / "none", files.relative(folder.path))
         folder.refuse_links()
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = Scheduler(swept, settings, folder, view, server)
@@ -94,7 +95,7 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     try:
         if swept.folder is None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            return SweepDir(rundir.first_free(path)), True
+            return SweepDir(files.first_free(path)), True
         made = not path.exists()
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -119,7 +120,7 @@ def _told_end(sweep: Scheduler) -> int:
     submitted = sum(one.status == "submitted" for _, one in ended)
     if submitted:
         say(f"{submitted} of {len(sweep.planned)} jobs are submitted; how far they are: python -m ddpexp status "
-            f"{rundir.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
+            f"{files.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
     if forgotten := sweep.forgotten():
         say(f"ddpexp: warning: {len(forgotten)} of the directory's jobs are not finished, and not among these words: "
             f"{', '.join(forgotten[:3])}{', ...' if len(forgotten) > 3 else ''}")  # fmt: skip

@@ -15,20 +15,21 @@ from pathlib import Path
 
 import yaml
 
-from ddpexp import resume, rundir, weights
-from ddpexp.config import Experiment, check_layout, parse
+from ddpexp.checkpoint import weights
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.compose import JobComposer, Swept
+from ddpexp.config.parse import parse
 from ddpexp.config.plugins import launcher_name
+from ddpexp.config.schema import Experiment
+from ddpexp.config.validate import check_layout
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, FinishedError, RefusedError, StoppedError
-from ddpexp.launch import Job, Launcher, Submitter
-from ddpexp.launch.fork_server import Server
-from ddpexp.launch.layout import resolve
-from ddpexp.launch.limits import said_with_limit
-from ddpexp.launch.slurm_commands import ENDED, states
-from ddpexp.launch.supervise import signals_as_bytes
-from ddpexp.launch.terminal import say
-from ddpexp.rundir import RunDir
+from ddpexp.launch import Job
+from ddpexp.launch.launchers.base import Launcher, Submitter
+from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.launch.supervise.supervisor import signals_as_bytes
+from ddpexp.launch.workers.client import Server
+from ddpexp.run import directory, resume
+from ddpexp.run.directory import RunDir
 from ddpexp.sweep.early import Curve, curve_of, names_of, why_hopeless
 from ddpexp.sweep.files import number_of
 from ddpexp.sweep.folder import Record, SweepDir, again_words, job_name, key_of, latest, words_of
@@ -38,6 +39,10 @@ from ddpexp.sweep.settings import Settings
 from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.table import duration, shown
 from ddpexp.sweep.view import View
+from ddpexp.system import files
+from ddpexp.system.limits import said_with_limit
+from ddpexp.system.slurm import ENDED, states
+from ddpexp.system.terminal import say
 
 _LOOK_SECONDS = 0.5
 _MORE_SECONDS = 15.0  # than the jobs' grace, until they are killed
@@ -134,7 +139,7 @@ class Scheduler:
         done = [self.planned[number] for number, ended in self.ended.items() if ended.status == "done"]
         if self.settings.objective is None or not done or any(self.ended[job.number].objective is not None for job in done):
             return None
-        place = rundir.typed(self.folder.path)
+        place = files.typed(self.folder.path)
         return f"{self._no_objective(done[0])} The jobs are done: python -m ddpexp table {place} sweep.objective=... shows them."
 
     def forgotten(self) -> list[str]:
@@ -149,7 +154,7 @@ class Scheduler:
 
     def words_again(self) -> list[str]:
         """Return the words that go on with this sweep."""
-        return ["resume", rundir.shortest(self.folder.path), *self._options, *again_words(self._swept.words)]
+        return ["resume", files.shortest(self.folder.path), *self._options, *again_words(self._swept.words)]
 
     def close(self) -> None:
         """Close the record, and the server where this object has made it."""
@@ -222,10 +227,10 @@ class Scheduler:
             asked = {"words": list(self._swept.words), "options": self._options}
             of = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper}"
             where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
-            say(f"sweep {of}{where} in {rundir.relative(self.folder.path)}")
+            say(f"sweep {of}{where} in {files.relative(self.folder.path)}")
             with self.folder.refusing():
                 self.folder.logs.mkdir(exist_ok=True)
-                rundir.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
+                files.write(self.folder.asked, yaml.safe_dump(asked, allow_unicode=True, width=10**9))
                 self._record = Record(self.folder)
             facts = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
             self._record.add(
@@ -241,7 +246,7 @@ class Scheduler:
         before = latest(self._earlier, "ended").get(job.number)
         if before is not None and before.get("status") == "stopped" and self.settings.early_stop is not None:
             return Ended("stopped", self._objective(job), str(before.get("message")))
-        if not rundir.is_ours(job.run.path):
+        if not directory.is_ours(job.run.path):
             return None
         asked = resume.Start(job.name, job.text, job.words)
         try:
@@ -476,7 +481,7 @@ class Scheduler:
         return f"{len(self.ended)}/{len(self.planned)}  {job.name}  {ended.status}{why}{value}{took}"
 
     def _judge(self, job: Planned, code: int) -> Ended:
-        status = job.run.status() if rundir.is_ours(job.run.path) else None
+        status = job.run.status() if directory.is_ours(job.run.path) else None
         if code == EXIT_DONE or (status == "done" and code != EXIT_REFUSED):  # a signal may come when all is done
             return Ended("done", self._objective(job))
         if status == "interrupted" and code != EXIT_REFUSED:
@@ -499,7 +504,7 @@ class Scheduler:
         try:
             lines = log.read_text(errors="replace").splitlines()
         except OSError as error:  # what keeps it from being written ends the job
-            return f"exit code {code}, and its log {rundir.relative(log)} cannot be read: {error.strerror}"
+            return f"exit code {code}, and its log {files.relative(log)} cannot be read: {error.strerror}"
         return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
 
     def _objective(self, job: Planned) -> float | None:

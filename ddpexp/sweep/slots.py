@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch.hardware import CORES, usable_cores, visible_gpus
+from ddpexp.system.hardware import CORES, usable_cores, visible_gpus
 
 
 class Slots:

@@ -15,11 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpexp import rundir
-from ddpexp.printable import one_line
 from ddpexp.sweep.folder import IS_JOB
 from ddpexp.sweep.grid import DIRECTORY, Fitted, Grid
 from ddpexp.sweep.rows import STATUSES, Goal, Row
+from ddpexp.system import files
+from ddpexp.system.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -126,7 +126,7 @@ def jobs_grid(
         if name in facts:
             return facts[name]
         if name == DIRECTORY:
-            return _plain(row.name if together else str(row.path) if full else rundir.relative(row.path))
+            return _plain(row.name if together else str(row.path) if full else files.relative(row.path))
         return _plain(row.overrides.get(name, ""))
 
     def is_right(name: str) -> bool:
@@ -255,8 +255,8 @@ def save(folder: Path, rows: Sequence[Row], goal: Goal) -> None:
 
     Raises: OSError.
     """
-    rundir.write(folder / "sweep.csv", as_csv(rows))
-    rundir.write(folder / "sweep.md", as_markdown(rows, goal))
+    files.write(folder / "sweep.csv", as_csv(rows))
+    files.write(folder / "sweep.md", as_markdown(rows, goal))
 
 
 def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool = False) -> list[RenderableType]:

@@ -10,18 +10,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddpexp import commands, lock, rundir
+from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
-from ddpexp.launch.programs import python
-from ddpexp.launch.slurm_commands import states
-from ddpexp.launch.terminal import say
-from ddpexp.printable import one_line
+from ddpexp.run import lock
 from ddpexp.sweep import table as tables
-from ddpexp.sweep.asked import Asked, look
+from ddpexp.sweep.arguments import Asked, look
 from ddpexp.sweep.folder import SweepDir, again_words, asked_of
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
 from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
+from ddpexp.system import files
+from ddpexp.system.programs import python
+from ddpexp.system.slurm import states
+from ddpexp.system.terminal import say
+from ddpexp.system.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,7 +102,7 @@ def status(argv: Sequence[str]) -> int:
     place = Path(argv[0])
     found = look(place)
     if found != [place]:
-        one = rundir.typed(found[-1])
+        one = files.typed(found[-1])
         raise RefusedError(f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table.")
     rows = rows_of(place)
     queue = states([row.job_id for row in rows if row.status == "submitted" and row.job_id is not None])
@@ -133,12 +135,12 @@ def _save(folder: Path, asked: Asked, rows: Sequence[Row], goal: Goal) -> None:
         say(f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with --out FOLDER.")
         return
     names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, asked, goal) else [])]
-    say(f"written: {', '.join(names)} in {rundir.typed(folder)}", sys.stdout)
+    say(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
 
 
 def _draw(folder: Path, asked: Asked, goal: Goal) -> bool:
     """Draw the picture in a process of its own: what draws is large, and has a farewell of its own."""
-    words = [*map(rundir.shortest, asked.found), "--out", str(folder)]
+    words = [*map(files.shortest, asked.found), "--out", str(folder)]
     words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
     program = python("ddpexp.sweep.picture:main", words)
     try:
@@ -200,8 +202,8 @@ def _run_status(row: Row, queue: Mapping[str, str]) -> RenderableType:
         "since": _since(row),
         "where": _where(row, queue),
         "why": row.message or "",
-        "go on": f"python -m ddpexp resume {rundir.typed(row.path)}" if row.status in UNFINISHED else "",
-        "folder": rundir.relative(row.path),
+        "go on": f"python -m ddpexp resume {files.typed(row.path)}" if row.status in UNFINISHED else "",
+        "folder": files.relative(row.path),
     }
     return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))
 
@@ -233,4 +235,4 @@ def _again(path: Path) -> str:
         words, options = asked_of(SweepDir(path))
     except RefusedError:  # lost: what goes on says so
         words, options = [], []
-    return one_line(f"python -m ddpexp {shlex.join(['resume', rundir.shortest(path), *options, *again_words(words)])}")
+    return one_line(f"python -m ddpexp {shlex.join(['resume', files.shortest(path), *options, *again_words(words)])}")

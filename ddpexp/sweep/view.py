@@ -9,13 +9,13 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from ddpexp import rundir
-from ddpexp.launch.programs import python
-from ddpexp.launch.terminal import say
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.rows import Goal, Reader
+from ddpexp.system import files
+from ddpexp.system.programs import python
+from ddpexp.system.terminal import say
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -70,7 +70,7 @@ class View:
         """Show the table as it is in the end, and write it and the picture into the sweep's directory."""
         self._take_away()
         rows = self._reader.rows()
-        again = f"python -m ddpexp table {rundir.typed(self._folder.path)} --all"
+        again = f"python -m ddpexp table {files.typed(self._folder.path)} --all"
         show(tables.render(rows, self._goal, limit(), messages=0, again=again))  # what failed is listed below
         try:
             tables.save(self._folder.path, rows, self._goal)
@@ -78,7 +78,7 @@ class View:
             say(f"ddpexp: warning: {self._folder.path} cannot be written ({error.strerror}): the table is in no file")
             return
         names = ["sweep.csv", "sweep.md", *(["sweep.png"] if self._drawn() else [])]
-        say(f"written: {', '.join(names)} in {rundir.typed(self._folder.path)}", sys.stdout)
+        say(f"written: {', '.join(names)} in {files.typed(self._folder.path)}", sys.stdout)
 
     def _drawn(self) -> bool:
         self.last_begin()

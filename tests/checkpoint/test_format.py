@@ -17,8 +17,8 @@ from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, scan, seal, set_a
 from ddpexp.checkpoint.reader import load_weights, read_own, read_part
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.errors import RefusedError
-from ddpexp.optimizers import optimizer_state, parameter_names, restore_optimizer
-from ddpexp.rundir import parse_json
+from ddpexp.system.files import parse_json
+from ddpexp.train.optimizers import optimizer_state, parameter_names, restore_optimizer
 from tests.checkpoint.test_writer import ALONE, Tied
 
 

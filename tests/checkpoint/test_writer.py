@@ -26,8 +26,8 @@ from ddpexp.checkpoint.format import FORMAT, MANIFEST, scan
 from ddpexp.checkpoint.layout import lay_out, share
 from ddpexp.checkpoint.reader import load_weights, read_model, weights_sha256
 from ddpexp.checkpoint.writer import CheckpointError, Content, Writer
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.world import World
 
 ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddpexp.checkpoint.format import scan
 from ddpexp.checkpoint.reader import read_model, read_part
 from ddpexp.checkpoint.writer import Content, Writer
-from ddpexp.world import World
+from ddpexp.distributed.world import World
 
 ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 

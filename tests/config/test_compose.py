@@ -14,10 +14,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from ddpexp.config import Experiment, load, parse
 from ddpexp.config.compose import Composed, JobComposer, compose, compose_sweep, override_file
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Node
+from ddpexp.config.parse import load, parse
+from ddpexp.config.schema import Experiment
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError, StoppedError
 
@@ -275,14 +276,17 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("data.prepare=os.system", "data.prepare=os.system is not allowed"),
         ("data.prepare=torch.hub.load", "data.prepare=torch.hub.load is not allowed"),
         ("data._target_=ddpexp.data.order.os.system", "data._target_=ddpexp.data.order.os.system is not allowed"),
-        ("launcher._target_=ddpexp.launch.server.call", "launcher._target_=ddpexp.launch.server.call is not allowed"),
         (
-            "launcher._target_=ddpexp.launch.fork_server.Server",
-            "launcher._target_=ddpexp.launch.fork_server.Server is not allowed",
+            "launcher._target_=ddpexp.launch.workers.server.call",
+            "launcher._target_=ddpexp.launch.workers.server.call is not allowed",
+        ),
+        (
+            "launcher._target_=ddpexp.launch.workers.client.Server",
+            "launcher._target_=ddpexp.launch.workers.client.Server is not allowed",
         ),
         ("launcher._target_=ddpexp.launch.Layout", "launcher._target_=ddpexp.launch.Layout is not allowed"),
-        ("model._target_=ddpexp.launch.server.call", "model._target_=ddpexp.launch.server.call is not allowed"),
-        ("scheduler._target_=ddpexp.schedule.Schedule", "scheduler._target_=ddpexp.schedule.Schedule is not allowed"),
+        ("model._target_=ddpexp.launch.workers.server.call", "model._target_=ddpexp.launch.workers.server.call is not allowed"),
+        ("scheduler._target_=ddpexp.task.Schedule", "scheduler._target_=ddpexp.task.Schedule is not allowed"),
         ("+hydra.x._target_=os.system", "+hydra.x._target_=os.system: Hydra's own settings have no effect here."),
     ],
 )
@@ -493,11 +497,11 @@ def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> N
 def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Path) -> None:
     values, text = override_file(written, ["data._target_=zoo.load", "data.count=3", "run.trust=[zoo]"])
     assert values["data"] == {"_target_": "zoo.load", **GENERAL, "count": 3} == yaml.safe_load(text)["data"]
-    for name in ("mnist", "ddpexp.data.mnist.load"):
+    for name in ("mnist", "ddpexp.data.mnist.dataset.load"):
         values, _ = override_file(written, [f"data._target_={name}", "data.root=x"])
         assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
     with pytest.raises(RefusedError, match=r"data\.count is not a known key"):
-        override_file(written, ["data._target_=ddpexp.data.mnist.load", "data.count=3"])
+        override_file(written, ["data._target_=ddpexp.data.mnist.dataset.load", "data.count=3"])
 
 
 @pytest.mark.parametrize(

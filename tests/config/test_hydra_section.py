@@ -9,9 +9,9 @@ from typing import NoReturn
 import pytest
 import yaml
 
-from ddpexp.config import load, parse
 from ddpexp.config.compose import Composed, JobComposer, SweepInFileError, Swept, compose, compose_command, override_file
 from ddpexp.config.hydra_section import refuse_ignored
+from ddpexp.config.parse import load, parse
 from ddpexp.errors import RefusedError
 
 RECIPE = "# @package _global_\ndefaults:\n  - override /model: linear\ntask: {_target_: ddpexp.recipes.mnist.Classify}\n"

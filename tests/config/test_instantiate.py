@@ -37,24 +37,24 @@ STRANGERS = [
     "numpy.load",
     "hydra.utils.instantiate",
     "omegaconf.OmegaConf.load",
-    "ddpexp.rundir.write",
+    "ddpexp.system.files.write",
     "ddpexp.config.instantiate.locate",
-    "ddpexp.prepare.call_and_answer",
-    "ddpexp.launch.server.call",
-    "ddpexp.launch.fork_server.Server",
-    "ddpexp.launch.spawn.Spawn",
-    "ddpexp.schedule.Cosine",
+    "ddpexp.run.prepare.call_and_answer",
+    "ddpexp.launch.workers.server.call",
+    "ddpexp.launch.workers.client.Server",
+    "ddpexp.launch.launchers.local.Spawn",
+    "ddpexp.train.schedule.Cosine",
     "ddpexp.data.order.os.system",
     "ddpexp.data.batches.os.system",
     "ddpexp.data.batches.DataLoader",
-    "ddpexp.data.mnist.np.load",
-    "ddpexp.data.mnist._part",
+    "ddpexp.data.mnist.dataset.np.load",
+    "ddpexp.data.mnist.dataset._part",
     "ddpexp.recipes.mnist.torch.load",
     "ddpexp.recipes.mnist.torch.hub.load",
     "ddpexp.recipes.mnist.Linear.__init__.__globals__",
     "ddpexp.recipes..mnist.Linear",
     "ddpexp.recipes.mnist.Linear\n",
-    "ddpexp.ddpexp.rundir.write",
+    "ddpexp.ddpexp.system.files.write",
     "ddpexp_evil.system",
     "torchvision.models.resnet18",
     "system",
@@ -130,10 +130,10 @@ def test_a_prefix_trusts_whole_names_only() -> None:
 
 
 def test_launchers_and_schedules_belong_to_their_sections() -> None:
-    assert Trust().allows("ddpexp.launch.spawn.Spawn", "launcher")
-    assert Trust().allows("ddpexp.schedule.Cosine", "scheduler")
+    assert Trust().allows("ddpexp.launch.launchers.local.Spawn", "launcher")
+    assert Trust().allows("ddpexp.train.schedule.Cosine", "scheduler")
     for where in ("model", "launcher.inner", "data.prepare", "scheduler"):
-        assert not Trust().allows("ddpexp.launch.spawn.Spawn", where)
+        assert not Trust().allows("ddpexp.launch.launchers.local.Spawn", where)
 
 
 def test_modules_beside_the_config_folder_are_trusted_and_no_others(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def test_an_installed_packages_recipe_trains_and_is_evaluated_without_a_word_of_
 
 COMPOSED = """\
 import sys
-from ddpexp.config import parse
+from ddpexp.config.parse import parse
 from ddpexp.config.compose import compose
 from ddpexp.errors import RefusedError
 for word in sys.argv[1:]:

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
-from ddpexp.config import load, registry
+from ddpexp.config import registry
 from ddpexp.config.compare import compare
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Trust, locate
+from ddpexp.config.parse import load
 from ddpexp.config.plugins import launcher_name
 from tests.conftest import ROOT
 
@@ -40,7 +41,7 @@ def test_names_of_an_earlier_version_name_the_same_parts() -> None:
     values, now = yaml_of(text), registry.with_keys(yaml_of(text))
     assert (now["launcher"]["_target_"], now["data"]["_target_"], now["data"]["prepare"]) == ("spawn", "mnist", "mnist")
     assert compare(values, now, []) == compare(now, values, []) == []
-    assert load(text).launcher == load(text.replace("ddpexp.launch.spawn.Spawn", "spawn")).launcher
+    assert load(text).launcher == load(text.replace("ddpexp.launch.launchers.local.Spawn", "spawn")).launcher
 
 
 def yaml_of(text: str) -> dict[str, object]:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpexp.config import Experiment, check_layout, load, parse
 from ddpexp.config.compose import compose
+from ddpexp.config.parse import load, parse
+from ddpexp.config.schema import Experiment
+from ddpexp.config.validate import check_layout
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.layout import resolve
+from ddpexp.launch.rendezvous.layout import resolve
 from tests.conftest import PATIENCE
 
 
@@ -126,7 +128,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"data__num_workers": "many"}, "data.num_workers=many is not a whole number."),
         ({"data__embedded_train": "many"}, "data.embedded_train=many is not a whole number."),
         ({"data__prepare": 3}, "data.prepare=3 is not a text or null."),
-        ({"data__prepare": "ddpexp.data.mnist_files.prepar"}, "data.prepare=ddpexp.data.mnist_files.prepar is not allowed"),
+        ({"data__prepare": "ddpexp.data.mnist.prepare.prepar"}, "data.prepare=ddpexp.data.mnist.prepare.prepar is not allowed"),
         ({"data__patience": 3}, "data.patience is not a known key."),
         ({"recipe__name": "../elsewhere"}, "recipe.name=../elsewhere: use a plain name, for it names the folder of the runs."),
         ({"recipe__name": 5}, "recipe.name=5 is not a text."),

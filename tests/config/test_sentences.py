@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.config import parse
 from ddpexp.config.build import unknown_key
 from ddpexp.config.compose import Composed, compose_command
+from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
 
 

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpexp.data import digits, idx, mnist_files
-from ddpexp.data.mirrors import Patience
+from ddpexp.data.mnist import idx, synthetic
+from ddpexp.data.mnist import prepare as mnist_files
+from ddpexp.data.mnist.mirrors import Patience
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE
 
@@ -67,7 +68,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def small(monkeypatch: pytest.MonkeyPatch) -> Small:
     unpacked = {}
     files = []
-    arrays = [*digits.draw(20, 1), *digits.draw(10, 2)]
+    arrays = [*synthetic.draw(20, 1), *synthetic.draw(10, 2)]
     for file, array in zip(idx.FILES, arrays, strict=True):
         shaped = replace(file, shape=array.shape)
         unpacked[file.name] = shaped.header + array.tobytes()

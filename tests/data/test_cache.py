@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddpexp.data import cache, idx
+from ddpexp.data import cache
+from ddpexp.data.mnist import idx
 from tests.conftest import PATIENCE, ROOT
 from tests.data.conftest import TRAIN_LABELS, Server, Small, prepare, refusal, tree
 
@@ -51,7 +52,7 @@ def test_damaged_cache_is_built_again(damage: str, root: Path, small: Small) -> 
 
 def test_racing_processes_leave_one_complete_cache(real: Path) -> None:
     code = (
-        "import json, sys, time; from ddpexp.data.mnist_files import prepare; "
+        "import json, sys, time; from ddpexp.data.mnist.prepare import prepare; "
         "time.sleep(max(0, float(sys.argv[2]) - time.time())); "
         "print(json.dumps(prepare(sys.argv[1], 'files')))"
     )

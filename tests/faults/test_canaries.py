@@ -24,7 +24,7 @@ import pytest
 import yaml
 
 from ddpexp import __main__
-from ddpexp.repository import snapshot
+from ddpexp.run.repository import snapshot
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish
 from tests.faults.test_hostile_files import POISON, RAW
 from tests.points import wait_for

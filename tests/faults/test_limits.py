@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.launch.hardware import usable_cores
-from ddpexp.launch.memory import Memory
+from ddpexp.system.hardware import usable_cores
+from ddpexp.system.oom import Memory
 from tests.conftest import finish
 from tests.faults.harness import Ended, trained
 from tests.points import ITEMS, Recipe, wait_for

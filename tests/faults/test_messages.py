@@ -233,7 +233,7 @@ def test_a_reader_who_comes_back_reads_on_in_order_and_is_told_what_was_left_out
     """The terminal alone: a run takes minutes for as many lines."""
     unread = Unread("pipe")
     program = (
-        "import sys, time; from ddpexp.launch.terminal import Terminal; terminal = Terminal()\n"
+        "import sys, time; from ddpexp.system.terminal import Terminal; terminal = Terminal()\n"
         "for number in range(40_000): terminal.line(f'line {number}')\n"
         "print('said', file=sys.stderr, flush=True); sys.stdin.read(); terminal.close()"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddpexp.secrets import found, masked, masked_tree, referenced, unusable
+from ddpexp.system.secrets import found, masked, masked_tree, referenced, unusable
 from tests.conftest import Done, finish
 from tests.points import Recipe
 

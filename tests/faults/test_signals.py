@@ -53,8 +53,8 @@ def test_a_stop_while_data_is_downloaded_leaves_nothing_of_it(recipe: Recipe, tm
         # It accepts, and never says a word, for which the command would wait; the real mirrors cannot be had everywhere.
         place = f"http://127.0.0.1:{mirror.getsockname()[1]}/"
         (early / "sitecustomize.py").write_text(
-            f"import sys\nif 'ddpexp' in sys.orig_argv:\n    import ddpexp.data.mnist_files as files\n"
-            f"    from ddpexp.data.mirrors import Patience\n"
+            f"import sys\nif 'ddpexp' in sys.orig_argv:\n    import ddpexp.data.mnist.prepare as files\n"
+            f"    from ddpexp.data.mnist.mirrors import Patience\n"
             f"    files.prepare.__kwdefaults__.update(mirrors=({place!r},), patience=Patience(600, 600, 600))\n"
         )
         process, run = recipe.ddpexp.start(
@@ -100,7 +100,7 @@ def signal_command(recipe: Recipe, number: int, wait: Callable[[subprocess.Popen
     else:
         # Python itself was starting; it ends with 1 when SIGINT meets the import of its site module.
         assert code == -number or (number == signal.SIGINT and "init_import_site" in err), (code, err)
-        assert not any(line.lstrip().startswith('File "') and "ddpexp/cli.py" in line for line in err.splitlines()), err
+        assert not any(line.lstrip().startswith('File "') and "ddpexp/cli/main.py" in line for line in err.splitlines()), err
     if code == 128 + number:
         assert f"interrupted by {signal.Signals(number).name}; " in err, err
     return "done" if code == 0 else "stopped" if code > 0 else "before the first line"

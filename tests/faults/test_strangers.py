@@ -12,7 +12,7 @@ import pexpect
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.rundir import RunDir, refuse_links
+from ddpexp.run.directory import RunDir, refuse_links
 from tests.conftest import PATIENCE, Done
 from tests.faults.harness import faulted
 from tests.points import Recipe

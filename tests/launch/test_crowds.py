@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import Failure, WorkerError
-from ddpexp.launch import Asked, Layout, supervise
-from ddpexp.launch.agreement import Agreement
-from ddpexp.launch.causes import Worker
-from ddpexp.launch.control import Lines, Page
-from ddpexp.launch.log import Log
-from ddpexp.launch.meeting import Fixed, Meeting, Peer, lead
-from ddpexp.launch.memory import Memory
-from ddpexp.launch.team import settle
-from ddpexp.launch.terminal import Terminal
+from ddpexp.launch import Asked, Layout
+from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Peer, lead
+from ddpexp.launch.supervise import supervisor
+from ddpexp.launch.supervise.causes import Worker
+from ddpexp.launch.supervise.coordinator import settle
+from ddpexp.launch.supervise.stop_agreement import Agreement
+from ddpexp.launch.workers.control import Lines, Page
+from ddpexp.launch.workers.rank_log import Log
+from ddpexp.system.oom import Memory
+from ddpexp.system.terminal import Terminal
 
 FEW, MANY = 32, 256
 
@@ -154,7 +155,7 @@ class Watched:
     """The watch of a leading command with one worker and many other commands, of which nothing is heard at first."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(supervise, "_TAIL_SECONDS", 0.001)
+        monkeypatch.setattr(supervisor, "_TAIL_SECONDS", 0.001)
         self.sockets: list[socket.socket] = []
         self.server = Started(*self.pair(socket.SOCK_SEQPACKET))
         control, self.control = self.pair()
@@ -172,7 +173,7 @@ class Watched:
         return made
 
     def watch(self) -> int:
-        return supervise.supervise(self.server, [self.worker], Terminal(), self.meeting, Asked())
+        return supervisor.supervise(self.server, [self.worker], Terminal(), self.meeting, Asked())
 
     def part(self) -> None:
         """Let the worker and all other commands end well."""
@@ -213,7 +214,7 @@ def test_a_moment_without_news_costs_the_same_however_many_commands_there_are(mo
 def test_a_failure_costs_the_same_a_command_however_many_report_theirs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def a_command(size: int) -> float:
         watched = Watched(size, monkeypatch)
-        monkeypatch.setattr(supervise, "_FAILURE_SECONDS", 0.0)
+        monkeypatch.setattr(supervisor, "_FAILURE_SECONDS", 0.0)
         for index, other in enumerate(watched.others, start=1):
             failure = Failure(index, f"node{index}", "RuntimeError", "gloo: connection closed", signal=signal.SIGKILL)
             message = {"kind": "failed", "failure": failure.as_dict(), "weight": 0 if index == 3 else 2}

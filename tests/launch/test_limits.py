@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.launch import limits
-from ddpexp.launch.limits import _processes, human, reason, said_with_limit, told_apart
+from ddpexp.system import limits
+from ddpexp.system.limits import _processes, human, reason, said_with_limit, told_apart
 from tests.conftest import PATIENCE, ROOT
 
 
@@ -43,7 +43,7 @@ def test_two_sizes_are_said_with_as_many_digits_as_tell_them_apart(one: int, oth
 SLEEPERS = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from ddpexp.launch.limits import said_with_limit
+from ddpexp.system.limits import said_with_limit
 started, said = [], "nothing was refused"
 {before}
 try:

@@ -114,7 +114,7 @@ def package(folder: Path, value: str, code: str = "", option: str = "toy", targe
 LAUNCHER = """\
 from dataclasses import dataclass
 
-from ddpexp.launch.spawn import Spawn
+from ddpexp.launch.launchers.local import Spawn
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from ddpexp.errors import RefusedError, StoppedError, first_end
-from ddpexp.launch.agreement import Agreement
-from ddpexp.launch.control import Control, Page
+from ddpexp.launch.supervise.stop_agreement import Agreement
+from ddpexp.launch.workers.control import Control, Page
 from tests.conftest import PATIENCE, Done, finish
 from tests.points import session, wait_for
 
@@ -30,8 +30,8 @@ import time
 import torch
 
 from ddpexp.launch import Layout
-from ddpexp.rank import Interrupted, run_rank
-from ddpexp.world import World
+from ddpexp.train.process import Interrupted, run_rank
+from ddpexp.distributed.world import World
 
 
 def main(folder, *how):
@@ -96,12 +96,12 @@ import threading
 import time
 from pathlib import Path
 
-from ddpexp.command import launch, stop_on_signals
+from ddpexp.run.outcome import launch, stop_on_signals
 from ddpexp.errors import ENDS, StoppedError
 from ddpexp.launch import Asked, Job, team
-from ddpexp.launch.fork_server import Server
-from ddpexp.launch.place import Place
-from ddpexp.launch.spawn import Spawn
+from ddpexp.launch.workers.client import Server
+from ddpexp.launch.rendezvous.environment import Place
+from ddpexp.launch.launchers.local import Spawn
 
 
 class Polls(Job):

@@ -1,8 +1,9 @@
 """The reference: a plain loop over one process's memory, written from the documentation alone.
 
-It shares with the package the order of samples (`ddpexp.data.order`) and the seed of a micro-batch (`ddpexp.seeds`), which are
-documented as pure functions, and the user's code in `recipe/parts.py`. Everything else is written a second time, in the plainest
-way: a worker is a number here, gradients are added up in double precision, and no line is shared with the loop of the package.
+It shares with the package the order of samples (`ddpexp.data.order`) and the seed of a micro-batch (`ddpexp.distributed.rng`),
+which are documented as pure functions, and the user's code in `recipe/parts.py`. Everything else is written a second time, in
+the plainest way: a worker is a number here, gradients are added up in double precision, and no line is shared with the loop of
+the package.
 
 Three things the documentation leaves open, and the command was asked: steps that remain at the end are recorded although
 `trainer.log_every` does not divide them; a second pass over a step's micro-batches has random numbers of its own; the moving
@@ -21,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddpexp import seeds
 from ddpexp.data.datasets import Arrays
 from ddpexp.data.order import Permutation
+from ddpexp.distributed import rng
 from tests.reference.case import GLOBAL_BATCH_SIZE, SEED, STEPS, Case
 from tests.reference.recipe import parts
 
@@ -218,7 +219,7 @@ class _Training:
             if self.case.reduction == "exact" or number % passes == 0:
                 _put(self.nets, start)
             place = 0 if self.mistake == "one dropout mask" else begin + number
-            torch.manual_seed(seeds.seed_of(SEED, seeds.MODEL, step, place))
+            torch.manual_seed(rng.seed_of(SEED, rng.MODEL, step, place))
             with self.autocast():
                 losses = forward(batch)
             over = sum(counts) if self.mistake != "mean of means" else counts[number] * len(batches)

@@ -6,7 +6,8 @@ and in evaluation. An error is the largest difference in a tensor, or of a numbe
 that rounding explains is `compare.tolerance`, a number for each precision with its reason.
 
 The reference (`loop.py`) adds up in double precision and knows nothing of workers but where their samples and their buffers lie, so
-the two round differently and never agree to the bit; promises of equal bits have tests of their own (tests/strategy/test_exact.py).
+the two round differently and never agree to the bit; promises of equal bits have tests of their own
+(tests/strategy/exact/test_strategy.py).
 
 A case (`case.py`) is a point in the product of all dimensions. The ordinary run has few cases in which every allowed pair of values
 occurs. `-m slow` has each value by itself at every number of workers, where a failure names its cause, and some hundred cases of

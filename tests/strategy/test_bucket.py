@@ -8,7 +8,7 @@ import pytest
 
 from ddpexp.errors import WorkerError
 from ddpexp.launch import Asked
-from ddpexp.launch.spawn import Spawn
+from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call
 
 WORKER = """\
@@ -19,10 +19,10 @@ from torch import nn
 
 from ddpexp import deferred_dynamo
 from ddpexp.launch import Layout
-from ddpexp.rank import run_rank
+from ddpexp.train.process import run_rank
 from ddpexp.strategy import Options
 from ddpexp.strategy.ddp import DDP
-from ddpexp.world import World
+from ddpexp.distributed.world import World
 
 OPTIONS = Options(
     kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,

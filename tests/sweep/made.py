@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp.lock import Owner
+from ddpexp.run.lock import Owner
 from ddpexp.sweep.folder import Record, SweepDir, job_name
 
 POINTS = ((10, 0.9), (20, 0.7), (30, 0.5))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch.hardware import CORES
 from ddpexp.sweep.slots import Slots
+from ddpexp.system.hardware import CORES
 
 EIGHT = [str(number) for number in range(8)]
 

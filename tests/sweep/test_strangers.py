@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from ddpexp.errors import RefusedError
-from ddpexp.rundir import RunDir
+from ddpexp.run.directory import RunDir
 from ddpexp.sweep.again import resumed
 from ddpexp.sweep.early import curve_of
 from ddpexp.sweep.folder import SweepDir, runs_code

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.task import Sums
-from ddpexp.update import Update
+from ddpexp.train.update import Update
 
 BROKEN = 17
 """The sample that is not a number where the data are asked to have one."""

@@ -1,0 +1,246 @@
+"""The command line: which command it is for, and a fork server that starts while that is prepared."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import sys
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+from ddpexp.config import commands
+from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
+from ddpexp.launch.workers.client import Server
+from ddpexp.run import outcome
+from ddpexp.system import secrets
+from ddpexp.system.limits import raise_files
+from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
+from ddpexp.system.terminal import say, show, within_patience
+
+_FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
+_HELP = {"--help", "-h"}
+_NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    if os.environ.get(SAFE_PATH) == OURS:  # of the command that has started this one; not meant for what a recipe starts
+        del os.environ[SAFE_PATH]
+    os.environ["PATH"] = safe_path()  # libraries start programs too: Python's own `platform` asks uname
+    sys.argv[1:] = _take_secrets(sys.argv[1:])
+    argv = _take_local_rank(sys.argv[1:])
+    if not sys.platform.startswith("linux"):
+        say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
+        return EXIT_REFUSED
+    with ExitStack() as leaving:
+        return outcome.exit_code_of(lambda: _answer(argv, leaving))
+
+
+def _answer(argv: list[str], leaving: ExitStack) -> int:
+    """Do what the words ask for.
+
+    Until there is something to undo a signal ends this process where it is (`start`): as an error it would go through imports
+    and through Hydra, and libraries catch more than they know.
+    """
+    if (wrong := secrets.unusable()) is not None:
+        raise RefusedError(wrong)
+    raise_files()
+    # The fork server imports torch while Hydra composes here: it is the longer of the two, so it starts first.
+    server = Server() if _will_fork(argv) else None
+    if server is not None:
+        leaving.callback(server.close)
+    return _COMMANDS.get(argv[0] if argv else "", _train)(argv, server)
+
+
+def _evaluate(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.subcommands import evaluate
+
+    found = evaluate(argv[1:], sys.argv)
+    return EXIT_DONE if found is None else outcome.launch(*found, server)
+
+
+def _resume(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.subcommands import resume
+    from ddpexp.sweep.folder import SweepDir
+
+    if any(SweepDir(Path(word)).is_sweep() for word in argv[1:]):
+        from ddpexp.sweep.again import resumed
+        from ddpexp.sweep.run import run_sweep
+
+        again = resumed(argv[1:], sys.argv)
+        outcome.stop_on_signals()
+        return run_sweep(again, server)
+    run = resume(argv[1:], sys.argv)
+    return EXIT_DONE if run is None else outcome.launch(*run, server)
+
+
+def _member(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.subcommands import member
+
+    launcher, job = member(argv[1:])
+    return outcome.launch(launcher, job, server, as_member=True)
+
+
+def _look(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.sweep import verbs
+
+    outcome.stop_on_signals()
+    return {"table": verbs.table, "status": verbs.status}[argv[0]](argv[1:])
+
+
+def _plan(argv: list[str], _server: Server | None) -> int:
+    from ddpexp.plan.verb import plan
+
+    outcome.stop_on_signals()
+    return plan(argv[1:])
+
+
+def _help(argv: list[str], server: Server | None) -> int:
+    words = [word for word in argv[1:] if word not in _HELP]
+    return _explain(words or (["help"] if len(argv) > 1 else []), server, by_name=True)
+
+
+def _explain(words: list[str], server: Server | None, by_name: bool) -> int:
+    """Print what the words ask for; a command explains itself."""
+    gc.disable()  # nothing lives long here: a tenth of the time
+    from ddpexp.cli import help as answers
+
+    named = [word for word in words if word in commands.NAMES]
+    for name in named:
+        if name == "help":
+            show(answers.USAGE)
+        else:
+            _COMMANDS[name]([name, "--help"], server)
+    others = [word for word in words if word not in named]
+    if others or not named:
+        show(answers.answer(others, by_name))
+    return EXIT_DONE
+
+
+def _completion(argv: list[str], _server: Server | None) -> int:
+    gc.disable()
+    from ddpexp.cli.completion import completion
+
+    return completion(argv[1:])
+
+
+def _train(argv: list[str], server: Server | None) -> int:
+    if not argv:
+        from ddpexp.cli import help as answers
+
+        say(answers.first())
+        return EXIT_REFUSED
+    if (wrong := commands.unknown(argv[0])) is not None:
+        raise RefusedError(wrong)
+    if _HELP & set(argv):
+        return _explain([word for word in argv if word not in _HELP], server, by_name=False)
+    from ddpexp.config.compose import Swept, compose_command
+    from ddpexp.config.parse import parse
+
+    composed = compose_command(argv)
+    if composed is None:
+        return 0
+    if isinstance(composed, Swept):
+        from ddpexp.sweep.run import run_sweep
+
+        outcome.stop_on_signals()
+        return run_sweep(composed, server)
+    experiment = parse(composed.values)
+    for warning in composed.warnings:
+        if os.environ.get("RANK", "0") == "0":
+            say(f"ddpexp: warning: {warning}")
+
+    from ddpexp.run.jobs import Training
+
+    return outcome.launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+
+
+_COMMANDS = {
+    "resume": _resume,
+    "evaluate": _evaluate,
+    "status": _look,
+    "table": _look,
+    "plan": _plan,
+    "help": _help,
+    "completion": _completion,
+    "member": _member,  # what launchers start, and no person types
+}
+
+
+def _take_local_rank(argv: list[str]) -> list[str]:
+    """Take out the word that `python -m torch.distributed.launch` puts before the others."""
+    if argv and (found := re.fullmatch(r"--local[-_]rank=(\d+)", argv[0])):
+        os.environ.setdefault("LOCAL_RANK", found[1])
+        return argv[1:]
+    return argv
+
+
+def _take_secrets(argv: list[str]) -> list[str]:
+    """Put references for the secrets that the shell has put into `key=$TOKEN`: what is typed is written down in many places."""
+    words, said = secrets.referenced(argv)
+    for text in said if os.environ.get("RANK", "0") == "0" else ():
+        say(f"ddpexp: {text}: the value stays out of the run's files")
+    return words
+
+
+def _will_fork(argv: list[str]) -> bool:
+    """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
+    if argv[:1] == ["member"]:
+        return True
+    if not argv or argv[0] in ("table", "status", "plan", "help", "completion") or commands.unknown(argv[0]) is not None:
+        return False
+    chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
+    if argv[:1] == ["resume"]:
+        chosen = chosen or _launcher_of_run(argv[1:])
+    fresh = any(word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv)
+    here = all(name in _FORK_HERE or (name == "slurm" and "SLURM_STEP_ID" in os.environ) for name in chosen)
+    if argv[:1] in (["evaluate"], ["resume"]):
+        return here and not fresh and len(argv) > 1 and not _HELP & set(argv)
+    asks = any(word.startswith("-") and not word.startswith(_NO_QUESTION) for word in argv)
+    return here and not asks and not fresh
+
+
+def _launcher_of_run(words: list[str]) -> list[str]:
+    """Read from the run directory among the words which launcher it was started with; nothing where that is not plain to see."""
+    for word in words:
+        path = os.path.join(word, "config.yaml")
+        try:
+            if not os.path.isfile(path):  # a pipe would keep this waiting
+                continue
+            with open(path) as file:
+                found = re.search(r"^launcher:\n  _target_: (\S+)$", file.read(1 << 16), re.MULTILINE)
+        except (OSError, ValueError):
+            continue
+        from ddpexp.config.registry import key_of
+
+        key = key_of("launcher", found[1]) if found else None
+        return [key] if key is not None else []
+    return []
+
+
+def _open_standard_streams() -> None:
+    """Open what the shell has closed (`>&-`): the next file or socket would get its number, and what is printed."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number that is free
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+
+
+def run() -> None:
+    """Leave with the exit code of `main`, without the interpreter's slow farewell."""
+    _open_standard_streams()
+    code = main()
+    for stream in (sys.stdout, sys.stderr):
+        within_patience(partial(_flush, stream))
+    os._exit(code)
+
+
+def _flush(stream: TextIO) -> None:
+    with suppress(OSError, ValueError):  # the reader has gone
+        stream.flush()

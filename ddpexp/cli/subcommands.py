@@ -1,0 +1,216 @@
+"""The commands beside training: `ddpexp evaluate`, `ddpexp resume`, and `ddpexp member` for launchers."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddpexp.checkpoint import weights
+from ddpexp.config import commands
+from ddpexp.config.compose import compose, override_file
+from ddpexp.config.instantiate import Trust
+from ddpexp.config.names import named
+from ddpexp.config.parse import load, parse
+from ddpexp.config.schema import Experiment
+from ddpexp.errors import RefusedError
+from ddpexp.launch.launchers.base import Launcher, Starter, typed_again
+from ddpexp.run import directory
+from ddpexp.run import resume as going_on
+from ddpexp.run.directory import RunDir
+from ddpexp.run.jobs import Evaluation, Training
+from ddpexp.system import files
+from ddpexp.system.terminal import say
+
+_OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_USAGE = f"""{commands.of("evaluate").usage}
+
+Evaluate the newest weights of a run directory, or a safetensors file, on the
+run's evaluation data. Weights that lie in no run directory need a recipe:
+
+    ddpexp evaluate weights.safetensors recipe=mnist"""
+
+_RESUME = f"""{commands.of("resume").usage}
+
+Resume the run in a directory from its newest checkpoint, as its config.yaml
+says. Another launcher is typed as launcher=..., its settings as
+launcher.key=..., and what is to change in the training itself as
+trainer.epochs=4 or optimizer.lr=0.01. A run with code of your own needs
+--config-dir DIR or run.trust=[...] again. A sweep's directory resumes it."""
+
+
+def member(argv: list[str]) -> tuple[Launcher, Training]:
+    """Return the job that the launcher of another command has sent this one to: a run directory, or a JSON file of a job.
+
+    Raises:
+        RefusedError: neither is there, or its launcher does not work that way.
+    """
+    if len(argv) != 1:
+        raise RefusedError("ddpexp member is for launchers: it takes the run directory, or the file, that they have made.")
+    place = Path(argv[0])
+    if place.is_dir():
+        run = RunDir(place)
+        if run.config.is_file() and run.config.stat().st_uid != os.getuid():
+            raise RefusedError(f"{place} is another user's: its configuration says whose code runs, so it must be your own.")
+        try:
+            files.check_yaml(run.config)
+            files.check_yaml(run.overrides)
+            text, overrides = run.config.read_text(), yaml.load(run.overrides.read_text(), Loader=_LOADER)
+            command = run.command() or ["ddpexp", *overrides]
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RefusedError(f"{place} is not a run directory: {error}.") from None
+        experiment = load(text)
+        job = Training(experiment, text, overrides, command, run)
+    else:
+        try:
+            described = files.read_json(place)
+            text, goes_on, typed = described["config"], described["goes_on"], described["typed"]
+            words = described["overrides"], described["command"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise RefusedError(f"{place} describes no job: {error}.") from None
+        experiment = load(text)
+        home = RunDir(Path(goes_on)) if goes_on is not None else None
+        job = Training(experiment, text, *words, typed=typed, goes_on=home)
+    if not isinstance(experiment.launcher, Starter):
+        raise RefusedError(f"{place}: its launcher starts no further commands.")
+    return experiment.launcher, job
+
+
+def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training] | None:
+    """Return how to go on with the run that `argv` names, or None when it only asked for help, which is printed.
+
+    Raises:
+        RefusedError: no such run, one whose code is not trusted, or words that do not fit.
+    """
+    if not argv:
+        raise RefusedError(f"resume what?\n{_RESUME}")
+    if {"--help", "-h"} & set(argv):
+        print(_RESUME)
+        return None
+    source, words = _source(argv)
+    _refuse_options(words)
+    run = RunDir(Path(source))
+    if not run.path.exists():
+        raise RefusedError(f"resume {source}: there is no such directory.")
+    if not run.config.is_file() or not directory.is_ours(run.path):
+        home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
+        advice = f" Did you mean {files.typed(home)}?" if home is not None else ""
+        raise RefusedError(f"resume {source}: it is no run directory.{advice}")
+    directory.refuse_links(run, f"resume {source}")
+    if "run.resume=never" in words:
+        raise RefusedError("resume goes on with a run, and run.resume=never refuses that: leave it out.")
+    moved = next((word for word in words if word.startswith("run.dir=")), None)
+    if moved is not None:
+        raise RefusedError(f"{moved}: resume goes on in {source} itself.")
+    values, text = override_file(run.config, words, goes_on=True)
+    _refuse_untyped_code(run, values, command)
+    typed = [word for i, word in enumerate(words) if "=" in word and word[0] != "-" and (i == 0 or words[i - 1] not in _OPTIONS)]
+    experiment = parse(values)
+    _refuse_untyped_words(run, experiment.launcher, typed, command)
+    return experiment.launcher, Training(experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run)
+
+
+def _refuse_options(words: Sequence[str]) -> None:
+    for place, word in enumerate(words):
+        known = word in _OPTIONS or word.startswith("--config-dir=") or (place and words[place - 1] in _OPTIONS)
+        if word.startswith("-") and not known:
+            raise RefusedError(f"resume {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else.")
+
+
+def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
+    """Refuse code outside ddpexp that is not trusted in this command, or that another user's directory would have resumed.
+
+    Raises:
+        RefusedError: with what to type.
+    """
+    foreign = {
+        key: target for key, target in named(values).items()
+        if isinstance(target, str) and not Trust().allows(target, key.removesuffix("._target_"))
+    }  # fmt: skip
+    if not foreign:
+        return
+    if {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
+        if command[1:2] == ["evaluate"]:
+            return  # its code is refused as that of any configuration is
+        key, target = next(iter(foreign.items()))
+        raise RefusedError(f"{run.path} is another user's, and it names code outside ddpexp ({key}={target}): it must be your own.")
+    trust = Trust(tuple(values["run"]["trust"] or ()), Path(values["run"]["code"]) if values["run"]["code"] else None)
+    for key, target in foreign.items():
+        if trust.allows(target, key.removesuffix("._target_")):
+            continue
+        recorded = going_on.trusted_words(run)
+        if recorded:
+            words = " ".join(shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)])
+            raise RefusedError(
+                f"{run.path} names code of its own ({key}={target}), which runs only when its place is typed again. If it is "
+                f"yours: python -m ddpexp {words}"
+            )
+
+
+def _refuse_untyped_words(run: RunDir, launcher: Launcher, typed: Sequence[str], command: Sequence[str]) -> None:
+    """Refuse what a launcher would run, or connect to, on the word of a run directory alone.
+
+    Raises:
+        RefusedError: with what to type.
+    """
+    keys = {word.partition("=")[0] for word in typed}
+    missing = [word for word in typed_again(launcher) if word.partition("=")[0] not in keys]
+    if missing and "launcher" not in keys:  # a typed launcher brings its own settings
+        words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
+        raise RefusedError(
+            f"{run.path} says itself what its launcher runs or connects to ({missing[0]}), which counts only when it is typed "
+            f"again. If it is yours: python -m ddpexp {words}"
+        )
+
+
+def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluation] | None:
+    """Return how to evaluate the weights that `argv` names, or None when it only asked for help, which is printed.
+
+    `command` is the whole command line.
+
+    Raises:
+        RefusedError: no such weights, or a configuration that does not fit.
+    """
+    if not argv:
+        raise RefusedError(f"evaluate what?\n{_USAGE}")
+    if {"--help", "-h"} & set(argv):
+        print(_USAGE)
+        return None
+    name, words = _source(argv)
+    source = Path(name)
+    if not source.exists():
+        raise RefusedError(f"evaluate {source}: there is no such directory or file.")
+    home = next((folder for folder in (source, *source.resolve().parents) if weights.is_run(folder)), None)
+    if home is not None:
+        text, experiment = _of_run(home, words, command)
+    else:
+        text, experiment = _of_words(source, words)
+    found = weights.find(source, f"evaluate {source}", lambda text: say(f"ddpexp: warning: {text}"))
+    return experiment.launcher, Evaluation(experiment, text, found)
+
+
+def _source(argv: list[str]) -> tuple[str, list[str]]:
+    """Take the first word that is no option, which may stand before it as in `--config-dir DIR SOURCE`."""
+    place = next((i for i, word in enumerate(argv) if word[:1] != "-" and (i == 0 or argv[i - 1] not in _OPTIONS)), 0)
+    return argv[place], argv[:place] + argv[place + 1 :]
+
+
+def _of_run(home: Path, words: list[str], command: Sequence[str]) -> tuple[str, Experiment]:
+    values, text = override_file(home / "config.yaml", words)
+    _refuse_untyped_code(RunDir(home), values, command)
+    return text, parse(values)
+
+
+def _of_words(source: Path, words: list[str]) -> tuple[str, Experiment]:
+    if not words:
+        raise RefusedError(f"evaluate {source}: it lies in no run directory, so name its recipe, for example recipe=mnist.")
+    composed = compose(words)
+    if composed is None:
+        raise RefusedError(f"evaluate {source}: {' '.join(words)} is no configuration.")
+    return composed.text, parse(composed.values)

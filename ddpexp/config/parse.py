@@ -1,0 +1,162 @@
+"""From a configuration's values to an experiment: typed, checked, frozen; the way from a run directory's file, too."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddpexp.config import registry
+from ddpexp.config.build import build, convert, unknown_key
+from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse_untrusted
+from ddpexp.config.schema import DATA_KEYS, Data, Experiment, Logger, Recipe, Run, Trainer
+from ddpexp.config.validate import _check
+from ddpexp.errors import RefusedError
+from ddpexp.launch.launchers.base import Launcher
+from ddpexp.strategy.options import Options as Strategy
+from ddpexp.task import Schedule
+
+_TYPED: Mapping[str, Any] = {"trainer": Trainer, "strategy": Strategy, "logger": Logger, "run": Run, "recipe": Recipe}
+
+
+def load(text: str) -> Experiment:
+    """Read the experiment back from the text of a run directory's config.yaml, in any process.
+
+    Raises:
+        RefusedError: it is no configuration, or refers to what is not there.
+    """
+    try:
+        values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (ValueError, yaml.YAMLError) as error:
+        raise RefusedError(f"config.yaml cannot be read: {error}.") from None
+    if not isinstance(values, Mapping):
+        raise RefusedError("config.yaml is not the configuration of a run.")
+    if "${" in text:  # secrets stay references in the file; the library is only loaded where there are some
+        from ddpexp.config.interpolations import resolved
+
+        values = resolved(values)
+    return parse(values)
+
+
+def parse(values: Mapping[str, Any]) -> Experiment:
+    """Turn the composed and resolved tree into an experiment; imports neither torch nor any user's code.
+
+    Raises:
+        RefusedError: an unknown key, a wrong type, a name outside the allowlist or keys that contradict one another.
+    """
+    values = registry.with_keys(values)
+    sections = list(Experiment.__dataclass_fields__)
+    for key in values:
+        if key not in sections:
+            keys = [f"{name}.{field}" for name, section in _TYPED.items() for field in section.__dataclass_fields__]
+            raise unknown_key(str(key), sections, "", keys, kind="section")
+    for name in sections:
+        if values.get(name) is None:
+            own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
+            raise RefusedError(f"{name} is missing: a recipe gives it, {own} recipe=mnist.")
+        if not isinstance(values[name], Mapping):
+            raise RefusedError(f"{name}={values[name]} is not a section with keys.{_as_section(name, values[name])}")
+    run = build(Run, values["run"], "run")
+    trust = Trust(run.trust, Path(run.code) if run.code else None)
+    refuse_untrusted(values, trust)
+    experiment = Experiment(
+        recipe=build(Recipe, values["recipe"], "recipe"),
+        task=_node(values["task"], "task"),
+        model=_node(values["model"], "model"),
+        data=_data(values["data"], trust),
+        optimizer=_node(values["optimizer"], "optimizer"),
+        scheduler=_schedule(values["scheduler"]),
+        strategy=build(Strategy, values["strategy"], "strategy"),
+        launcher=_call(values["launcher"], "launcher", Launcher),
+        logger=build(Logger, values["logger"], "logger"),
+        trainer=build(Trainer, values["trainer"], "trainer"),
+        run=run,
+    )
+    _check(experiment)
+    return experiment
+
+
+def _as_section(name: str, value: object) -> str:
+    """Say how a name that stands in the place of a section is written as one."""
+    found = re.fullmatch(r"(?:_target_ *)?([A-Za-z_]\w*(?:\.\w+)+)", value) if isinstance(value, str) else None
+    return f" Write {name}: {{_target_: {found[1]}}}." if found is not None else ""
+
+
+def _node(values: Mapping[str, Any], where: str) -> Node:
+    if "_target_" not in values:
+        raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
+    rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
+    return Node(values["_target_"], types.MappingProxyType(rest))
+
+
+def _data(values: Mapping[str, Any], trust: Trust) -> Data:
+    node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, "data")
+    prepare = convert(values.get("prepare"), str | None, "data.prepare")
+    if prepare is not None:
+        refuse_target(prepare, trust, "data.prepare")
+        if registry.key_of("data.prepare", prepare) is not None:  # ours are quick to import; a user's may import torch
+            _typed_arguments(locate(prepare, trust, "data.prepare"), node.kwargs, "data")
+    return Data(
+        target=node.target,
+        prepare=prepare,
+        validation_fraction=convert(values.get("validation_fraction", 0.0), float, "data.validation_fraction"),
+        num_workers=convert(values.get("num_workers", 0), int, "data.num_workers"),
+        on_device=convert(values.get("on_device", False), bool, "data.on_device"),
+        options=node.kwargs,
+    )
+
+
+def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
+    """Build a schedule of ours, which checks itself; a user's own may import torch."""
+    node = _node(values, "scheduler")
+    found: Schedule | Node = _call(values, "scheduler", Schedule) if registry.key_of("scheduler", node.target) is not None else node
+    return found
+
+
+def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
+    """Build a section whose class is free of torch, so that its arguments are checked before any worker starts."""
+    node = _node(values, where)
+    try:
+        found = locate(node.target, Trust(), where)
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise RefusedError(
+            f"{where}._target_={node.target} cannot be imported: {type(error).__name__}: {error}. Is its package complete?"
+        ) from error
+    if contract is Launcher and not isinstance(found, type):
+        raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
+    if not (dataclasses.is_dataclass(found) and isinstance(found, type) and issubclass(found, contract)):
+        raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
+    return found(**_typed_arguments(found, node.kwargs, where))
+
+
+def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:
+    parameters = {
+        name: one
+        for name, one in inspect.signature(function).parameters.items()
+        if isinstance(function, type) or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
+    }
+    hints = typing.get_type_hints(vars(function)["__init__"] if isinstance(function, type) else function)
+    for key in kwargs:
+        if key not in parameters:
+            raise unknown_key(key, parameters, where)
+    missing = [name for name, one in parameters.items() if one.default is one.empty and name not in kwargs]
+    if missing:
+        raise RefusedError(f"{where}.{missing[0]} is missing: give it a value, for example as {where}.{missing[0]}=... .")
+    return {key: convert(value, hints[key], f"{where}.{key}") for key, value in kwargs.items()}
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return types.MappingProxyType({key: _frozen(inner) for key, inner in value.items()})
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(inner) for inner in value)
+    return value

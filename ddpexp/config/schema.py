@@ -1,0 +1,115 @@
+"""The experiment as frozen, typed values: one class for each section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.config.instantiate import Node, Trust
+from ddpexp.launch import Timeout
+from ddpexp.launch.launchers.base import Launcher
+from ddpexp.strategy.options import Options as Strategy
+from ddpexp.task import Schedule
+
+_MOST_LOADERS = 1024  # processes for each worker
+
+
+Auto = Literal["auto"]
+
+
+DATA_KEYS = ("prepare", "validation_fraction", "num_workers", "on_device")  # what every data section understands
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: the name stands in the default run directory."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """How it is trained; every field is explained in conf/trainer/default.yaml."""
+
+    nodes: Auto | int | str
+    gpus: Auto | int
+    device: Literal["auto", "cpu", "cuda"]
+    backend: Literal["auto", "gloo", "nccl", "mpi"]
+    threads: Auto | int
+    seed: int
+    epochs: int | None
+    max_steps: int | None
+    global_batch_size: int
+    micro_batch_size: Auto | int
+    precision: Literal["fp32", "bf16", "fp16"]
+    compile: bool
+    channels_last: bool
+    clip_grad_norm: float | None
+    ema_decay: float | None
+    nonfinite: Literal["stop", "skip"]
+    log_every: int
+    eval_every: Literal["epoch"] | int
+    checkpoint_every: Literal["epoch"] | int
+    checkpoint_every_seconds: float | None
+    keep_last: int | None
+    keep_best: str | None
+    on_save_error: Literal["stop", "continue"]
+    reduction: Literal["fast", "exact"]
+    deterministic: bool
+    grace_seconds: float
+    timeout: Timeout
+
+
+@dataclass(frozen=True)
+class Logger:
+    """Where the scalars go beside metrics.jsonl."""
+
+    kind: Literal["tensorboard", "none"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the run lies and what it starts from."""
+
+    dir: str | None
+    resume: Literal["auto", "never", "require"]
+    init_from: str | None
+    trust: tuple[str, ...]
+    code: str | None
+    allow_changes: tuple[Literal["code", "data"], ...] = ()  # older runs do not have it
+
+
+@dataclass(frozen=True)
+class Data:
+    """The data: who prepares it, who loads it, and what every kind of data understands."""
+
+    target: str
+    prepare: str | None
+    validation_fraction: float
+    num_workers: int
+    on_device: bool
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment, as asked: parsed, checked, frozen."""
+
+    recipe: Recipe
+    task: Node
+    model: Node
+    data: Data
+    optimizer: Node
+    scheduler: Schedule | Node  # a user's own is a node, which only workers build
+    strategy: Strategy
+    launcher: Launcher
+    logger: Logger
+    trainer: Trainer
+    run: Run
+
+    @property
+    def trust(self) -> Trust:
+        """Return whose code this experiment may name."""
+        return Trust(self.run.trust, Path(self.run.code) if self.run.code else None)

@@ -1,0 +1,160 @@
+"""What the sections of an experiment must be, one by one and together."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from ddpexp.config.build import shown
+from ddpexp.config.schema import _MOST_LOADERS, Experiment
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout, Timeout
+
+
+def check_layout(experiment: Experiment, found: Layout) -> None:
+    """Check what depends on the number of workers and their device.
+
+    Raises:
+        RefusedError: a batch that does not split, an option that the device does not have.
+    """
+    trainer = experiment.trainer
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
+    if experiment.strategy.static_graph and batch.gradient_accumulation_steps > 1:
+        raise RefusedError(
+            f"strategy.static_graph=true does not go with {batch.gradient_accumulation_steps} accumulated passes a step: torch "
+            f"would reduce other passes than it planned. Use strategy.static_graph=false or a larger trainer.micro_batch_size."
+        )
+    if experiment.strategy.comm_hook == "bf16" and found.backend == "gloo":
+        raise RefusedError("strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none.")
+    if experiment.strategy.sync_batchnorm and found.device == "cpu":
+        raise RefusedError(
+            "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
+            "Use strategy.sync_batchnorm=false."
+        )
+    if trainer.reduction == "exact" and found.device == "cuda" and not trainer.deterministic:
+        raise RefusedError(
+            "trainer.reduction=exact on GPUs needs trainer.deterministic=true: else a GPU's own sums differ each time."
+        )
+    if experiment.strategy.reduce_through == "shared_memory" and (found.device == "cuda" or found.nodes > 1):
+        where = "workers have GPUs" if found.device == "cuda" else f"workers are on {found.nodes} nodes"
+        raise RefusedError(
+            f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
+            f"Use strategy.reduce_through=auto."
+        )
+
+
+def _check(experiment: Experiment) -> None:
+    trainer = experiment.trainer
+    for name in ("epochs", "max_steps", "log_every"):
+        value = getattr(trainer, name)
+        if value is not None and value < 1:
+            raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
+    if isinstance(trainer.nodes, str) and trainer.nodes != "auto" and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", trainer.nodes):
+        raise RefusedError(f"trainer.nodes={trainer.nodes}: use auto, a number of machines, or a range such as 1:4.")
+    for name in Timeout.__dataclass_fields__:
+        seconds = getattr(trainer.timeout, name)
+        if not 0 < seconds < math.inf:
+            raise RefusedError(f"trainer.timeout.{name}={seconds}: use a number above 0.")
+    if trainer.backend == "mpi" and not getattr(experiment.launcher, "provides_mpi", False):
+        raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
+    if trainer.epochs is None and trainer.max_steps is None:
+        raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
+    if trainer.eval_every != "epoch" and trainer.eval_every < 0:
+        raise RefusedError(f"trainer.eval_every={trainer.eval_every}: use epoch, a number of steps, or 0 for never.")
+    if trainer.checkpoint_every != "epoch" and trainer.checkpoint_every < 0:
+        raise RefusedError(f"trainer.checkpoint_every={trainer.checkpoint_every}: use epoch, a number of steps, or 0 for never.")
+    if trainer.checkpoint_every_seconds is not None and not trainer.checkpoint_every_seconds > 0:
+        raise RefusedError(f"trainer.checkpoint_every_seconds={trainer.checkpoint_every_seconds}: use a number above 0, or null.")
+    if trainer.keep_last is not None and trainer.keep_last < 1:
+        raise RefusedError(f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all.")
+    if trainer.keep_best is not None:
+        if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
+            raise RefusedError(
+                f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
+                f"such as max:eval/accuracy."
+            )
+        if trainer.eval_every == 0:
+            raise RefusedError(f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none.")
+    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
+        raise RefusedError(f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null.")
+    if not 0 < trainer.grace_seconds < math.inf:
+        raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
+    _check_exact(experiment)
+    if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
+        raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
+    if not 0 <= trainer.seed < 2**63:
+        raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+    rate = experiment.optimizer.kwargs.get("lr")
+    if rate is None:
+        raise RefusedError(
+            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example optimizer.lr=0.01."
+        )
+    if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
+        raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
+    if Path(experiment.recipe.name).name != experiment.recipe.name:
+        raise RefusedError(f"recipe.name={experiment.recipe.name}: use a plain name, for it names the folder of the runs.")
+    if experiment.run.dir == "":
+        raise RefusedError("run.dir= is empty: give it a folder, or null for one under outputs.")
+    if re.search(r"[\x00-\x1f\x7f]", experiment.run.dir or ""):
+        raise RefusedError(
+            f"run.dir has a line break or another control character, which no line can show: {experiment.run.dir!r}."
+        )
+    if not 0 <= experiment.data.validation_fraction < 1:
+        raise RefusedError(
+            f"data.validation_fraction={experiment.data.validation_fraction}: use a share from 0 to below 1, such as 0.1."
+        )
+    if experiment.data.num_workers < 0:
+        raise RefusedError(f"data.num_workers={experiment.data.num_workers}: use 0 or more.")
+    if experiment.data.num_workers > _MOST_LOADERS:
+        raise RefusedError(
+            f"data.num_workers={experiment.data.num_workers} is more processes for each worker than a machine can start: use "
+            f"{_MOST_LOADERS} or fewer."
+        )
+    if experiment.strategy.bucket_cap_mb <= 0:
+        raise RefusedError(f"strategy.bucket_cap_mb={experiment.strategy.bucket_cap_mb}: use a number above 0.")
+    if experiment.strategy.reduce_through == "shared_memory" and experiment.strategy.comm_hook != "none":
+        raise RefusedError(
+            f"strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
+            f"strategy.comm_hook={experiment.strategy.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
+        )
+    if experiment.strategy.powersgd_rank < 1:
+        raise RefusedError(f"strategy.powersgd_rank={experiment.strategy.powersgd_rank}: use 1 or more.")
+    scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
+    if experiment.strategy.comm_hook == "powersgd" and scaled:
+        raise RefusedError(
+            f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not finite. "
+            f"Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and {trainer.nonfinite}."
+        )
+    if experiment.strategy.static_graph and experiment.strategy.find_unused_parameters:
+        raise RefusedError(
+            "strategy.static_graph=true finds unused parameters by itself in the first step: "
+            "leave strategy.find_unused_parameters=false."
+        )
+
+
+def _check_exact(experiment: Experiment) -> None:
+    """Refuse what would make the numbers depend on the number of workers although `trainer.reduction=exact`."""
+    trainer, strategy = experiment.trainer, experiment.strategy
+    if trainer.reduction != "exact":
+        return
+    why = "trainer.reduction=exact"
+    if trainer.micro_batch_size == "auto":
+        raise RefusedError(
+            f"{why} sums over micro-batches that are the same at every number of workers: "
+            f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
+        )
+    if strategy.comm_hook != "none":
+        raise RefusedError(
+            f"{why} does not go with strategy.comm_hook={strategy.comm_hook}, which rounds each worker's sum. Use none."
+        )
+    if strategy.sync_batchnorm:
+        raise RefusedError(
+            f"{why} does not go with strategy.sync_batchnorm=true: its statistics are those of all workers' micro-batches of a "
+            f"pass, which another number of workers cuts in another way. Use strategy.sync_batchnorm=false."
+        )
+    if strategy.static_graph:
+        raise RefusedError(f"{why} does without DDP, whose option strategy.static_graph=true is. Use strategy.static_graph=false.")
+    if not strategy.broadcast_buffers:
+        raise RefusedError(f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true.")

@@ -1,0 +1,1 @@
+"""Folders of images of one size in `.npy` files."""

@@ -1,0 +1,1 @@
+"""MNIST: found, downloaded or drawn, decoded once, and mapped into memory."""

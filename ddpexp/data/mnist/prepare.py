@@ -1,0 +1,269 @@
+"""MNIST made ready: which way the data comes, decoded once into memory-mappable `.npy` files.
+
+The rules, in the order they apply:
+
+- A file that is there but wrong is always refused; nothing stands in for it.
+- `files` takes what is there. `download` fetches what is missing. `auto` does the same, and only where there is none of
+  the four files and no download succeeds does it fall back to drawn digits, with a warning.
+- Every content is checked against its SHA-256 before it is used, so the cache is named by what it holds.
+- The cache lies in the data folder where that can be written, else in the user's cache folder.
+
+Standard library only, and quick to import, as are the files it imports: the launching command imports this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.data.cache import CACHES, Cache, alone, in_first, put, read_cache, update_cache, user_cache, write_cache
+from ddpexp.data.images.files import found_images
+from ddpexp.data.mnist import idx
+from ddpexp.data.mnist.mirrors import AUTO_PATIENCE, DOWNLOAD_PATIENCE, MIRRORS, DownloadError, Patience, download_unless_failed
+from ddpexp.errors import RefusedError
+from ddpexp.system.terminal import say
+
+SOURCES = ("auto", "files", "download", "embedded")
+EMBEDDED_VERSION = 1  # raise it when digits.py draws differently: caches are named by it
+EMBEDDED_SEEDS = (1, 2)  # of the training and of the test digits
+EMBEDDED_MOST = 1_000_000  # images per part: they are drawn in memory
+
+
+def prepare(
+    root: str | None,
+    source: Literal["auto", "files", "download", "embedded"],
+    embedded_train: int = 60_000,
+    embedded_test: int = 10_000,
+    *,
+    warn: Callable[[str], None] | None = None,
+    mirrors: Sequence[str] = MIRRORS,
+    patience: Patience | None = None,
+) -> dict[str, Any]:
+    """Make sure that a decoded cache exists, and say which data it holds.
+
+    `root` None stands for `$DDPEXP_DATA`, else for the user's cache folder. `warn` (default: a line on stderr) hears of
+    drawn digits in place of MNIST. `patience` defaults to AUTO_PATIENCE or DOWNLOAD_PATIENCE by source.
+
+    The result is JSON-able: name, source, folder (absolute), sha256 (over the SHA-256 of the four unpacked IDX files),
+    num_train, num_test, note (a phrase for people).
+
+    Raises: RefusedError, where the data or a folder is not as it must be.
+    """
+    if source not in SOURCES:
+        raise RefusedError(f"data.source={source} is not a source of data: set one of {', '.join(SOURCES)}")
+    for key, num in (("data.embedded_train", embedded_train), ("data.embedded_test", embedded_test)):
+        if not 1 <= num <= EMBEDDED_MOST:
+            raise RefusedError(f"{key}={num} is no number of digits to draw: set one from 1 to {EMBEDDED_MOST}")
+    if source == "embedded":
+        return _embedded(embedded_train, embedded_test)
+    folder = _data_folder(root)
+    if root is not None and not idx.find([folder]) and not _caches([folder]) and (images := found_images(folder)) is not None:
+        raise RefusedError(
+            f"data.root={folder} holds {images}, and none of the four MNIST files that data=mnist reads there: for images of your "
+            f"own see data=images, or a recipe of your own; for MNIST leave data.root out or name another folder."
+        )
+    patience = patience or (AUTO_PATIENCE if source == "auto" else DOWNLOAD_PATIENCE)
+    try:
+        return _mnist(folder, source, mirrors, patience)
+    except DownloadError as error:
+        if source == "download":
+            raise RefusedError(
+                f"MNIST could not be downloaded ({error}), so there is nothing to train on: put the four files into "
+                f"data.root={folder}, or check the network, or set data.source=embedded for drawn digits"
+            ) from None
+        (warn or _to_stderr)(
+            f"THIS IS NOT MNIST: data.root={folder} holds none of its files and they could not be downloaded "
+            f"({error}), so {embedded_train:,} + {embedded_test:,} drawn digits stand in and no accuracy is comparable "
+            f"with MNIST; for the real data put the four IDX files into that folder or set data.source=download, and "
+            f"set data.source=embedded if drawn digits are what you want"
+        )
+        return _embedded(embedded_train, embedded_test)
+
+
+def _data_folder(root: str | None) -> Path:
+    """Name the folder of the data, absolute; it may not exist, but it is nothing else than a folder."""
+    if root is None:
+        variable = os.environ.get("DDPEXP_DATA", "")
+        folder = Path(os.path.abspath(os.path.expanduser(variable))) if variable else user_cache()
+    elif not root or "\0" in root:
+        raise RefusedError(f"data.root={root!r} names no folder: set data.root to the folder with the MNIST files")
+    else:
+        folder = Path(os.path.abspath(os.path.expanduser(root)))
+    try:
+        if not stat.S_ISDIR(os.stat(folder).st_mode):
+            raise RefusedError(f"data.root={folder} is not a folder: set data.root to the folder with the MNIST files")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RefusedError(f"data.root={folder} cannot be used ({error.strerror}): set data.root to a folder") from None
+    return folder
+
+
+def _to_stderr(text: str) -> None:
+    say(f"WARNING: {text}")
+
+
+def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
+    """Get MNIST from the cache, the files or the network, in this order; of several commands at once, one asks the network.
+
+    Raises: DownloadError, where none of the files is there and they could not be downloaded.
+    """
+    identity = _at_hand(root, source)
+    if identity is None:
+        with alone(patience.total):
+            identity = _at_hand(root, source) or _fetched(root, source, mirrors, patience)
+    return identity
+
+
+def _at_hand(root: Path, source: str) -> dict[str, Any] | None:
+    """Get MNIST from the cache or the files; None where something must be downloaded."""
+    bases = _bases(root)
+    caches = _caches(bases)
+    for cache in caches:
+        if cache.record.get("root") == str(root) and _unchanged(cache.record):
+            return _mnist_identity(cache, source)
+    found = idx.find(bases if source != "files" else [root])
+    missing = [file for file in idx.FILES if file.name not in found]
+    if source == "files" and missing:
+        raise RefusedError(_missing_text(root, missing, "or set data.source=download to fetch what is missing"))
+    if not found and caches:  # checked once, and complete: the files themselves are no longer needed
+        return _mnist_identity(caches[0], source)
+    if missing:
+        return None
+    return _decoded(root, source, "files", {file.name: idx.load(found[file.name], file) for file in idx.FILES})
+
+
+def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
+    """Download what is missing. Raises: DownloadError, where none of the files is there."""
+    bases = _bases(root)
+    found = idx.find(bases)
+    missing = [file for file in idx.FILES if file.name not in found]
+    loaded = {file.name: idx.load(path, file) for file in idx.FILES if (path := found.get(file.name))}
+    try:
+        for content, packed in download_unless_failed(missing, mirrors, patience, retry=source == "download"):
+            stamp = in_first(bases, functools.partial(_store, f"{content.file.name}.gz", packed))
+            loaded[content.file.name] = (content, stamp)
+    except DownloadError as error:
+        if not found:
+            raise
+        raise RefusedError(_missing_text(root, missing, f"as they could not be downloaded either ({error})")) from None
+    return _decoded(root, source, "download", loaded)
+
+
+def _decoded(root: Path, source: str, way: str, loaded: Mapping[str, tuple[idx.Content, idx.Stamp]]) -> dict[str, Any]:
+    """Put the checked contents into a cache, unless one holds them already."""
+    record = {
+        "name": "mnist",
+        "source": way,
+        "sha256": _sha256(),
+        "root": str(root),
+        "stamps": [vars(loaded[file.name][1]) for file in idx.FILES],
+    }
+    bases = _bases(root)
+    caches = _caches(bases)
+    if caches:
+        return _mnist_identity(update_cache(caches[0], record), source)
+    contents = [loaded[file.name][0] for file in idx.FILES]
+    return _mnist_identity(in_first(bases, lambda base: write_cache(base, _cache_name(), contents, record)), source)
+
+
+def _bases(root: Path) -> list[Path]:
+    return list(dict.fromkeys((root, user_cache())))
+
+
+def _caches(bases: Sequence[Path]) -> list[Cache]:
+    return [cache for base in bases if (cache := read_cache(base / CACHES / _cache_name()))]
+
+
+def _sha256() -> str:
+    return _joint_hash([file.sha256 for file in idx.FILES])
+
+
+def _cache_name() -> str:
+    return f"mnist-{_sha256()[:12]}"
+
+
+def _missing_text(root: Path, missing: Sequence[idx.IdxFile], end: str) -> str:
+    names = ", ".join(file.name for file in missing)
+    have = f"{len(idx.FILES) - len(missing)} of the four MNIST files"
+    return (
+        f"data.root={root} holds {have} (also looked in MNIST/raw and raw), and training needs all four: add {names} "
+        f"there, each with or without .gz, {end}"
+    )
+
+
+def _mnist_identity(cache: Cache, source: str) -> dict[str, Any]:
+    origin = "files" if source == "files" else cache.record["source"]
+    folders = ", ".join(dict.fromkeys(os.path.dirname(stamp["path"]) for stamp in cache.record["stamps"]))
+    way = "from files in" if origin == "files" else "downloaded to"
+    return _identity(cache, origin, f"{way} {folders}", "MNIST")
+
+
+def _unchanged(record: dict[str, Any]) -> bool:
+    """Say whether every source file is still as it was when it was checked."""
+    try:
+        return all(vars(idx.Stamp.of(stamp["path"], os.stat(stamp["path"]))) == stamp for stamp in record["stamps"])
+    except (OSError, KeyError, TypeError):
+        return False
+
+
+def _store(name: str, content: bytes, base: Path) -> idx.Stamp:
+    """Keep a downloaded file.
+
+    Raises: OSError.
+    """
+    target = base / name
+    put(base, target, content)
+    return idx.Stamp.of(str(target), os.stat(target))
+
+
+def _embedded(num_train: int, num_test: int) -> dict[str, Any]:
+    """Get the drawn digits from the cache, or draw them."""
+    name = f"embedded-v{EMBEDDED_VERSION}-{num_train}-{num_test}"
+    base = user_cache()
+    cache = read_cache(base / CACHES / name)
+    if cache is None:
+        contents = _draw((num_train, num_test))
+        record = {
+            "name": "embedded-digits",
+            "sha256": _joint_hash([content.file.sha256 for content in contents]),
+        }
+        cache = in_first([base], lambda base: write_cache(base, name, contents, record))
+    return _identity(cache, "embedded", "embedded in ddpexp", "drawn digits (NOT MNIST)")
+
+
+def _draw(nums: tuple[int, int]) -> list[idx.Content]:
+    """Draw both parts, as the contents of IDX files, so that they are hashed and cached just as MNIST is."""
+    from ddpexp.data.mnist import synthetic  # it needs numpy, which the command must not pay for otherwise
+
+    contents = []
+    for num, seed, (images_file, labels_file) in zip(nums, EMBEDDED_SEEDS, (idx.FILES[:2], idx.FILES[2:]), strict=True):
+        images, labels = synthetic.draw(num, seed)
+        for file, array in ((images_file, images), (labels_file, labels)):
+            shaped = replace(file, shape=array.shape)
+            unpacked = shaped.header + array.tobytes()
+            contents.append(idx.Content(replace(shaped, sha256=hashlib.sha256(unpacked).hexdigest()), unpacked))
+    return contents
+
+
+def _identity(cache: Cache, source: str, way: str, title: str) -> dict[str, Any]:
+    record = cache.record
+    return {
+        "name": record["name"],
+        "source": source,
+        "folder": str(cache.folder),
+        "sha256": record["sha256"],
+        "num_train": record["num_train"],
+        "num_test": record["num_test"],
+        "note": f"{title}, {record['num_train']:,} + {record['num_test']:,} images, {way}",
+    }
+
+
+def _joint_hash(hashes: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""The launchers: one module for each option of the group `launcher`."""

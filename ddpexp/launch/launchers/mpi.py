@@ -1,0 +1,45 @@
+"""launcher=mpi: this command is one rank, started by mpirun."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddpexp.launch import Asked, Job
+from ddpexp.launch.rendezvous import started_by
+from ddpexp.launch.rendezvous.environment import of_mpi
+from ddpexp.launch.rendezvous.meeting import by_key
+from ddpexp.launch.supervise import coordinator
+from ddpexp.launch.workers.client import Server
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """Join the ranks that mpirun has started: Open MPI, MPICH and its relatives. MPI itself is not needed, only its mpirun."""
+
+    provides_mpi: ClassVar[bool] = True
+
+    @property
+    def is_told(self) -> bool:
+        """Tell that somebody else starts the ranks, and has to start them again."""
+        return True
+
+    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
+        """Return how the ranks are started again, and where that is typed."""
+        return started_by.mpirun(argv, of_mpi(Asked())[0].size)
+
+    def launch(self, job: Job, server: Server | None = None) -> int:
+        """Run this rank's worker and return its exit code.
+
+        Raises:
+            RefusedError: no mpirun started this command, or a typed key contradicts it. WorkerError: a worker failed.
+            StoppedError: a signal to this process ended the run.
+        """
+        place, key = of_mpi(job.asked)
+        server = server or Server()
+        way = by_key(f"mpi {key}", job.folder, place.nodes == 1) if place.size > 1 else None
+        try:
+            return coordinator.run(job, place, way, server)
+        finally:
+            server.close()

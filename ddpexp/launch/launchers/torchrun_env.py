@@ -1,0 +1,68 @@
+"""launcher=torchrun-env: this command is one rank, started by torchrun or by hand with the same variables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpexp.errors import AbsentError
+from ddpexp.launch import Job
+from ddpexp.launch.rendezvous import started_by
+from ddpexp.launch.rendezvous.environment import Place, of_torchrun
+from ddpexp.launch.rendezvous.meeting import Fixed, Told, Way
+from ddpexp.launch.supervise import coordinator
+from ddpexp.launch.workers.client import Server
+
+_MARK = "found: "  # before the store's answer, which torch's warnings may surround
+
+
+@dataclass(frozen=True)
+class TorchrunEnv:
+    """Join the ranks that torchrun, torch.distributed.launch or a hand with `export RANK=...` has started."""
+
+    @property
+    def is_told(self) -> bool:
+        """Tell that somebody else starts the ranks, and has to start them again."""
+        return True
+
+    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
+        """Return how the ranks are started again, and where that is typed."""
+        return started_by.torchrun(argv)
+
+    def launch(self, job: Job, server: Server | None = None) -> int:
+        """Run this rank's worker and return its exit code.
+
+        Raises:
+            RefusedError: a variable is missing or contradicts another one. WorkerError: a worker failed. StoppedError: a
+            signal to this process ended the run.
+        """
+        return run(job, server, f"ddpexp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
+
+
+def run(job: Job, server: Server | None, key: str) -> int:
+    """Do what `TorchrunEnv.launch` does; under `key` the ranks find one another in the agent's store, where there is one."""
+    place = of_torchrun(job.asked)
+    server = server or Server()
+    try:
+        return coordinator.run(job, place, way(place, server, job.asked.timeout.init_seconds, key), server)
+    finally:
+        server.close()
+
+
+def way(place: Place, server: Server, seconds: float, key: str, environ: Mapping[str, str] = os.environ) -> Way | None:
+    """Return how the ranks find one another: torchrun's agent keeps a store; without one rank zero takes the port itself."""
+    if place.size == 1:
+        return None
+    host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return Fixed(host, int(port), ("MASTER_ADDR", "MASTER_PORT"))
+
+    def call(*words: str) -> str | None:
+        code, text = server.call("ddpexp.launch.rendezvous.torch_store:main", [json.dumps([host, int(port), key, seconds, *words])])
+        if code:
+            raise AbsentError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
+        return next((line.removeprefix(_MARK) for line in text.splitlines() if line.startswith(_MARK)), None)
+
+    return Told(publish=call, ask=call, local=place.local_world_size == place.size)

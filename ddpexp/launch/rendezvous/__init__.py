@@ -1,0 +1,1 @@
+"""How the commands of one job find one another and agree on who does what."""

@@ -1,0 +1,186 @@
+"""Where a command stands among those that together run one job, read from what started it; opens nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Asked
+from ddpexp.launch.rendezvous.starter import control_port
+from ddpexp.system import start
+from ddpexp.system.process import ancestors, stat
+
+
+@dataclass(frozen=True)
+class Place:
+    """One command of a job: it starts all workers of a node, or one worker whose rank it was told."""
+
+    index: int = 0  # of this command; number 0 leads
+    size: int = 1  # how many commands there are
+    told: bool = False  # the command is one rank, `index` of `size`, and starts that one worker
+    local_rank: int | None = None  # of the told ones; None: learnt when all have met
+    local_world_size: int | None = None
+    nodes: int | None = None  # None: not known before all have met
+    starter: str = "this command"  # who says so, for errors
+    owner: str | None = None  # what starts this command again after a failure
+    restarted: bool | None = None  # whether it has done so; None: not known
+
+    @property
+    def ends_with_parent(self) -> bool:
+        """Tell whether the parent is a program that starts ranks and watches them: killed at once, it leaves them alone."""
+        return self.starter in ("torchrun", "srun", "mpirun")
+
+    @property
+    def shares_terminal(self) -> bool:
+        """Tell whether the starter shows the output of all commands in one place, on whichever host they run."""
+        return self.starter in ("srun", "mpirun")
+
+
+_TORCHRUN = "torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env"
+# What to do about a missing variable, by what should have set it.
+_BY_TORCHRUN = "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them"
+_BY_SRUN = "srun gives it to every task; start the command with srun, in an environment that keeps Slurm's variables"
+_BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables"
+
+
+def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
+    """Read torchrun's variables, or the same ones exported by hand.
+
+    Raises:
+        RefusedError: one is missing, no number, or contradicts another or a typed key.
+    """
+    if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        raise RefusedError(
+            f"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: type `{_TORCHRUN}`, "
+            f"or use launcher=spawn, which needs no torchrun."
+        )
+    rank, size = _number(environ, "RANK", _BY_TORCHRUN), _number(environ, "WORLD_SIZE", _BY_TORCHRUN)
+    if not environ.get("MASTER_ADDR"):
+        raise RefusedError(f"MASTER_ADDR is not set: {_BY_TORCHRUN}.")
+    port = _number(environ, "MASTER_PORT", _BY_TORCHRUN)
+    if not 0 < port < 65536:
+        raise RefusedError(f"MASTER_PORT={port} is no port: use one from 1 to 65535.")
+    _refuse_rank("RANK", rank, "WORLD_SIZE", size)
+    local_rank, local_size = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", size, "WORLD_SIZE")
+    nodes = _nodes(environ, "GROUP_WORLD_SIZE") or (1 if local_size == size else None)
+    elastic = "TORCHELASTIC_RUN_ID" in environ
+    starter = "torchrun" if elastic else "the environment"
+    _refuse_contradiction(asked, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
+    owner = process_identity(start.parent()) if elastic else None
+    return Place(rank, size, True, local_rank, local_size, nodes, starter, owner)
+
+
+def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
+    """Read the place of a task that srun started. Raises RefusedError like `of_torchrun`."""
+    size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    rank, size = _number(environ, "SLURM_PROCID", _BY_SRUN), _number(environ, size_name, _BY_SRUN)
+    _refuse_rank("SLURM_PROCID", rank, size_name, size)
+    nodes = _nodes(environ, "SLURM_STEP_NUM_NODES")
+    tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(environ, "SLURM_NODEID", _BY_SRUN)
+    if tasks:
+        _refuse_rank("SLURM_NODEID", node, "the number of nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
+    local_size = tasks[node] if tasks else None
+    local_rank = _number(environ, "SLURM_LOCALID", _BY_SRUN)
+    if local_size is not None:
+        _refuse_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
+    _refuse_contradiction(asked, "srun", nodes, local_size, "tasks per node")
+    restarts = _number(environ, "SLURM_RESTART_COUNT", _BY_SRUN) if environ.get("SLURM_RESTART_COUNT") else 0
+    names = (environ.get("SLURM_CLUSTER_NAME") or os.uname().nodename, environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID"))
+    owner = f"slurm:{names[0]}:{names[1]}.{names[2]}" if all(names) else None
+    return Place(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0)
+
+
+def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place, str]:
+    """Read the place of a process of mpirun (Open MPI, MPICH and what is made from it), and a name for that mpirun.
+
+    Raises:
+        RefusedError: no mpirun started this, or a variable is missing, no number, or contradicts another or a typed key.
+    """
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        key = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or str(start.parent())
+    elif "PMI_RANK" in environ:
+        names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+        # Its proxy may be further above: a script may stand between.
+        key = next(filter(None, map(control_port, ancestors(os.getpid()))), str(start.parent()))
+    else:
+        raise RefusedError(
+            "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: type "
+            "`mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."
+        )
+    rank, size = _number(environ, names[0], _BY_MPIRUN), _number(environ, names[1], _BY_MPIRUN)
+    _refuse_rank(names[0], rank, names[1], size)
+    local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
+    nodes = 1 if local_size == size else None
+    _refuse_contradiction(asked, "mpirun", nodes, local_size, names[3])
+    return Place(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())), key
+
+
+def process_identity(pid: int) -> str | None:
+    """Name a process so that no later one is mistaken for it: host, process id and start time; None when it is gone."""
+    words = stat(pid)
+    return f"{os.uname().nodename}:{pid}:{words[19]}" if words else None
+
+
+def _refuse_contradiction(asked: Asked, starter: str, nodes: int | None, local_size: int | None, name: str) -> None:
+    if asked.gpus != "auto" and local_size is not None and asked.gpus != local_size:
+        raise RefusedError(
+            f"trainer.gpus={asked.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on this node "
+            f"({name}={local_size}): "
+            f"leave trainer.gpus=auto, for {starter} decides."
+        )
+    if isinstance(asked.nodes, str) and asked.nodes != "auto":
+        raise RefusedError(f"trainer.nodes={asked.nodes} is a range, which only launcher=elastic understands.")
+    if asked.nodes != "auto" and nodes is not None and asked.nodes != nodes:
+        raise RefusedError(f"trainer.nodes={asked.nodes}, but {starter} runs on {nodes}: leave trainer.nodes=auto.")
+
+
+def _refuse_rank(name: str, rank: int, size_name: str, size: int) -> None:
+    if size < 1:
+        raise RefusedError(f"{size_name}={size} leaves no worker: it is the number of workers, 1 or more.")
+    if not 0 <= rank < size:
+        raise RefusedError(f"{name}={rank}, but {size_name}={size}: it goes from 0 to {size - 1}.")
+
+
+def _number(environ: Mapping[str, str], name: str, advice: str) -> int:
+    text = environ.get(name)
+    if not text:
+        raise RefusedError(f"{name} is not set: {advice}.")
+    try:
+        return int(text)
+    except ValueError:
+        raise RefusedError(f"{name}={text} is not a whole number.") from None
+
+
+def _local(environ: Mapping[str, str], rank_name: str, size_name: str, all_: int, all_name: str) -> tuple[int | None, int | None]:
+    """Read a rank's number on its host and how many there are, where both are known."""
+    rank = _number(environ, rank_name, "") if environ.get(rank_name) else None
+    size = _number(environ, size_name, "") if environ.get(size_name) else None
+    if size is None:
+        return None, None
+    _refuse_rank(rank_name, rank or 0, size_name, size)
+    if size > all_:
+        raise RefusedError(f"{size_name}={size} is more than {all_name}={all_}: the variables contradict.")
+    return rank, size
+
+
+def _nodes(environ: Mapping[str, str], name: str) -> int | None:
+    nodes = _number(environ, name, "") if environ.get(name) else None
+    if nodes is not None and nodes < 1:
+        raise RefusedError(f"{name}={nodes} leaves no machine: it is the number of machines, 1 or more.")
+    return nodes
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Read Slurm's short form: `2(x3),1` means 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in filter(None, text.split(",")):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise RefusedError(f"SLURM_STEP_TASKS_PER_NODE={text} is not a list of numbers such as 2(x3),1.")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts

@@ -1,0 +1,42 @@
+"""metrics.jsonl: one JSON object a line, for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ddpexp.loggers.append_file import Appending
+from ddpexp.loggers.base import Null
+from ddpexp.system.files import Anchor
+
+
+class JsonLines(Null):
+    """Append scalars as lines of JSON; everything else is not for this file."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, in a run directory; each line reaches it whole."""
+        self._anchor = Anchor(path.parent)
+        self._file = Appending(path)
+
+    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Write one line; numbers that are not finite become null, for JSON has none.
+
+        Raises:
+            MovedError: the run directory is not where it was.
+        """
+        self._anchor.check()
+        record = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        line = json.dumps({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record})
+        self._file.write(f"{line}\n".encode())
+
+    def flush(self) -> dict[Path, int]:
+        """Tell how long the file is."""
+        self._file.flush()
+        return {self._file.path: self._file.num_bytes}
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,50 @@
+"""Progress for people: to the watcher's terminal, to the log, and to standard output where nobody watches."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+
+from ddpexp.launch.workers.control import Control
+from ddpexp.loggers.base import Null
+from ddpexp.system.text import one_line
+
+
+class Progress(Null):
+    """Say how far the run is and how it goes."""
+
+    def __init__(self, control: Control, log: logging.Logger, num_steps: int) -> None:
+        """`num_steps` is where the run ends."""
+        self._control = control
+        self._log = log
+        self._num_steps = num_steps
+
+    def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Show training metrics as progress, evaluations as lines."""
+        if any(name.startswith("train/") for name in values):
+            shown = "  ".join(_shown(name.removeprefix("train/"), value) for name, value in values.items())
+            line = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}"
+            brief = "  ".join(_shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values)
+            self._log.info(line, extra={"watched": self._control.watched, "printable": True})
+            after = os.fstat(1).st_size  # what this process has written so far belongs above it
+            self._control.say("progress", done=step, total=self._num_steps, text=brief, line=line, after=after)
+        else:
+            shown = "  ".join(_shown(name, value) for name, value in values.items())
+            self._log.info(f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}")
+
+
+def _shown(name: str, value: float) -> str:
+    name = _one_line(name)  # the recipe has chosen it
+    if name.endswith("accuracy"):
+        return f"{name} {value:.2%}"
+    if name == "samples_per_second":
+        return f"{value:,.0f} samples/s"
+    return f"{name} {value:.4g}"
+
+
+@lru_cache(1024)
+def _one_line(name: str) -> str:
+    """Return the name as it may stand within a line; it is the same in every record, and finding out takes long."""
+    return one_line(name)

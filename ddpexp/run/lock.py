@@ -1,0 +1,229 @@
+"""Who has a run directory: a file that the leading command keeps locked for as long as it lives."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import stat
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch.workers.rank_log import held_logs
+from ddpexp.system import process
+from ddpexp.system.limits import said_with_limit
+from ddpexp.system.network import boot_id
+from ddpexp.system.slurm import exact_id, is_id, is_over
+from ddpexp.system.terminal import say
+
+NAME = "lock"
+_WAIT_SECONDS = 10.0  # for the ranks of a command that was killed to go
+_SAY_AFTER_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+_SETTLE_SECONDS = 0.2
+_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The command that has a run directory, as the file says."""
+
+    host: str
+    boot_id: str
+    pid: int
+    started: str  # of the process, in the kernel's own count: a later process of the same number is another one
+    slurm_job: str | None
+    since: str
+
+    @classmethod
+    def here(cls) -> Owner:
+        """Describe this process."""
+        pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        return cls(platform.node(), boot_id(), pid, _started(pid) or "", exact_id(), since)
+
+    def lives(self) -> bool | None:
+        """Tell whether the command is there; None: it cannot be told from here."""
+        if self.host == platform.node():
+            return self.boot_id == boot_id() and _started(self.pid) == self.started
+        if self.slurm_job is not None:
+            over = is_over(self.slurm_job)
+            return None if over is None else not over
+        return None
+
+    def __str__(self) -> str:
+        """Name the process."""
+        job = f" (Slurm job {self.slurm_job})" if self.slurm_job else ""
+        return f"process {self.pid} on {self.host}{job}"
+
+
+class Lock:
+    """A lock that is held."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Keep the open file; where the file system has no locks, what it holds is the lock."""
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Let go of it, and name nobody: this process may live on. Its end does the same, but for the name."""
+        if self._descriptor is None:
+            return
+        with suppress(OSError):  # a disk that takes nothing more
+            os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def take(folder: Path, ranks: Path, name: str) -> Lock:
+    """Take the lock of a run directory; `name` is what it is called in errors, and `ranks` the folder of the ranks' logs.
+
+    A command that was killed has ranks that go a moment later: they are waited for.
+
+    Raises:
+        RefusedError: a living command, or a rank of one that is gone, has the directory; or there can be no lock.
+    """
+    path, deadline = folder / NAME, time.monotonic() + _WAIT_SECONDS
+    try:
+        descriptor = _open(path)
+    except OSError as error:
+        raise RefusedError(f"{name} cannot be locked: {path}: {error.strerror}.") from None
+    flocked = True
+    try:
+        try:
+            _wait_for_owner(descriptor, path, name, deadline)
+        except OSError as error:
+            if error.errno not in _NO_FLOCK:
+                raise RefusedError(f"{name} cannot be locked: {path}: {error.strerror}.") from None
+            flocked = False
+            _refuse_unless_gone(descriptor, path, name)
+        if not _is_at(descriptor, path):
+            raise RefusedError(f"{name}: its lock was removed while this command took it. Start the command again.")
+        _wait_for_ranks(ranks, name, deadline)
+        owner = Owner.here()
+        try:
+            _write(descriptor, owner)
+        except OSError as error:
+            raise RefusedError(f"{name} cannot be written: {said_with_limit(error, path)}.") from None
+        if not flocked:
+            time.sleep(_SETTLE_SECONDS)  # of two commands that found nobody, the one that wrote last has it
+            if read(path) != owner:
+                raise RefusedError(_in_use(name, read(path)))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return Lock(descriptor)
+
+
+def read(path: Path) -> Owner | None:
+    """Return who has the lock, or had it last; None when the file says nothing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        return _owner(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    """Open the file, or make it; a link is not followed, for it may lead anywhere."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link") from None
+        raise
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is no plain file")
+
+
+def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> None:
+    said = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = _owner(descriptor)
+            if owner is not None and owner.lives():
+                raise RefusedError(_in_use(name, owner)) from None
+            if time.monotonic() > deadline:
+                raise RefusedError(
+                    f"{name} is still in use after {_WAIT_SECONDS:.0f} s: {path} is locked, and {owner or 'whoever did that'} "
+                    f"cannot be seen from here. Wait for its end, or end it there."
+                ) from None
+        said = _say_that_we_wait(said, f"{name} is locked by a command that is gone: waiting for its rest to go")
+        time.sleep(_POLL_SECONDS)
+
+
+def _refuse_unless_gone(descriptor: int, path: Path, name: str) -> None:
+    """Decide by what the file says, where the file system has no locks."""
+    owner = _owner(descriptor)
+    lives = owner is not None and owner.lives()
+    if owner is not None and lives is None:
+        raise RefusedError(
+            f"{name} was taken by {owner} at {owner.since}, and whether that lives cannot be told from here (this file system has "
+            f"no locks): end it there, or remove {path} when nothing runs in it any more."
+        )
+    if lives:
+        raise RefusedError(_in_use(name, owner))
+
+
+def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
+    said = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    while held := held_logs(ranks):
+        if time.monotonic() > deadline:
+            numbers = ", ".join(path.stem for path in held)
+            raise RefusedError(
+                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that is gone lives and writes to "
+                f"{held[0]}. End it (fuser -k {held[0]})."
+            )
+        said = _say_that_we_wait(said, f"{name}: ranks of a command that is gone are still alive: waiting for them to go")
+        time.sleep(_POLL_SECONDS)
+
+
+def _say_that_we_wait(at: float, text: str) -> float:
+    """Say once why nothing happens, when that takes a while."""
+    if time.monotonic() < at:
+        return at
+    say(f"ddpexp: {text}")
+    return float("inf")
+
+
+def _in_use(name: str, owner: Owner | None) -> str:
+    since = f" since {owner.since}" if owner is not None else ""
+    return f"{name} is in use by {owner or 'another command'}{since}: wait for its end, or end it."
+
+
+def _owner(descriptor: int) -> Owner | None:
+    try:
+        found = json.loads(os.pread(descriptor, 1 << 16, 0))
+        owner = Owner(**{name: found[name] for name in Owner.__dataclass_fields__})
+    except (ValueError, TypeError, KeyError, OSError, RecursionError):
+        return None
+    return owner if isinstance(owner.pid, int) and (owner.slurm_job is None or is_id(owner.slurm_job)) else None
+
+
+def _write(descriptor: int, owner: Owner) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, (json.dumps(asdict(owner)) + "\n").encode(), 0)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        here, there = os.fstat(descriptor), os.lstat(path)
+    except OSError:
+        return False
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process was started; None when it is gone, or only its exit code is left."""
+    words = process.stat(pid)
+    return None if words is None or words[0] in "ZX" else words[19]

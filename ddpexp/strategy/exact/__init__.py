@@ -1,0 +1,1 @@
+"""Exact reduction: the same sum at every number of workers."""

@@ -1,0 +1,193 @@
+"""What a person sees of a run: lines, and on a terminal a progress bar below them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ddpexp.system.text import printable
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_QUEUE = 10_000  # lines that wait for a terminal; far more than it takes to scroll back
+_WAIT_SECONDS = 1.0  # for a terminal that is slower than what is to be shown, before lines are left out
+_PATIENCE_SECONDS = 2.0  # for what waits at the end
+_LEFT_OUT = "... {count:,} lines are left out here, for nobody read them; the run's log has them all ..."
+
+
+class Terminal:
+    """Standard output of the command; on a TTY the last line is a live bar.
+
+    A thread of its own writes: a terminal that is stopped (Ctrl-S, a full pipe that nobody reads) must not stop the watch.
+    """
+
+    def __init__(self) -> None:
+        """Look at whether standard output is a terminal."""
+        self._screen = _Screen()
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._left_out = 0
+        self._closing = False
+        self._shown = self._seen = 0  # what the thread has taken, and had when it was last waited for
+        self._budget, self._asked = _WAIT_SECONDS, time.monotonic()
+
+    def line(self, text: str) -> None:
+        """Print one line, above the bar if there is one; returns at once."""
+        self._put(lambda: self._screen.line(text))
+
+    def progress(self, message: dict[str, Any]) -> None:
+        """Show progress: `done` of `total`, `text` beside the bar, `line` instead where there is no terminal."""
+        self._put(lambda: self._screen.progress(message))
+
+    def close(self) -> None:
+        """Show what waits, for a moment at most; leave the bar as it stands and go on below it."""
+        with self._changed:
+            self._closing = True
+            if self._waiting:
+                self._start()
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_PATIENCE_SECONDS)
+        elif self._waiting:
+            self._show()
+
+    def _put(self, show: Callable[[], None]) -> None:
+        with self._changed:
+            if self._closing:
+                return
+            self._start()
+            if len(self._waiting) >= _QUEUE:
+                self._make_room()
+            self._waiting.append(show)
+            self._changed.notify_all()
+
+    def _make_room(self) -> None:
+        """Wait for a terminal that is read, if slowly; leave the oldest out for one that is not."""
+        now = time.monotonic()
+        if self._shown != self._seen:  # it goes on: half of the time may be for it
+            self._budget = min(_WAIT_SECONDS, self._budget + (now - self._asked) / 2)
+        self._seen, self._asked = self._shown, now
+        if self._budget > 0:
+            self._changed.wait_for(lambda: len(self._waiting) <= _QUEUE // 2, self._budget)
+            self._budget -= time.monotonic() - now
+        if len(self._waiting) >= _QUEUE:
+            self._waiting.popleft()
+            self._left_out += 1
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._show, daemon=True, name="terminal")
+            with suppress(RuntimeError):  # no more threads for this user: tried again with the next line, or at the end
+                thread.start()
+                self._thread = thread
+
+    def _show(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                left_out, self._left_out = self._left_out, 0
+                show = self._waiting.popleft() if self._waiting else None
+                self._shown += 1
+                if len(self._waiting) == _QUEUE // 2:
+                    self._changed.notify_all()
+            if left_out:
+                self._screen.line(_LEFT_OUT.format(count=left_out))
+            if show is None:
+                self._screen.close()
+                return
+            show()
+
+
+class _Screen:
+    """Where the thread writes."""
+
+    def __init__(self) -> None:
+        # A dumb terminal cannot redraw a line; Open MPI gives rank zero a terminal whatever its own output is.
+        self._live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def line(self, text: str) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, flush=True)
+        except (OSError, ValueError):  # the reader has gone (`| head`, a closed terminal): the run goes on, its log has every line
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+            self._live, self._bar = False, None
+
+    def progress(self, message: dict[str, Any]) -> None:
+        if not self._live:
+            self.line(message["line"])
+            return
+        try:
+            if self._bar is None:
+                self._bar, self._task = _new_bar(message["total"])
+            assert self._task is not None
+            self._bar.update(self._task, completed=message["done"], text=message["text"])
+        except (OSError, ValueError):
+            self._live, self._bar = False, None
+        if message["done"] >= message["total"]:
+            self.close()  # what follows belongs below it
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with suppress(OSError, ValueError):
+                self._bar.stop()
+            self._bar = None
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print what the command itself has to say, on standard error unless told; nothing that happens to it ends the run.
+
+    The text may hold what others have chosen: secrets are masked, control characters are shown as text.
+    """
+    shown = printable(text)
+
+    def write() -> None:
+        with suppress(OSError, ValueError):
+            print(shown, file=to or sys.stderr, flush=True)
+
+    within_patience(write)
+
+
+def show(text: str) -> None:
+    """Print an answer on standard output, at the pace of its reader; one that goes away (`| head`) ends nothing."""
+    with suppress(OSError, ValueError):
+        print(printable(text), flush=True)
+
+
+def within_patience(work: Callable[[], None]) -> None:
+    """Do what a terminal may hold up, and leave it to itself after a moment."""
+    thread = threading.Thread(target=work, daemon=True, name="say")
+    try:
+        thread.start()
+    except RuntimeError:  # no more threads for this user
+        work()
+    else:
+        thread.join(_PATIENCE_SECONDS)
+
+
+def _new_bar(total: int) -> tuple[Progress, TaskID]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+        TimeRemainingColumn(),
+        # rich would lead standard error through the terminal too, where it may wait for ever.
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    bar.start()
+    return bar, bar.add_task("steps", total=total, text="")

@@ -1,0 +1,220 @@
+"""The process of one rank: its signals, its log, and how it leaves."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import pdb
+import platform
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from ddpexp.distributed.world import World
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
+from ddpexp.launch.workers.control import SIGNALS, Control
+from ddpexp.system.files import open_to_append
+from ddpexp.system.limits import reason
+from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, printable
+
+_DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "torch")  # whose frames are not where the user has called them
+EXIT_STOPPED = 128 + signal.SIGTERM
+
+
+class Interrupted(Exception):
+    """The work ended before its end, as it was asked to, and everything is written down."""
+
+    def __init__(self, step: int) -> None:
+        """Keep the last step that was done."""
+        super().__init__(step)
+        self.step = step
+
+
+class _Stopped(BaseException):
+    """The watcher asked this worker to leave at once."""
+
+
+def run_rank(work: Callable[[Control], None]) -> int:
+    """Do the work, tell the watcher how it ended, and leave: this does not return."""
+    control = Control.from_environ()
+    _prepare_process(control)
+    code = EXIT_FAILED
+    try:
+        work(control)
+        control.enter("leave")
+        code = EXIT_DONE
+        control.tell("done")
+    except Interrupted as end:
+        code = EXIT_STOPPED
+        control.tell("stopped", step=end.step)
+    except _Stopped:
+        code = EXIT_STOPPED
+    except SystemExit as end:
+        code = _exit_code(end)
+        _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code, None)
+    except CodeError as error:
+        _report(control, error.kind, error.message, code, error.trace)
+    except RefusedError as error:
+        code = error.exit_code
+        _report(control, type(error).__name__, str(error), code, None)
+    except (DdpexpError, LoaderError) as error:
+        code = error.exit_code
+        _report(control, type(error).__name__, str(error), code, "")
+    except BaseException as error:
+        limit = reason(error)
+        _report(control, type(error).__name__, message_of(error) + (f" ({limit})" if limit else ""), code, _traceback_of(error))
+    return _leave(code)
+
+
+def _leave(code: int) -> int:
+    """End this process at once, with everything flushed.
+
+    torch 2.13 with gloo can abort or hang in its destructors after the work is done: the reducer's one joins a thread that
+    waits for the interpreter lock. Nothing of value happens in them.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    logging.shutdown()
+    os._exit(code)
+
+
+def _prepare_process(control: Control) -> None:
+    faulthandler.enable()
+    _refuse_debugger()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and control.leaves_at_once:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise _Stopped
+
+    if control.signals is None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C: whoever started the workers coordinates the end
+        signal.signal(signal.SIGTERM, leave)
+        return
+    faulthandler.unregister(signal.SIGQUIT)
+    signal.set_wakeup_fd(control.signals, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(number, leave)
+            signal.siginterrupt(number, False)  # libraries go on with what they read or write
+    faulthandler.register(signal.SIGQUIT, chain=True)
+    os.register_at_fork(after_in_child=_forget_signals)
+
+
+def _refuse_debugger() -> None:
+    """Have pdb refuse to start where it would read from standard input, which is empty; one with its own connection may.
+
+    So breakpoint(), pdb.set_trace() and what is built on them end in a sentence, and not in BdbQuit.
+    """
+    start = pdb.Pdb.set_trace
+
+    def set_trace(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
+        frame = frame or sys._getframe(1)
+        if self.stdin not in (sys.stdin, sys.__stdin__) or os.isatty(0):
+            start(self, frame, **options)
+            return
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
+            frame = frame.f_back
+        raise DdpexpError(
+            f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type into. Print what "
+            f"you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 ignores every breakpoint(); a "
+            f"debugger with a connection of its own works, for example PYTHONBREAKPOINT=remote_pdb.set_trace."
+        )
+
+    pdb.Pdb.set_trace = set_trace  # type: ignore[method-assign,assignment]
+
+
+def _forget_signals() -> None:
+    """Processes that a recipe forks are its own: they end as they are told, and pass nothing on for this rank."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGQUIT}:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:
+    """Tell the watcher, who shows it once; without one, print it here."""
+    kind, message = one_line(kind), printable(message, MESSAGE_BYTES)
+    limited = printable(trace, TRACEBACK_BYTES) if trace else trace
+    control.tell("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
+    if not control.watched:
+        print(limited or f"{kind}: {message}", file=sys.stderr)
+
+
+def _traceback_of(error: BaseException) -> str:
+    """Format an exception with its causes; a text that is too long is cut where it stands, so that the causes stay readable."""
+    try:
+        lines = list(traceback.TracebackException.from_exception(error, compact=True).format())
+    except Exception as second:  # of a text that cannot be had, or of a class that lies about itself
+        where = "".join(traceback.format_tb(error.__traceback__))
+        text = f"{type(error).__name__}: {message_of(error)}"
+        lines = [f"Traceback (most recent call last):\n{where}{text}\n(and {type(second).__name__} while this was written down)\n"]
+    return "".join(cut(line, MESSAGE_BYTES) for line in lines)
+
+
+def _shown(code: object) -> str:
+    try:
+        return repr(code)
+    except Exception:
+        return f"a {type(code).__name__}"
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None:
+        return EXIT_FAILED  # a recipe that leaves in the middle has not done its work
+    return end.code if isinstance(end.code, int) and 3 <= end.code <= 125 else EXIT_FAILED
+
+
+def open_log(world: World, control: Control, path: Path | None) -> logging.Logger:
+    """Rank zero logs to `path` and standard output; of the others the watcher shows warnings that rank zero has not."""
+    log = logging.getLogger("ddpexp")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    logging.captureWarnings(True)
+    handlers: list[logging.Handler] = [_ToWatcher(control)]
+    shown: logging.StreamHandler[TextIO]
+    if world.is_rank_zero:
+        shown = logging.StreamHandler(sys.stdout)
+        shown.addFilter(lambda record: not getattr(record, "watched", False))  # the watcher shows progress itself
+        handlers.append(shown)
+        if path is not None:
+            kept = logging.StreamHandler(open_to_append(path))
+            kept.setFormatter(_Printable("%(asctime)s %(message)s"))
+            handlers.append(kept)
+    else:
+        shown = logging.StreamHandler(sys.stderr)
+        shown.setLevel(logging.WARNING)
+        handlers.append(shown)
+    for handler in handlers:
+        if handler.formatter is None:
+            handler.setFormatter(_Printable())
+    for logger in (log, logging.getLogger("py.warnings")):
+        logger.handlers = handlers
+    return log
+
+
+class _Printable(logging.Formatter):
+    """What is logged tells of names and errors that others have chosen, unless a record says that it was seen to already.
+
+    What a recipe prints itself passes as it is.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        shown = super().format(record)
+        return shown if getattr(record, "printable", False) else printable(shown)
+
+
+class _ToWatcher(logging.Handler):
+    def __init__(self, control: Control) -> None:
+        super().__init__(logging.WARNING)
+        self._control = control
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._control.say("warning", text=self.format(record).strip())

@@ -1,0 +1,149 @@
+"""What a run says of itself: the headline at its start, the weights and the result at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpexp.config.instantiate import Node
+from ddpexp.config.schema import Experiment
+from ddpexp.data.batches import TrainBatches
+from ddpexp.launch import Layout
+from ddpexp.loggers.base import Tracker
+from ddpexp.run.directory import RunDir
+from ddpexp.strategy.replica import Models
+from ddpexp.system.files import dumps, relative, write
+from ddpexp.system.hardware import usable_cores
+from ddpexp.system.secrets import masked_tree
+from ddpexp.system.text import one_line
+from ddpexp.train.loop import Outcome
+
+
+@dataclass(frozen=True)
+class Report:
+    """What there is to say of a run: how it was asked for and what was built from that."""
+
+    experiment: Experiment
+    run: RunDir
+    layout: Layout
+    prepared: Mapping[str, Any] | None  # what the data section's `prepare` said of the data
+    models: Models
+    shares_memory: bool  # gradients go through memory, not through the backend
+    train: TrainBatches
+    num_steps: int
+
+    def headline(self) -> str:
+        """Say what will run, in a few lines."""
+        experiment, layout, plan = self.experiment, self.layout, self.train.plan
+        size = sum(p.numel() for module in self.models.values() for p in module.parameters())
+        note = self.prepared.get("note") if self.prepared else None
+        workers = _counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
+        cores, local = usable_cores(), layout.world_size // layout.nodes
+        crowded = f"; {local} share {_counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
+        shared = ", gradients through shared memory" if self.shares_memory else ""
+        epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
+        cut = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps} accumulated x {plan.world_size} workers"
+        if experiment.trainer.reduction == "exact":
+            cut += ", summed in one order at every number of workers"
+        lines = {
+            "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
+            "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
+            "model": f"{_model(experiment.model)}, {size:,} parameters, {experiment.trainer.precision}",
+            "world": f"{workers} ({layout.backend}{shared}), {_counted(layout.threads, 'thread')} each{crowded}",
+            "batch": f"{plan.global_batch_size} = {cut}",
+            "steps": f"{self.num_steps:,} ({epochs:.3g} epochs of {per_epoch:,})",
+            "folder": relative(self.run.path),
+        }
+        return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+    def hyperparameters(self) -> dict[str, bool | float | str]:
+        """Return what was chosen, by the keys as they are typed: the usual things, and whatever else was typed."""
+        typed = {}
+        for word in self.run.words():
+            key, _, value = word.lstrip("+").partition("=")
+            if not key.startswith(("~", "run.", "hydra.", "sweep.", "launcher.")):
+                typed[key] = _value(value)
+        found: dict[str, bool | float | str] = masked_tree({**typed, **_hyperparameters(self.experiment)})
+        return found
+
+    def finish(self, outcome: Outcome, tracker: Tracker) -> str:
+        """Write the result; return the last line. Ranks: rank zero, when the last checkpoint is on the disk."""
+        status = "interrupted" if outcome.interrupted else "done"
+        if not outcome.interrupted:
+            tracker.done()
+        samples = outcome.step * self.train.plan.global_batch_size
+        seconds = outcome.train_seconds
+        result = {
+            "status": status,
+            "recipe": self.experiment.recipe.name,
+            "data": self.prepared["name"] if self.prepared else self.experiment.data.target,
+            "step": outcome.step,
+            "epoch": outcome.epoch,
+            "samples": samples,
+            "world_size": self.layout.world_size,
+            "metrics": dict(outcome.metrics),
+            "weights_sha256": outcome.digest,
+            "first_step_at": outcome.first_step_at,
+            "ended_at": time.time(),
+            "seconds": round(seconds, 3),
+            "samples_per_second": round(samples / seconds, 1) if seconds else None,
+        }
+        write(self.run.result, dumps(result))
+        if outcome.interrupted:
+            return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
+        shown = "  ".join(f"{one_line(name)} {_metric(name, value)}" for name, value in outcome.metrics.items())
+        return f"done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
+
+
+def _hyperparameters(experiment: Experiment) -> dict[str, bool | float | str]:
+    trainer, scheduler = experiment.trainer, experiment.scheduler
+    found = {
+        "recipe": experiment.recipe.name,
+        "model": _model(experiment.model),
+        "optimizer": _short(experiment.optimizer.target),
+        **{f"optimizer.{key}": value for key, value in experiment.optimizer.kwargs.items()},
+        "scheduler": _short(scheduler.target) if isinstance(scheduler, Node) else type(scheduler).__name__,
+        "trainer.global_batch_size": trainer.global_batch_size,
+        "trainer.epochs": trainer.epochs,
+        "trainer.max_steps": trainer.max_steps,
+        "trainer.precision": trainer.precision,
+        "trainer.seed": trainer.seed,
+    }
+    return {
+        key: value if isinstance(value, bool | int | float | str) else str(value)
+        for key, value in found.items()
+        if value is not None
+    }
+
+
+def _value(text: str) -> bool | float | str:
+    """Return a typed value as what it is, for a column of numbers takes no texts."""
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _model(node: Node) -> str:
+    """Return the name of a model: a function that builds many, such as timm's `create_model`, is given it."""
+    for key in ("model_name", "name", "pretrained_model_name_or_path"):
+        name = node.kwargs.get(key)
+        if isinstance(name, str) and name:
+            return one_line(name)
+    return _short(node.target)
+
+
+def _short(target: str) -> str:
+    return target.rpartition(".")[2]
+
+
+def _counted(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+
+
+def _metric(name: str, value: float) -> str:
+    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"

@@ -1,0 +1,199 @@
+"""Whether a task keeps its contract: looked at once, where it is first seen, and named with its file and line."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from numbers import Real
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddpexp.errors import DdpexpError
+from ddpexp.task import Task
+from ddpexp.train.precision import Precision
+from ddpexp.train.undo import Undo
+
+_SUMS = "(loss_sum, count, {name: (sum, count)})"
+
+
+def named(function: Callable[..., Any]) -> str:
+    """Return a function's name, and its file and line where it has any."""
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    name = getattr(inner, "__qualname__", type(inner).__qualname__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def check_sums(found: Any, step: Callable[..., Any], trains: bool) -> None:
+    """Look at what a task's function has returned; the loop goes back from the loss if it `trains`.
+
+    Raises:
+        DdpexpError: it is not what the contract says.
+    """
+    problem = _problem(found, trains)
+    if problem is not None:
+        raise DdpexpError(f"{named(step)} returned {problem}")
+
+
+def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
+    """Look at a loss that a task's own train_step goes back from, and at its count.
+
+    Raises:
+        DdpexpError: the loss is not a scalar that depends on the parameters, or the count is not a number.
+    """
+    problem = _problem_of_loss(loss, trains=True) or _problem_of_count(count)
+    if problem is not None:
+        raise DdpexpError(f"{named(step)} gave update.backward {problem}")
+
+
+def _problem(found: Any, trains: bool) -> str | None:
+    if not isinstance(found, tuple | list) or len(found) != 3:
+        return (
+            f"{_shown(found)}, where the loop expects {_SUMS}: the loss summed over the batch, what it is to be divided by (mostly "
+            f"the number of samples), and the metrics, {{}} for none."
+        )
+    loss, count, metrics = found
+    problem = _problem_of_loss(loss, trains)
+    if problem is not None:
+        return problem
+    problem = _problem_of_count(count)
+    if problem is not None:
+        return problem
+    if not isinstance(metrics, Mapping):
+        return f"{_shown(metrics)} as the metrics, where {{name: (sum, count)}} belongs, {{}} for none."
+    for name, pair in metrics.items():
+        if not isinstance(name, str) or name == "loss":
+            return f"a metric named {name!r}: a name is a text, and `loss` is that of the loss itself. Give it another one."
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            return (
+                f"{_shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count that the sum "
+                f"is divided by when it is recorded."
+            )
+        wrong = next((part for part in pair if not _is_number(part)), None)
+        if wrong is not None:
+            return f"{_shown(wrong)} in the pair of the metric {name!r}, where one number belongs: add it up over the batch."
+    return None
+
+
+def _problem_of_loss(loss: Any, trains: bool) -> str | None:
+    if not isinstance(loss, Tensor):
+        return f"{_shown(loss)} as the loss, where a tensor of one number belongs: the loss summed over the batch."
+    if loss.dim():
+        return f"{_shown(loss)} as the loss, where one number belongs: add it up over the batch, for example by loss.sum()."
+    if trains and not loss.requires_grad:
+        return (
+            "a loss that does not require a gradient, so nothing can be learned from it: return it as it was computed from the "
+            "model's parameters, without detach() or torch.no_grad()."
+        )
+    return None
+
+
+def _problem_of_count(count: Any) -> str | None:
+    if _is_number(count):
+        return None
+    return f"{_shown(count)} as the count, where one number belongs: what the loss of this batch is to be divided by."
+
+
+def _is_number(value: Any) -> bool:
+    return not value.dim() if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}" if value.dim() else "a single tensor"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def mean_for_a_sum(
+    task: Task, model: Any, modules: Mapping[str, nn.Module], batch: Any, precision: Precision, device: torch.device
+) -> str | None:
+    """Tell, in a sentence, whether a task seems to return the mean of the loss where its sum belongs.
+
+    The loss of a batch is compared with those of its halves, in evaluation mode, of the bare `model`. Nothing is changed:
+    buffers and random numbers are put back, and what the task sets in itself is set in a copy. None too where that cannot be
+    decided: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step that fails, a task
+    that holds more than plain values (a file, a metric, a network).
+    Ranks: all, for a model may communicate.
+    """
+    halves = _halves(batch)
+    if halves is None or not _is_plain(vars(task) if isinstance(getattr(task, "__dict__", None), dict) else None):
+        return None
+    try:
+        with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
+            seen = [deepcopy(task).step(model, one)[:2] for one in (batch, *halves)]  # each on its own: a task may count its calls
+            (whole, count), *parts = [(float(loss), float(count)) for loss, count in seen]
+    except Exception:  # whatever it is, training continues without it
+        return None
+    (first, num_first), (second, num_second) = parts
+    if count != num_first + num_second or min(num_first, num_second) <= 0 or not math.isfinite(whole):
+        return None
+    mean = (first * num_first + second * num_second) / count
+    tolerance = 0.02 if precision.lowers else 0.001
+    if abs(whole - mean) > tolerance * abs(whole) or abs(whole - first - second) <= 0.25 * abs(whole):
+        return None
+    return (
+        f"{named(task.step)} seems to return the mean of the loss, not its sum: {whole:.4g} over a count of {count:g}, and "
+        f"{first:.4g} and {second:.4g} over its halves. The loop divides by the count itself, so the gradient is {count:g} times "
+        f'too small: return the sum (reduction="sum"), or the mean times the count.'
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a copy of a value shares nothing with it that could change."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, nn.Module):
+        return type(value).__module__ == "torch.nn.modules.loss"
+    return isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | FunctionType | type)
+
+
+@contextmanager
+def _unnoticed(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+    """Switch to evaluation for a while, and leave buffers, modes and all random numbers as they were."""
+    undo = Undo(modules)
+    modes = [(module, module.training) for root in modules.values() for module in root.modules()]
+    try:
+        with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+            for root in modules.values():
+                root.eval()
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        undo.restore()
+
+
+def _halves(batch: Any) -> tuple[Any, Any] | None:
+    """Cut a nest of tensors in two by their first dimension; None where they share none of at least two."""
+    sizes: set[int] = set()
+    if not _collect(batch, sizes) or len(sizes) != 1 or (size := sizes.pop()) < 2:
+        return None
+    return _cut(batch, slice(0, size // 2)), _cut(batch, slice(size // 2, size))
+
+
+def _collect(batch: Any, sizes: set[int]) -> bool:
+    """Collect the first dimensions; tell whether everything is a tensor that has one."""
+    if isinstance(batch, Tensor):
+        sizes.update(batch.shape[:1])
+        return batch.dim() > 0
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple | list) else None
+    return values is not None and all(_collect(value, sizes) for value in values)
+
+
+def _cut(batch: Any, part: slice) -> Any:
+    if isinstance(batch, Tensor):
+        return batch[part]
+    if isinstance(batch, Mapping):
+        return {key: _cut(value, part) for key, value in batch.items()}
+    values = [_cut(value, part) for value in batch]
+    return type(batch)(*values) if isinstance(batch, tuple) and type(batch) is not tuple else type(batch)(values)

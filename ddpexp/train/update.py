@@ -1,0 +1,296 @@
+"""One optimizer step in the making: what a task's own `train_step` works with, and the run loop too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddpexp.data.batch_plan import BatchPlan
+from ddpexp.distributed.rng import MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
+from ddpexp.distributed.world import World
+from ddpexp.errors import DdpexpError
+from ddpexp.launch.workers.control import Control
+from ddpexp.strategy.base import Strategy
+from ddpexp.system.fault_injection import reach
+from ddpexp.train.precision import Precision
+from ddpexp.train.undo import Undo
+
+_MOST_CALLS = 1 << 20  # of backward in a micro-batch
+
+
+@dataclass
+class Update:
+    """One optimizer step in the making: what a task's own `train_step` works with, and ours too.
+
+    It is made of rounds: micro-batches leave gradients, and one or several calls of `apply` use them. They are cleared when
+    the next micro-batch begins, or the step ends.
+    """
+
+    strategy: Strategy
+    precision: Precision
+    optimizers: Mapping[str, Optimizer]
+    world: World
+    control: Control
+    plan: BatchPlan
+    seed: int
+    reduction: Literal["fast", "exact"]
+    clip_grad_norm: float | None
+    by_hand: bool  # in a task's own train_step
+    look_at: Callable[[Tensor, Any], None] | None = None  # sees each loss of the first step, with its count
+    want_norm: bool = False
+    norm: Tensor | None = None
+    moved: bool = False  # an optimizer has stepped in this step
+    _step: int = 0
+    _passes: int = 0  # micro-batches begun in this step
+    _inside: bool = False  # of a micro-batch
+    _passes_in_round: int = 0
+    _position: int = 0  # of the next call of backward in its micro-batch
+    _numbers: dict[int, int] = field(default_factory=dict)  # the counts that are numbers, by position
+    _has_numbers: bool = False  # in this round
+    _counts: list[Tensor] = field(default_factory=list)  # those of this round that are tensors
+    _places: list[tuple[int, int]] = field(default_factory=list)  # which pass over the micro-batches, and position, each is of
+    _weights: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    _applied: tuple[str, ...] = ()  # optimizers that have used this round's gradients
+    _undo: Undo | None = None
+    _names: tuple[str, ...] = field(init=False)
+    _draws: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """See whether an optimizer may draw random numbers: torch's own do not."""
+        self._names = tuple(self.optimizers)
+        self._draws = not all(type(one).__module__.startswith("torch.optim.") for one in self.optimizers.values())
+
+    @property
+    def models(self) -> Any:
+        """Return what the task's step calls: the wrapped module, or the mapping of them."""
+        return self.strategy.training
+
+    def begin(self, step: int) -> None:
+        """Begin an optimizer step. Units: steps, from 0."""
+        self._step, self._passes, self.norm, self.moved = step, 0, None, False
+
+    def end(self) -> None:
+        """End an optimizer step: clear its gradients.
+
+        Raises:
+            DdpexpError: nobody has applied them, so they would be lost.
+        """
+        self.look_at = None
+        if self._passes_in_round:
+            if not self._applied and (self._counts or self._has_numbers):
+                raise DdpexpError(
+                    "the task's train_step calls update.backward without an update.apply behind it: gradients are cleared when the "
+                    "step ends, so these would be lost. Call update.apply() for the optimizers that are to use them."
+                )
+            self._end_round()
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose forward and backward of one micro-batch; the gradient is reduced in the last one.
+
+        The forward pass is in this run's precision. Random numbers are a function of seed, step and micro-batch inside, not of
+        what happened before. Ranks: all, equally often; communicates in the last one.
+        """
+        return _MicroBatch(self, self.strategy.micro_batch(last))
+
+    def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
+        """Add the gradient of `loss_sum / (count over the global batch)`.
+
+        Of several calls in one micro-batch each has a count of its own, identified by their order. A count that is a number
+        must be the same in every micro-batch. One that is a tensor is known for the global batch only when all of it was seen,
+        so those of all calls must be the same in sum, and every rank makes as many calls.
+
+        Ranks: all.
+
+        Raises:
+            DdpexpError: outside of `micro_batch`; a count of 0, or that changes; numbers and tensors.
+        """
+        reach("backward")
+        if not self._inside:
+            raise DdpexpError(
+                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end the workers "
+                "sum their gradients: it belongs to none of them. Enclose it."
+            )
+        if self.look_at is not None:
+            self.look_at(loss_sum, count)
+        position = self._position
+        self._position = position + 1
+        if isinstance(count, Tensor):
+            total = self.plan.global_batch_size  # provisional: see _scale_by_counts
+            self._counts.append(count.detach())
+            self._places.append(((self._passes_in_round - 1) // self.plan.gradient_accumulation_steps, position))
+        else:
+            if self._numbers.get(position) != count:
+                self._check_number(count, position)
+            self._has_numbers = True
+            total = count * self.plan.gradient_accumulation_steps * self.plan.world_size
+        if self._counts and self._has_numbers:
+            raise DdpexpError(
+                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: what a tensor "
+                f"counts is known only when the whole gradient is there, and then it cannot be divided apart. Make all of them "
+                f"tensors, or all numbers."
+            )
+        key = (total, loss_sum.dtype)
+        weight = self._weights.get(key)
+        if weight is None:
+            kind = torch.float64 if loss_sum.dtype == torch.float64 else torch.float32
+            weight = torch.tensor(self.strategy.gradient_weight / total, dtype=kind, device=self.world.device)
+            self._weights[key] = weight
+        self.precision.backward(loss_sum, weight)
+
+    def apply(self, *names: str) -> None:
+        """Step the named optimizers, or all, with the gradients of this round; several calls may use the same gradients.
+
+        All gradients are cleared before the next round, those of other parameters too: what one network's loss leaves in
+        another must not reach that one's next step.
+        Ranks: all; communicates only where the task's counts are tensors, in the first call of a round.
+
+        Raises:
+            DdpexpError: inside of `micro_batch`; an optimizer that there is not, or that has used these gradients already.
+        """
+        if self._inside:
+            raise DdpexpError(
+                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end the workers sum "
+                "their gradients: the optimizer would see this worker's own. Call it after that."
+            )
+        chosen = names or self._names
+        if names or self._applied:
+            self._refuse_wrong(chosen)
+        optimizers = [self.optimizers[name] for name in chosen]
+        if self._counts:
+            self._scale_by_counts()
+        if self._draws:
+            seed_torch(seed_of(self.seed, OPTIMIZER, self._step, 0), self.world.device)
+        if self.precision.skips:
+            self.precision.unscale(*optimizers)
+        if self.clip_grad_norm is not None:
+            self.norm = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
+        elif self.want_norm:
+            self.norm = self.strategy.gradient_norm(_parameters(optimizers))
+        if self.precision.step(*optimizers):
+            self.moved = True
+        elif self._undo is not None:
+            self._undo.restore()
+        self._applied += chosen
+
+    def _begin_micro_batch(self) -> None:
+        if self._applied:
+            self._end_round()
+        if self._passes_in_round == 0 and self.precision.skips:
+            self._undo = Undo(self.strategy.bare)
+        if self.by_hand and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
+            self._numbers.clear()  # another pass over the micro-batches may count something else
+        each = self.plan.gradient_accumulation_steps
+        turn, number = divmod(self._passes, each)  # a task by hand may go through its micro-batches several times
+        value = seed_of(self.seed, MODEL, self._step, turn * each * self.plan.world_size + self.world.rank * each + number)
+        if self.reduction == "exact":
+            seed_everything(value)
+        seed_torch(value, self.world.device)
+        self._passes += 1
+        self._passes_in_round += 1
+        self._position = 0
+        self._inside = True
+
+    def _end_round(self) -> None:
+        if self.precision.skips:
+            self.precision.update()
+        self.strategy.clear_gradient()
+        self._applied = ()
+        self._counts.clear()
+        self._places.clear()
+        self._passes_in_round, self._has_numbers = 0, False
+
+    @property
+    def _caller(self) -> str:
+        return "the task's train_step" if self.by_hand else "the task's step"
+
+    def _check_number(self, count: int, position: int) -> None:
+        """Hold a task to its contract: a count that is a number is taken for that of every micro-batch on every rank."""
+        if not count > 0:
+            raise DdpexpError(
+                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for the count of "
+                f"every micro-batch, so nothing would be left. Return a tensor where a micro-batch may have nothing to count."
+            )
+        expected = self._numbers.setdefault(position, count)
+        if count != expected:
+            gave = "gave update.backward" if self.by_hand else "returned"
+            raise DdpexpError(
+                f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every micro-batch. "
+                f"Return a tensor where it depends on the data."
+            )
+
+    def _scale_by_counts(self) -> None:
+        """Divide the gradient by what the tensors count, instead of by the size of the global batch. Ranks: all; communicates."""
+        counted = _stack(self._counts, self.world.device)
+        codes = torch.tensor([turn * _MOST_CALLS + position for turn, position in self._places], dtype=torch.float64)
+        each = counted.new_zeros(2, self.world.world_size, len(counted))
+        each[:, self.world.rank] = torch.stack([counted, codes.to(counted.device)])  # a number of each rank stands alone, so
+        counts, places = self.world.sum(each).cpu().flatten(1)  # their sum has one order everywhere
+        totals = [float(counts[places == place].cumsum(0)[-1]) for place in places.unique()]
+        if any(total != totals[0] for total in totals[1:]):
+            shown = ", ".join(f"{total:g}" for total in totals)
+            raise DdpexpError(
+                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: that is known only "
+                f"when all gradients are added up, and they cannot be divided apart then. Call it once with the sum of the losses, "
+                f"weighted as you mean it, or give counts that are numbers."
+            )
+        # Where nothing was counted, padding alone, nothing is to be learned.
+        factor = self.plan.global_batch_size / totals[0] if totals[0] else 0.0
+        self.strategy.scale_gradient(torch.tensor(factor, dtype=torch.float64, device=self.world.device))
+        self._counts.clear()
+        self._places.clear()
+
+    def _refuse_wrong(self, chosen: Sequence[str]) -> None:
+        unknown = [name for name in chosen if name not in self.optimizers]
+        if unknown:
+            raise DdpexpError(
+                f"the task's train_step calls update.apply({', '.join(map(repr, chosen))}), and there is no optimizer "
+                f"{unknown[0]!r}: the task's optimizers are {', '.join(map(repr, self.optimizers))}."
+            )
+        seen = [*self._applied, *chosen]
+        again = [name for number, name in enumerate(seen) if name in seen[:number]]
+        if again:
+            raise DdpexpError(
+                f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same gradients, which "
+                f"would take the step twice. Go through a micro-batch in between, or call it once."
+            )
+
+
+class _MicroBatch(AbstractContextManager[None]):
+    """One micro-batch of an update; a class, for a generator takes four times as long."""
+
+    def __init__(self, update: Update, strategy: AbstractContextManager[None]) -> None:
+        self._update = update
+        self._strategy = strategy
+        self._autocast: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        update = self._update
+        update.control.beat()
+        reach("forward")
+        update._begin_micro_batch()
+        self._strategy.__enter__()
+        if update.precision.lowers:
+            self._autocast = update.precision.autocast()
+            self._autocast.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._update._inside = False
+        if self._autocast is not None:
+            self._autocast.__exit__(*error)
+        return self._strategy.__exit__(*error)
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
+    if len({(value.dtype, value.device) for value in values}) == 1:
+        return torch.stack(list(values)).to(device, torch.float64)  # one conversion for all
+    return torch.stack([value.to(device, torch.float64) for value in values])

@@ -1,0 +1,314 @@
+"""`ddpexp evaluate`: the numbers of a run's weights again, and nobody else's code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from ddpexp.checkpoint.reader import load_weights
+from ddpexp.checkpoint.weights import find
+from ddpexp.errors import RefusedError
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
+    """One run of two workers for all tests here, which leave it as it is."""
+    folder = tmp_path_factory.mktemp("trained")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_"))}
+    done = Ddpexp(folder, {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")})(*SMALL, "trainer.gpus=2")
+    assert done.code == 0, done.err
+    before = listing(done.run)
+    yield done
+    assert listing(done.run) == before
+
+
+@pytest.fixture
+def copied(trained: Done, tmp_path: Path) -> Path:
+    return shutil.copytree(trained.run, tmp_path / "copy")
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def evaluate(ddpexp: Ddpexp, *words: object) -> Done:
+    return ddpexp("evaluate", *map(str, words))
+
+
+def metrics(done: Done) -> dict[str, float]:
+    assert done.code == 0, done.err
+    line = next(line for line in done.out.splitlines() if line.startswith("eval/"))
+    words = line.split()
+    return {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+
+
+def refused(done: Done, sentence: str) -> None:
+    assert done.code == 2, (done.out, done.err)
+    assert re.search(sentence, done.err), done.err
+    assert "Traceback" not in done.err
+
+
+WORDS = [word for word in SMALL if not word.startswith("trainer.")]
+
+
+def test_a_run_directory_gives_the_numbers_of_its_result(ddpexp: Ddpexp, trained: Done) -> None:
+    done = evaluate(ddpexp, trained.run)
+    assert metrics(done) == pytest.approx(trained.result()["metrics"], rel=1e-5)
+    assert trained.result()["weights_sha256"] in done.out
+    assert list(ddpexp.folder.iterdir()) == []  # it writes nothing
+
+
+def test_a_checkpoint_and_its_file_give_the_same_numbers_at_any_number_of_workers(ddpexp: Ddpexp, trained: Done) -> None:
+    checkpoint = trained.run / "checkpoints/step-00000010"
+    for words in ((checkpoint, "trainer.gpus=1"), (checkpoint / "model.safetensors", "trainer.gpus=4")):
+        assert metrics(evaluate(ddpexp, *words)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
+
+
+def test_bare_weights_are_evaluated_with_the_words_of_a_recipe(ddpexp: Ddpexp, trained: Done, tmp_path: Path) -> None:
+    weights = shutil.copy(trained.run / "checkpoints/step-00000010/model.safetensors", tmp_path / "weights.safetensors")
+    assert metrics(evaluate(ddpexp, weights, *WORDS)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
+    refused(evaluate(ddpexp, weights), r"it lies in no run directory, so name its recipe, for example recipe=mnist\.\n$")
+    refused(evaluate(ddpexp, weights, *WORDS, "model=lenet"), r"holds the weights of another model: ")
+    refused(evaluate(ddpexp, weights, "recipe=mnsit"), r"Did you mean recipe=mnist\?\n$")
+
+
+def test_single_keys_of_the_run_can_be_changed_and_wrong_ones_are_refused(ddpexp: Ddpexp, trained: Done) -> None:
+    fewer = metrics(evaluate(ddpexp, trained.run, "data.embedded_test=50"))
+    assert fewer != pytest.approx(trained.result()["metrics"], rel=1e-5)
+    refused(evaluate(ddpexp, trained.run, "trainer.gpu=1"), r"Did you mean trainer\.gpus\?\n$")
+    refused(evaluate(ddpexp, trained.run, "model=lenet"), r"single keys can be changed")
+
+
+def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Path, copied: Path) -> None:
+    refused(evaluate(ddpexp, "nowhere"), r"^ddpexp: evaluate nowhere: there is no such directory or file\.\n$")
+    (tmp_path / "empty").mkdir()
+    refused(evaluate(ddpexp, tmp_path / "empty", *WORDS), r"model\.safetensors cannot be read")
+    (tmp_path / "text.safetensors").write_text("these are no weights")
+    refused(evaluate(ddpexp, tmp_path / "text.safetensors", *WORDS), r"text\.safetensors cannot be read as safetensors")
+    shutil.rmtree(copied / "checkpoints")
+    refused(evaluate(ddpexp, copied), r"holds no complete checkpoint\.\n$")
+
+
+def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_warning(ddpexp: Ddpexp, copied: Path) -> None:
+    path = copied / "checkpoints/step-00000010/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    refused(evaluate(ddpexp, path), r"its hash is not the one in the manifest")
+    refused(evaluate(ddpexp, path.parent), r"its hash is not the one in the manifest")
+    done = evaluate(ddpexp, copied)
+    assert done.code == 0, done.err
+    assert re.search(r"warning: .*step-00000010 is damaged and not used: model\.safetensors is damaged: its hash", done.err)
+    assert "the weights are those of step 5; resume the run" in done.err
+    assert "step-00000005 " in done.out
+
+
+@pytest.mark.fault("S5")
+@pytest.mark.parametrize("key", ["model", "data", "task", "optimizer", "scheduler"])
+def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path, key: str) -> None:
+    text = (copied / "config.yaml").read_text()
+    poisoned = re.sub(rf"^({key}:\n(?:  .*\n)*?)  _target_: .*$", r"\1  _target_: os.system", text, flags=re.MULTILINE)
+    assert poisoned != text
+    (copied / "config.yaml").write_text(poisoned)
+    refused(evaluate(ddpexp, copied), rf"^ddpexp: {key}\._target_=os\.system is not allowed: [^\n]*\n$")
+
+
+@pytest.mark.fault("S5")
+def test_a_run_directorys_own_word_of_trust_is_not_believed(ddpexp: Ddpexp, copied: Path, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "stranger.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\nfrom ddpexp.recipes.mnist import *\n")
+    text = (copied / "config.yaml").read_text()
+    for old, new in [
+        ("ddpexp.recipes.mnist.Linear", "stranger.Linear"),
+        ("trust: []", "trust: [stranger]"),
+        ("code: null", f"code: {code}"),
+    ]:
+        assert old in text
+        text = text.replace(old, new)
+    (copied / "config.yaml").write_text(text)
+    refused(
+        evaluate(ddpexp, copied), r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when .* typed again"
+    )
+    assert not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", r"is not the configuration of a run"),
+        ("run: {", r"cannot be read"),
+        ("run: !!python/object/apply:os.system ['touch imported']", r"cannot be read"),
+        ("run: {trust: [], code: null}", r"is missing"),
+    ],
+)
+def test_a_damaged_configuration_is_refused(ddpexp: Ddpexp, copied: Path, tmp_path: Path, text: str, sentence: str) -> None:
+    (copied / "config.yaml").write_text(text)
+    refused(evaluate(ddpexp, copied), sentence)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_how_a_run_was_started_does_not_matter_to_its_evaluation(ddpexp: Ddpexp, copied: Path) -> None:
+    text = (copied / "config.yaml").read_text()
+    (copied / "config.yaml").write_text(
+        re.sub(r"^launcher:\n(?:  .*\n)*", "launcher:\n  _target_: os.system\n", text, flags=re.MULTILINE)
+    )
+    assert evaluate(ddpexp, copied).code == 0
+    refused(evaluate(ddpexp, copied, "launcher=mpi"), r"^ddpexp: launcher=mpi is a process that mpirun starts, [^\n]*\n$")
+    refused(
+        evaluate(ddpexp, copied, "launcher=mpl"), r"^ddpexp: launcher=mpl is not a known option\. Did you mean launcher=mpi\?\n$"
+    )
+
+
+def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> None:
+    done = evaluate(ddpexp)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("ddpexp: evaluate what?\nusage: ddpexp evaluate RUN_DIR_OR_WEIGHTS")
+    asked = evaluate(ddpexp, "--help")
+    assert (asked.code, asked.out, asked.err) == (0, done.err.removeprefix("ddpexp: evaluate what?\n"), "")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [".", *(pytest.param(part, marks=pytest.mark.slow) for part in ("checkpoints/step-00000010/model.safetensors", "checkpoints"))],
+)
+def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done, part: str) -> None:
+    done = ddpexp(*SMALL, f"run.init_from={trained.run / part}", "trainer.max_steps=1", "optimizer.lr=0", "trainer.gpus=2")
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == trained.result()["weights_sha256"]
+    assert re.search(r"^run\.init_from=\S+: the weights of \S+/step-00000010", done.out, re.MULTILINE)
+
+
+def test_a_run_without_checkpoints_starts_no_other(ddpexp: Ddpexp, copied: Path) -> None:
+    shutil.rmtree(copied / "checkpoints")
+    done = ddpexp(*SMALL, f"run.init_from={copied}")
+    refused(done, rf"^ddpexp: run\.init_from={re.escape(str(copied))}: \S+ holds no complete checkpoint\.\n$")
+    assert not done.run.exists()
+
+
+@pytest.mark.parametrize("name", ["left.pth", "it's $left.bin", "left.safetensors"])
+def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    torch.save(model.state_dict(), tmp_path / name)
+    with pytest.raises(
+        RefusedError, match=rf"^run\.init_from=x: {re.escape(name)} cannot be read as safetensors: torch\.save"
+    ) as caught:
+        find(tmp_path / name, "run.init_from=x", pytest.fail)
+    assert "\n" not in str(caught.value)
+    words = shlex.split(str(caught.value).rpartition(": python ")[2])
+    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, timeout=PATIENCE)
+    found = find((tmp_path / name).with_suffix(".safetensors"), "run.init_from=x", pytest.fail)
+    other = Tied()
+    load_weights({"model": other}, found, "run.init_from=x")
+    assert torch.equal(other.head.weight, model.head.weight)
+
+
+def test_an_old_pickle_and_a_name_alone_do_not_decide(tmp_path: Path) -> None:
+    torch.save({}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    with pytest.raises(RefusedError, match=r"torch\.save has written it"):
+        find(tmp_path / "old", "evaluate old", pytest.fail)
+    save_file({"a": torch.ones(2)}, tmp_path / "weights.pth")
+    assert find(tmp_path / "weights.pth", "evaluate weights.pth", pytest.fail) == tmp_path / "weights.pth"
+
+
+class Tied(nn.Module):
+    """One tensor under three names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.tail = nn.Linear(3, 5)
+        self.head.weight = self.tail.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("names", [("embed",), ("head",), ("tail",), ("embed", "tail"), ("embed", "head", "tail")])
+def test_tied_weights_are_there_under_any_of_their_names(tmp_path: Path, names: tuple[str, ...]) -> None:
+    model, kept = Tied(), torch.randn(5, 3)
+    state = {"tail.bias": torch.randn(5), **{f"{name}.weight": kept.clone() for name in names}}
+    save_file(state, tmp_path / "model.safetensors")
+    load_weights({"model": model}, tmp_path / "model.safetensors", "evaluate")
+    assert torch.equal(model.embed.weight, kept)
+    assert model.head.weight is model.tail.weight is model.embed.weight
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"head.weight": torch.zeros(5, 3)}, "embed.weight and head.weight are one tensor here and two different ones there"),
+        ({"tail.bias": None}, "it lacks tail.bias"),
+        ({"tail.bias": None, "tail.bais": torch.zeros(5)}, "it lacks tail.bias; it has tail.bais more"),
+        ({"embed.weight": None}, "it lacks embed.weight, head.weight, tail.weight"),
+        ({"tail.bias": torch.zeros(4)}, "Error(s) in loading state_dict for Tied: size mismatch for tail.bias: "),
+    ],
+)
+def test_weights_of_another_model_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], problem: str) -> None:
+    state = {"embed.weight": torch.ones(5, 3), "tail.bias": torch.zeros(5), **change}
+    save_file({name: value for name, value in state.items() if value is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(RefusedError, match=rf"^evaluate x holds the weights of another model: {re.escape(problem)}"):
+        load_weights({"model": Tied()}, tmp_path / "model.safetensors", "evaluate x")
+
+
+class Counted(nn.Linear):
+    """A layer that keeps more than tensors in its state."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        raise AssertionError(state)
+
+
+def test_a_model_that_keeps_more_than_tensors_takes_weights(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(1, 2), "bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = Counted(2, 1)
+    load_weights({"model": model}, tmp_path / "model.safetensors", "evaluate")
+    assert torch.equal(model.weight, torch.ones(1, 2))
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("delay", [0.9, pytest.param(0.3, marks=pytest.mark.slow)])
+def test_no_end_leaves_a_temporary_file(ddpexp: Ddpexp, trained: Done, tmp_path: Path, number: int, delay: float) -> None:
+    (tmp_path / "tmp").mkdir()
+    process, _ = ddpexp.start("evaluate", str(trained.run), environ={"TMPDIR": str(tmp_path / "tmp")})
+    time.sleep(delay)
+    process.send_signal(number)
+    try:
+        process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode in (128 + number, -number, 0)
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_the_manifest_beside_the_weights_holds_their_hash(trained: Done) -> None:
+    folder = trained.run / "checkpoints/step-00000010"
+    manifest = json.loads((folder / "checkpoint.json").read_text())
+    for name, file in manifest["files"].items():
+        data = (folder / name).read_bytes()
+        assert len(data) == file["num_bytes"]
+        for piece in file["pieces"]:
+            assert piece["sha256"] == hashlib.sha256(data[piece["offset"] :][: piece["num_bytes"]]).hexdigest()
+    assert {path.name for path in folder.iterdir()} == {*manifest["files"], "checkpoint.json"}
+    assert {"model.safetensors", "state.optimizers.json", "config.yaml"} < set(manifest["files"])

@@ -1,0 +1,272 @@
+"""`--help`, `ddpexp help` and the answers to what is no command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpexp.cli import main
+from ddpexp.cli.help import answer, first
+from ddpexp.cli.keys import Catalogue, typed
+from ddpexp.config import commands
+from ddpexp.config.compose import overview
+from ddpexp.config.folders import conf_folder
+from ddpexp.errors import RefusedError
+from tests.conftest import PATIENCE, Ddpexp, Done
+
+NAMES = sorted(path.relative_to(conf_folder()).with_suffix("") for path in conf_folder().glob("*/*.yaml"))
+
+
+def leaves(values: Any, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's folder of configs."""
+    write(tmp_path / "conf/recipe/mine.yaml", """\
+# @package _global_
+# Learns a parity.
+defaults:
+  - override /model: deep
+task:
+  _target_: mine.Task
+  weight: 1.5  # Of the second loss.
+trainer:
+  # Long enough to converge.
+  max_steps: 7
+""")  # fmt: skip
+    write(tmp_path / "conf/model/base.yaml", "# Units of a layer.\nhidden: 8\n")
+    write(tmp_path / "conf/model/deep.yaml", "# Many layers.\ndefaults: [base]\n_target_: mine.Net\n# How many.\ndepth: 3\n")
+    write(
+        tmp_path / "conf/augment/noise.yaml",
+        "# @package data\n# Noise on every sample.\n_target_: mine.load\nsigma: 1e-3 # Of it.\n",
+    )
+    return tmp_path / "conf"
+
+
+# --------------------------------------------------------------------------------------------------------------- every key
+
+
+@pytest.mark.parametrize("option", NAMES, ids=str)
+def test_every_key_of_every_option_is_explained_by_a_comment(option: Path) -> None:
+    group, name = option.parts
+    found = Catalogue(overview([], None)).option(group, name)
+    assert found.about
+    assert not [key.name for key in found.keys if not key.meaning and not key.name.endswith("._target_")]
+
+
+def test_the_keys_of_the_command_are_explained_too() -> None:
+    catalogue = Catalogue(overview([], None))
+    for section in catalogue.sections:
+        assert catalogue.about(section)
+        assert not [key.name for key in catalogue.keys(section) if not key.meaning and not key.name.endswith("._target_")]
+
+
+def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() -> None:
+    text = answer(["trainer.seed=41", "launcher=slurm", "model.width=[4,8]"], by_name=False)
+    for key, value in leaves(overview(["trainer.seed=41", "launcher=slurm", "model.width=[4,8]"], None).values).items():
+        assert f"\n  {key}={typed(value)}" in text
+    for lines in (
+        "  trainer.seed=41                           a whole number\n      Seeds initialisation",
+        "  trainer.precision=fp32                    one of fp32, bf16, fp16\n      fp32, bf16 (autocast)",
+        "  trainer.compile=false                     true or false\n",
+        "  launcher.partition=null                   a text or null\n",
+        "  model.width=[4,8]                         a list\n      Channels of the two convolutions.\n",
+        "  trainer.timeout                           a section\n      After so many seconds without progress",
+        "  hydra.sweep.dir=outputs/sweeps/${now:%Y-%m-%d_%H-%M-%S}\n",
+        "\nlauncher=slurm: Slurm, one word for three places.",
+    ):
+        assert lines in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_is_typed_first_stands_first() -> None:
+    text = answer([], by_name=False)
+    places = [text.index(word) for word in ("usage:", "recipe=mnist", "The commands", "  resume ", "--config-dir DIR  your own",
+                                            "  recipe  ", "  optimizer  ", "\n  trainer.gpus=", "\nsweep:")]  # fmt: skip
+    assert places == sorted(places)
+
+
+def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> None:
+    text = answer([f"--config-dir={mine}", "recipe=mine"], by_name=False)
+    for lines in (
+        "  recipe     mine*, mnist\n", "  model      base, deep*, lenet, linear\n", "  augment    noise\n",
+        "\nrecipe=mine: Learns a parity.\n", "\nmodel=deep: Many layers.\n",
+        "  model.depth=3                             a whole number\n      How many.\n",
+        "  model.hidden=8                            a whole number\n      Units of a layer.\n",
+        "  task.weight=1.5                           a number\n      Of the second loss.\n",
+        "only epochs ends the run. Whichever comes\n      first.\n      recipe=mine: Long enough to converge.\n",
+    ):  # fmt: skip
+        assert lines in text
+    text = answer([f"--config-dir={mine}", "augment"], by_name=True)
+    assert "+augment=noise: Noise on every sample.\n" in text
+    assert "  data.sigma=1e-3                           a number\n      Of it." in text
+
+
+@pytest.mark.parametrize(
+    ("words", "shown", "hidden"),
+    [
+        (
+            "trainer.reduction",
+            "  trainer.reduction=fast                    one of fast, exact\n      How gradients are",
+            "trainer.seed",
+        ),
+        ("reduction", "  trainer.reduction=fast ", "trainer.seed"),
+        ("trainer.reduction=exact", "  trainer.reduction=fast ", "trainer.seed"),
+        ("trainer.timeout", "  trainer.timeout.step_seconds=600 ", "trainer.seed"),
+        ("trainer", "trainer: How a model is trained.\n  trainer.nodes=auto ", "model.width"),
+        (
+            "launcher",
+            "launcher: a group; launcher=OPTION chooses one of elastic, mpi, slurm, spawn*,\ntorchrun-env.\n\n",
+            "trainer.seed",
+        ),
+        ("launcher", "\nlauncher=slurm: Slurm, ", "trainer.seed"),
+        ("launcher", "    torchrun --nproc-per-node 2 -m ddpexp recipe=mnist launcher=torchrun-env\n", "trainer.seed"),
+        ("launcher=slurm", "  launcher.partition=null                   a text or null\n      The partition.", "spawn"),
+        ("launcher.partition", "with launcher=slurm:\n  launcher.partition=null ", "account"),
+        ("data", "Whichever is chosen:\n  data.validation_fraction=0.0 ", "trainer.nodes"),
+        ("recipe=mnist", "It chooses model=lenet, data=mnist, optimizer=mnist_sgd, scheduler=onecycle.\n", "trainer.seed"),
+        ("task", "task: The loss and the metrics", "trainer"),
+        ("sweep", "  hydra.sweep.dir=", "trainer.seed"),
+        ("trainer.seed optimizer.lr", "  optimizer.lr=0.1 ", "momentum"),
+        ("optimizer=adamw optimizer.lr", "  optimizer.lr=0.001 ", "mnist_sgd"),
+    ],
+)
+def test_help_explains_one_part(words: str, shown: str, hidden: str) -> None:
+    text = answer(words.split(), by_name=True)
+    assert shown in text
+    assert hidden not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("nonsense", "help nonsense: there is no such command, group, option or key. ddpexp --help shows all."),
+        ("traner", "help traner: there is no such command, group, option or key. Did you mean ddpexp help trainer?"),
+        ("trainer.sed", "help trainer.sed: there is no such command, group, option or key. Did you mean ddpexp help trainer.seed?"),
+        ("evalute", "help evalute: there is no such command, group, option or key. Did you mean ddpexp help evaluate?"),
+        ("launcher=slrm", "launcher=slrm is not a known option. Did you mean launcher=slurm?"),
+        ("--config-dir=/not/there x", "--config-dir /not/there is not a directory."),
+    ],
+)
+def test_what_help_does_not_know_is_refused_with_the_nearest(words: str, sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        answer(words.split(), by_name=True)
+    assert str(caught.value) == sentence
+
+
+def test_options_that_an_installed_package_adds_to_hydras_search_path_are_listed(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    write(tmp_path / "site/hydra_plugins/toy.py", """\
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+
+class Toy(SearchPathPlugin):
+    def manipulate_search_path(self, search_path):
+        search_path.append("toy", "pkg://toy.configs")
+""")  # fmt: skip
+    write(tmp_path / "site/toy/__init__.py", "")
+    write(tmp_path / "site/toy/configs/__init__.py", "")
+    write(tmp_path / "site/toy/configs/model/toynet.yaml", "# A toy.\n_target_: toy.Net\n# Its units.\nunits: 3\n")
+    done = ddpexp("--help", "model=toynet", environ={"PYTHONPATH": f"{ddpexp.environ['PYTHONPATH']}:{tmp_path}/site"})
+    assert (done.code, done.err) == (0, "")
+    assert "\n  model      lenet, linear, toynet*\n" in done.out
+    assert "\nmodel=toynet: A toy.\n" in done.out
+    assert "\n  model.units=3                             a whole number\n      Its units.\n" in done.out
+
+
+# ---------------------------------------------------------------------------------------------------------------- commands
+
+
+def test_the_table_of_commands_is_what_is_dispatched() -> None:
+    assert set(main._COMMANDS) == {*commands.NAMES, "member"}
+
+
+@pytest.mark.parametrize("name", commands.NAMES)
+def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+    for words in ([name, "--help"], [name, "-h"], ["help", name]):
+        assert main._COMMANDS[words[0]](words, None) == 0
+        asked.append(capsys.readouterr().out)
+    assert asked[0] == asked[1] == asked[2]
+    assert asked[0].startswith(f"{commands.of(name).usage}\n\n")
+    assert max(map(len, asked[0].splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("resum", "resum is not a command. Did you mean ddpexp resume?"),
+        ("Evaluate", "Evaluate is not a command. Did you mean ddpexp evaluate?"),
+        ("eval", "eval is not a command. Did you mean ddpexp evaluate?"),
+        ("continue", "continue is not a command. Did you mean ddpexp resume?"),
+        ("ls", "ls is not a command. Did you mean ddpexp table?"),
+        ("train", "train is not a command, for ddpexp trains when it gets none: leave it out, as in python -m ddpexp recipe=mnist "
+         "trainer.gpus=2."),
+        ("./a b", "./a b is a directory: say first what to do with it, such as ddpexp status './a b' or ddpexp resume './a b'."),
+        ("run", "run is a directory: say first what to do with it, such as ddpexp status run or ddpexp resume run."),
+        ("resume", None),
+        ("trainer.gpus", None),
+        ("recipe=mnist", None),
+        ("--help", None),
+        ("+x=1", None),
+        ("a/b/c", None),
+    ],
+)  # fmt: skip
+def test_what_is_no_command_is_answered_with_the_nearest(
+    word: str, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert commands.unknown(word) == sentence
+
+
+def said(done: Done) -> tuple[int, str, list[str]]:
+    return done.code, done.out, done.err.splitlines()
+
+
+def test_an_unknown_command_lists_the_commands(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code, out, lines = said(ddpexp("predict", "x", "run.dir=run"))
+    assert (code, out) == (2, "")
+    assert lines[0] == (
+        "ddpexp: predict is not a command. To train, write key=value, as in python -m ddpexp recipe=mnist trainer.gpus=2. "
+        "The commands are:"
+    )
+    assert lines[1:] == commands.listed()
+    assert [line.split()[0] for line in lines[1:]] == list(commands.NAMES)
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_typed_at_all_is_answered_with_what_to_type_first(ddpexp: Ddpexp) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ddpexp"], cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"{first()}\n"
+    assert "ddpexp --help shows every group and key" in done.stderr
+    assert list(ddpexp.folder.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_trouble(ddpexp: Ddpexp) -> None:
+    for words in ("--help", "--cfg job", "help launcher"):
+        command = f"{sys.executable} -m ddpexp {words} | head -1; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(
+            ["bash", "-c", command], env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE, cwd=ddpexp.folder
+        )
+        assert (done.returncode, done.stderr) == (0, ""), words
+        assert done.stdout.count("\n") == 1

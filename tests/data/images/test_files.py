@@ -1,0 +1,128 @@
+"""Files of images: what they must be, and what is said where they are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpexp.data.images.files import prepare
+from ddpexp.errors import RefusedError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for part, count in (("train", 20), ("test", 4)):
+        np.save(tmp_path / f"{part}-images.npy", np.zeros((count, 3, 8, 8), np.uint8))
+        np.save(tmp_path / f"{part}-labels.npy", np.zeros(count, np.int64))
+    return tmp_path
+
+
+def prepared(folder: Path, **options: Any) -> dict[str, Any]:
+    return prepare(str(folder), **{"mean": (0.5,), "deviation": (0.5,), **options})
+
+
+def test_what_is_found_is_said(folder: Path) -> None:
+    found = prepared(folder, flip=True)
+    assert (found["num_train"], found["num_test"], found["flip"], found["crop"]) == (20, 4, True, 0)
+    assert found["note"] == f"20 + 4 images of 3 x 8 x 8, from files in {folder}"
+
+
+@pytest.mark.parametrize("name", ["train-images.npy", "test-labels.npy"])
+def test_other_content_has_another_hash_wherever_it_lies(folder: Path, name: str) -> None:
+    before = prepared(folder)["hash"]
+    assert prepared(folder)["hash"] == before
+    other = np.load(folder / name)
+    other.flat[-1] = 1
+    np.save(folder / name, other)
+    assert prepared(folder)["hash"] != before
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "sentence"),
+    [
+        ("train-images", np.zeros((20, 3, 8, 8), np.float32), "holds <f4 of shape 20 x 3 x 8 x 8: store bytes"),
+        ("train-images", np.zeros((20, 64), np.uint8), "holds |u1 of shape 20 x 64: store bytes"),
+        ("train-images", np.asfortranarray(np.zeros((20, 3, 8, 8), np.uint8)), "is no .npy file of numbers in C order"),
+        ("test-images", np.zeros((4, 3, 9, 8), np.uint8), "two sizes, 3 x 8 x 8 in train-images.npy and 3 x 9 x 8 in test-"),
+        ("test-labels", np.zeros(5, np.int64), "holds <i8 of shape 5, and there are 4 images"),
+        ("test-labels", np.zeros(4, np.float64), "holds <f8 of shape 4, and there are 4 images"),
+    ],
+)
+def test_arrays_that_are_no_images_are_refused(folder: Path, name: str, array: Any, sentence: str) -> None:
+    np.save(folder / f"{name}.npy", array)
+    with pytest.raises(RefusedError) as caught:
+        prepared(folder)
+    assert sentence in str(caught.value)
+
+
+def test_a_folder_of_something_else_is_refused_with_what_it_holds(tmp_path: Path) -> None:
+    def said() -> str:
+        with pytest.raises(RefusedError) as caught:
+            prepared(tmp_path / "root")
+        assert "data=images reads train-images.npy, train-labels.npy" in str(caught.value)
+        assert str(caught.value).startswith(f"data.root={tmp_path / 'root'} ")
+        return str(caught.value).removeprefix(f"data.root={tmp_path / 'root'} ").partition(":")[0]
+
+    assert said() == "does not exist"
+    (tmp_path / "root/deep").mkdir(parents=True)
+    assert said() == "holds deep"
+    (tmp_path / "root/train.csv").touch()
+    assert said() == "holds deep, train.csv"
+    (tmp_path / "root/deep/train/cat").mkdir(parents=True)
+    (tmp_path / "root/deep/train/cat/a.PNG").touch()
+    assert said() == "holds deep, train.csv"  # too deep to be data.root
+    (tmp_path / "root/train/cat").mkdir(parents=True)
+    (tmp_path / "root/train/cat/a.jpeg").touch()
+    assert said() == "holds folders of images such as train/cat/a.jpeg"
+    (tmp_path / "root/b.png").touch()
+    assert said() == "holds images such as b.png"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "cannot be read (No such file or directory): set data.root to the folder with it."),
+        (b"", "is no .npy file"),
+        (b"\x93NUMPY\x01\x00\x05\x00[1, 2", "is no .npy file"),
+        (b"\x93NUMPY\x01\x00\x10\x00{'descr': '|u1'}", "is no .npy file"),
+    ],
+)
+def test_files_that_are_no_arrays_are_refused(folder: Path, content: bytes | None, sentence: str) -> None:
+    path = folder / "train-images.npy"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(RefusedError) as caught:
+        prepared(folder)
+    assert str(caught.value).startswith(f"{path} {sentence}")
+
+
+def test_a_file_that_was_cut_off_is_refused_before_a_worker_reads_past_its_end(folder: Path) -> None:
+    path = folder / "train-images.npy"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(RefusedError, match=r"has 3,967 bytes, and its header says 3,968: it is damaged"):
+        prepared(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mean": (0.5, 0.5)}, "data.mean=[0.5, 0.5] has 2 numbers, and the images 3 channels: use one for each."),
+        ({"mean": (0.5,) * 3}, "data.mean=[0.5, 0.5, 0.5] and data.deviation=[0.5] differ in length: use one for each channel."),
+        ({"deviation": (0.0,)}, "data.deviation=[0.0] divides the images: use numbers above 0."),
+        ({"crop": 9}, "data.crop=9 is no frame for images of 3 x 8 x 8: use 0 to 8."),
+        ({"crop": -1}, "data.crop=-1 is no frame for images of 3 x 8 x 8: use 0 to 8."),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(folder: Path, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        prepared(folder, **options)
+    assert str(caught.value) == sentence
+
+
+def test_the_folder_must_be_named() -> None:
+    with pytest.raises(RefusedError, match="is not set: name the folder with train-images"):
+        prepare(None, (0.5,), (0.5,))

@@ -1,0 +1,71 @@
+"""A worker's place among the others: harmless alone, and real collectives between real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddpexp.distributed.world import World
+from ddpexp.errors import WorkerError
+from ddpexp.launch import Asked, Layout
+from ddpexp.launch.launchers.local import Spawn
+from tests.conftest import Call
+
+ENTRY = """\
+import os
+
+import torch
+
+from ddpexp.launch import Layout
+from ddpexp.distributed.world import World
+
+
+def main(folder, size):
+    size = int(size)
+    world = World.join(Layout(1, size, "cpu", "gloo", 1))
+    assert (world.rank, world.world_size) == (int(os.environ["RANK"]), size), world
+    assert (world.local_rank, world.local_world_size, world.node_rank) == (world.rank, size, 0)
+    assert world.is_rank_zero == (world.rank == 0)
+    mine = torch.tensor([1.0, float(world.rank)])
+    assert world.sum(mine) is mine
+    assert mine.tolist() == [size, sum(range(size))]
+    assert world.broadcast(torch.tensor(world.rank)).item() == 0
+    assert world.broadcast(torch.tensor(world.rank), source=size - 1).item() == size - 1
+    open(f"{folder}/{world.rank}", "w").close()
+    world.barrier()
+    assert len(os.listdir(folder)) == size
+    world.barrier()
+    from ddpexp.launch.workers.control import Control
+
+    Control.from_environ().tell("done")
+    os._exit(0)
+"""
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_real_processes_meet_and_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "code/meets.py").write_text(ENTRY)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    job = Call("meets:main", [str(tmp_path / "seen"), str(size)], tmp_path / "logs", Asked(gpus=size))
+    try:
+        assert Spawn().launch(job) == 0
+    except WorkerError as error:
+        pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
+
+
+def test_alone_every_method_gives_back_what_it_got() -> None:
+    world = World.join(Layout(1, 1, "cpu", "gloo", 1), environ=ALONE)  # no store is asked, so no port is there
+    assert (world.rank, world.world_size, world.device) == (0, 1, torch.device("cpu"))
+    assert not torch.distributed.is_initialized()
+    value = torch.tensor(3.0)
+    assert world.sum(value) is value
+    assert world.broadcast(value) is value
+    world.barrier()
+    assert value.item() == 3.0

@@ -1,0 +1,821 @@
+"""launcher=slurm on a real cluster of two hosts: the login node, allocations, steps, and what ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+
+from ddpexp.launch import Job
+from ddpexp.launch.launchers.slurm import Slurm, _follow, _log_name
+from ddpexp.system.slurm import state
+from tests.conftest import PATIENCE, Ddpexp, Done, ddpexp_processes, finish
+from tests.points import Recipe, wait_for
+
+pytestmark = pytest.mark.slurm
+
+CODE = """\
+from pathlib import Path
+
+from ddpexp.errors import RefusedError
+
+
+class Act(Sides):
+    # Does `how` in rank `rank` at its first step.
+    def __init__(self, how, rank=1):
+        self.how, self.rank = how, rank
+
+    def step(self, model, batch):
+        if RANK == self.rank:
+            WAYS[self.how]()
+        return super().step(model, batch)
+
+
+def raises():
+    raise ValueError("no luck")
+
+
+def refuses():
+    raise RefusedError("data.train=96 is not to my taste: use another number.")
+
+
+WAYS = {
+    "raise": raises,
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "sys.exit(7)": lambda: sys.exit(7),
+    "refuse": refuses,
+}
+
+
+class Slow(Sides):
+    # Twenty milliseconds a step, with a mark for every rank that has begun to train.
+    def __init__(self, folder):
+        self.folder = folder
+
+    def step(self, model, batch):
+        open(f"{self.folder}/train{RANK}", "w").close()
+        time.sleep(0.02)
+        return super().step(model, batch)
+
+
+def load_when_there(folder, **options):
+    if not Path(folder, "there").exists():
+        raise RuntimeError("nothing is there")
+    return load(**options)
+
+
+def load_never(folder, **options):
+    open(f"{folder}/train{RANK}", "w").close()
+    time.sleep(600)
+
+
+class Shows(Sides):
+    # Writes the GPUs that Slurm shows to each rank, and the job's name.
+    def __init__(self, folder):
+        Path(folder, f"{RANK}.gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+        Path(folder, f"{RANK}.name").write_text(os.environ["SLURM_JOB_NAME"])
+
+
+class Keeps(Sides):
+    # Writes down what it was told.
+    def __init__(self, folder, text):
+        Path(folder, f"{RANK}.text").write_text(text)
+"""
+
+NODES = ("node0", "node1")
+WAIT = ("launcher=slurm", "launcher.wait=true", "trainer.threads=1")
+TWO_HOSTS = ("salloc", "-Q", "-N2")
+FOUR_TASKS = ("srun", "-Q", "-N2", "-n4", "--ntasks-per-node=2")
+TWO_BY_TWO = ("trainer.nodes=2", "trainer.gpus=2")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> str:
+    """The file that tells Slurm's commands where the cluster is."""
+    conf = os.environ.get("SLURM_CONF")
+    if not conf:
+        pytest.skip("SLURM_CONF is not set: there is no Slurm cluster to run on")
+    return conf
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str], cluster: str) -> Recipe:
+    # As from a login node, wherever these tests run themselves.
+    login = {name: value for name, value in environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SALLOC_", "SRUN_"))}
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("slurm"), {**login, "SLURM_CONF": cluster}), CODE)
+
+
+@pytest.fixture(scope="module")
+def spawned(recipe: Recipe) -> Callable[[int], Done]:
+    """The same training with launcher=spawn, once for each world size."""
+    known: dict[int, Done] = {}
+
+    def run(size: int) -> Done:
+        if size not in known:
+            known[size] = recipe(f"trainer.gpus={size}", "trainer.threads=1")
+            assert known[size].code == 0, known[size].err
+        return known[size]
+
+    return run
+
+
+def typed(recipe: Recipe, program: Sequence[str], *words: str, timeout: float = PATIENCE) -> Done:
+    """Run the command as the last words of another program: salloc, srun."""
+    process, run = start(recipe, program, *words)
+    return finish(process, run, timeout)
+
+
+def start(recipe: Recipe, program: Sequence[str], *words: str) -> tuple[subprocess.Popen[str], Path]:
+    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *words)
+    process = subprocess.Popen(
+        [*program, sys.executable, "-m", "ddpexp", *ours],
+        cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    return process, run
+
+
+def ask(*words: str) -> str:
+    """Ask one of Slurm's commands."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+
+
+def job_of(done: Done) -> str:
+    found = re.match(r"submitted job (\d+)  run directory ", done.out)
+    assert found, done.out + done.err
+    return found[1]
+
+
+def shown_job(job_id: str) -> str:
+    return ask("scontrol", "show", "job", job_id)
+
+
+def state_of(job_id: str) -> tuple[str, str]:
+    """Return a job's state and exit code as Slurm keeps them, after its end."""
+    wait_for(lambda: not re.search(r"^ +JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", shown_job(job_id), re.MULTILINE))
+    text = shown_job(job_id)
+    found = re.search(r"^ +JobState=(\w+) .*^ +Requeue=\d [^\n]* ExitCode=(\S+)", text, re.MULTILINE | re.DOTALL)
+    assert found
+    return found[1], found[2]
+
+
+def error_of(run: Path) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads((run / "error.json").read_text())
+    return error
+
+
+def quiet() -> bool:
+    return not ddpexp_processes()
+
+
+# The login node.
+
+
+def test_the_login_node_submits_says_how_to_follow_and_exits(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    done = recipe("launcher=slurm", "trainer.threads=1", *TWO_BY_TWO)
+    assert (done.code, done.err) == (0, "")
+    result = done.result()
+    job_id = job_of(done)
+    log = done.run / f"slurm-{job_id}.log"
+    assert done.out.splitlines() == [
+        f"submitted job {job_id}  run directory {done.run.name}",
+        f"follow it: tail -F {done.run.name}/{log.name}    queue: squeue -j {job_id}    end it: scancel {job_id}",
+    ]
+    assert (result["status"], result["job_id"]) == ("submitted", job_id)
+    assert state_of(job_id) == ("COMPLETED", "0:0")
+    result = done.result()
+    assert (result["status"], result["world_size"]) == ("done", 4)
+    assert result["weights_sha256"] == spawned(4).result()["weights_sha256"]
+    assert done.manifest()["hosts"] == list(NODES)
+    assert "done    eval/loss" in log.read_text()
+    # A finished run stays as it is when somebody submits it again.
+    before = {path.name: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
+    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    assert state_of(again) == ("COMPLETED", "0:0")
+    text = (done.run / f"slurm-{again}.log").read_text()
+    assert "is finished at step" in text
+    assert {name: (done.run / name).read_bytes() for name in before} == before
+    assert not (done.run / "error.json").exists()
+
+
+def test_a_failed_job_can_be_submitted_again_by_hand(recipe: Recipe, tmp_path: Path) -> None:
+    marks = ("data._target_=points.load_when_there", f"+data.folder={tmp_path}")
+    done = recipe(*WAIT, *TWO_BY_TWO, *marks)
+    assert done.code == 1
+    assert done.result()["status"] == "failed"
+    assert error_of(done.run)["message"] == "nothing is there"
+    (tmp_path / "there").touch()
+    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    assert state_of(again) == ("COMPLETED", "0:0")
+    assert done.result()["status"] == "done"
+    assert not (done.run / "error.json").exists()  # why it failed is kept beside
+    assert len(list(done.run.glob("error-*.json"))) == 1
+
+
+def test_waiting_shows_the_jobs_log_once(recipe: Recipe) -> None:
+    done = recipe(*WAIT, *TWO_BY_TWO)
+    assert (done.code, done.err) == (0, "")
+    first, *lines = done.out.splitlines()
+    assert first.startswith("submitted job ")
+    assert lines == (done.run / f"slurm-{job_of(done)}.log").read_text().splitlines()
+    assert [line.split()[0] for line in lines if line.startswith(("recipe", "done"))] == ["recipe", "done"]
+    assert "Warning" not in done.out
+
+
+FAILURES = [
+    ("raise", 1, 1, "ValueError", "no luck", "node0"),
+    ("SIGKILL", 3, 1, "SIGKILL", "killed by SIGKILL", "node1"),
+    ("sys.exit(7)", 2, 7, "SystemExit", "the recipe ended the process: sys.exit(7)", "node1"),
+]
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize(("how", "rank", "code", "kind", "message", "host"), FAILURES, ids=[case[0] for case in FAILURES])
+def test_one_failed_rank_ends_the_job_at_once_with_its_cause(
+    recipe: Recipe, how: str, rank: int, code: int, kind: str, message: str, host: str
+) -> None:
+    done = recipe(
+        *WAIT, *TWO_BY_TWO, "task._target_=points.Act", f"+task.how='{how}'", f"+task.rank={rank}", "trainer.epochs=50000"
+    )
+    job_id = job_of(done)
+    assert done.code == code
+    assert done.err.endswith(f"ddpexp: job {job_id} ended as FAILED\n")
+    assert state_of(job_id) == ("FAILED", f"{code}:0")
+    error = error_of(done.run)
+    assert (error["rank"], error["kind"], error["message"], error["host"]) == (rank, kind, message, host)
+    assert done.result()["status"] == "failed"
+    log = (done.run / f"slurm-{job_id}.log").read_text()
+    assert f"ddpexp: rank {rank} on {host} failed (train" in log
+    if how == "raise":
+        assert "Traceback" in log
+        assert 'points.py", line ' in log
+    assert message.rpartition(" ")[2] in (done.run / f"ranks/{rank}.log").read_text() or how == "SIGKILL"
+
+
+def test_what_the_workers_refuse_is_one_sentence_and_2(recipe: Recipe) -> None:
+    done = recipe(*WAIT, *TWO_BY_TWO, "task._target_=points.Act", "+task.how=refuse", "+task.rank=3")
+    job_id = job_of(done)
+    assert done.code == 2
+    assert state_of(job_id) == ("FAILED", "2:0")
+    assert "ddpexp: data.train=96 is not to my taste: use another number.\n" in done.out
+    assert "Traceback" not in done.out + done.err
+
+
+def test_a_job_that_ends_before_its_command_begins_is_written_down(recipe: Recipe) -> None:
+    done = recipe(*WAIT, "launcher.setup=[exit 3]")
+    job_id = job_of(done)
+    assert (done.code, done.err) == (3, f"ddpexp: job {job_id} ended as FAILED\n")
+    assert done.result()["status"] == "failed"
+    assert error_of(done.run)["message"].startswith(f"job {job_id} ended as FAILED before its command began")
+
+
+def test_a_batch_that_does_not_split_is_refused_before_anything_is_written(recipe: Recipe) -> None:
+    done = recipe("launcher=slurm", "trainer.nodes=5", "trainer.gpus=1")
+    assert (done.code, done.out) == (2, "")
+    assert "does not split over 5 workers" in done.err
+    assert not done.run.exists()
+
+
+@pytest.mark.fault(70)
+def test_a_machine_without_slurm_says_what_to_do(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", environ={"PATH": str(tmp_path)})
+    assert (done.code, done.out) == (2, "")
+    assert (
+        done.err
+        == "ddpexp: launcher=slurm: there is no sbatch on this machine, it is not in a Slurm cluster. Use launcher=spawn.\n"
+    )
+    assert not done.run.exists()
+
+
+def test_every_option_reaches_slurm(recipe: Recipe) -> None:
+    options = {
+        "partition": "main", "time": "1:02:00", "mem": "2G", "cpus_per_task": "3", "gres": "gpu:2", "nodelist": "node1",
+        "account": "somebody", "job_name": "named",
+    }  # fmt: skip
+    words = [f"launcher.{name}={value}" for name, value in options.items()]
+    done = recipe(
+        "launcher=slurm", *words, "launcher.sbatch_args=['--begin=now+1hour','--comment=two words']",
+        "launcher.setup=['module() { echo \"loads $*\"; }','module load \"a b\"']", "launcher.srun_args=[--unbuffered]",
+    )  # fmt: skip
+    assert (done.code, done.err) == (0, "")
+    job_id = job_of(done)
+    text = shown_job(job_id)
+    for shown in (
+        "JobName=named", "Partition=main", "TimeLimit=01:02:00", "MinMemoryNode=2G", "CPUs/Task=6", "ReqNodeList=node1",
+        "Account=somebody", "Comment=two words", f"WorkDir={recipe.ddpexp.folder}", f"StdOut={done.run}/slurm-{job_id}.log",
+    ):  # fmt: skip
+        assert f"{shown}\n" in text or f"{shown} " in text, (shown, text)
+    assert "TresPerNode=gres:gpu:2\n" in text
+    ask("scancel", job_id)
+    assert (done.run / "job.sbatch").read_text().splitlines()[-4:] == [
+        "",
+        'module() { echo "loads $*"; }',
+        'module load "a b"',
+        "exec srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --kill-on-bad-exit=1 --cpus-per-task=6 --unbuffered "
+        f"{sys.executable} -m ddpexp member {done.run}",
+    ]
+
+
+@pytest.mark.fault(70)
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("constraint=nosuch", "Invalid feature specification"),
+        ("reservation=nosuch", "Requested reservation is invalid"),
+        ("gpus_per_node=9", "Requested node configuration is not available"),
+        ("exclude='node[0-1]'", "Requested node configuration is not available"),
+        ("partition=nosuch", "invalid partition specified: nosuch"),
+    ],
+)
+def test_what_sbatch_refuses_is_2_with_its_words(recipe: Recipe, option: str, words: str) -> None:
+    done = recipe("launcher=slurm", f"launcher.{option}", "trainer.gpus=1", "trainer.device=cpu")
+    assert (done.code, done.out) == (2, "")
+    script = re.escape(str(done.run / "job.sbatch"))
+    assert re.fullmatch(rf"ddpexp: sbatch did not take the job: .*{words}.* \({script}\)\n", done.err)
+    assert done.result()["status"] == "failed"
+
+
+def test_a_dry_run_prints_the_script_and_writes_nothing(recipe: Recipe) -> None:
+    done = recipe("launcher=slurm", "launcher.dry_run=true", *TWO_BY_TWO)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert "#SBATCH --nodes=2" in lines
+    assert lines[-1].startswith("exec srun --nodes=2 --ntasks=2 --ntasks-per-node=1 ")
+    assert not done.run.exists()
+    # On a machine without Slurm too.
+    assert recipe("launcher=slurm", "launcher.dry_run=true", environ={"PATH": ""}).code == 0
+
+
+HOSTILE = [
+    "two  words", "\"double' quotes", "$(touch pwned)`touch pwned`;touch pwned", "back\\slash", "back\\%j", "\\", "ünï☃ ",
+    "-x --wrap=y", "#%j 100%", "~", "a JobState=COMPLETED Reason=None ExitCode=0:0", "n" * 250,
+]  # fmt: skip
+
+
+@pytest.mark.variants(5)
+@pytest.mark.fault(71, "S9")
+@pytest.mark.parametrize("name", ["", *HOSTILE])
+def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    run = tmp_path / name / "run"
+    run.mkdir(parents=True)
+    monkeypatch.chdir(run.parent)
+    setup = ('printf "%s\\n%s" "$SLURM_JOB_NAME" "$PWD"', "exit 5")
+    script = run / "job.sbatch"
+    script.write_text(Slurm(job_name=name, setup=setup, sbatch_args=(f"--comment={name}",)).script(Job(), 1, run))
+    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
+    job_id = done.stdout.strip()
+    assert state_of(job_id) == ("FAILED", "5:0")
+    assert (state(job_id), _follow(job_id, run / "none")) == (("FAILED", 5), ("FAILED", 5))
+    assert (run / _log_name(run, job_id)).read_text() == f"{name}\n{run.parent}"
+    assert sorted(path.name for path in run.iterdir()) == ["job.sbatch", _log_name(run, job_id)]
+    assert not list(tmp_path.rglob("pwned"))
+
+
+@pytest.mark.fault(71, "S9")
+def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Recipe) -> None:
+    hostile = 'it\'s "a" $(touch pwned);`touch pwned` 100% %j b\\s ünï☃'
+    run = recipe.ddpexp.folder / hostile / "run"
+    quoted = hostile.replace("'", "\\'")
+    done = recipe(*WAIT, *TWO_BY_TWO, f"launcher.job_name='{quoted}'", f"run.dir='{recipe.ddpexp.folder}/{quoted}/run'")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads((run / "result.json").read_text())["status"] == "done"
+    assert f"JobName={hostile} UserId" in ask("scontrol", "show", "job", "-o", job_of(done))
+    assert "done    eval/loss" in (run / "slurm.log").read_text()
+    assert not list(recipe.ddpexp.folder.rglob("pwned"))
+
+
+@pytest.mark.variants(1)
+@pytest.mark.fault(71, "S9")
+@pytest.mark.parametrize("where", ["sbatch", "salloc", "srun"])
+def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: Path, where: str) -> None:
+    text = "-x --wrap=y  \n$(touch pwned) `touch pwned`; touch pwned & 'one' \"two\": 100% # %j b\\s ünï☃ " + "long" * 75
+    quoted = text.replace("'", "\\'")
+    words = ("task._target_=points.Keeps", f"+task.folder={tmp_path}", f"+task.text='{quoted}'", "launcher.job_name=" + "n" * 300)
+    if where == "sbatch":
+        done = recipe(*WAIT, *TWO_BY_TWO, *words)
+    else:
+        done = typed(
+            recipe, TWO_HOSTS if where == "salloc" else FOUR_TASKS, *words, *(("trainer.gpus=2",) if where == "salloc" else ())
+        )
+    assert done.code == 0, done.err
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.text")} == {f"{rank}.text": text for rank in range(4)}
+    assert not [*recipe.ddpexp.folder.rglob("pwned"), *tmp_path.rglob("pwned"), *Path.cwd().glob("pwned")]
+    if where == "sbatch":
+        assert f"JobName={'n' * 300} " in ask("scontrol", "show", "job", "-o", job_of(done))
+
+
+@pytest.mark.slow
+@pytest.mark.fault(70)
+def test_a_controller_that_is_down_is_2_with_slurms_words(recipe: Recipe, cluster: str, tmp_path: Path) -> None:
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(Path(cluster).read_text() + "SlurmctldPort=9\n")  # where nobody listens, as when it is down
+    done = recipe("launcher=slurm", environ={"SLURM_CONF": str(conf)})
+    assert (done.code, done.out) == (2, "")
+    assert re.match(r"ddpexp: sbatch did not take the job: .*Unable to contact slurm controller", done.err), done.err
+    assert done.result()["status"] == "failed"
+
+
+@pytest.mark.fault(71, "S9")
+def test_a_line_break_is_refused_before_anything_is_written(recipe: Recipe) -> None:
+    for word in ("launcher.job_name='a\nb'", "launcher.sbatch_args=['--comment=a\nb']"):
+        done = recipe("launcher=slurm", word)
+        assert (done.code, done.out) == (2, "")
+        key = word.partition("=")[0]
+        assert done.err.startswith(f"ddpexp: {key} has a line break, which a job script cannot hold: ")
+        assert not done.run.exists()
+
+
+def slow(tmp_path: Path) -> tuple[str, ...]:
+    """Words for a run that lasts until it is ended."""
+    return ("task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=50000", "trainer.log_every=1")
+
+
+def begun(folder: Path, size: int) -> bool:
+    return len(list(folder.glob("train*"))) == size
+
+
+def test_a_running_job_listens_on_its_hosts_own_addresses_alone_and_scancel_leaves_nothing(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    wait_for(lambda: begun(tmp_path, 4))
+    found = listening()
+    assert found  # the store, and gloo's connections
+    assert found <= {"127.0.0.1", *map(socket.gethostbyname, NODES)}
+    ask("scancel", job_of(done))
+    wait_for(quiet)
+    assert state_of(job_of(done))[0] == "CANCELLED"
+    assert done.result()["status"] == "interrupted"
+    assert done.result()["step"] > 0
+    assert not (done.run / "error.json").exists()
+
+
+def listening() -> set[str]:
+    """Return the addresses on which the Python processes of these tests listen, each seen in its own network."""
+    found = set()
+    for pid in ddpexp_processes():
+        proc = Path("/proc", str(pid))
+        try:
+            if not (proc / "comm").read_text().startswith("python"):
+                continue
+            inodes = {os.readlink(link)[8:-1] for link in (proc / "fd").iterdir() if os.readlink(link).startswith("socket:[")}
+            lines = [line.split() for name in ("tcp", "tcp6") for line in (proc / "net" / name).read_text().splitlines()[1:]]
+        except OSError:
+            continue  # it has ended meanwhile
+        for line in lines:
+            if line[3] == "0A" and line[9] in inodes:  # Source: proc(5), TCP_LISTEN
+                raw = bytes.fromhex(line[1].partition(":")[0])
+                words = [raw[place : place + 4][::-1] for place in range(0, len(raw), 4)]
+                found.add(socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words)))
+    return found
+
+
+def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Path) -> None:
+    process, run = recipe.start(*WAIT, *slow(tmp_path), "trainer.gpus=2")
+    wait_for(lambda: begun(tmp_path, 2))
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run)
+    job_id = job_of(done)
+    assert done.code == 128 + signal.SIGINT
+    assert done.err == f"ddpexp: job {job_id} goes on; end it with scancel {job_id}\n"
+    assert not (run / "result.json").exists()
+    assert re.search(r"JobState=RUNNING", shown_job(job_id))
+    ask("scancel", job_id)
+    wait_for(quiet)
+    assert done.result()["status"] == "interrupted"
+
+
+def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    wait_for(lambda: begun(tmp_path, 4))
+    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    assert state_of(again) == ("FAILED", "2:0")
+    text = (done.run / f"slurm-{again}.log").read_text()
+    assert f"ddpexp: job {job_of(done)} still runs in {done.run}: wait for its end" in text
+    assert not (done.run / "error.json").exists()
+    assert not (done.run / "result.json").exists()
+    records = done.run / "metrics.jsonl"
+    size = records.stat().st_size
+    wait_for(lambda: records.stat().st_size > size)
+    ask("scancel", job_of(done))
+    wait_for(quiet)
+    assert done.result()["status"] == "interrupted"
+
+
+# Inside an allocation.
+
+
+def test_an_allocation_of_two_hosts_runs_a_step_on_both(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    done = typed(recipe, TWO_HOSTS, "trainer.gpus=2")
+    assert (done.code, done.err) == (0, "")
+    assert done.manifest()["hosts"] == list(NODES)
+    assert done.result()["weights_sha256"] == spawned(4).result()["weights_sha256"]
+    assert "done    eval/loss" in done.out
+    assert not list(done.run.glob("*.sbatch"))
+
+
+def test_the_users_own_batch_script_is_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    words, run = recipe.words("launcher=slurm", "trainer.threads=1", "trainer.gpus=1")
+    script = recipe.ddpexp.folder / "own.sbatch"
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *words])}\n")
+    log = recipe.ddpexp.folder / "own.log"
+    done = subprocess.run(
+        ["sbatch", "--parsable", f"--output={log}", str(script)],
+        cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert state_of(done.stdout.strip()) == ("COMPLETED", "0:0"), log.read_text()
+    ended = Done(0, log.read_text(), "", run)
+    assert ended.manifest()["hosts"] == list(NODES)
+    assert ended.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
+
+
+def test_a_failed_step_gives_an_allocation_its_exit_code(recipe: Recipe) -> None:
+    done = typed(recipe, TWO_HOSTS, "trainer.gpus=1", "task._target_=points.Act", "+task.how='sys.exit(7)'")
+    assert done.code == 7
+    error = error_of(done.run)
+    assert (error["rank"], error["host"], done.result()["status"]) == (1, "node1", "failed")
+    assert "ddpexp: rank 1 on node1 failed (train" in done.err
+
+
+def test_ctrl_c_in_an_allocation_ends_the_step_and_is_written_down(recipe: Recipe, tmp_path: Path) -> None:
+    process, run = start(recipe, TWO_HOSTS, "trainer.gpus=1", *slow(tmp_path))
+    wait_for(lambda: begun(tmp_path, 2))
+    [ours] = [pid for pid in ddpexp_processes() if parent(pid) == process.pid]
+    os.kill(ours, signal.SIGINT)
+    done = finish(process, run)
+    assert done.code == 128 + signal.SIGINT
+    assert done.result()["status"] == "interrupted"
+    assert done.err.count("ddpexp: interrupted by SIGINT; saved at step ") == 1
+    assert f"step-{done.result()['step']:08}" in [path.name for path in (run / "checkpoints").iterdir()]
+    assert not (run / "error.json").exists()
+    wait_for(quiet)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None:
+    done = typed(recipe, TWO_HOSTS, "launcher.dry_run=true", "launcher.cpus_per_task=2", "trainer.gpus=3")
+    assert (done.code, done.err) == (0, "")
+    words = shlex.split(done.out)
+    options = ["--disable-status", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=6"]
+    assert words[:7] == ["srun", *options]
+    assert words[7:-1] == [sys.executable, "-m", "ddpexp", "member"]
+    assert not done.run.exists()
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [(("--ntasks-per-node=2", "--gpus-per-task=2"), "0,1,2,3"), (("--gpus-per-node=3",), "0,1,2"), ((), "none")],
+    ids=["per-task", "per-node", "none"],
+)
+def test_the_step_sees_all_gpus_of_an_allocation(recipe: Recipe, tmp_path: Path, options: tuple[str, ...], shown: str) -> None:
+    task = ("task._target_=points.Shows", f"+task.folder={tmp_path}")
+    done = typed(recipe, [*TWO_HOSTS, *options], *task, "trainer.gpus=1", "trainer.device=cpu")
+    assert (done.code, done.err) == (0, "")
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.gpus")} == {"0.gpus": shown, "1.gpus": shown}
+
+
+def test_more_nodes_than_the_allocation_has_are_refused(recipe: Recipe) -> None:
+    done = typed(recipe, TWO_HOSTS, "trainer.nodes=3")
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "ddpexp: trainer.nodes=3, but this allocation has 2: ask for more with salloc or sbatch.\n"
+    assert not done.run.exists()
+
+
+# Inside a step.
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("tasks", [4, 3], ids=["even", "uneven"])
+def test_each_task_of_srun_is_a_rank(recipe: Recipe, spawned: Callable[[int], Done], tasks: int) -> None:
+    done = typed(recipe, ["srun", "-Q", "-N2", f"-n{tasks}"])
+    assert (done.code, done.err) == (0, "")
+    assert (done.manifest()["hosts"], done.manifest()["world"]["nodes"]) == (list(NODES), 2)
+    assert done.result()["weights_sha256"] == spawned(tasks).result()["weights_sha256"]
+    assert done.out.count("recipe  points") == 1
+    assert sorted(path.name for path in (done.run / "ranks").iterdir()) == [f"{rank}.log" for rank in range(tasks)]
+    assert not list(done.run.parent.glob(".meeting-*"))
+
+
+def test_a_wrapper_script_around_a_task_changes_nothing(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    wrapper = recipe.ddpexp.folder / "wrapper"
+    wrapper.write_text('#!/bin/bash\nulimit -c 0\n"$@"\n')
+    wrapper.chmod(0o755)
+    done = typed(recipe, ["srun", "-Q", "-N2", "-n2", str(wrapper)])
+    assert (done.code, done.err) == (0, "")
+    assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
+
+
+def test_each_task_sees_the_gpu_that_srun_gave_it(recipe: Recipe, tmp_path: Path) -> None:
+    task = ("task._target_=points.Shows", f"+task.folder={tmp_path}")
+    done = typed(recipe, [*FOUR_TASKS, "--gpus-per-task=1"], *task, "trainer.device=cpu")
+    assert (done.code, done.err) == (0, "")
+    shown = {path.name: path.read_text() for path in tmp_path.glob("*.gpus")}
+    assert shown == {"0.gpus": "0", "1.gpus": "1", "2.gpus": "0", "3.gpus": "1"}
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize("how", ["raise", "SIGKILL"])
+def test_one_failed_task_ends_the_step(recipe: Recipe, how: str) -> None:
+    words = ("task._target_=points.Act", f"+task.how='{how}'", "+task.rank=3", "trainer.epochs=50000")
+    done = typed(recipe, FOUR_TASKS, *words)
+    assert done.code == 1
+    error = error_of(done.run)
+    assert (error["rank"], error["host"], done.result()["status"]) == (3, "node1", "failed")
+    assert "ddpexp: rank 3 on node1 failed (train" in done.err
+
+
+@pytest.mark.parametrize(
+    ("word", "sentence"),
+    [
+        ("trainer.gpus=4", "trainer.gpus=4, but srun has 2 workers on this node"),
+        ("trainer.nodes=3", "trainer.nodes=3, but srun runs on 2"),
+        ("launcher.dry_run=true", "launcher.dry_run=true: this is a task of srun already"),
+    ],
+)
+def test_what_contradicts_the_step_is_refused(recipe: Recipe, word: str, sentence: str) -> None:
+    done = typed(recipe, FOUR_TASKS, word)
+    assert done.code == 2
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+    assert not done.run.exists()
+
+
+# Shells of srun --pty.
+
+
+def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *words: str) -> Done:
+    """Type one line in a shell that `srun --pty` opened, and leave it."""
+    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *words)
+    command = line(shlex.join([sys.executable, "-m", "ddpexp", *ours]))
+    environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb", "PS1": "$ "}
+    shell = pexpect.spawn(
+        "srun", ["-Q", *options, "--pty", "bash", "--norc", "--noprofile"], env=environ, cwd=str(recipe.ddpexp.folder),
+        encoding="utf-8", timeout=PATIENCE, dimensions=(24, 400),
+    )  # fmt: skip
+    shell.sendline(f"{command}; echo code $?.")
+    shell.expect(r"code (\d+)\.")
+    code, out = int(shell.match.group(1)), shell.before
+    shell.sendline("exit")
+    shell.expect(pexpect.EOF)
+    shell.close()
+    return Done(code, out, "", run)
+
+
+def test_what_is_typed_in_a_pty_shell_is_inside_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    done = in_pty(recipe, ["-N1"], lambda line: line, "trainer.gpus=2")
+    assert done.code == 0, done.out
+    assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
+    assert done.manifest()["world"]["world_size"] == 2  # of a step of its own, not the shell's one task
+    assert "--config-dir" in done.manifest()["command"]
+
+
+def test_a_wrapped_task_of_a_step_from_a_pty_shell_is_a_task(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    done = in_pty(recipe, ["-N1", "-c2"], lambda line: f"srun -Q --overlap -n2 bash -c {shlex.quote(line + '; exit $?')}")
+    assert done.code == 0, done.out
+    assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
+
+
+def test_the_program_of_srun_pty_itself_is_a_task(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+    ours, run = recipe.words("launcher=slurm", "trainer.threads=1")
+    environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
+    words = ["-Q", "--pty", sys.executable, "-m", "ddpexp", *ours]
+    child = pexpect.spawn("srun", words, env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0, child.before
+    done = Done(0, child.before, "", run)
+    assert done.result()["weights_sha256"] == spawned(1).result()["weights_sha256"]
+    assert "-m" in done.manifest()["command"] or done.manifest()["command"][0] != "ddpexp"  # no member of another step
+
+
+# A job that goes on later.
+
+
+def restarts(job_id: str) -> int:
+    found = re.search(r" Restarts=(\d+) ", shown_job(job_id))
+    assert found
+    return int(found[1])
+
+
+def is_requeued(job_id: str) -> bool:
+    return "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1
+
+
+def go_on_now(*job_ids: str) -> None:
+    """Wait until jobs are in the queue again, and spare them the two minutes that Slurm has them wait."""
+    for job_id in job_ids:
+        wait_for(partial(is_requeued, job_id))
+    time.sleep(2.1)  # a start in the second of the end is taken for the old one
+    for job_id in job_ids:
+        ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+
+
+def steps(run: Path) -> list[int]:
+    """Return the steps whose training was recorded."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if "train/loss" in line]
+
+
+def test_a_job_that_is_told_to_go_on_later_saves_is_requeued_once_and_ends_as_if_undisturbed(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    words = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
+    done = recipe("launcher=slurm", *words)
+    job_id = job_of(done)
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", "--signal=USR2", job_id)
+    go_on_now(job_id)
+    assert done.result()["status"] == "interrupted"
+    stopped = done.result()["step"]
+    assert 0 < stopped < 60
+    assert state_of(job_id) == ("COMPLETED", "0:0")
+    text = (done.run / f"slurm-{job_id}.log").read_text()
+    assert text.count(f"ddpexp: job {job_id} is requeued\n") == 1
+    assert text.count(f"ddpexp: restart 1 of Slurm job {job_id}\n") == 1
+    assert text.count("ddpexp: interrupted by SIGUSR2; saved at step ") == 1
+    assert restarts(job_id) == 1
+    assert (done.result()["status"], steps(done.run)) == ("done", list(range(1, 61)))
+    alone = recipe("trainer.gpus=4", "trainer.threads=1", "trainer.epochs=15", "trainer.log_every=1")
+    assert done.result()["weights_sha256"] == alone.result()["weights_sha256"]
+
+
+def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, "data._target_=points.load_never", f"+data.folder={tmp_path}")
+    job_id = job_of(done)
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", "--signal=USR2", job_id)
+    assert state_of(job_id) == ("FAILED", "140:0")
+    text = (done.run / f"slurm-{job_id}.log").read_text()
+    assert f"ddpexp: job {job_id} is not requeued: it has saved no step since it started, and would do the same again" in text
+    assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
+
+
+def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
+    job_id = job_of(done)
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", job_id)
+    assert state_of(job_id)[0] == "CANCELLED"
+    wait_for(quiet)
+    assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
+    assert f"step-{done.result()['step']:08}" in [path.name for path in (done.run / "checkpoints").iterdir()]
+
+
+def test_a_job_may_save_and_go_on(recipe: Recipe, tmp_path: Path) -> None:
+    done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), "trainer.checkpoint_every=0", "trainer.epochs=20")
+    wait_for(lambda: begun(tmp_path, 4))
+    ask("scancel", "--signal=USR1", job_of(done))
+    wait_for(lambda: any((done.run / "checkpoints").glob("step-*/checkpoint.json")))
+    assert state_of(job_of(done)) == ("COMPLETED", "0:0")
+    assert steps(done.run) == list(range(1, 81))
+
+
+@pytest.mark.slow
+def test_the_users_own_srun_goes_on_in_the_directory_that_it_had(recipe: Recipe, tmp_path: Path) -> None:
+    typed, _ = recipe.words("launcher=slurm", "trainer.threads=1", *slow(tmp_path), "trainer.epochs=15")
+    words = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])
+    script, log = tmp_path / "own.sbatch", tmp_path / "own.log"
+    # Two of them: the second is another run, and has the first one's words.
+    script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --open-mode=append\nsrun {words}\nsrun {words}\n")
+    submitted = subprocess.run(
+        ["sbatch", "--parsable", f"--output={log}", str(script)],
+        cwd=tmp_path, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    job_id = submitted.stdout.strip()
+    wait_for(lambda: begun(tmp_path, 2))
+    ask("scancel", "--signal=USR2", job_id)
+    go_on_now(job_id)
+    assert state_of(job_id) == ("COMPLETED", "0:0"), log.read_text()
+    runs = sorted((tmp_path / "outputs/points").iterdir())
+    assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["done", "done"]
+    assert [steps(run) for run in runs] == [list(range(1, 61))] * 2
+    assert log.read_text().count(f"ddpexp: restart 1 of Slurm job {job_id}\n") == 2
+
+
+@pytest.mark.slow
+def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
+    words = ("launcher.time=2", "launcher.signal_seconds=30", "trainer.gpus=2", *slow(tmp_path), "trainer.epochs=100000")
+    done = recipe("launcher=slurm", *words)
+    job_id = job_of(done)
+    wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)
+    assert done.result()["status"] == "interrupted"
+    ask("scancel", job_id)

@@ -1,0 +1,265 @@
+"""Where a command stands: read from what torchrun, srun and mpirun leave in the environment; contradictions are named."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Asked
+from ddpexp.launch.rendezvous.environment import Place, of_mpi, of_slurm_task, of_torchrun, process_identity
+from tests.conftest import ANY, SMALL, Ddpexp
+
+# As the programs leave them in the second of their processes, on the second of two hosts where there are two.
+TORCHRUN = {
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
+    "ROLE_NAME": "default", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "46425",
+    "TORCHELASTIC_RUN_ID": "c5bef3e5", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+SRUN = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_TASKS_PER_NODE": "2,1", "SLURM_CLUSTER_NAME": "big",
+}  # fmt: skip
+STEP = "slurm:big:7.0"
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_NAMESPACE": "165085185", "PMIX_RANK": "1",
+    "OMPI_MCA_orte_hnp_uri": "165085184.0;tcp://192.0.2.2:53261",
+}  # fmt: skip
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OURS = process_identity(os.getppid())
+
+
+def mpi(asked: Asked, environ: Mapping[str, str]) -> Place:
+    return of_mpi(asked, environ)[0]
+
+
+@pytest.mark.parametrize(
+    ("read", "environ", "place"),
+    [
+        (of_torchrun, TORCHRUN, Place(3, 4, True, 1, 2, 2, "torchrun", OURS)),
+        (of_torchrun, {**TORCHRUN, "GROUP_WORLD_SIZE": "", "LOCAL_WORLD_SIZE": "4"}, Place(3, 4, True, 1, 4, 1, "torchrun", OURS)),
+        (of_torchrun, BY_HAND, Place(1, 2, True, None, None, None, "the environment")),
+        (of_torchrun, {**BY_HAND, "LOCAL_RANK": "0"}, Place(1, 2, True, None, None, None, "the environment")),
+        (of_torchrun, {**BY_HAND, "LOCAL_WORLD_SIZE": "2"}, Place(1, 2, True, None, 2, 1, "the environment")),
+        (of_slurm_task, SRUN, Place(2, 3, True, 0, 1, 2, "srun", STEP, False)),
+        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, Place(2, 3, True, 0, 1, 2, "srun", STEP, False)),
+        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, Place(2, 3, True, None, None, 2, "srun", STEP, False)),
+        (of_slurm_task, {**SRUN, "SLURM_RESTART_COUNT": "1"}, Place(2, 3, True, 0, 1, 2, "srun", STEP, True)),
+        (mpi, OPEN_MPI, Place(1, 2, True, 1, 2, 1, "mpirun", OURS)),
+        (mpi, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, Place(1, 4, True, 1, 2, None, "mpirun", OURS)),
+        (mpi, MPICH, Place(1, 2, True, 1, 2, 1, "mpirun", OURS)),
+        (mpi, {"PMI_RANK": "1", "PMI_SIZE": "2"}, Place(1, 2, True, None, None, None, "mpirun", OURS)),
+    ],
+)
+def test_the_place_is_what_the_starter_says(
+    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], place: Place
+) -> None:
+    assert read(ANY, environ) == place
+
+
+def test_slurms_short_form_gives_every_node_its_tasks() -> None:
+    environ = {**SRUN, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "9", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1,2"}
+    found = [of_slurm_task(ANY, {**environ, "SLURM_NODEID": str(node)}).local_world_size for node in range(5)]
+    assert found == [2, 2, 2, 1, 2]
+
+
+def test_the_ranks_of_one_mpirun_have_one_key_and_those_of_another_one_another() -> None:
+    first, same = (of_mpi(ANY, {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": rank})[1] for rank in "01")
+    assert first == same
+    assert of_mpi(ANY, {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "165085190.0;tcp://192.0.2.2:53262"})[1] != first
+    newer = {key: value for key, value in OPEN_MPI.items() if not key.startswith("OMPI_MCA")}  # Open MPI 5
+    assert of_mpi(ANY, newer)[1] == "165085185"
+
+
+NEEDS = "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them."
+BY_SRUN = "srun gives it to every task; start the command with srun, in an environment that keeps Slurm's variables."
+BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables."
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_missing_variable_of_torchrun_is_named(name: str, value: str | None) -> None:
+    environ = {key: text for key, text in {**TORCHRUN, name: value}.items() if text is not None}
+    with pytest.raises(RefusedError) as refused:
+        of_torchrun(ANY, environ)
+    assert str(refused.value) == f"{name} is not set: {NEEDS}"
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"])
+def test_a_missing_variable_of_srun_is_named(name: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        of_slurm_task(ANY, {key: text for key, text in SRUN.items() if key != name})
+    assert str(refused.value) == f"{name} is not set: {BY_SRUN}"
+
+
+def test_the_tasks_of_the_job_stand_in_for_those_of_the_step() -> None:
+    environ = {key: text for key, text in SRUN.items() if key != "SLURM_STEP_NUM_TASKS"}
+    assert of_slurm_task(ANY, environ).size == 3
+    with pytest.raises(RefusedError) as refused:
+        of_slurm_task(ANY, {key: text for key, text in environ.items() if key != "SLURM_NTASKS"})
+    assert str(refused.value) == f"SLURM_NTASKS is not set: {BY_SRUN}"
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize(("environ", "name"), [(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), (MPICH, "PMI_SIZE")])
+def test_a_missing_variable_of_mpirun_is_named(environ: dict[str, str], name: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        of_mpi(ANY, {key: text for key, text in environ.items() if key != name})
+    assert str(refused.value) == f"{name} is not set: {BY_MPIRUN}"
+
+
+@pytest.mark.parametrize(
+    ("read", "environ", "names"),
+    [
+        (of_torchrun, TORCHRUN, "RANK WORLD_SIZE MASTER_PORT LOCAL_RANK LOCAL_WORLD_SIZE GROUP_WORLD_SIZE"),
+        (of_slurm_task, SRUN, "SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_NODEID SLURM_STEP_NUM_NODES"),
+        (mpi, OPEN_MPI, " ".join(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+        (mpi, MPICH, "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),
+    ],
+)
+@pytest.mark.parametrize("value", ["two", "1.0", "0x1", "1 2"])
+def test_a_malformed_variable_is_named_with_its_value(
+    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], names: str, value: str
+) -> None:
+    for name in names.split():
+        with pytest.raises(RefusedError) as refused:
+            read(ANY, {**environ, name: value})
+        assert str(refused.value) == f"{name}={value} is not a whole number."
+
+
+@pytest.mark.parametrize("value", ["2(x3", "two", "2(x)", "2,,x", "-1"])
+def test_a_malformed_list_of_slurm_is_named(value: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        of_slurm_task(ANY, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": value})
+    assert str(refused.value) == f"SLURM_STEP_TASKS_PER_NODE={value} is not a list of numbers such as 2(x3),1."
+
+
+CONTRADICTIONS: list[tuple[Callable[[Asked, Mapping[str, str]], Place], dict[str, str], dict[str, str], str]] = [
+    (of_torchrun, TORCHRUN, {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4: it goes from 0 to 3."),
+    (of_torchrun, TORCHRUN, {"RANK": "-1"}, "RANK=-1, but WORLD_SIZE=4: it goes from 0 to 3."),
+    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
+    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "-4"}, "WORLD_SIZE=-4 leaves no worker: it is the number of workers, 1 or more."),
+    (of_torchrun, TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port: use one from 1 to 65535."),
+    (of_torchrun, TORCHRUN, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: use one from 1 to 65535."),
+    (of_torchrun, TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2: it goes from 0 to 1."),
+    (of_torchrun, BY_HAND, {"LOCAL_WORLD_SIZE": "0"},
+     "LOCAL_WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
+    (of_torchrun, TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 is more than WORLD_SIZE=4: the variables contradict."),
+    (of_torchrun, TORCHRUN, {"GROUP_WORLD_SIZE": "0"},
+     "GROUP_WORLD_SIZE=0 leaves no machine: it is the number of machines, 1 or more."),
+    (of_slurm_task, SRUN, {"SLURM_PROCID": "3"}, "SLURM_PROCID=3, but SLURM_STEP_NUM_TASKS=3: it goes from 0 to 2."),
+    (of_slurm_task, SRUN, {"SLURM_NODEID": "2"},
+     "SLURM_NODEID=2, but the number of nodes in SLURM_STEP_TASKS_PER_NODE=2: it goes from 0 to 1."),
+    (of_slurm_task, SRUN, {"SLURM_NODEID": "-1"},
+     "SLURM_NODEID=-1, but the number of nodes in SLURM_STEP_TASKS_PER_NODE=2: it goes from 0 to 1."),
+    (of_slurm_task, SRUN, {"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1, but the number of tasks on this node=1: it goes from 0 to 0."),
+    (of_slurm_task, SRUN, {"SLURM_STEP_NUM_NODES": "0"},
+     "SLURM_STEP_NUM_NODES=0 leaves no machine: it is the number of machines, 1 or more."),
+    (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2, but OMPI_COMM_WORLD_SIZE=2: it goes from 0 to 1."),
+    (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
+     "OMPI_COMM_WORLD_LOCAL_SIZE=3 is more than OMPI_COMM_WORLD_SIZE=2: the variables contradict."),
+    (mpi, MPICH, {"PMI_SIZE": "0"}, "PMI_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
+    (mpi, MPICH, {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2, but MPI_LOCALNRANKS=2: it goes from 0 to 1."),
+]  # fmt: skip
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize(("read", "environ", "changed", "sentence"), CONTRADICTIONS)
+def test_variables_that_contradict_are_named_with_their_values(
+    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], changed: dict[str, str], sentence: str
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        read(ANY, {**environ, **changed})
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("read", "environ", "starter", "workers", "name"),
+    [
+        (of_torchrun, TORCHRUN, "torchrun", 2, "LOCAL_WORLD_SIZE"),
+        (of_torchrun, {**BY_HAND, "LOCAL_WORLD_SIZE": "1"}, "the environment", 1, "LOCAL_WORLD_SIZE"),
+        (of_slurm_task, SRUN, "srun", 1, "tasks per node"),
+        (mpi, OPEN_MPI, "mpirun", 2, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (mpi, MPICH, "mpirun", 2, "MPI_LOCALNRANKS"),
+    ],
+)
+def test_a_typed_number_of_workers_must_be_the_starters(
+    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], starter: str, workers: int, name: str
+) -> None:
+    read(Asked(gpus=workers), environ)
+    with pytest.raises(RefusedError) as refused:
+        read(Asked(gpus=8), environ)
+    assert str(refused.value) == (
+        f"trainer.gpus=8, but {starter} has {workers} worker{'s' if workers > 1 else ''} on this node ({name}={workers}): "
+        f"leave trainer.gpus=auto, for {starter} decides."
+    )
+
+
+@pytest.mark.parametrize(
+    ("read", "environ", "starter", "nodes"),
+    [(of_torchrun, TORCHRUN, "torchrun", 2), (of_slurm_task, SRUN, "srun", 2), (mpi, OPEN_MPI, "mpirun", 1)],
+)
+def test_a_typed_number_of_nodes_must_be_the_starters(
+    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], starter: str, nodes: int
+) -> None:
+    read(Asked(nodes=nodes), environ)
+    with pytest.raises(RefusedError) as refused:
+        read(Asked(nodes=3), environ)
+    assert str(refused.value) == f"trainer.nodes=3, but {starter} runs on {nodes}: leave trainer.nodes=auto."
+    with pytest.raises(RefusedError, match=r"trainer\.nodes=1:4 is a range, which only launcher=elastic understands\."):
+        read(Asked(nodes="1:4"), environ)
+
+
+def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
+    own = process_identity(os.getpid())
+    assert own is not None
+    assert own.startswith(f"{socket.gethostname()}:{os.getpid()}:")
+    assert own != OURS
+    assert process_identity(2**22 + 1) is None  # more than Linux ever gives
+
+
+STARTERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "TORCHELASTIC_", "OMPI_", "PMI", "MPI_", "SLURM_")
+
+
+@pytest.fixture
+def alone(ddpexp: Ddpexp) -> Ddpexp:
+    """A command that nobody has started."""
+    return Ddpexp(ddpexp.folder, {key: text for key, text in ddpexp.environ.items() if not key.startswith(STARTERS)})
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize(
+    ("words", "environ", "sentence"),
+    [
+        ("launcher=torchrun-env", {}, "launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: type "
+         "`torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env`, or use launcher=spawn, which needs no "
+         "torchrun."),
+        ("launcher=torchrun-env", {**BY_HAND, "MASTER_ADDR": ""}, f"MASTER_ADDR is not set: {NEEDS}"),
+        ("launcher=torchrun-env", {**BY_HAND, "RANK": "2"}, "RANK=2, but WORLD_SIZE=2: it goes from 0 to 1."),
+        ("launcher=torchrun-env", {**BY_HAND, "MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number."),
+        ("launcher=torchrun-env trainer.gpus=2", {**BY_HAND, "LOCAL_WORLD_SIZE": "1"},
+         "trainer.gpus=2, but the environment has 1 worker on this node (LOCAL_WORLD_SIZE=1): leave trainer.gpus=auto, "
+         "for the environment decides."),
+        ("launcher=mpi", {}, "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: "
+         "type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."),
+        ("launcher=mpi", {"PMI_RANK": "1"}, f"PMI_SIZE is not set: {BY_MPIRUN}"),
+        ("launcher=slurm", {**SRUN, "SLURM_LOCALID": "x"}, "SLURM_LOCALID=x is not a whole number."),
+    ],
+)  # fmt: skip
+def test_the_command_refuses_before_any_socket_opens(
+    alone: Ddpexp, tmp_path: Path, words: str, environ: dict[str, str], sentence: str
+) -> None:
+    done = alone(*SMALL, *words.split(), environ=environ)
+    assert (done.code, done.out, done.err) == (2, "", f"ddpexp: {sentence}\n")
+    # A meeting would have waited for the others, trainer.timeout.init_seconds=300, and said so.
+    assert sorted(tmp_path.iterdir()) == []

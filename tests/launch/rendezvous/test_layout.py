@@ -1,0 +1,175 @@
+"""From what was asked to how many workers run on which devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch.rendezvous.layout import Auto, refuse_threads, resolve
+from ddpexp.system import hardware
+from ddpexp.system.hardware import count_gpus, threads_per_worker, usable_cores
+from tests.conftest import PATIENCE
+
+
+def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int = 8) -> None:
+    """Pretend to be a machine: a fake, for the real ones have only what they have."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(hardware, "_nvml_device_count", lambda: gpus)
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(hardware, "usable_cores", lambda: cores)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "present", "workers", "kind", "backend"),
+    [
+        ("auto", "auto", 0, 1, "cpu", "gloo"),
+        (8, "auto", 0, 8, "cpu", "gloo"),
+        ("auto", "auto", 4, 4, "cuda", "nccl"),
+        (2, "auto", 4, 2, "cuda", "nccl"),
+        (2, "cuda", 2, 2, "cuda", "nccl"),
+        ("auto", "cpu", 4, 1, "cpu", "gloo"),
+        (6, "cpu", 4, 6, "cpu", "gloo"),
+    ],
+)
+def test_workers_are_gpus_where_there_are_some_and_cpu_workers_otherwise(
+    monkeypatch: pytest.MonkeyPatch, gpus: Auto | int, device: str, present: int, workers: int, kind: str, backend: str
+) -> None:
+    on_machine(monkeypatch, present)
+    found = resolve(gpus, device, "auto", "auto")
+    assert (found.nodes, found.world_size, found.device, found.backend) == (1, workers, kind, backend)
+
+
+def test_a_typed_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, 2)
+    assert resolve("auto", "auto", "gloo", "auto").backend == "gloo"
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    ("gpus", "device", "backend", "threads", "present", "sentence"),
+    [
+        (0, "auto", "auto", "auto", 0, "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
+        (8, "auto", "auto", "auto", 2, "trainer.gpus=8, but this machine shows 2 GPUs. "
+         "Use trainer.gpus=2, or trainer.device=cpu for 8 CPU workers."),
+        (2, "cuda", "auto", "auto", 1, "trainer.gpus=2, but this machine shows 1 GPU. "
+         "Use trainer.gpus=1, or trainer.device=cpu for 2 CPU workers."),
+        ("auto", "cuda", "auto", "auto", 0, "trainer.device=cuda, but this machine shows no GPU. "
+         "Use trainer.device=cpu for CPU workers."),
+        (2, "cpu", "nccl", "auto", 4, "trainer.backend=nccl needs GPUs, and the workers are on CPU. "
+         "Use trainer.backend=gloo or auto."),
+        (2, "auto", "auto", 0, 0, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
+    ],
+)  # fmt: skip
+def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, gpus: Auto | int, device: str, backend: str, threads: Auto | int, present: int, sentence: str
+) -> None:
+    on_machine(monkeypatch, present)
+    with pytest.raises(RefusedError) as caught:
+        resolve(gpus, device, backend, threads)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (8, 8, 1), (2, 8, 1), (1, 1, 1)])
+def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
+    on_machine(monkeypatch, 0, cores)
+    assert threads_per_worker(workers) == threads
+    assert resolve(workers, "cpu", "auto", "auto").threads == threads
+    assert resolve(workers, "cpu", "auto", 5).threads == 5
+
+
+@pytest.mark.parametrize(
+    ("visible", "shown"),
+    [
+        (None, 4), ("0", 1), ("0,1", 2), ("3, 1", 2), ("", 0), ("-1", 0), ("0,1,-1,2", 2), ("0,7,1", 1), ("0,,1", 1),
+        ("0,1,0", 0), ("GPU-5ebe9f43,GPU-ac33420d", 2), ("MIG-a1,MIG-a2,MIG-a3", 3), ("none", 0), ("NoDevFiles", 0),
+    ],
+)  # fmt: skip
+def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, shown: int) -> None:
+    on_machine(monkeypatch, 4)
+    assert count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == shown
+
+
+@pytest.mark.fault(65)
+@pytest.mark.parametrize(
+    ("built", "visible", "why"),
+    [
+        (True, "", "(4 here, but CUDA_VISIBLE_DEVICES= hides all)"),
+        (True, "-1", "(4 here, but CUDA_VISIBLE_DEVICES=-1 hides all)"),
+        (False, "0", "(4 here, but the installed torch is built for CPUs alone)"),
+    ],
+)
+def test_gpus_that_cannot_be_used_are_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, built: bool, visible: str, why: str
+) -> None:
+    on_machine(monkeypatch, 4)
+    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: built)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(RefusedError) as caught:
+        resolve("auto", "cuda", "auto", "auto")
+    sentence = f"trainer.device=cuda, but this machine shows no GPU {why}. Use trainer.device=cpu for CPU workers."
+    assert str(caught.value) == sentence
+
+
+def test_a_machine_without_gpus_shows_none_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, 0)
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 0
+
+
+def test_cores_are_those_of_the_affinity_within_the_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "_cgroup_quota", lambda: None)
+    assert usable_cores() == len(os.sched_getaffinity(0))
+    monkeypatch.setattr(hardware, "_cgroup_quota", lambda: 1)
+    assert usable_cores() == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu.max": "what\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_quota_of_both_kinds_of_control_groups_is_read(tmp_path: Path, files: dict[str, str], cores: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert hardware._cgroup_quota(tmp_path) == cores
+
+
+def test_counting_loads_neither_torch_nor_cuda() -> None:
+    program = (
+        "import sys; from ddpexp.system.hardware import count_gpus; count_gpus();"
+        "maps = open('/proc/self/maps').read(); assert 'libcuda.so' not in maps and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")
+def test_the_count_is_torchs_count() -> None:
+    program = "import torch; print(torch.cuda.device_count())"
+    for visible in (None, "0", "", "-1"):
+        environ = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+        environ |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True, timeout=PATIENCE
+        )
+        assert count_gpus(environ) == int(done.stdout)
+
+
+def test_more_threads_than_a_worker_can_start_are_refused() -> None:
+    with pytest.raises(
+        RefusedError, match=r"trainer.threads=100000 is beyond this machine, which has \d+ cores?: .* Use 1024 or fewer"
+    ):
+        refuse_threads(100_000)
+    refuse_threads(1024)  # another machine may have as many cores, and the same number of threads gives the same bits

@@ -1,0 +1,607 @@
+"""Several commands, one job: who gets which ranks, what must be equal, and what each does when another fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.launch.supervise.coordinator import Seat, environment, first_difference, settle
+from tests.conftest import PATIENCE, Ddpexp, Done, finish
+from tests.points import Recipe, session, wait_for
+
+LAYOUT = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
+
+
+def hello(index: int, host: str = "a", workers: int = 1, **more: Any) -> dict[str, Any]:
+    """What a command says of itself."""
+    return {
+        "index": index, "host": host, "boot": f"boot of {host}", "versions": {"ddpexp": "1.0", "torch": "2.13.0", "Python": "3.11"},
+        "identity": {}, "layout": asdict(LAYOUT), "workers": workers, "told": False, "local_rank": None, "local_world_size": None,
+        "cores": list(range(8)), "quota": None, "gpus": [], "owner": None, **more,
+    }  # fmt: skip
+
+
+def rank(index: int, host: str = "a", local_rank: int | None = None, **more: Any) -> dict[str, Any]:
+    return hello(index, host, told=True, local_rank=local_rank, **more)
+
+
+def places(seats: Sequence[Seat]) -> list[tuple[int, int, int, int, int]]:
+    return [(seat.first_rank, seat.workers, seat.local_rank, seat.local_world_size, seat.node_rank) for seat in seats]
+
+
+# ------------------------------------------------------------------------------------------------------------ the ranks
+
+
+def test_nodes_of_unequal_sizes_get_consecutive_ranks() -> None:
+    layout, seats = settle([hello(0, "a", 3), hello(1, "b", 1), hello(2, "c", 2)], "auto", "node")
+    assert (layout.nodes, layout.world_size) == (3, 6)
+    assert places(seats) == [(0, 3, 0, 3, 0), (3, 1, 0, 1, 1), (4, 2, 0, 2, 2)]
+    assert [seat.first_on_host for seat in seats] == [True, True, True]
+
+
+def test_several_commands_on_one_host_are_one_node() -> None:
+    layout, seats = settle([hello(0, "a", 2), hello(1, "b", 2), hello(2, "a", 1)], "auto", "node")
+    assert (layout.nodes, layout.world_size) == (2, 5)
+    assert places(seats) == [(0, 2, 0, 3, 0), (2, 2, 0, 2, 1), (4, 1, 2, 3, 0)]
+    assert [seat.first_on_host for seat in seats] == [True, True, False]
+
+
+def test_two_containers_of_one_host_are_two_nodes_and_so_are_two_hosts_of_one_name() -> None:
+    containers = [hello(0, "a"), hello(1, "b", boot="boot of a")]
+    namesakes = [hello(0, "a"), hello(1, "a", boot="another")]
+    for hellos in (containers, namesakes):
+        layout, seats = settle(hellos, "auto", "node")
+        assert (layout.nodes, places(seats)) == (2, [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1)])
+
+
+def test_three_ranks_on_two_hosts_keep_the_local_ranks_that_they_were_told() -> None:
+    told = [rank(0, "a", 1), rank(1, "b", 0), rank(2, "a", 0)]
+    layout, seats = settle(told, "auto", "rank")
+    assert (layout.nodes, layout.world_size) == (2, 3)
+    assert places(seats) == [(0, 1, 1, 2, 0), (1, 1, 0, 1, 1), (2, 1, 0, 2, 0)]
+
+
+@pytest.mark.parametrize("told", [(None, None, None), (0, 0, 0), (0, 0, 5), (0, None, 1)])
+def test_local_ranks_that_nobody_told_or_that_contradict_are_counted(told: tuple[int | None, ...]) -> None:
+    _, seats = settle([rank(0, "a", told[0]), rank(1, "b", told[1]), rank(2, "a", told[2])], "auto", "rank")
+    assert places(seats) == [(0, 1, 0, 2, 0), (1, 1, 0, 1, 1), (2, 1, 1, 2, 0)]
+
+
+# ---------------------------------------------------------------------------------------------------------- the threads
+
+
+@pytest.mark.parametrize(
+    ("hellos", "threads"),
+    [
+        ([hello(0, "a", 2), hello(1, "b", 2)], 4),
+        ([hello(0, "a", 2), hello(1, "a", 2)], 2),  # the same eight cores
+        ([rank(0, cores=[0, 1]), rank(1, cores=[2, 3])], 2),  # each its own
+        ([rank(0, cores=[0, 1, 2]), rank(1, cores=[2, 3, 4])], 2),  # five together
+        ([rank(0, cores=[0]), rank(1, cores=list(range(8)))], 1),  # the first would crowd its core
+        ([hello(0, "a", 2), hello(1, "b", 4)], 2),  # the same for all: of the host that has least
+        ([hello(0, "a", 2, cores=[0, 1]), hello(1, "b", 2)], 1),
+        ([hello(0, "a", 16), hello(1, "b", 1)], 1),
+        ([rank(0, quota=4), rank(1, quota=4)], 2),
+        ([rank(0, quota=1), rank(1, quota=1)], 1),
+        ([hello(0, "a", quota=6), hello(1, "b")], 6),
+    ],
+)  # fmt: skip
+def test_a_hosts_cores_are_divided_among_its_workers(hellos: list[dict[str, Any]], threads: int) -> None:
+    assert settle(hellos, "auto", "node")[0].threads == threads
+    assert settle(hellos, 3, "node")[0].threads == 3
+
+
+# ------------------------------------------------------------------------------------------------------------- the GPUs
+
+
+def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str, Any]]:
+    layout = asdict(Layout(1, 1, "cuda", "nccl", 1))
+    return [hello(i, workers=workers, told=told, gpus=gpus.split(), layout=layout) for i, gpus in enumerate(shown)]
+
+
+@pytest.mark.parametrize(
+    ("hellos", "own"),
+    [
+        (with_gpus("A B", "A B"), False),  # per node: each takes the one with its local rank
+        (with_gpus("A B C", "A B C"), False),
+        (with_gpus("A", "B"), True),  # per task
+        (with_gpus("A B", "C D"), True),
+        (with_gpus("A B", "C D", workers=2, told=False), True),  # two commands with CUDA_VISIBLE_DEVICES of their own
+        (with_gpus("A B C D", "A B C D", workers=2, told=False), False),
+        (with_gpus("A B", workers=2, told=False), True),
+    ],
+)
+def test_commands_that_see_their_own_gpus_count_them_from_the_first(hellos: list[dict[str, Any]], own: bool) -> None:
+    layout, seats = settle(hellos, "auto", "rank")
+    assert [seat.own_gpus for seat in seats] == [own] * len(hellos)
+    for seat in seats:
+        found = [environment(layout, seat, number, ("127.0.0.1", 1), "127.0.0.1") for number in range(seat.workers)]
+        assert [one.get("DDPEXP_GPU") for one in found] == ([str(n) for n in range(seat.workers)] if own else [None] * seat.workers)
+
+
+@pytest.mark.parametrize(
+    ("hellos", "sentence"),
+    [
+        (with_gpus("A", "A"), "a runs 2 workers, and they see 1 GPU: "),
+        (with_gpus("A B", "A B", "A B"), "a runs 3 workers, and they see 2 GPUs: "),
+        (with_gpus("A B", "B"), "a runs 2 workers, and they see 2 GPUs: "),
+        (with_gpus("A B", "A B", workers=2, told=False), "a runs 4 workers, and they see 2 GPUs: "),
+    ],
+)
+def test_fewer_gpus_than_workers_are_refused(hellos: list[dict[str, Any]], sentence: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        settle(hellos, "auto", "rank")
+    assert str(refused.value) == f"{sentence}start one worker for each GPU, or use trainer.device=cpu."
+
+
+# -------------------------------------------------------------------------------------------------- what must be equal
+
+
+@pytest.mark.fault(33)
+def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -> None:
+    one = {"trainer": {"seed": 0, "gpus": 2}, "run": {"trust": ["a"]}}
+    with pytest.raises(RefusedError) as refused:
+        settle([hello(0, identity=one), hello(1, identity=one), hello(2, "b", identity={**one, "run": {"trust": []}})], 1, "node")
+    assert str(refused.value) == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same words."
+
+
+@pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"torch": "2.12.0"}, "torch is 2.13.0 on rank 0 (a) and 2.12.0 on rank 1 (b)"),
+        ({"Python": "3.12"}, "Python is 3.11 on rank 0 (a) and 3.12 on rank 1 (b)"),
+        ({"ddpexp": "1.1", "torch": "1"}, "ddpexp is 1.0 on rank 0 (a) and 1.1 on rank 1 (b)"),
+        ({"ddpexp": None}, "ddpexp is 1.0 on rank 0 (a) and of no known version on rank 1 (b)"),
+    ],
+)
+def test_versions_that_differ_are_refused_before_configurations(changed: dict[str, Any], sentence: str) -> None:
+    other = hello(1, "b", identity={"a": 1})
+    other["versions"] = {**other["versions"], **changed}
+    with pytest.raises(RefusedError) as refused:
+        settle([hello(0), other], "auto", "rank")
+    assert str(refused.value) == f"{sentence}: install the same version on all of them."
+
+
+def test_a_command_of_a_time_before_versions_were_compared_is_refused() -> None:
+    other = hello(1, "b")
+    del other["versions"]
+    with pytest.raises(RefusedError, match=r"ddpexp is 1\.0 on rank 0 \(a\) and of no known version on rank 1 \(b\)"):
+        settle([hello(0), other], "auto", "rank")
+
+
+@pytest.mark.parametrize(("name", "value"), [("device", "cuda"), ("backend", "mpi")])
+def test_devices_that_differ_are_refused(name: str, value: str) -> None:
+    other = hello(1, "b", layout={**asdict(LAYOUT), name: value})
+    with pytest.raises(RefusedError) as refused:
+        settle([hello(0), other], "auto", "rank")
+    mine = asdict(LAYOUT)[name]
+    assert str(refused.value) == (
+        f"rank 0 (a) would run on {name} {mine} and rank 1 (b) on {value}: type trainer.{name}=... to make them equal."
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "difference"),
+    [
+        ({}, {}, None),
+        ({"a": {"b": [1, {"c": 2}]}}, {"a": {"b": [1, {"c": 2}]}}, None),
+        ({"a": 1, "b": {"c": 1}}, {"a": 1, "b": {"c": 2}}, ("b.c", 1, 2)),
+        ({"a": 1}, {"a": 1, "b": 0}, ("b", None, 0)),
+        ({"a": {"b": 1}}, {"a": 3}, ("a", {"b": 1}, 3)),
+        ({"a": [1, 2]}, {"a": [2, 1]}, ("a", [1, 2], [2, 1])),
+        ({"x": 1, "a": 1}, {"a": 2, "x": 2}, ("x", 1, 2)),
+        (1, 2, ("", 1, 2)),
+    ],
+)
+def test_the_first_difference_of_two_trees_is_found(one: Any, other: Any, difference: tuple[str, Any, Any] | None) -> None:
+    assert first_difference(one, other) == difference
+
+
+# ----------------------------------------------------------------------------------------------- what a worker is told
+
+
+def test_a_worker_is_told_its_place() -> None:
+    layout = Layout(nodes=2, world_size=5, device="cpu", backend="gloo", threads=1)
+    assert environment(layout, Seat(2, 3, 1, 4, 1, False, True), 2, ("127.0.0.1", 4711), "127.0.0.1") == {
+        "RANK": "4", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4711",
+    }  # fmt: skip
+
+
+def test_on_a_network_the_gradients_take_the_interface_of_the_meeting_unless_another_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seat, names = Seat(0, 1, 0, 1, 0, False, True), ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    # 127.0.0.1 is an address of an interface on every host; the store's is of another host.
+    found = environment(LAYOUT, seat, 0, ("203.0.113.1", 1), "127.0.0.1")
+    assert [found[name] for name in names] == ["lo", "lo"]
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    found = environment(LAYOUT, seat, 0, ("203.0.113.1", 1), "127.0.0.1")
+    assert [found[name] for name in names] == ["lo", "ib0"]
+    assert set(names).isdisjoint(environment(LAYOUT, seat, 0, ("203.0.113.1", 1), "203.0.113.2"))
+
+
+# ------------------------------------------------------------------------------------- several machines by hand, on one
+
+
+CODE = """\
+class Places(Sides):
+    # Writes which worker this is.
+    def __init__(self):
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+        print("place", *(os.environ[name] for name in names), torch.get_num_threads(), flush=True)
+
+
+class Waits(Sides):
+    # Trains slowly for ever, so that a test may end it.
+    def step(self, model, batch):
+        time.sleep(0.05)
+        return super().step(model, batch)
+
+
+class Breaks(Waits):
+    def __init__(self, rank):
+        self.rank, self.left = rank, 5
+
+    def step(self, model, batch):
+        self.left -= 1
+        if self.left == 0 and self.rank == RANK:
+            raise ValueError("a wrong turn")
+        return super().step(model, batch)
+
+
+class Exits(Waits):
+    def step(self, model, batch):
+        if RANK == 1:
+            sys.exit(7)
+        return super().step(model, batch)
+"""
+LONG = ("trainer.epochs=10000", "trainer.grace_seconds=600", "trainer.eval_every=0", "trainer.checkpoint_every=0")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("team"), environ), CODE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Nodes:
+    """The same command on several machines, all of which are this one; each may have words of its own."""
+
+    def __init__(self, recipe: Recipe, *words: str, nodes: int = 2, own: dict[int, Sequence[str]] | None = None) -> None:
+        typed, self.run = recipe.words(*words)
+        self.recipe, self.own = recipe, own or {}
+        self.typed = [*typed, f"trainer.nodes={nodes}", "launcher.master_addr=127.0.0.1", f"launcher.master_port={free_port()}"]
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, *ranks: int) -> Nodes:
+        for number in ranks:
+            words = [*self.typed, f"launcher.node_rank={number}", *self.own.get(number, ())]
+            self.processes[number], _ = self.recipe.ddpexp.start(*words)
+        return self
+
+    def finish(self, timeout: float = PATIENCE) -> list[Done]:
+        return [finish(process, self.run, timeout) for _, process in sorted(self.processes.items())]
+
+    def trains(self) -> None:
+        wait_for(lambda: (self.run / "metrics.jsonl").exists() and (self.run / "metrics.jsonl").read_text() != "")
+
+    def has_met(self) -> bool:
+        """Tell whether a machine is connected to the first one."""
+        port = f":{int(self.typed[-1].partition('=')[2]):04X}"
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return any(line[1].endswith(port) and line[3] == "01" for line in lines)  # Source: proc(5), TCP_ESTABLISHED
+
+    def worker(self, number: int) -> int:
+        """Return the process id of the first worker of a machine: the youngest of its command's descendants."""
+        family = session(self.processes[number].pid)
+        [server] = [pid for pid, parent in family.items() if parent == self.processes[number].pid]
+        return min(pid for pid, parent in family.items() if parent == server)
+
+
+def rank_places(run: Path) -> list[list[str]]:
+    logs = sorted((run / "ranks").iterdir(), key=lambda path: int(path.stem))
+    return [re.findall(r"^place (.*)$", log.read_text(), re.MULTILINE)[0].split() for log in logs]
+
+
+def test_two_commands_train_as_one(recipe: Recipe) -> None:
+    alone = recipe("trainer.gpus=2", "trainer.threads=1", "task._target_=points.Places")
+    both = Nodes(recipe, "trainer.threads=1", "task._target_=points.Places")
+    one, other = both.start(1, 0).finish()
+    assert (one.code, other.code, other.out, one.err, other.err) == (0, 0, "", "", "")
+    result, expected = one.result(), alone.result()
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert (result["status"], result["world_size"], result["metrics"]) == ("done", 2, expected["metrics"])
+    assert {path.name for path in one.run.iterdir()} == {path.name for path in alone.run.iterdir()}
+    assert [line["train/loss"] for line in one.metrics() if "train/loss" in line] == [
+        line["train/loss"] for line in alone.metrics() if "train/loss" in line
+    ]
+    # They share a host, so they are one node.
+    manifest = one.manifest()
+    assert (manifest["world"], manifest["hosts"]) == (alone.manifest()["world"], [socket.gethostname()])
+    assert rank_places(one.run) == rank_places(alone.run)
+    assert rank_places(one.run) == [["0", "0", "2", "2", "0", "127.0.0.1", "1"], ["1", "1", "2", "2", "0", "127.0.0.1", "1"]]
+
+
+def test_machines_may_have_different_numbers_of_workers_when_each_says_so_itself(recipe: Recipe) -> None:
+    # A fake of machines with two GPUs and one: typed numbers are compared, what a machine shows is not.
+    done = Nodes(recipe, "task._target_=points.Places", "trainer.gpus=2").start(0, 1).finish()
+    assert [one.code for one in done] == [0, 0]
+    cores = len(os.sched_getaffinity(0))
+    assert [(place[0], place[1], place[3]) for place in rank_places(done[0].run)] == [(str(i), str(i), "4") for i in range(4)]
+    assert done[0].manifest()["world"]["threads"] == max(1, cores // 4)
+
+
+@pytest.mark.fault(33)
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("trainer.seed=1", "trainer.seed is 0 on node 0 (HOST) and 1 on node 1 (HOST)"),
+        ("trainer.gpus=2", "trainer.gpus is auto on node 0 (HOST) and 2 on node 1 (HOST)"),
+        ("model.hidden=9", "model.hidden is 8 on node 0 (HOST) and 9 on node 1 (HOST)"),
+    ],
+)
+def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, words: str, sentence: str) -> None:
+    both = Nodes(recipe, own={1: [words]})
+    one, other = both.start(0, 1).finish()
+    said = sentence.replace("HOST", socket.gethostname())
+    assert (one.code, other.code) == (2, 2)
+    assert one.err == f"ddpexp: {said}: start all of them with the same words.\n"
+    assert other.err in ("", one.err)  # beside the first one's terminal it need not be said again
+    assert not both.run.exists()
+
+
+@pytest.mark.fault(27)
+def test_differing_numbers_of_machines_are_refused_by_both(recipe: Recipe) -> None:
+    both = Nodes(recipe, own={1: ["trainer.nodes=3"]})
+    one, other = both.start(0, 1).finish()
+    sentence = f"node 1 on {socket.gethostname()} counts 3 in all, node 0 counts 2: start all of them with the same number."
+    assert (one.code, other.code, one.err) == (2, 2, f"ddpexp: {sentence}\n")
+    assert not both.run.exists()
+
+
+@pytest.mark.fault(27)
+def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
+    three = Nodes(recipe, nodes=3, own={2: ["launcher.node_rank=1"]})
+    codes = [done.code for done in three.start(0, 1, 2).finish()]
+    assert codes == [2, 2, 2]
+    assert not three.run.exists()
+
+
+@pytest.mark.fault(25)
+@pytest.mark.parametrize(
+    ("present", "sentence"),
+    [
+        (0, "node 1 of 2 did not come within 1 s: were they started, and do they reach this host?"),
+        (1, r"node 1 did not find node 0 within 1 s: nobody answered at 127.0.0.1:PORT (Connection refused). "
+         "Was it started, and is its host reached?"),
+    ],
+)  # fmt: skip
+def test_a_machine_that_does_not_come_is_missed_in_time(recipe: Recipe, present: int, sentence: str) -> None:
+    both = Nodes(recipe, "trainer.timeout.init_seconds=1")
+    [done] = both.start(present).finish()
+    port = both.typed[-1].partition("=")[2]
+    assert (done.code, done.err) == (2, f"ddpexp: {sentence.replace('PORT', port)}\n")
+    assert not both.run.exists()
+
+
+def test_a_machine_that_was_stopped_while_it_waited_may_be_started_again(recipe: Recipe) -> None:
+    three = Nodes(recipe, nodes=3).start(0, 1)
+    wait_for(three.has_met)
+    three.processes[1].terminate()
+    stopped = finish(three.processes[1], three.run)
+    assert (stopped.code, stopped.err) == (143, "ddpexp: interrupted by SIGTERM; nothing was started\n")
+    assert [done.code for done in three.start(1, 2).finish()] == [0, 0, 0]
+
+
+FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0.1", "launcher.master_port=29500")
+
+
+@pytest.mark.variants(4)
+@pytest.mark.fault(26, 27)
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2, but trainer.nodes=2: it goes from 0 to 1."),
+        ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1, but trainer.nodes=2: it goes from 0 to 1."),
+        ((*FOUR, "launcher.master_port=0"), "launcher.master_port=0 is no port: use one from 1 to 65535."),
+        ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536 is no port: use one from 1 to 65535."),
+        ((*FOUR, "launcher.master_addr=0.0.0.0"),
+         "launcher.master_addr=0.0.0.0 is no address that the others could reach: name this host."),
+        ((*FOUR, "launcher.master_addr=203.0.113.1"),
+         "launcher.master_addr=203.0.113.1 is not an address of HOST, where rank zero runs: name this host."),
+        ((*FOUR, "launcher.master_addr=null"), "trainer.nodes=2 with launcher=spawn wants launcher.master_addr too: type the same "
+         "command on every machine, with launcher.node_rank from 0 to 1 and the first one's address and a free port."),
+        (("trainer.nodes=2",), "trainer.nodes=2 with launcher=spawn wants launcher.node_rank and launcher.master_addr and "
+         "launcher.master_port too: type the same command on every machine, with launcher.node_rank from 0 to 1 and the first "
+         "one's address and a free port."),
+        (("launcher.node_rank=1",), "launcher.node_rank=1 is for several machines: say how many with trainer.nodes=... ."),
+        (("trainer.nodes=1", "launcher.master_port=1"),
+         "launcher.master_port=1 is for several machines: say how many with trainer.nodes=... ."),
+        (("trainer.nodes=0",), "trainer.nodes=0 leaves no machine: use 1 or more."),
+        (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic understands."),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_refused(recipe: Recipe, words: Sequence[str], sentence: str) -> None:
+    done = recipe(*words)
+    assert (done.code, done.err) == (2, f"ddpexp: {sentence.replace('HOST', socket.gethostname())}\n")
+    assert not done.run.exists()
+
+
+# ---------------------------------------------------------------------------------------------------- when one of them fails
+
+
+def failed(done: Done) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((done.run / "error.json").read_text())
+    assert done.result()["status"] == "failed"
+    return found
+
+
+def test_a_killed_command_ends_the_other_which_says_who_is_gone(recipe: Recipe) -> None:
+    both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)
+    both.trains()
+    both.processes[1].kill()
+    one, other = both.finish()
+    host = socket.gethostname()
+    assert (one.code, other.code) == (1, -signal.SIGKILL)
+    error = failed(one)
+    assert (error["rank"], error["host"], error["kind"]) == (1, host, "CommandLost")
+    assert f"rank 1 on {host} failed: CommandLost: the command of rank 1 on {host} is gone: it was killed, or" in one.err
+
+
+def test_a_killed_command_of_rank_zero_ends_the_other(recipe: Recipe) -> None:
+    both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)
+    both.trains()
+    both.processes[0].kill()
+    _, other = both.finish()
+    assert other.code == 1
+    gone = "is gone: it was killed or stopped, or its host is cut off"
+    assert f"the command of rank zero on {socket.gethostname()} {gone}" in other.err
+
+
+def test_a_killed_worker_of_another_machine_is_the_first_cause_for_both(recipe: Recipe) -> None:
+    both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)
+    both.trains()
+    os.kill(both.worker(1), signal.SIGKILL)
+    one, other = both.finish()
+    assert (one.code, other.code) == (1, 1)
+    error = failed(one)
+    assert (error["rank"], error["host"], error["kind"], error["signal"]) == (1, socket.gethostname(), "SIGKILL", 9)
+    assert f"ddpexp: rank 1 on {socket.gethostname()} failed (train" in one.err
+    assert one.err.count("ddpexp: ") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_on_any_machine_is_shown_once_with_its_traceback(recipe: Recipe, rank: int) -> None:
+    both = Nodes(recipe, "task._target_=points.Breaks", f"+task.rank={rank}", *LONG).start(0, 1)
+    one, other = both.finish()
+    assert (one.code, other.code) == (1, 1)
+    error = failed(one)
+    assert (error["rank"], error["kind"], error["message"]) == (rank, "ValueError", "a wrong turn")
+    text = one.out + one.err
+    assert text.count("Traceback") == 1
+    assert 'raise ValueError("a wrong turn")' in text
+    assert re.search(rf"^ddpexp: rank {rank} on \S+ failed \(train.*: ValueError: a wrong turn", one.err, re.MULTILINE)
+    assert "ValueError: a wrong turn" in (one.run / f"ranks/{rank}.log").read_text()
+
+
+def test_the_users_own_exit_code_is_everybodys(recipe: Recipe) -> None:
+    done = Nodes(recipe, "task._target_=points.Exits", *LONG).start(0, 1).finish()
+    assert [one.code for one in done] == [7, 7]
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "SIGTERM"), (1, "SIGINT")])
+def test_a_signal_to_one_command_stops_both(recipe: Recipe, number: int, name: str) -> None:
+    both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)
+    both.trains()
+    both.processes[number].send_signal(signal.Signals[name])
+    done = both.finish()
+    code = 128 + signal.Signals[name]
+    assert [one.code for one in done] == [code, code]
+    assert f"interrupted by {name}; saved at step {done[0].result()['step']} in " in done[0].err
+    said, command = done[0].err.splitlines()[-2:]
+    assert said.endswith("; resume it on every machine (each with its own launcher.node_rank) with:")
+    assert re.fullmatch(rf"python -m ddpexp resume {done[0].run.name} .* launcher\.node_rank=0", command)
+    assert done[0].result()["status"] == "interrupted"
+
+
+def test_what_only_workers_see_is_refused_by_both_in_one_sentence(recipe: Recipe) -> None:
+    one, other = Nodes(recipe, "trainer.global_batch_size=128").start(0, 1).finish()
+    assert (one.code, other.code) == (2, 2)
+    assert one.err == "ddpexp: trainer.global_batch_size=128 is more than the 96 training samples. Use at most 96.\n"
+
+
+@pytest.mark.fault(24)
+def test_a_port_that_another_job_has_is_refused(recipe: Recipe) -> None:
+    both = Nodes(recipe)
+    port = int(both.typed[-1].partition("=")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        [done] = both.start(0).finish()
+    assert done.code == 2
+    assert done.err == (
+        f"ddpexp: launcher.master_port={port} cannot be opened on 127.0.0.1: Address already in use by "
+        f"{Path('/proc/self/comm').read_text().strip()} (process {os.getpid()}). Choose another port, the same for all.\n"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ two real hosts
+
+
+def inside(host: str) -> list[str]:
+    """Return the words that run a command in a host of the cluster that SLURM_CONF belongs to."""
+    conf = os.environ.get("SLURM_CONF")
+    if not conf or shutil.which("nsenter") is None:
+        pytest.skip("needs the hosts of a Slurm cluster: set SLURM_CONF")
+    network, name = Path(f"/run/netns/ddp-{host}"), Path(conf).parent / "uts" / host
+    if not network.exists() or not name.exists():
+        pytest.skip(f"the cluster of {conf} has no {host} on this machine")
+    return ["nsenter", f"--net={network}", f"--uts={name}", "--"]
+
+
+def listening(host: str) -> set[tuple[str, int]]:
+    """Return the addresses that are listened on in a host."""
+    lines = subprocess.run([*inside(host), "cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True).stdout
+    found = [line.split()[1].split(":") for line in lines.splitlines() if line.split()[3] == "0A"]
+    return {(socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else "IPv6", int(port, 16)) for one, port in found}
+
+
+@pytest.mark.fault("S6")
+@pytest.mark.slurm
+def test_two_hosts_train_as_one_and_listen_on_the_interface_between_them_alone(recipe: Recipe) -> None:
+    typed = (
+        "trainer.threads=1",
+        "trainer.epochs=50",
+        "trainer.log_every=100",
+        "trainer.eval_every=0",
+        "task._target_=points.Places",
+    )
+    alone = recipe("trainer.gpus=4", *typed)
+    place = ("launcher.master_addr=node0", f"launcher.master_port={free_port()}")
+    words, run = recipe.words("trainer.gpus=2", "trainer.nodes=2", *place, *typed)
+    addresses = {host: socket.gethostbyname(host) for host in ("node0", "node1")}
+    before = {host: listening(host) for host in addresses}
+    processes = [
+        subprocess.Popen(
+            [*inside(host), sys.executable, "-m", "ddpexp", *words, f"launcher.node_rank={number}"],
+            cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )
+        for number, host in enumerate(addresses)
+    ]  # fmt: skip
+    seen: dict[str, set[str]] = {host: set() for host in addresses}
+    while any(process.poll() is None for process in processes):
+        for host in addresses:
+            seen[host] |= {address for address, _ in listening(host) - before[host]}
+        time.sleep(0.05)
+    done = [finish(process, run) for process in processes]
+    assert [one.code for one in done] == [0, 0], done[0].err + done[1].err
+    assert seen == {host: {address} for host, address in addresses.items()}
+    assert done[0].result()["weights_sha256"] == alone.result()["weights_sha256"]
+    assert done[0].manifest()["hosts"] == ["node0", "node1"]
+    assert done[0].manifest()["world"] == {**alone.manifest()["world"], "nodes": 2}
+    assert [(place[1], place[3], place[4]) for place in rank_places(run)] == [
+        ("0", "2", "0"), ("1", "2", "0"), ("0", "2", "1"), ("1", "2", "1"),
+    ]  # fmt: skip

@@ -1,0 +1,54 @@
+"""What a person reads of the metrics: on standard output, in the log, or over the channel to whoever watches."""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+import pytest
+
+from ddpexp.launch.workers.control import Control, Lines
+from ddpexp.loggers.progress import Progress
+
+TRAIN = {
+    "train/loss": 0.123456, "train/accuracy": 0.98765, "train/lr": 0.05, "train/grad_norm": 1.5,
+    "train/samples_per_second": 12345.6,
+}  # fmt: skip
+
+
+@pytest.fixture
+def log() -> logging.Logger:
+    log = logging.getLogger("ddpexp.tests.console")
+    log.setLevel(logging.INFO)
+    return log
+
+
+def test_without_a_watcher_everything_is_a_line_of_the_log(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    console = Progress(Control(None), log, 100)
+    console.scalars(50, 0.5, TRAIN)
+    console.scalars(100, 1.0, {"eval/loss": 0.2, "eval/accuracy": 0.5})
+    assert caplog.messages == [
+        "step  50/100  epoch  0.50  loss 0.1235  accuracy 98.77%  lr 0.05  grad_norm 1.5  12,346 samples/s",
+        "step 100/100  epoch  1.00  eval/loss 0.2  eval/accuracy 50.00%",
+    ]
+    assert not any(vars(record)["watched"] for record in caplog.records[:1])
+
+
+def test_a_watcher_gets_progress_and_shows_it_itself(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    lines = Lines(ours)
+    Progress(Control(theirs), log, 100).scalars(50, 0.5, TRAIN)
+    [message], open_ = lines.read()
+    assert open_
+    assert isinstance(message.pop("after"), int)
+    assert message == {
+        "kind": "progress", "done": 50, "total": 100, "text": "loss 0.1235  accuracy 98.77%", "line": caplog.messages[0],
+    }  # fmt: skip
+    assert vars(caplog.records[0])["watched"]  # kept in run.log, left out of standard output
+    ours.close()
+    theirs.close()
+
+
+def test_a_metric_that_a_recipe_lacks_is_left_out(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    Progress(Control(None), log, 9).scalars(3, 0.1, {"train/loss": 2.0, "train/lr": 1e-5})
+    assert caplog.messages == ["step 3/9  epoch  0.10  loss 2  lr 1e-05"]

@@ -1,0 +1,735 @@
+"""Going on with a run directory: the same command again, and `ddpexp resume`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddpexp.run.directory import RunDir
+from ddpexp.run.manifest import accepted
+from ddpexp.run.resume import merged
+from tests.cli.test_evaluate import listing
+from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, starts_of
+from tests.points import Recipe, wait_for
+
+SLOW = """\
+class Slow(Sides):
+    def step(self, model, batch):
+        time.sleep(0.05)
+        return super().step(model, batch)
+"""
+LONG = ("task._target_=points.Slow", "trainer.epochs=200", "trainer.log_every=1")
+SHORTER = ("task._target_=points.Sides", "trainer.epochs=25")
+"""What makes the rest of a long run quick."""
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpexp")
+
+
+@pytest.fixture
+def recipe(ddpexp: Ddpexp) -> Recipe:
+    return Recipe(ddpexp, SLOW)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Done:
+    """One run of two workers, which tests copy."""
+    done = Ddpexp(tmp_path_factory.mktemp("finished"), environ)(*SMALL, "trainer.gpus=2")
+    assert done.code == 0, done.err
+    return done
+
+
+@pytest.fixture
+def run(finished: Done, tmp_path: Path) -> Path:
+    """A copy of the finished run, as `run` in the current folder of the command."""
+    return shutil.copytree(finished.run, tmp_path / "run")
+
+
+@pytest.fixture
+def stopped(run: Path) -> Path:
+    """The same run as it is when it was interrupted before its first checkpoint."""
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.jsonl").unlink()
+    change(run / "result.json", status="interrupted", step=0, epoch=0, metrics={}, weights_sha256=None)
+    return run
+
+
+def change(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def again(ddpexp: Ddpexp, *words: str, environ: dict[str, str] | None = None) -> Done:
+    """Type the command of the run again."""
+    return ddpexp(*SMALL, "trainer.gpus=2", "run.dir=run", *words, environ=environ)
+
+
+def resumed(ddpexp: Ddpexp, *words: str, environ: dict[str, str] | None = None) -> Done:
+    return ddpexp("resume", *words, environ=environ)
+
+
+def refused(done: Done, sentence: str) -> None:
+    assert (done.code, done.out) == (2, ""), (done.out, done.err)
+    assert re.search(sentence, done.err), done.err
+    assert "Traceback" not in done.err
+
+
+def torchrun(ddpexp: Ddpexp, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*TORCHRUN, *words], cwd=ddpexp.folder, env={**ddpexp.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def interrupted(recipe: Recipe, *words: str, number: int = signal.SIGTERM) -> tuple[Done, Path]:
+    """Return how a long run ended that got a signal in its middle."""
+    process, run = recipe.start(*LONG, *words)
+    wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
+    process.send_signal(number)
+    return finish(process, run), run
+
+
+# A finished run.
+
+FINISHED = "is finished at step 10 (eval/accuracy 67.0 %): nothing to do.\n"
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(ddpexp: Ddpexp, run: Path) -> None:
+    before = listing(run)
+    for done, name in ((again(ddpexp), "run.dir=run"), (resumed(ddpexp, "run"), "run"), (resumed(ddpexp, f"{run}/"), "run")):
+        assert (done.code, done.out, done.err) == (0, f"ddpexp: {name} {FINISHED}", "")
+    # Neither what is free nor where it is started matters to it, and no workers are there to refuse anything.
+    done = again(ddpexp, "run.resume=never", "trainer.log_every=7")
+    assert (done.code, done.err) == (0, "")
+    assert listing(run) == before
+
+
+def test_every_rank_of_a_finished_run_ends_well(ddpexp: Ddpexp, run: Path) -> None:
+    before = listing(run)
+    done = finish(torchrun(ddpexp, *SMALL, "run.dir=run", "launcher=torchrun-env"), run)
+    assert (done.code, done.out) == (0, f"ddpexp: run.dir=run {FINISHED}"), done.err
+    assert "ddpexp" not in done.err
+    elastic = resumed(ddpexp, "run", "launcher=elastic")
+    assert (elastic.code, elastic.out, elastic.err) == (0, f"ddpexp: run {FINISHED}", "")
+    assert listing(run) == before
+
+
+def test_a_finished_run_cannot_become_another_one(ddpexp: Ddpexp, run: Path) -> None:
+    before = listing(run)
+    refused(
+        resumed(ddpexp, "run", "optimizer.lr=0.5"), r"run is finished at step 10 .*: optimizer\.lr 0\.1 -> 0\.5 would change noth"
+    )
+    refused(
+        again(ddpexp, "trainer.seed=1"), r"^ddpexp: run\.dir=run was started with trainer\.seed=0, and this is trainer\.seed=1: "
+    )
+    assert resumed(ddpexp, "run", "trainer.max_steps=5").code == 0
+    assert resumed(ddpexp, "run", "trainer.max_steps=20").code == 0  # the epochs end it at the same step
+    assert listing(run) == before
+
+
+def test_a_finished_run_goes_on_when_it_is_asked_to_be_longer(ddpexp: Ddpexp, run: Path) -> None:
+    done = resumed(ddpexp, "run", "trainer.epochs=4", "trainer.max_steps=12")
+    assert done.code == 0, done.err
+    remark = "the learning rate's schedule follows the new length from here on"
+    assert f"changed: trainer.epochs 2 -> 4 ({remark}), trainer.max_steps 10 -> 12 ({remark})\n" in done.out
+    assert json.loads((run / "result.json").read_text())["step"] == 12
+    assert "- trainer.max_steps=12\n" in (run / "overrides.yaml").read_text()
+    assert "- trainer.max_steps=10\n" in (run / "overrides-1.yaml").read_text()
+    assert yaml.safe_load((run / "config-1.yaml").read_text())["trainer"]["epochs"] == 2
+    assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["epochs"] == 4
+    assert resumed(ddpexp, "run").out == f"ddpexp: run {FINISHED}".replace("step 10", "step 12").replace("67.0", percent(run))
+
+
+def percent(run: Path) -> str:
+    return f"{100 * json.loads((run / 'result.json').read_text())['metrics']['eval/accuracy']:.1f}"
+
+
+# An unfinished one.
+
+
+def test_the_same_command_goes_on_and_lists_nothing(ddpexp: Ddpexp, stopped: Path) -> None:
+    (stopped / ".result.json.0123abcd").touch()
+    (stopped / ".mine.json.0123abcd").touch()
+    (stopped / "error.json").write_text("{}")
+    config = (stopped / "config.yaml").stat()
+    done = again(ddpexp)
+    assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
+    assert "recipe  mnist\n" in done.out  # not always its start: gloo of torch 2.10 prints a line before
+    names = set(os.listdir(stopped))
+    assert not {"config-1.yaml", "overrides-1.yaml", ".result.json.0123abcd", "error.json"} & names
+    assert {"error-1.json", ".mine.json.0123abcd"} <= names
+    assert (stopped / "config.yaml").stat().st_ino == config.st_ino
+    first, second = starts_of(stopped)
+    assert {key for key in first if first[key] != second[key]} <= {"started", "command"}
+    assert set(second) == {
+        "changes", "code_diff", "command", "git", "hosts", "inputs", "owners", "packages", "platform", "python", "restart",
+        "started", "world",
+    }  # fmt: skip
+
+
+def test_a_manifest_of_one_start_alone_becomes_the_first_of_several(ddpexp: Ddpexp, stopped: Path) -> None:
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    del manifest["earlier"]
+    (stopped / "manifest.json").write_text(json.dumps(manifest))
+    assert resumed(ddpexp, "run", environ={"SLURM_RESTART_COUNT": "3"}).code == 0
+    first, second = starts_of(stopped)
+    assert (first["started"], first["restart"], second["restart"]) == (manifest["started"], None, 3)
+
+
+def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Path) -> None:
+    done = resumed(ddpexp, "run", "trainer.log_every=2", "trainer.gpus=1", "optimizer.lr=0.02", "scheduler=cosine")
+    assert done.code == 0, done.err
+    log = (stopped / "run.log").read_text()
+    for line in (
+        "2 -> 1 workers",
+        "changed: optimizer.lr 0.1 -> 0.02, scheduler._target_ onecycle -> cosine, ",
+        "also other than before: trainer.gpus 2 -> 1, trainer.log_every 5 -> 2",
+    ):
+        assert line in done.out
+        assert line in log
+    assert {"config-1.yaml", "overrides-1.yaml"} <= set(os.listdir(stopped))
+    # What was accepted is what the run is from here on.
+    change(stopped / "result.json", status="interrupted")
+    after = resumed(ddpexp, "run")
+    assert after.code == 0
+    assert "changed" not in after.out
+    assert not (stopped / "config-2.yaml").exists()
+
+
+def test_what_has_changed_without_being_typed_is_refused(ddpexp: Ddpexp, stopped: Path) -> None:
+    # As a default that was another one when the run was started.
+    config = stopped / "config.yaml"
+    config.write_text(config.read_text().replace("weight_decay: 0.0005", "weight_decay: 0.01"))
+    change(stopped / "manifest.json", config=accepted(config.read_text()))
+    before = listing(stopped)
+    sentence = (
+        r"^ddpexp: run\.dir=run was started with optimizer\.weight_decay=0\.01, and this is optimizer\.weight_decay=0\.0005, "
+        r"which is not typed: type optimizer\.weight_decay=0\.0005 to change it, or optimizer\.weight_decay=0\.01 to keep it\.\n$"
+    )
+    refused(again(ddpexp), sentence)
+    refused(
+        again(ddpexp, "data.embedded_train=700"), r"data\.embedded_train=640, and this is data\.embedded_train=700: the steps to"
+    )
+    assert listing(stopped) == before
+    assert again(ddpexp, "optimizer.weight_decay=0.01").code == 0
+
+
+def test_other_data_is_refused_with_both_names(ddpexp: Ddpexp, stopped: Path) -> None:
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    for data, called in (({"sha256": "0" * 64}, "embedded-digits (000000000000)"), ({"name": "mnist"}, "mnist (")):
+        change(stopped / "manifest.json", data={**manifest["data"], **data})
+        before = listing(stopped)
+        here = f"embedded-digits ({manifest['data']['sha256'][:12]})"
+        refused(again(ddpexp), re.escape(f"run.dir=run was trained on {called}") + ".*, and the data here is " + re.escape(here))
+        after = listing(stopped)
+        assert after.pop("lock") == before.pop("lock") == b""  # had, and let go of
+        assert after == before
+
+
+def test_threads_stay_as_they_were(ddpexp: Ddpexp, stopped: Path) -> None:
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    found = manifest["world"]["threads"]
+    change(stopped / "manifest.json", world={**manifest["world"], "threads": found + 1})
+    done = again(ddpexp)
+    assert done.code == 0
+    assert f"threads: {found + 1} each as before, for another number changes the last bits of the result; " in done.out
+    assert f"this start would have chosen {found} (trainer.threads={found})\n" in done.out
+    assert f", {found + 1} threads each" in done.out
+    change(stopped / "result.json", status="interrupted")
+    typed = again(ddpexp, f"trainer.threads={found}")
+    assert "as before" not in typed.out
+    assert json.loads((stopped / "manifest.json").read_text())["world"]["threads"] == found
+
+
+def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: Path) -> None:
+    before = listing(stopped)
+    refused(
+        again(ddpexp, "run.resume=never"), r"run\.dir=run holds a run that is not finished, and run\.resume=never refuses to go on"
+    )
+    refused(
+        again(ddpexp, "run.resume=require"), r"run\.dir=run holds no complete checkpoint, and run\.resume=require starts from noth"
+    )
+    refused(resumed(ddpexp, "run", "run.resume=never"), r"resume goes on with a run, and run\.resume=never refuses that")
+    assert listing(stopped) == before
+    refused(
+        ddpexp(*SMALL, "run.dir=new", "run.resume=require"), r"run\.resume=require goes on with the run in run\.dir, and there is"
+    )
+    refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and no run\.dir is typed\.\n$")
+    assert not (ddpexp.folder / "new").exists()
+    # `never` was the word of the first command; `resume` is typed to go on.
+    (stopped / "config.yaml").write_text((stopped / "config.yaml").read_text().replace("resume: auto", "resume: never"))
+    assert resumed(ddpexp, "run").code == 0
+
+
+@pytest.mark.variants(2)
+@pytest.mark.parametrize("left", [(), ("ranks/",), ("lock",), ("ranks/", "lock"), ("ranks/", "lock", "config.yaml")])
+def test_a_start_that_was_killed_early_leaves_a_directory_that_can_be_used(
+    ddpexp: Ddpexp, finished: Done, left: tuple[str, ...]
+) -> None:
+    folder = ddpexp.folder / "run"
+    folder.mkdir()
+    for name in left:
+        if name.endswith("/"):
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(b"" if left == ("lock",) else (finished.run / name).read_bytes())
+    done = again(ddpexp)
+    assert (done.code, done.err) == (0, "")
+    assert json.loads((ddpexp.folder / "run/result.json").read_text())["status"] == "done"
+
+
+def test_what_is_no_run_of_ours_is_refused_as_ever(ddpexp: Ddpexp) -> None:
+    folder = ddpexp.folder / "run"
+    for names in (("config.yaml",), ("lock",), ("manifest.json", "lock"), ("ranks/0.log",)):
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("mine")
+        refused(again(ddpexp), r"^ddpexp: run\.dir=run exists and is not empty: choose another one, or remove it\.\n$")
+        assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == set(names)
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("manifest.json", "{", r"run is not a run directory: manifest\.json cannot be read"),
+        ("manifest.json", "[]", r"run is not a run directory: manifest\.json holds no object"),
+        ("result.json", "{", r"run is not a run directory: result\.json cannot be read"),
+        ("config.yaml", "a: [", r"run/config\.yaml cannot be read"),
+        ("config.yaml", "- a\n", r"run/config\.yaml is not the configuration of a run"),
+        ("config.yaml", "x: !!python/object/apply:os.system ['touch pwned']", r"run/config\.yaml cannot be read"),
+    ],
+)
+def test_a_damaged_run_is_refused_and_left_alone(ddpexp: Ddpexp, run: Path, name: str, text: str, sentence: str) -> None:
+    (run / name).write_text(text)
+    before = listing(run)
+    refused(resumed(ddpexp, "run") if name == "config.yaml" else again(ddpexp), sentence)
+    assert listing(run) == before
+    assert not (ddpexp.folder / "pwned").exists()
+
+
+def test_a_line_break_in_the_name_is_refused_before_anything_is_made(ddpexp: Ddpexp) -> None:
+    for word in ("run.dir='a\nb'", "run.dir='a\x07b'"):
+        refused(ddpexp(*SMALL, word), r"^ddpexp: run\.dir has a line break or another control character, which no line can show: ")
+    assert os.listdir(ddpexp.folder) == []
+
+
+# How an interrupted run is gone on with.
+
+
+def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, environ: dict[str, str]) -> None:
+    inner = Ddpexp(ddpexp.folder / "a folder", environ)
+    inner.folder.mkdir()
+    recipe = Recipe(inner, SLOW)
+    process, run = recipe.start(*LONG, "run.trust=[points]", "run.dir=-x")
+    wait_for(lambda: (inner.folder / "-x/metrics.jsonl").is_file())
+    process.send_signal(signal.SIGINT)
+    done = finish(process, run)
+    assert done.code == 128 + signal.SIGINT
+    last = done.err.splitlines()[-1]
+    conf = str(recipe.folder / "conf")
+    assert shlex.split(last) == [
+        "python", "-m", "ddpexp", "resume", "./-x", "--config-dir", conf, "run.trust=[points]",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recipe: Recipe) -> None:
+    typed, run = recipe.words(*LONG, "launcher=torchrun-env")
+    process = torchrun(recipe.ddpexp, *typed)
+    wait_for(lambda: (run / "metrics.jsonl").is_file())
+    process.send_signal(signal.SIGTERM)
+    done = finish(process, run)
+    words = f"resume {run.name} --config-dir {recipe.folder / 'conf'} launcher=torchrun-env"
+    assert re.search(f"; resume it with:\n\\S+ -m torch.distributed.run .*-m ddpexp {re.escape(words)}\n", done.err)
+    again = finish(torchrun(recipe.ddpexp, *words.split(), *SHORTER), run, 60)
+    assert again.code == 0, again.err
+    assert again.out.count("changed: trainer.epochs 200 -> 25, task._target_ points.Slow -> points.Sides\n") == 1
+    assert again.result()["status"] == "done"
+    # Without torchrun the stored launcher cannot work, and says what can.
+    change(run / "result.json", status="interrupted")
+    alone = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"))
+    refused(alone, r"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: .* or use launcher=spawn")
+    spawned = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), "launcher=spawn")
+    assert spawned.code == 0, spawned.err
+    assert "2 -> 1 workers" in spawned.out
+
+
+def test_elastic_starts_its_ranks_for_a_run_that_goes_on(ddpexp: Ddpexp, stopped: Path) -> None:
+    done = resumed(ddpexp, "run", "launcher=elastic", "optimizer.lr=0.02")
+    assert done.code == 0, done.err
+    assert done.err == "ddpexp: going on in run\n"
+    assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
+    assert json.loads((stopped / "result.json").read_text())["status"] == "done"
+
+
+SLURM = {
+    "sbatch": "#!/bin/sh\necho 12\n",
+    "srun": "#!/bin/sh\n",
+    "scontrol": "#!/bin/sh\necho '   JobState=PENDING Reason=None'\n",
+}
+"""Programs that answer as Slurm does: what is submitted twice can be told without a cluster."""
+
+
+def test_a_submission_goes_on_in_the_same_directory_and_not_twice(ddpexp: Ddpexp, stopped: Path) -> None:
+    (ddpexp.folder / "bin").mkdir()
+    for name, text in SLURM.items():
+        (ddpexp.folder / "bin" / name).write_text(text)
+        (ddpexp.folder / "bin" / name).chmod(0o755)
+    environ = {"PATH": f"{ddpexp.folder}/bin:{os.environ['PATH']}"}
+    done = resumed(ddpexp, "run", "launcher=slurm", "optimizer.lr=0.02", environ=environ)
+    assert done.code == 0, done.err
+    assert "submitted job 12  run directory run\n" in done.out
+    assert f"member {stopped.resolve()}\n" in (stopped / "job.sbatch").read_text()
+    result = json.loads((stopped / "result.json").read_text())
+    assert (result["status"], result["job_id"]) == ("submitted", "12")
+    for second in (
+        resumed(ddpexp, "run", "launcher=slurm", environ=environ),
+        again(ddpexp, "optimizer.lr=0.02", environ=environ),
+    ):
+        refused(second, r"run was submitted as job 12, which is in the queue: wait for it, or scancel 12 first\.\n$")
+    # The job itself goes on, and its log says what was changed when it was submitted.
+    step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
+    words = [sys.executable, "-m", "ddpexp", "member", str(stopped)]
+    job = subprocess.run(
+        words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"}, capture_output=True, text=True,
+        timeout=PATIENCE,
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert "changed: optimizer.lr 0.1 -> 0.02\n" in job.stdout
+    assert json.loads((stopped / "result.json").read_text())["status"] == "done"
+    assert subprocess.run(words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"},
+                          timeout=PATIENCE, capture_output=True).returncode == 0  # fmt: skip
+
+
+# Wrong words.
+
+
+def test_resume_says_how_it_is_used(ddpexp: Ddpexp) -> None:
+    done = resumed(ddpexp)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("ddpexp: resume what?\nusage: ddpexp resume RUN_DIR [key=value ...]\n")
+    asked = resumed(ddpexp, "run", "--help")
+    assert (asked.code, asked.out, asked.err) == (0, done.err.removeprefix("ddpexp: resume what?\n"), "")
+
+
+def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> None:
+    (ddpexp.folder / "empty").mkdir()
+    for words, sentence in {
+        ("nowhere",): r"^ddpexp: resume nowhere: there is no such directory\.\n$",
+        ("empty",): r"^ddpexp: resume empty: it is no run directory\.\n$",
+        ("run/config.yaml",): r"^ddpexp: resume run/config\.yaml: it is no run directory\. Did you mean run\?\n$",
+        ("run/checkpoints/step-00000010",): r"it is no run directory\. Did you mean run\?\n$",
+        ("run", "-m"): r"^ddpexp: resume -m: it takes a run directory, key=value and --config-dir DIR, and nothing else\.\n$",
+        ("--cfg", "job", "run"): r"^ddpexp: resume --cfg: it takes",
+        ("run", "run.dir=other"): r"^ddpexp: run\.dir=other: resume goes on in run itself\.\n$",
+        ("run", "trainer.epoch=3"): r"trainer\.epoch is not a known key\. Did you mean trainer\.epochs\?\n$",
+        ("run", "trainer.epochs"): r"trainer\.epochs has no value: write trainer\.epochs=\.\.\. \.",
+        ("run", "scheduler=cosin"): r"scheduler=cosin is not a known option\. Did you mean scheduler=cosine\?\n$",
+        ("run", "recipe=mnist"): r"recipe=mnist is made of several files: type the whole command again, with run\.dir=\.\.\. \.\n$",
+        ("run", "optimizer=adamw"): r"optimizer\._target_=torch\.optim\.SGD, and this is optimizer\._target_=torch\.optim\.AdamW: ",
+        ("run", "launcher=mpi"): r"launcher=mpi is a process that mpirun starts",
+        ("run", "launcher=mpl"): r"Did you mean launcher=mpi\?\n$",
+    }.items():
+        refused(resumed(ddpexp, *words), sentence)
+
+
+def test_code_of_ones_own_is_trusted_again_or_named(recipe: Recipe) -> None:
+    done, run = interrupted(recipe, number=signal.SIGINT)
+    conf = recipe.folder / "conf"
+    ddpexp = recipe.ddpexp
+    refused(
+        resumed(ddpexp, str(run)),
+        re.escape(
+            f"{run} names code of its own (data._target_=points.load), which runs only when its place is typed again. "
+            f"If it is yours: python -m ddpexp resume {run} --config-dir project/conf\n"
+        ),
+    )
+    config = run / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("trust: []", "trust:\n  - points").replace(f"code: {recipe.folder}", "code: null"))
+    refused(resumed(ddpexp, str(run)), re.escape(f"python -m ddpexp resume {run} 'run.trust=[points]'\n"))
+    config.write_text(text)
+    assert json.loads((run / "manifest.json").read_text())["command"][1] == "--config-dir"
+    assert done.code == 128 + signal.SIGINT
+    last = resumed(ddpexp, "--config-dir", str(conf), str(run), *SHORTER)
+    assert last.code == 0, last.err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_another_users_code_is_refused_even_when_it_is_typed(recipe: Recipe, run: Path) -> None:
+    os.chown(run / "config.yaml", 65534, 65534)
+    assert resumed(recipe.ddpexp, "run").code == 0  # ddpexp's own code alone
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("_target_: ddpexp.recipes.mnist.Linear", "_target_: points.Net"))
+    done = resumed(recipe.ddpexp, "run", "--config-dir", str(recipe.folder / "conf"))
+    refused(
+        done, r"run is another user's, and it names code outside ddpexp \(model\._target_=points\.Net\): it must be your own\.\n$"
+    )
+
+
+def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp: Ddpexp, run: Path) -> None:
+    # What another process would do between the command's look and the worker's.
+    program = (
+        "from ddpexp.train.worker import _configuration; from ddpexp.run.directory import RunDir; from pathlib import Path\n"
+        "_configuration(RunDir(Path('run')), '0' * 64)"
+    )
+    words = [sys.executable, "-c", program]
+    found = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
+    assert "RefusedError: run/config.yaml is not what it was when the command read it" in found.stderr
+
+
+@pytest.mark.slurm
+def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Ddpexp, stopped: Path) -> None:
+    if "SLURM_CONF" not in os.environ:
+        pytest.skip("no Slurm cluster: SLURM_CONF is not set")
+    words = ("launcher=slurm", "launcher.wait=true", "trainer.nodes=2", "trainer.gpus=1", "optimizer.lr=0.02")
+    done = resumed(ddpexp, "run", *words)
+    assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
+    assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
+    assert [len(start["hosts"]) for start in starts_of(stopped)] == [1, 2]
+    srun = ["srun", "-N2", "-n2", sys.executable, "-m", "ddpexp", "resume", "run", "launcher=slurm", "trainer.nodes=auto"]
+    after = subprocess.run(
+        [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
+        capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), after.stderr
+
+
+# What has changed between two starts.
+
+CHANGING = """\
+import helpers
+
+
+class Helped(Sides):
+    def step(self, model, batch):
+        loss, count, metrics = super().step(model, batch)
+        return helpers.scaled(loss), count, metrics
+
+
+def load_counted(train=96, test=33):
+    count, seed = map(int, open(os.path.join(os.path.dirname(__file__), "count.txt")).read().split())
+    return Splits(points(count, seed), {"eval": points(test, 1)})
+
+
+def load_counted_items(train=96, test=33):
+    parts = load_counted(train, test)
+    items = Items(1, 0)
+    items.rows = parts.train
+    return Splits(items, parts.evals)
+"""
+HELPED = ("task._target_=points.Helped", "trainer.epochs=1")
+
+
+@pytest.fixture
+def changing(ddpexp: Ddpexp) -> Recipe:
+    """A recipe with a helper beside it, and data in a file."""
+    recipe = Recipe(ddpexp, CHANGING)
+    (recipe.folder / "helpers.py").write_text("def scaled(loss):\n    return loss\n")
+    (recipe.folder / "count.txt").write_text("96 0")
+    return recipe
+
+
+def more(recipe: Recipe, run: Path, *words: str) -> Done:
+    """Resume the run of a recipe."""
+    return resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), *words)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def remedy(done: Done) -> str:
+    """Return the word that a refusal says to type."""
+    return str(re.findall(r"[Tt]ype (\S+=\S+)", done.err)[-1])
+
+
+def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe) -> None:
+    done = changing(*HELPED)
+    run = done.run
+    assert done.code == 0, done.err
+    edit(changing.folder / "points.py", "# The same points,", "# Just the same points,")  # changes nothing
+    edit(changing.folder / "helpers.py", "return loss", "return 2 * loss")
+    before = listing(run)
+    sentence = (
+        "since step 4 helpers.py has changed, so the steps to come would be computed by other code than the steps so far. "
+        "Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.\n"
+    )
+    again = more(changing, run, "trainer.epochs=2")
+    refused(again, re.escape(f"ddpexp: {run.name}: {sentence}"))
+    refused(changing(*HELPED, "trainer.epochs=2", run=run), re.escape(f"ddpexp: run.dir={run.name}: {sentence}"))
+    assert listing(run) == before
+    shutil.copytree(run / "checkpoints", changing.folder / "checkpoints")
+    done = more(changing, run, "trainer.epochs=2", remedy(again))
+    assert done.code == 0, done.err
+    line = "since step 4 helpers.py has changed (run.allow_changes=[code])"
+    assert done.out.count(f"{line}\n") == 1
+    first, second = starts_of(run)
+    assert line in second["changes"]
+    assert first["changes"] == []
+    codes = [start["inputs"]["code"]["modules"]["helpers"]["sha256"] for start in (first, second)]
+    patches = [(run / start["code_diff"]["file"]).read_text() for start in (first, second)]
+    assert ["+    return 2 * loss\n" in patch for patch in patches] == [False, True]
+    inputs = json.loads((run / "checkpoints/step-00000008/checkpoint.json").read_text())["inputs"]
+    assert inputs["code"]["modules"]["helpers"]["sha256"] == codes[1] != codes[0]
+    assert inputs["config_sha256"] == second["inputs"]["config_sha256"] != first["inputs"]["config_sha256"]
+    # Ended before its first checkpoint, it is not asked again; other code than it was allowed to is.
+    shutil.rmtree(run / "checkpoints")
+    shutil.move(changing.folder / "checkpoints", run / "checkpoints")
+    change(run / "result.json", status="interrupted")
+    edit(changing.folder / "points.py", "nn.Tanh()", "nn.ReLU()")
+    refused(more(changing, run), r"since step 4 points\.py has changed, helpers\.py has changed, so the steps to come")
+    edit(changing.folder / "points.py", "nn.ReLU()", "nn.Tanh()")
+    done = more(changing, run)
+    assert done.code == 0, done.err
+    assert "since step 4 helpers.py has changed, as the last start was allowed to\n" in done.out
+
+
+def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Recipe) -> None:
+    ddpexp, run = changing.ddpexp, changing(*HELPED).run
+    edit(changing.folder / "helpers.py", "return loss", "return 2 * loss")
+    bins = ddpexp.folder / "bin"
+    bins.mkdir()
+    for name, text in SLURM.items():
+        (bins / name).write_text(text)
+        (bins / name).chmod(0o755)
+    ddpexp.environ = {**ddpexp.environ, "PATH": f"{bins}:{os.environ['PATH']}"}
+    done = more(changing, run, "launcher=slurm", "trainer.epochs=2", "run.allow_changes=[code]")
+    assert done.code == 0, done.err
+    step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
+    job = subprocess.run(
+        [sys.executable, "-m", "ddpexp", "member", str(run)], cwd=ddpexp.folder, capture_output=True, text=True, timeout=PATIENCE,
+        env={**ddpexp.environ, **step, "SLURM_LOCALID": "0"},
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert "edited" not in job.stdout
+    assert job.stdout.count("since step 4 helpers.py has changed (run.allow_changes=[code])\n") == 1
+    # It was for that job alone, although config.yaml says it.
+    edit(changing.folder / "helpers.py", "return 2 * loss", "return 3 * loss")
+    refused(more(changing, run, "launcher=spawn", "trainer.epochs=3"), r"since step 8 helpers\.py has changed")
+    done = more(changing, run, "launcher=elastic", "trainer.epochs=3", "run.allow_changes=[data,code]")
+    assert done.code == 0, done.err
+    assert done.out.count("since step 8 helpers.py has changed (run.allow_changes=[code])\n") == 1
+    assert "run.allow_changes" not in " ".join(merged(RunDir(run), ["trainer.epochs=4"]))
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize(
+    ("target", "counted", "phrase", "step"),
+    [
+        ("points.load_counted", "72 0", "`train` had 96 samples and has 72 now", 6),
+        ("points.load_counted_items", "96 5", "`train` has as many samples as before, and others", 8),
+    ],
+)
+def test_data_that_has_changed_is_refused_until_that_is_allowed(
+    changing: Recipe, target: str, counted: str, phrase: str, step: int
+) -> None:
+    first = changing(*HELPED, f"data._target_={target}", "trainer.gpus=2")
+    assert first.code == 0, first.err
+    run = first.run
+    (changing.folder / "count.txt").write_text(counted)
+    again = more(changing, run, "trainer.epochs=2")
+    assert again.code == 2
+    assert (
+        f"{run.name}: since step 4 the data has changed: {phrase}, so the steps to come would see other samples than the "
+        f"steps so far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a new run "
+    ) in again.err
+    assert "Traceback" not in again.err
+    assert json.loads((run / "result.json").read_text())["status"] == "done"  # as it was
+    assert len(starts_of(run)) == 1
+    done = more(changing, run, "trainer.epochs=2", remedy(again))
+    assert done.code == 0, done.err
+    line = f"since step 4 the data has changed: {phrase} (run.allow_changes=[data]): {step // 2} steps an epoch from here on\n"
+    assert line in done.out
+    assert json.loads((run / "result.json").read_text())["step"] == step
+    change(run / "result.json", status="interrupted")
+    assert more(changing, run).code == 0  # the newest checkpoint knows the new data
+
+
+def test_other_data_by_its_name_is_allowed_in_the_same_way(ddpexp: Ddpexp, stopped: Path) -> None:
+    manifest = json.loads((stopped / "manifest.json").read_text())
+    change(stopped / "manifest.json", data={**manifest["data"], "sha256": "0" * 64})
+    word = remedy(again(ddpexp))
+    done = again(ddpexp, word)
+    assert (word, done.code) == ("run.allow_changes=[data]", 0), done.err
+    here = f"embedded-digits ({manifest['data']['sha256'][:12]})"
+    assert f"data: embedded-digits (000000000000) -> {here} (run.allow_changes=[data])\n" in done.out
+
+
+def test_an_edited_configuration_is_noticed(ddpexp: Ddpexp, run: Path) -> None:
+    change(run / "result.json", status="interrupted")
+    config = run / "config.yaml"
+    text = config.read_text()
+    edit(config, "seed: 0", "seed: 1")
+    before = listing(run)
+    why = "the order of the samples and every random number follow from it"
+    refused(
+        resumed(ddpexp, "run"),
+        re.escape(f"run was started with trainer.seed=0, and its config.yaml was edited to trainer.seed=1: {why}. "
+                  f"Keep trainer.seed=0, or start"),
+    )  # fmt: skip
+    refused(again(ddpexp, "trainer.seed=1"), r"config\.yaml was edited to trainer\.seed=1: the order")
+    assert listing(run) == before
+    kept = resumed(ddpexp, "run", "trainer.seed=0")
+    assert kept.code == 0, kept.err
+    line = "config.yaml was edited since the last start, and kept beside, for this command says otherwise: trainer.seed 0 -> 1\n"
+    assert line in kept.out
+    assert (config.read_text(), "seed: 1" in (run / "config-1.yaml").read_text()) == (text, True)
+    change(run / "result.json", status="interrupted")
+    edit(config, "weight_decay: 0.0005", "weight_decay: 0.01")
+    edit(config, "log_every: 5", "log_every: 7")
+    done = resumed(ddpexp, "run")
+    refused(done, r"weight_decay=0\.0005, and its config\.yaml was edited to optimizer\.weight_decay=0\.01, which is not typed: ")
+    done = resumed(ddpexp, "run", "optimizer.weight_decay=0.01")
+    assert done.code == 0, done.err
+    edits = "trainer.log_every 5 -> 7, optimizer.weight_decay 0.0005 -> 0.01\n"
+    assert f"config.yaml was edited since the last start: {edits}" in done.out
+    assert starts_of(run)[-1]["changes"][0] == f"config.yaml was edited since the last start: {edits[:-1]}"
+    # What was accepted is no edit any more, and a comment never was one.
+    change(run / "result.json", status="interrupted")
+    config.write_text(f"# mine\n{config.read_text()}")
+    done = resumed(ddpexp, "run")
+    assert (done.code, "edited" in done.out) == (0, False), done.err
+    assert config.read_text().startswith("# mine\n")
+
+
+def test_an_older_configuration_that_is_put_back_is_an_edit(ddpexp: Ddpexp, run: Path) -> None:
+    change(run / "result.json", status="interrupted")
+    done = resumed(ddpexp, "run", "trainer.max_steps=12", "trainer.epochs=null", "optimizer.lr=0.02")
+    assert done.code == 0, done.err  # and its checkpoint was trained with that
+    change(run / "result.json", status="interrupted")
+    (run / "config.yaml").write_text((run / "config-1.yaml").read_text())
+    refused(resumed(ddpexp, "run"), r"its config\.yaml was edited to ")
+    manifest = json.loads((run / "manifest.json").read_text())
+    del manifest["config"]
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    refused(resumed(ddpexp, "run"), r"its config\.yaml was edited to ")  # as its checkpoint says
+
+
+def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edited_nothing(ddpexp: Ddpexp, stopped: Path) -> None:
+    before, manifest = (stopped / "config.yaml").read_text(), stopped / "manifest.json"
+    after = before.replace("lr: 0.1", "lr: 0.02")
+    assert after != before
+    change(manifest, config=accepted(after, before))
+    done = resumed(ddpexp, "run")
+    assert (done.code, "edited" in done.out, "changed" in done.out) == (0, False, False), done.err
+
+
+def test_what_may_have_changed_is_typed_and_nothing_else(ddpexp: Ddpexp, changing: Recipe) -> None:
+    refused(
+        ddpexp(*SMALL, "run.allow_changes=[cod]"), r"run\.allow_changes=cod is not one of code, data\. Did you mean run\.allow_c"
+    )
+    refused(ddpexp(*SMALL, "run.allow_changes=code"), r"run\.allow_changes=code is not a list, each item one of code, data\.")
+    edit(changing.folder / "conf/recipe/points.yaml", "trainer:\n", "run:\n  allow_changes: [code]\ntrainer:\n")
+    refused(changing(), r"run\.allow_changes=\['code'\] stands in a file: it is for one start, so it counts only when typed on the")

@@ -1,0 +1,56 @@
+"""What a start says of the disk: to the byte."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpexp.errors import RefusedError
+from ddpexp.run.directory import RunDir
+from ddpexp.train.run_state import refuse_without_room
+from tests.conftest import Ddpexp
+from tests.fitting import TRAINER, loop_alone
+from tests.points import Recipe
+
+PARAMETERS = 58
+WANTED = 2 * PARAMETERS * 4  # the weights and SGD's momentum, in fp32
+
+
+class Disk:
+    """A file system with so much left."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.f_bavail, self.f_frsize, self.f_files, self.f_favail = num_bytes, 1, 0, 0  # some file systems count no files
+
+
+@pytest.fixture
+def points(tmp_path: Path, environ: dict[str, str]) -> Any:
+    return Recipe(Ddpexp(tmp_path, environ)).module()
+
+
+@pytest.mark.parametrize(
+    ("free", "refused", "warned"),
+    [(WANTED - 1, True, False), (WANTED, False, True), (3 * WANTED - 1, False, True), (3 * WANTED, False, False)],
+)
+def test_a_start_is_refused_where_not_even_one_checkpoint_fits(
+    points: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    free: int, refused: bool, warned: bool,
+) -> None:  # fmt: skip
+    run = RunDir(tmp_path / "run")
+    run.checkpoints.mkdir(parents=True)
+    (tmp_path / "records").mkdir()
+    loop, _ = loop_alone(points, tmp_path / "records", points.Sides())
+    monkeypatch.setattr(os, "statvfs", lambda _: Disk(free))
+    try:
+        if refused:
+            with pytest.raises(RefusedError, match=r"so that nothing of this run could be saved: make room") as caught:
+                refuse_without_room(run, TRAINER, loop, None)
+            assert str(caught.value).startswith(f"a checkpoint takes {WANTED} bytes and {run.path} has {free} bytes free, ")
+        else:
+            refuse_without_room(run, TRAINER, loop, None)
+    finally:
+        loop.tracker.close()
+    assert ("saving will fail later" in caplog.text) == warned

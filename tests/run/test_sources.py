@@ -1,0 +1,158 @@
+"""Which files a recipe's code is, and which changes of them count."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpexp.run import sources
+
+NET = '''\
+"""The network."""
+import os
+from torch import nn
+import helpers
+from parts.blocks import Block
+
+
+class Net(nn.Module):
+    """A network."""
+
+    def forward(self, x):
+        # Doubled.
+        return helpers.twice(x)
+'''
+FILES = {
+    "mine.py": NET,
+    "helpers.py": "def twice(x):\n    from parts import late\n    return 2 * x\n",
+    "parts/__init__.py": "",
+    "parts/blocks.py": "from . import deep\nfrom .deep.core import *\n\nBlock = 1\n",
+    "parts/deep/core.py": "from ... import parts\nfrom ..late import x\n",
+    "parts/late.py": "x = 1\n",
+    "unused.py": "x = 1\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def read(folder: Path, *targets: str, path: tuple[str, ...] = ()) -> dict[str, Any]:
+    return dict(sources.find(targets or ("mine.Net",), folder, path or tuple(sys.path)).fingerprint)
+
+
+def changed(folder: Path, name: str, text: str) -> list[str]:
+    """Return what is said when one file has another text."""
+    before, old = read(folder), (folder / name).read_text()
+    (folder / name).write_text(text)
+    found = sources.differences(before, read(folder))
+    (folder / name).write_text(old)
+    return found
+
+
+def test_the_targets_modules_count_and_what_they_import_beside_them(folder: Path) -> None:
+    found = read(folder, "mine.Net", "torch.optim.SGD", "ddpexp.data.mnist.dataset.load", "ddpexp.train.schedule.Constant")
+    assert {name: one["file"] for name, one in found["modules"].items()} == {
+        "helpers": "helpers.py",
+        "mine": "mine.py",
+        "parts": "parts/__init__.py",
+        "parts.blocks": "parts/blocks.py",
+        "parts.deep.core": "parts/deep/core.py",
+        "parts.late": "parts/late.py",
+    }
+    assert found["targets"] == ["mine.Net"]
+    earlier = {**found, "targets": ["ddpexp.data.mnist.dataset.load", "ddpexp.train.schedule.Constant", "mine.Net"]}
+    assert sources.differences(found, found) == sources.differences(earlier, found) == []
+
+
+def test_the_files_of_a_recipe_are_those_of_its_modules_that_nobody_has_installed(folder: Path) -> None:
+    (folder / "mine.py").write_text("import helpers, yaml\n")
+    found = sources.find(["mine.Net", "yaml.load", "ddpexp.recipes.mnist.LeNet"], folder, sys.path)
+    assert found.files == [str(folder / "mine.py"), str(folder / "helpers.py"), str(folder / "parts/__init__.py"), *found.files[3:]]
+    assert {os.path.relpath(path, folder) for path in found.files} == {
+        "mine.py", "helpers.py", "parts/__init__.py", "parts/late.py",
+    }  # fmt: skip
+
+
+def test_our_own_recipes_count_and_the_rest_of_us_does_not(folder: Path) -> None:
+    (folder / "mine.py").write_text("from ddpexp.recipes.mnist import LeNet\nfrom ddpexp.data import images\n")
+    assert list(read(folder)["modules"]) == ["ddpexp.recipes.mnist", "mine"]
+    assert list(sources.find(["ddpexp.recipes.mnist.LeNet"], None, []).fingerprint["modules"]) == ["ddpexp.recipes.mnist"]
+
+
+def test_comments_blank_lines_and_docstrings_change_nothing(folder: Path) -> None:
+    text = (
+        NET.replace('"""A network."""', '"""The same."""').replace("# Doubled.", "# Twice.\n").replace('"""The network."""\n', "")
+    )
+    assert text != NET
+    assert changed(folder, "mine.py", text) == []
+    assert changed(folder, "mine.py", text.replace('    """The same."""\n\n', "")) == []
+    assert changed(folder, "mine.py", NET.replace("class Net", "x = 'a text that is no docstring'\n\n\nclass Net")) != []
+    before = {**read(folder), "python": "3.9"}  # where syntax is written down in another way
+    (folder / "mine.py").write_text(text)
+    assert sources.differences(before, read(folder)) == ["mine.py has changed"]
+
+
+def test_what_has_changed_is_named_with_the_targets_own_first(folder: Path) -> None:
+    assert changed(folder, "helpers.py", FILES["helpers.py"].replace("2 *", "3 *")) == ["helpers.py has changed"]
+    assert changed(folder, "unused.py", "x = 2\n") == []
+    before = read(folder)
+    (folder / "helpers.py").write_text("def twice(x):\n    import unused\n    return 3 * x\n")
+    (folder / "mine.py").write_text(NET.replace("helpers.twice", "3 * helpers.twice"))
+    after = read(folder)
+    assert sources.differences(before, after) == ["mine.py has changed", "helpers.py has changed", "unused.py is new"]
+    assert sources.differences(after, before) == ["mine.py has changed", "helpers.py has changed", "unused.py is gone"]
+
+
+def test_a_trusted_package_is_found_along_the_path_and_only_it_counts(folder: Path, tmp_path: Path) -> None:
+    found = sources.find(["parts.blocks.Block"], None, [str(tmp_path / "nowhere"), str(folder)]).fingerprint
+    assert set(found["modules"]) == {"parts", "parts.blocks", "parts.deep.core", "parts.late"}
+
+
+def test_of_an_installed_package_the_version_counts() -> None:
+    found = sources.find(["yaml.load", "hydra.main", "pytest.main"], None, sys.path).fingerprint
+    assert found["modules"]["pytest"] == {"version": pytest.__version__}
+    assert set(found["modules"]) == {"hydra", "pytest", "yaml"}  # two have distributions of other names
+    assert set(found["modules"]["yaml"]) == {"file", "sha256", "syntax"}
+    older = {**found, "modules": {**found["modules"], "pytest": {"version": "1.0"}}}
+    assert sources.differences(older, found) == [f"pytest is {pytest.__version__} instead of 1.0"]
+
+
+def test_files_that_cannot_be_read_as_python_are_hashed_as_they_are(folder: Path) -> None:
+    broken = {"helpers.py": "def (", "parts/late.py": "x = 1" + " + 1" * 5000, "parts/blocks.py": "#" * (2 << 20)}
+    for name, text in broken.items():
+        (folder / name).write_text(text)
+    (folder / "parts/__init__.py").write_bytes(b"\xff\0")
+    (folder / "unused.py").unlink()
+    (folder / "unused.py").symlink_to("unused.py")  # a loop
+    (folder / "mine.py").write_text(f"{NET}\nimport parts.late, unused, folder, fifo\n")
+    (folder / "folder.py").mkdir()
+    os.mkfifo(folder / "fifo.py")
+    before = read(folder)
+    assert set(before["modules"]) == {"mine", "helpers", "parts", "parts.blocks", "parts.late"}
+    assert "syntax" not in before["modules"]["helpers"]
+    (folder / "helpers.py").write_text("def ( #")
+    assert sources.differences(before, read(folder)) == ["helpers.py has changed"]
+
+
+def test_modules_that_import_one_another_end(folder: Path) -> None:
+    (folder / "helpers.py").write_text("import mine, helpers\n")
+    (folder / "parts/late.py").write_text("\n".join(f"import m{number}" for number in range(2000)))
+    for number in range(2000):
+        (folder / f"m{number}.py").write_text("import mine\n")
+    assert 400 < len(read(folder)["modules"]) <= 600  # bounded
+
+
+@pytest.mark.parametrize(
+    "stored", [{}, {"modules": []}, {"modules": {"mine": 3}, "targets": 7}, {"modules": {"mine": {"sha256": []}}}]
+)
+def test_what_was_stored_by_others_is_compared_without_a_traceback(folder: Path, stored: dict[str, Any]) -> None:
+    assert all(isinstance(phrase, str) for phrase in sources.differences(stored, read(folder)))
