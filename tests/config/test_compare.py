@@ -59,7 +59,7 @@ def test_the_same_words_differ_in_nothing(stored: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("launcher._target_", "ddpexp.launch.launchers.mpi.Mpi"),
+        ("launcher._target_", "mpi"),
         ("logger.kind", "none"),
         ("run.resume", "require"),
         ("run.code", "/y"),
@@ -192,7 +192,7 @@ def test_a_new_key_of_the_users_own_code_must_be_typed(stored: dict[str, Any]) -
 
 def test_another_typed_target_sets_all_of_its_section() -> None:
     first = ("scheduler=cosine", "scheduler.warmup=0.1")
-    word = "scheduler._target_=ddpexp.train.schedule.Constant"
+    word = "scheduler._target_=constant"
     old, new = tree(*first), tree("scheduler=cosine", word)
     assert set(changes(old, new, word, before=first).values()) == {"typed"}
     assert changes(new, new, word, before=(word,)) == {}
@@ -238,5 +238,5 @@ def test_changes_are_listed_as_they_are_typed(stored: dict[str, Any]) -> None:
         "also other than before: trainer.gpus auto -> 2",
     ]
     assert list_changes([]) == []
-    constant = changed(new, "scheduler._target_", "ddpexp.train.schedule.Constant")
+    constant = changed(new, "scheduler._target_", "constant")
     assert Change("trainer.epochs", 2, 4, "typed") in compare(stored, constant, ["trainer.epochs=4", "scheduler._target_=x"])

@@ -497,11 +497,11 @@ def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> N
 def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Path) -> None:
     values, text = override_file(written, ["data._target_=zoo.load", "data.count=3", "run.trust=[zoo]"])
     assert values["data"] == {"_target_": "zoo.load", **GENERAL, "count": 3} == yaml.safe_load(text)["data"]
-    for name in ("mnist", "ddpexp.data.mnist.dataset.load"):
+    for name in ("mnist", "ddpexp.data.mnist.load"):
         values, _ = override_file(written, [f"data._target_={name}", "data.root=x"])
         assert (values["data"]["root"], values["data"]["source"]) == ("x", "auto")
     with pytest.raises(RefusedError, match=r"data\.count is not a known key"):
-        override_file(written, ["data._target_=ddpexp.data.mnist.dataset.load", "data.count=3"])
+        override_file(written, ["data._target_=mnist", "data.count=3"])
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"data__num_workers": "many"}, "data.num_workers=many is not a whole number."),
         ({"data__embedded_train": "many"}, "data.embedded_train=many is not a whole number."),
         ({"data__prepare": 3}, "data.prepare=3 is not a text or null."),
-        ({"data__prepare": "ddpexp.data.mnist.prepare.prepar"}, "data.prepare=ddpexp.data.mnist.prepare.prepar is not allowed"),
+        ({"data__prepare": "ddpexp.data.mnist_files.prepar"}, "data.prepare=ddpexp.data.mnist_files.prepar is not allowed"),
         ({"data__patience": 3}, "data.patience is not a known key."),
         ({"recipe__name": "../elsewhere"}, "recipe.name=../elsewhere: use a plain name, for it names the folder of the runs."),
         ({"recipe__name": 5}, "recipe.name=5 is not a text."),
@@ -187,7 +187,7 @@ def test_reading_a_configuration_needs_no_hydra_and_no_torch(tmp_path: Path) -> 
 
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree()))
     program = (
-        "import sys; from pathlib import Path; from ddpexp.config import load; load(Path(sys.argv[1]).read_text());"
+        "import sys; from pathlib import Path; from ddpexp.config.parse import load; load(Path(sys.argv[1]).read_text());"
         "assert not {'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "config.yaml")], check=True, timeout=PATIENCE)

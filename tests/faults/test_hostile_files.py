@@ -351,11 +351,11 @@ POISON: dict[str, tuple[Any, str]] = {
         "hydra is not a known section",
     ),
     "setup": (
-        at("launcher", {"_target_": "ddpexp.launch.launchers.slurm.Slurm", "setup": ["touch canary"]}),
+        at("launcher", {"_target_": "slurm", "setup": ["touch canary"]}),
         'says itself what its launcher runs or connects to (launcher.setup=["touch canary"])',
     ),
     "rendezvous": (
-        at("launcher", {"_target_": "ddpexp.launch.launchers.elastic.Elastic", "rdzv_endpoint": "127.0.0.1:9"}),
+        at("launcher", {"_target_": "elastic", "rdzv_endpoint": "127.0.0.1:9"}),
         'says itself what its launcher runs or connects to (launcher.rdzv_endpoint="127.0.0.1:9")',
     ),
 }

@@ -59,7 +59,7 @@ def changed(folder: Path, name: str, text: str) -> list[str]:
 
 
 def test_the_targets_modules_count_and_what_they_import_beside_them(folder: Path) -> None:
-    found = read(folder, "mine.Net", "torch.optim.SGD", "ddpexp.data.mnist.dataset.load", "ddpexp.train.schedule.Constant")
+    found = read(folder, "mine.Net", "torch.optim.SGD", "mnist", "constant")
     assert {name: one["file"] for name, one in found["modules"].items()} == {
         "helpers": "helpers.py",
         "mine": "mine.py",
@@ -69,7 +69,7 @@ def test_the_targets_modules_count_and_what_they_import_beside_them(folder: Path
         "parts.late": "parts/late.py",
     }
     assert found["targets"] == ["mine.Net"]
-    earlier = {**found, "targets": ["ddpexp.data.mnist.dataset.load", "ddpexp.train.schedule.Constant", "mine.Net"]}
+    earlier = {**found, "targets": ["ddpexp.data.mnist.load", "ddpexp.schedule.Constant", "mine.Net"]}
     assert sources.differences(found, found) == sources.differences(earlier, found) == []
 
 
