@@ -28,7 +28,7 @@ from typing import Any
 from ddpexp.config.compose import compose
 from ddpexp.errors import EXIT_FAILED, Failure
 from ddpexp.launch import Asked, Job, Layout
-from ddpexp.launch.rendezvous.environment import Place
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.rendezvous.meeting import Fixed
 from ddpexp.launch.supervise.coordinator import versions
 from ddpexp.launch.supervise.watchdog import Account
@@ -89,8 +89,8 @@ def lead(port: int, commands: int, workers: int, mark: str) -> int:
     outcome.stop_on_signals()
     server = Server()
     refuse_broken(server.receive() or {"kind": "gone"})  # its imports are not what is timed
-    one_rank = Place(0, commands, True, 0, min(commands, _ON_A_HOST))
-    place = one_rank if workers == 1 else Place(0, commands, nodes=commands)
+    one_rank = LaunchEnvironment(0, commands, True, 0, min(commands, _ON_A_HOST))
+    place = one_rank if workers == 1 else LaunchEnvironment(0, commands, nodes=commands)
     way = Fixed(LOOPBACK, port, ("port", "port"))
     try:
         return outcome.exit_code_of(lambda: coordinator.run(Crowded(workers, mark), place, way, server))
@@ -217,14 +217,14 @@ class Crowd:
 
     def _hello(self, index: int) -> bytes:
         told = self._workers == 1
-        hello = {
+        handshake = {
             "index": index, "size": self._commands, "word": "", "host": _host(index, self._workers), "boot": self._boot,
             "versions": self._versions, "identity": self._identity, "layout": asdict(Layout(1, self._workers, "cpu", "gloo", 1)),
             "workers": self._workers, "told": told, "local_rank": index % _ON_A_HOST if told else None,
             "local_world_size": min(self._commands, _ON_A_HOST) if told else None, "cores": list(range(64)), "quota": None,
             "gpus": [], "owner": f"slurm:cluster:1.{index}",
         }  # fmt: skip
-        return json.dumps(hello).encode() + b"\n"
+        return json.dumps(handshake).encode() + b"\n"
 
 
 def _host(index: int, workers: int) -> str:

@@ -25,7 +25,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.options import Options
-from ddpexp.train.ema import Average
+from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.schedule import Cosine
@@ -53,7 +53,7 @@ class Once:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        models = self.loop.strategy.bare
+        models = self.loop.strategy.modules
         return {f"{name}.{key}": value for name, module in models.items() for key, value in module.state_dict().items()}
 
 
@@ -86,7 +86,7 @@ def loop_alone(
     else:
         strategy = DDP(STRATEGY, ALONE, build)
     named = (
-        task.optimizers(strategy.evaluating, make) if hasattr(task, "optimizers") else {"optimizer": make(strategy.parameters())}
+        task.optimizers(strategy.eval_model, make) if hasattr(task, "optimizers") else {"optimizer": make(strategy.parameters())}
     )
     path = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
     sets = {"eval": points.points(33, 1)} if evals is None else evals
@@ -96,7 +96,7 @@ def loop_alone(
         train=TrainBatches(points.points(96, 0) if data is None else data, cut, 0, options.seed, ALONE.device),
         evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
         tracker=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
-        average=None if options.ema_decay is None else Average(strategy.bare, options.ema_decay),
+        average=None if options.ema_decay is None else EMA(strategy.modules, options.ema_decay),
     )  # fmt: skip
     return loop, path
 
@@ -112,7 +112,7 @@ def fit_alone(points: Any, folder: Path, task: Any, num_steps: int = 8, around: 
     return Once(loop, [json.loads(line) for line in path.read_text().splitlines()])
 
 
-def by_hand(
+def manual(
     points: Any,
     num_steps: int = 8,
     limit: float | None = None,

@@ -95,13 +95,13 @@ def shared(network: nn.Module, rank: int, workers: int) -> Callable[[], None]:
     """Return ddpexp's own reduction through shared memory, called by hand."""
     from ddpexp.distributed.world import World
     from ddpexp.strategy.bucket import Bucket
-    from ddpexp.strategy.comm.reduce import ThroughSharedMemory, carrier_for
+    from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for
     from ddpexp.strategy.options import Options
 
     world = World(rank, rank, 0, workers, workers, torch.device("cpu"))
     options = Options("ddp", False, False, True, 25, True, "shared_memory", "none", 1, False)
-    carrier = carrier_for(list(network.parameters()), options, world)
-    assert isinstance(carrier, ThroughSharedMemory)
+    carrier = reducer_for(list(network.parameters()), options, world)
+    assert isinstance(carrier, SharedMemoryReducer)
     bucket = Bucket(dict(network.named_parameters()), carrier, world)
     bucket.last = True
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from ddpexp.system.fault_injection import reach
+from ddpexp.system.fault_injection import fault_point
 
 _STEP_SECONDS = 0.02
 
@@ -41,7 +41,7 @@ def say(folder: Path, step: int) -> None:
     os.environ["RANK"] = rank
     (folder / f"rank{rank}").write_text(f"{os.getpid()} {step}")
     time.sleep(_STEP_SECONDS)
-    reach("step")
+    fault_point("step")
 
 
 def by_hand(data: TensorDataset, folder: Path, timeout: float) -> None:

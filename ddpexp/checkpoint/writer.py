@@ -29,7 +29,7 @@ from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, 
 from ddpexp.checkpoint.layout import Span, TensorFile, copy_span, lay_out, share, ties
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError
-from ddpexp.system.fault_injection import reach
+from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, write
 from ddpexp.system.limits import human, said_with_limit
 
@@ -240,7 +240,7 @@ class Writer:
         self._anchor.check()
         folder = self._partial(job.step)
         folder.mkdir(exist_ok=True)
-        reach("checkpoint.begun")
+        fault_point("checkpoint.begun")
         written: dict[str, list[dict[str, Any]]] = {}
         copied: Any = job.copied.numpy().data
         begin = 0
@@ -248,14 +248,14 @@ class Writer:
             data = copied[begin : begin + span.num_bytes]
             begin += span.num_bytes
             _write_at(folder / span.file, span.offset, data)
-            reach("checkpoint.written")
+            fault_point("checkpoint.written")
             written.setdefault(span.file, []).append(_piece(span.offset, data))
         for file, content in job.mine.items():
             (folder / file).unlink(missing_ok=True)  # of an earlier attempt
             _write_at(folder / file, 0, memoryview(content))
             written[file] = [_piece(0, memoryview(content))]
         _sync(folder)
-        reach("checkpoint.share")
+        fault_point("checkpoint.share")
         return written
 
     def _complete(self, job: _Job, reports: Sequence[Mapping[str, Any]]) -> None:
@@ -265,16 +265,16 @@ class Writer:
             for path in job.records:
                 with suppress(FileNotFoundError):
                     _sync(path)
-            reach("checkpoint.recorded")
+            fault_point("checkpoint.recorded")
             files = _files(reports)
             _refuse_missing(folder, files)
             write(folder / MANIFEST, seal({**job.manifest, "files": files}))
-            reach("checkpoint.manifest")
+            fault_point("checkpoint.manifest")
             _sync(folder)
             if final.exists():  # whatever it is, the run did not continue from it
                 set_folder_aside(final)
             os.rename(folder, final)
-            reach("checkpoint.renamed")
+            fault_point("checkpoint.renamed")
         _sync(self._folder)
         self._prune()
 
@@ -286,7 +286,7 @@ class Writer:
             if one not in kept and one is not best:
                 removed = one.folder.with_name(f".{one.folder.name}.removed")
                 os.rename(one.folder, removed)  # atomic: what is half removed must not look complete
-                reach("checkpoint.pruning")
+                fault_point("checkpoint.pruning")
                 shutil.rmtree(removed)
 
     def _describe(self, error: BaseException, job: _Job) -> str:

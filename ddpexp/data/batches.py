@@ -16,7 +16,7 @@ from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.datasets import IndexData, may_draw, moved, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
-from ddpexp.data.samples import called, code_error
+from ddpexp.data.samples import called, user_code_error
 from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
 from ddpexp.errors import RefusedError
 
@@ -156,7 +156,7 @@ def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -
     try:
         return data.gather(indices, device)
     except Exception as error:
-        raise code_error(error, called(data, indices.tolist(), name)) from error
+        raise user_code_error(error, called(data, indices.tolist(), name)) from error
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

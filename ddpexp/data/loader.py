@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from ddpexp.data.samples import called, code_error, form, odd_one, origin, tensors_of
+from ddpexp.data.samples import called, form, odd_one, origin, tensors_of, user_code_error
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
 from ddpexp.system.process import die_with_parent
@@ -153,7 +153,7 @@ class _Fetch:
                 samples.append(data[place])
             return samples
         except Exception as error:
-            raise code_error(error, self._called(indices if fetch else [indices[len(samples)]])) from None
+            raise user_code_error(error, self._called(indices if fetch else [indices[len(samples)]])) from None
 
     def _collated(self, samples: Any, indices: list[int]) -> Any:
         try:
@@ -163,10 +163,10 @@ class _Fetch:
                 raise _no_room() from None
             other = odd_one(samples)
             if other is None:
-                raise code_error(error, self._called(indices)) from None
+                raise user_code_error(error, self._called(indices)) from None
             pair = [indices[0], indices[other]]
             differs = f"{self._called(pair)} do not fit into one batch: {form(samples[0])} and {form(samples[other])}"
-            raise code_error(error, differs) from None
+            raise user_code_error(error, differs) from None
 
     def _called(self, indices: list[int]) -> str:
         info = get_worker_info()

@@ -15,7 +15,7 @@ from ddpexp.errors import CodeError
 _SHOWN = 5  # indices of a batch
 
 
-def code_error(error: Exception, called: str) -> CodeError:
+def user_code_error(error: Exception, called: str) -> CodeError:
     """Return the user's error under its own name, with the samples it is about; call where it is caught."""
     return CodeError(type(error).__name__, f"{error} ({called})".strip(), traceback.format_exc())
 

@@ -20,7 +20,7 @@ from ddpexp.launch.workers.control import STORE_FD
 from ddpexp.system.network import is_loopback
 
 
-class Board:
+class StoreMailbox:
     """Texts by name, which any rank puts up and any takes down: for what must not wait for a step of the training."""
 
     def __init__(self, store: Any) -> None:
@@ -128,12 +128,12 @@ class World:
             dist.broadcast(tensor, source)
         return tensor
 
-    def board(self) -> Board:
+    def board(self) -> StoreMailbox:
         """Return a board of texts that all ranks see, for a thread of its own. Ranks: any."""
         if self.world_size == 1:
-            return Board(None)
+            return StoreMailbox(None)
         store: Any = dist.distributed_c10d._get_default_store()
-        return Board(store.clone())
+        return StoreMailbox(store.clone())
 
     def barrier(self) -> None:
         """Wait until all ranks are here. Ranks: all; communicates."""

@@ -54,7 +54,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Crew:
+class Participants:
     """Who runs a job together: one entry for each command."""
 
     hosts: Sequence[str] = ()
@@ -95,7 +95,7 @@ class Job:
         """
         return None
 
-    def begin(self, layout: Layout, crew: Crew) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> None:
         """Do what is done once. Called by one command, when all have met and before any worker starts."""
 
     def shared(self) -> dict[str, Any]:

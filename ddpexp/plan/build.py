@@ -27,7 +27,7 @@ from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.plan.memory import Facts, Parameter, carrier
+from ddpexp.plan.memory import Facts, Parameter, reducer
 from ddpexp.strategy.comm.reduce import ALIGNED, SLOT_BYTES
 from ddpexp.strategy.comm.shared_memory import size_of
 from ddpexp.strategy.exact.exchange import Plan
@@ -205,7 +205,7 @@ def _with_reduction(facts: Facts, experiment: Experiment, layout: Layout, parame
         ).gradient_accumulation_steps  # fmt: skip
         sums_bytes = leaf * most_blocks(each)
         wanted = (leaf + ALIGNED) * max(Plan.of(each * layout.world_size, layout.world_size).num_blocks)
-    shared = carrier(trainer, experiment.strategy, layout) == "shared_memory"
+    shared = reducer(trainer, experiment.strategy, layout) == "shared_memory"
     shared_bytes = size_of(layout.world_size, min(wanted, SLOT_BYTES)) if shared else 0
     return replace(facts, sums_bytes=sums_bytes, shared_bytes=shared_bytes)
 

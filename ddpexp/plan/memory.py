@@ -102,7 +102,7 @@ def layout_stays(trainer: Trainer, options: Strategy, layout: Layout) -> bool:
     return (options.find_unused_parameters or fixed) and not options.static_graph
 
 
-def carrier(trainer: Trainer, options: Strategy, layout: Layout) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
+def reducer(trainer: Trainer, options: Strategy, layout: Layout) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
     """Return what carries the gradients: see `ddpexp.strategy.comm.reduce`, and `exchange` for the exact reduction."""
     if layout.world_size == 1:
         return "none"
@@ -141,7 +141,7 @@ def parts(facts: Facts, trainer: Trainer, options: Strategy, layout: Layout) -> 
         found.append(Part("average of the weights", weights, "trainer.ema_decay"))
     if trainer.reduction == "exact":
         found.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
-    way = carrier(trainer, options, layout)
+    way = reducer(trainer, options, layout)
     if way == "shared_memory":
         found.append(Part("shared memory", facts.shared_bytes // local, f"{human(facts.shared_bytes)} for {local} workers"))
     elif way == "in_rank_order":

@@ -14,12 +14,12 @@ from ddpexp.plan.memory import (
     Facts,
     Part,
     buckets,
-    carrier,
     checkpoint_files,
     checkpoints_at_once,
     layout_stays,
     num_checkpoints,
     parts,
+    reducer,
 )  # fmt: skip
 from ddpexp.plan.speed import Costs, Place, Step, predict
 from ddpexp.run.directory import RunDir
@@ -54,9 +54,9 @@ class Outcome:
         return self.facts.num_samples % self.batch.global_batch_size
 
     @property
-    def carrier(self) -> str:
+    def reducer(self) -> str:
         """Return what carries the gradients."""
-        return carrier(self.experiment.trainer, self.experiment.strategy, self.assumed.layout)
+        return reducer(self.experiment.trainer, self.experiment.strategy, self.assumed.layout)
 
     def buckets(self) -> list[Bucket]:
         """Return DDP's buckets; there are none alone, nor in the exact reduction."""
@@ -135,7 +135,7 @@ class Outcome:
             "goes_on": self.goes_on is not None,
             "slurm": list(self.assumed.resources),
             "parameters": sum(one.num_elements for one in self.facts.parameters),
-            "reduction": self.carrier,
+            "reduction": self.reducer,
             "buckets": [asdict(one) for one in cut],
             "memory": {
                 "rank_bytes": self.rank_bytes(on_host=False),
@@ -174,6 +174,6 @@ def place_of(assumed: Assumed, experiment: Experiment) -> Place:
         workers=assumed.workers,
         threads=layout.threads,
         cores=0 if layout.device == "cuda" else assumed.cores,
-        way=carrier(experiment.trainer, experiment.strategy, layout),
+        way=reducer(experiment.trainer, experiment.strategy, layout),
         by_nccl=layout.backend == "nccl",
     )

@@ -62,7 +62,7 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "recipe": experiment.recipe.name,
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
         "model": f"{model}, {parameters:,} parameters, {experiment.trainer.precision}",
-        "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.carrier]}), {threads} each{crowded}",
+        "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.reducer]}), {threads} each{crowded}",
         "batch": f"{batch.global_batch_size:,} = {cut}",
         "steps": f"{outcome.num_steps:,}: {outcome.num_steps / outcome.steps_per_epoch:.3g} epochs of {outcome.steps_per_epoch:,}, "
         f"each leaves out {outcome.dropped_samples:,} samples",

@@ -94,7 +94,7 @@ def through_memory(num_bytes: int, world_size: int) -> tuple[int, float]:
     A rank writes its gradients into its slot and, when all have met, reads all n slots: n + 1 times the gradients. Where that is
     much it sums a chunk of all slots, writes it back, and after a second meeting takes the chunks of the others: three times the
     gradients, however many ranks there are. What a slot does not hold goes in further rounds.
-    Source: `ddpexp.strategy.comm.reduce.ThroughSharedMemory`.
+    Source: `ddpexp.strategy.comm.reduce.SharedMemoryReducer`.
     """
     rounds = max(1, -(-num_bytes // _SLOT))
     if (world_size - 2) * min(num_bytes, _SLOT) >= _CHUNKED:

@@ -335,7 +335,7 @@ def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
                 yield from ((inner, ["a file"]) for inner in path.iterdir())
 
 
-def take_up(run: RunDir) -> None:
+def reopen(run: RunDir) -> None:
     """Make an unfinished run ready to go on; what it has recorded stays, and why it failed is kept beside."""
     if run.error.is_file():
         run.error.rename(first_free_name(run.error))

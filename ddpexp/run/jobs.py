@@ -24,8 +24,8 @@ from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Asked, Crew, Job, Layout
-from ddpexp.launch.launchers.base import StartedByOthers, typed_again
+from ddpexp.launch import Asked, Job, Layout, Participants
+from ddpexp.launch.launchers.base import StartsExternally, restate_on_resume
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import directory, lock, manifest, repository, resume
 from ddpexp.run.directory import RunDir
@@ -133,15 +133,15 @@ class Training(Job):
         command = {"command": list(self._argv)} if resume.config_words(self._argv) else {}  # for a job that begins elsewhere
         files.write(self.run.result, files.dumps({"status": status, **facts, **command, **notes}))
 
-    def begin(self, layout: Layout, crew: Crew) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data, make the run directory or take up the run in it, write down what will run."""
         if self.vacant is not None:
             self.vacant()
         # No directory is made for data that cannot be had, and nothing is looked for long that is in use.
-        first_weights = self._first_weights(crew.earlier)
-        first = self._there(crew.earlier) is None
+        first_weights = self._first_weights(participants.earlier)
+        first = self._there(participants.earlier) is None
         data = prepare(self.experiment.data, self.experiment.trust) if first else None
-        run, earlier = self._claim(crew.earlier)
+        run, earlier = self._claim(participants.earlier)
         if not first:
             data = prepare(self.experiment.data, self.experiment.trust)
         notes: list[str] = []
@@ -155,7 +155,7 @@ class Training(Job):
         inputs = {"config_sha256": files.sha256(self._accepted(run, earlier)), "code": code.fingerprint}
         snapshot = repository.snapshot(Path(home) if (home := self.identity["run"].get("code")) else None, code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
-        start = manifest.Start(layout, self._argv, crew, snapshot, inputs, notes)
+        start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes)
         with self._refusing(run):
             self._write_down(run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {})
         self._told = {"notes": notes, "config": _digest(run.config), **first_weights}
@@ -309,7 +309,7 @@ class Training(Job):
             self._before = {
                 path: path.read_text() for path in (run.config, run.overrides, run.manifest, run.result) if path.is_file()
             }
-            directory.take_up(run)
+            directory.reopen(run)
             if goes_on:
                 say(f"ddpexp: going on in {files.relative(run.path)}")
         text, there = self._accepted(run, earlier), self._before.get(run.config)
@@ -343,10 +343,10 @@ class Training(Job):
         launcher = self.experiment.launcher
         words = ["resume", files.shortest(run.path), *(resume.config_words(self._argv) or resume.trusted_words(run)[:2])]
         words += [word for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
-        words += typed_again(launcher)
+        words += restate_on_resume(launcher)
         rank = getattr(launcher, "node_rank", None)
         typed_here = self._is_member and started_by.BY_SALLOC not in os.environ
-        if isinstance(launcher, StartedByOthers) and launcher.is_told and not typed_here:
+        if isinstance(launcher, StartsExternally) and launcher.ranks_started_externally and not typed_here:
             name = launcher_name(type(launcher))
             before, where = launcher.started_by(self._argv)
             return f"{where} with:\n{before} {shlex.join([*words, f'launcher={name}'])}"
@@ -379,7 +379,7 @@ class Evaluation(Job):
         """Refuse a batch that does not split, options that the device does not have."""
         check_layout(self.experiment, layout)
 
-    def begin(self, layout: Layout, crew: Crew) -> None:
+    def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data."""
         self.enter({}, layout)
 

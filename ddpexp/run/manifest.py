@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ddpexp.launch import Crew, Layout
+from ddpexp.launch import Layout, Participants
 from ddpexp.run.directory import RunDir
 from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
@@ -29,7 +29,7 @@ class Start:
 
     layout: Layout
     argv: Sequence[str]
-    crew: Crew
+    participants: Participants
     code: Snapshot
     inputs: Mapping[str, Any] | None = None  # the hashes of what it trains with
     changes: Sequence[str] = ()  # what its log says of differences from the one before
@@ -50,8 +50,8 @@ def describe(
         "code_diff": diff,
         "python": platform.python_version(),
         "packages": packages(sys.path),
-        "hosts": list(dict.fromkeys(start.crew.hosts)),
-        "owners": sorted(set(start.crew.owners)),
+        "hosts": list(dict.fromkeys(start.participants.hosts)),
+        "owners": sorted(set(start.participants.owners)),
         "platform": platform.platform(),
         "world": asdict(start.layout),
         "inputs": dict(start.inputs or {}),

@@ -15,17 +15,17 @@ class Strategy(Protocol):
     """How the replicas of a model work together: owns wrapping, the borders of micro-batches, the reduction and its norm."""
 
     single: bool  # the model is one module, not a mapping of them
-    bare: dict[str, nn.Module]  # the modules themselves, which no forward pass communicates through
+    modules: dict[str, nn.Module]  # the modules themselves, which no forward pass communicates through
     gradient_weight: float  # what a part of the loss is multiplied by, because of how gradients are summed
     memory: SharedMemory | None  # what gradients go through, where it is not the backend
 
     @property
-    def training(self) -> Any:
+    def train_model(self) -> Any:
         """Return what a task's training step calls: a module, or the mapping of them."""
         ...
 
     @property
-    def evaluating(self) -> Any:
+    def eval_model(self) -> Any:
         """Return the bare module, or the mapping of them."""
         ...
 
@@ -61,10 +61,10 @@ class Strategy(Protocol):
         """Give the bare model in evaluation mode, with rank zero's buffers. Ranks: all; may communicate."""
         ...
 
-    def common_buffers(self) -> AbstractContextManager[None]:
+    def synced_buffers(self) -> AbstractContextManager[None]:
         """Give every rank rank zero's buffers for a while. Ranks: all; may communicate."""
         ...
 
-    def own_buffers(self) -> Mapping[str, Tensor]:
+    def local_buffers(self) -> Mapping[str, Tensor]:
         """Return the buffers that stay different from rank to rank, by name."""
         ...

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.flat import Layout
-from ddpexp.strategy.comm.reduce import ThroughSharedMemory
+from ddpexp.strategy.comm.reduce import SharedMemoryReducer
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.replica import take_rank_zeros
 
@@ -27,11 +27,11 @@ _MIB = 1 << 20
 class Bucket:
     """The gradients of one model on this rank. Every rank makes one, of the same parameters in the same order."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], carrier: ThroughSharedMemory, world: World) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], reducer: SharedMemoryReducer, world: World) -> None:
         """Lay the gradients out, those of each kind of number in a flat tensor of their own."""
         self.last: bool | None = None  # whether the micro-batch that is going on is a step's last one; None: between them
         self.training = True
-        self.carrier, self._world = carrier, world
+        self.reducer, self._world = reducer, world
         self._kinds = [_Kind(group) for group in _by_kind(parameters.values())]
         # One parameter stands for all: any backward pass that is worth its name reaches it.
         list(parameters.values())[-1].register_post_accumulate_grad_hook(self._refuse_outside)  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class Bucket:
         if not any(kind.is_new() for kind in self._kinds):
             return False
         for kind in self._kinds:
-            kind.write(self.carrier)
+            kind.write(self.reducer)
         return True
 
     def give(self) -> None:
@@ -88,9 +88,9 @@ class _Kind:
                 return True
         return False
 
-    def write(self, carrier: ThroughSharedMemory) -> None:
+    def write(self, reducer: SharedMemoryReducer) -> None:
         """Write this rank's share of the mean, but for sparse gradients."""
-        room = carrier.room(self._sum)
+        room = reducer.room(self._sum)
         gradients, places = [], []
         for parameter, place in zip(self._parameters, self._layout.views(room), strict=True):
             gradient = parameter.grad
@@ -99,7 +99,7 @@ class _Kind:
                 places.append(place)
         if gradients:
             torch._foreach_copy_(places, gradients)
-        carrier.scale(room, out=room)
+        reducer.scale(room, out=room)
 
     def give(self) -> list[nn.Parameter]:
         """Give every gradient its sum; return the parameters whose gradients are sparse."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.bucket import Bucket, WithRankZerosBuffers
-from ddpexp.strategy.comm.reduce import ThroughSharedMemory, carrier_for, take_over
+from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, take_over
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.options import Options
 from ddpexp.strategy.replica import Gradients, Models, Replica, refuse_other_models, take_rank_zeros
@@ -41,45 +41,45 @@ class DDP:
         Ranks: all; communicates rank zero's weights to the others.
         """
         self._replica = Replica.build(options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare)
-        self.single, self.bare = self._replica.single, self._replica.bare
+        self.single, self.modules = self._replica.single, self._replica.modules
         self._world = world
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._shares_buffers = options.broadcast_buffers  # before every forward anyway
-        self.wrapped = dict(self._replica.called)
+        self.wrapped = dict(self._replica.compiled)
         self.memory: SharedMemory | None = None
         self._buckets: list[Bucket] = []
-        trained = {name: parameters for name, module in self.bare.items() if (parameters := _trained(name, module))}
+        trained = {name: parameters for name, module in self.modules.items() if (parameters := _trained(name, module))}
         any_may_lack = options.find_unused_parameters or options.static_graph
         self._gradients = [] if any_may_lack else [Gradients(parameters) for parameters in trained.values()]
         if world.world_size > 1:
-            refuse_other_models(self.bare, world)
-            carrier = carrier_for([p for parameters in trained.values() for p in parameters.values()], options, world)
-            if isinstance(carrier, ThroughSharedMemory):
-                self.memory = carrier.memory
+            refuse_other_models(self.modules, world)
+            reducer = reducer_for([p for parameters in trained.values() for p in parameters.values()], options, world)
+            if isinstance(reducer, SharedMemoryReducer):
+                self.memory = reducer.memory
                 self._world = replace(world, memory=self.memory)
             fixed = world.world_size > 2 and (options.comm_hook != "none" or (world.device.type == "cuda" and deterministic))
             for name, parameters in trained.items():
-                module = self._replica.called[name]
-                if isinstance(carrier, ThroughSharedMemory) and Bucket.fits(parameters, options, carrier.memory.slot_bytes):
-                    self._buckets.append(Bucket(parameters, carrier, world))
+                module = self._replica.compiled[name]
+                if isinstance(reducer, SharedMemoryReducer) and Bucket.fits(parameters, options, reducer.memory.slot_bytes):
+                    self._buckets.append(Bucket(parameters, reducer, world))
                     take_rank_zeros([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], self._world)
                     if self._shares_buffers and next(module.buffers(), None) is not None:
                         self.wrapped[name] = WithRankZerosBuffers(module, self._buckets[-1], self._world)
                     continue
                 self.wrapped[name] = wrapped = _wrap(module, options, world, fixed)
-                if carrier is not None:
-                    take_over(wrapped, carrier, world)
+                if reducer is not None:
+                    take_over(wrapped, reducer, world)
         self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
 
     @property
-    def training(self) -> Any:
+    def train_model(self) -> Any:
         """Return what a task's training step calls: the wrapped module, or the mapping of them."""
         return self._replica.of(self.wrapped)
 
     @property
-    def evaluating(self) -> Any:
+    def eval_model(self) -> Any:
         """Return the bare module, or the mapping of them, whose forward does not communicate."""
-        return self._replica.of(self.bare)
+        return self._replica.of(self.modules)
 
     def train(self, mode: bool) -> None:
         """Switch every module between training and evaluation."""
@@ -118,21 +118,21 @@ class DDP:
 
         Ranks: all; communicates where there are buffers.
         """
-        with self.common_buffers():
+        with self.synced_buffers():
             self.train(False)
             try:
-                yield self.evaluating
+                yield self.eval_model
             finally:
                 self.train(True)
 
     @contextmanager
-    def common_buffers(self) -> Iterator[None]:
+    def synced_buffers(self) -> Iterator[None]:
         """Give every rank rank zero's buffers for a while; where they are never shared each gets its own back.
 
         Ranks: all; communicates where there are buffers.
         """
         buffers = self._buffers()
-        own = {name: buffer.clone() for name, buffer in buffers.items()} if self.own_buffers() else {}
+        own = {name: buffer.clone() for name, buffer in buffers.items()} if self.local_buffers() else {}
         take_rank_zeros(buffers.values(), self._world)
         try:
             yield
@@ -140,13 +140,13 @@ class DDP:
             for name, kept in own.items():
                 buffers[name].copy_(kept)
 
-    def own_buffers(self) -> Mapping[str, Tensor]:
+    def local_buffers(self) -> Mapping[str, Tensor]:
         """Return the buffers that are not shared, by name: with `strategy.broadcast_buffers=false`, or in a frozen model."""
         if self._world.world_size == 1:
             return {}
         return {
             f"{name}.{key}": buffer
-            for name, module in self.bare.items()
+            for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
             if not (self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel | WithRankZerosBuffers))
         }
@@ -154,14 +154,14 @@ class DDP:
     def _buffers(self) -> dict[str, Tensor]:
         if self._world.world_size == 1:
             return {}
-        return {f"{name}.{key}": buffer for name, module in self.bare.items() for key, buffer in module.named_buffers()}
+        return {f"{name}.{key}": buffer for name, module in self.modules.items() for key, buffer in module.named_buffers()}
 
     @torch.no_grad()
     def _reduce(self) -> None:
         """Sum the gradients that have come into the buckets. Ranks: all; communicates."""
         filled = [bucket for bucket in self._buckets if bucket.fill()]
         if filled:
-            filled[0].carrier.finish()
+            filled[0].reducer.finish()
             for bucket in filled:
                 bucket.give()
 

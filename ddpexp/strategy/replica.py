@@ -23,8 +23,8 @@ class Replica:
     """The models as built, and as they are called: compiled, where that is asked for."""
 
     single: bool  # the factory gave one module, not a mapping of them
-    bare: Models
-    called: Models
+    modules: Models
+    compiled: Models
     parameters: tuple[nn.Parameter, ...]
 
     @classmethod

@@ -56,7 +56,7 @@ class _Running:
     slots: list[int]
     process: Started
     since: float = field(default_factory=time.monotonic)
-    hopeless: str | None = None  # why it was asked to stop
+    pruned: str | None = None  # why it was asked to stop
 
 
 class SweepFailed(DdpexpError):
@@ -438,11 +438,11 @@ class Scheduler:
             if number in self._running or number not in self._curves:
                 self._curves[number] = curve_of(self.planned[number].run.metrics, settings.objective)
         for number, running in self._running.items():
-            if running.hopeless is None:
-                running.hopeless = why_hopeless(
+            if running.pruned is None:
+                running.pruned = why_hopeless(
                     settings.early_stop, settings.mode, settings.early_stop_after, settings.early_stop_factor, number, self._curves
                 )
-                if running.hopeless is not None:
+                if running.pruned is not None:
                     running.process.send(signal.SIGTERM)
 
     def _end(self, running: _Running, waiting: deque[Planned]) -> None:
@@ -450,8 +450,8 @@ class Scheduler:
         self._slots.give_back(running.slots)
         job, code = running.job, running.process.wait()
         ended = self._judge(job, code)
-        if ended.status == "interrupted" and running.hopeless is not None and self._stopped_by is None:
-            ended = Ended("stopped", ended.objective, running.hopeless)
+        if ended.status == "interrupted" and running.pruned is not None and self._stopped_by is None:
+            ended = Ended("stopped", ended.objective, running.pruned)
         self._curves.pop(job.number, None)  # it may have grown since
         if ended.status == "failed" and code != EXIT_REFUSED and running.attempt <= self.settings.retries and not self._stops:
             waiting.append(job)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ddpexp.system.text import printable
+from ddpexp.system.text import sanitize
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -151,7 +151,7 @@ def say(text: str, to: TextIO | None = None) -> None:
 
     The text may hold what others have chosen: secrets are masked, control characters are shown as text.
     """
-    shown = printable(text)
+    shown = sanitize(text)
 
     def write() -> None:
         with suppress(OSError, ValueError):
@@ -163,7 +163,7 @@ def say(text: str, to: TextIO | None = None) -> None:
 def show(text: str) -> None:
     """Print an answer on standard output, at the pace of its reader; one that goes away (`| head`) ends nothing."""
     with suppress(OSError, ValueError):
-        print(printable(text), flush=True)
+        print(sanitize(text), flush=True)
 
 
 def within_patience(work: Callable[[], None]) -> None:

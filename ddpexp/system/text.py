@@ -11,7 +11,7 @@ TRACEBACK_BYTES = 64 << 10
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def printable(text: str, limit: int | None = None) -> str:
+def sanitize(text: str, limit: int | None = None) -> str:
     r"""Return a text that a terminal shows as it is: line ends and tabs stay, what would steer it is written as `\x1b`.
 
     Secrets are masked first, for what is cut or escaped is not found any more. Units: `limit` is in bytes of UTF-8.
@@ -26,7 +26,7 @@ def printable(text: str, limit: int | None = None) -> str:
 
 def one_line(text: str) -> str:
     """Return a name as it may stand within a line."""
-    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+    return sanitize(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def cut(text: str, limit: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Average:
+class EMA:
     """Exponential moving average of the parameters: every step moves it by a share of `1 - decay` towards them.
 
     Averages of 16-bit parameters are kept in fp32: a share of a thousandth is less than what 16 bits can tell apart. Buffers are

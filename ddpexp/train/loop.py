@@ -23,9 +23,9 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Tracker
 from ddpexp.strategy.base import Strategy
-from ddpexp.system.fault_injection import reach
+from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasOnEval, HasTrainStep, Schedule, Sums, Task
-from ddpexp.train.ema import Average
+from ddpexp.train.ema import EMA
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_loss, check_sums, mean_for_a_sum, named
@@ -46,7 +46,7 @@ class Outcome:
 
 
 @dataclass
-class Position:
+class TrainState:
     """How far a run is, as its checkpoint says."""
 
     step: int = 0
@@ -58,11 +58,11 @@ class Position:
     train_seconds: float = 0.0
 
 
-class Saves(Protocol):
+class Checkpointer(Protocol):
     """What keeps checkpoints."""
 
     def save(
-        self, position: Position, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
+        self, position: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
     ) -> str | None:
         """Save the run, with the state of its optimizers and of its gradient scale; at the `end` return the hash of the weights.
 
@@ -95,9 +95,9 @@ class Loop:
     control: Control
     options: Trainer
     num_steps: int
-    saves: Saves | None = None
-    average: Average | None = None
-    position: Position = field(default_factory=Position)
+    checkpointer: Checkpointer | None = None
+    average: EMA | None = None
+    position: TrainState = field(default_factory=TrainState)
     _peaks: list[float] = field(init=False)
     _rates: Mapping[str, float] = field(init=False)
     _built: dict[str, list[dict[str, Any]]] = field(init=False)
@@ -108,7 +108,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         """Remember each parameter group's peak learning rate: schedules multiply it."""
-        self._names = parameter_names(self.strategy.bare)
+        self._names = parameter_names(self.strategy.modules)
         self._built = {name: settings(one) for name, one in self.optimizers.items()}
         self._peaks = [group["lr"] for one in self.optimizers.values() for group in one.param_groups]
         self._rates = rates_by_name(self.optimizers)
@@ -144,7 +144,7 @@ class Loop:
             if self.average is not None and self._update.moved:
                 self.average.update()
             self.control.step = done
-            reach("step")
+            fault_point("step")
             if math.isnan(first_step_at):
                 first_step_at = time.time()
                 if done == 1 and self._by_hand is None:
@@ -166,13 +166,13 @@ class Loop:
             if saves or better or asked == "save":
                 self._save(done, window, clock, end=False)
             self.control.enter("data")
-            reach("data")
+            fault_point("data")
         digest = self._save(done, window, clock, end=True)
         epoch = done / self.train.steps_per_epoch
         return Outcome(done, epoch, self.position.metrics, clock.total(), first_step_at, interrupted, digest)
 
     def restore(self, optimizers: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
-        """Restore the optimizers and the gradient scale from what `Saves.save` was given of them.
+        """Restore the optimizers and the gradient scale from what `Checkpointer.save` was given of them.
 
         Raises:
             RefusedError: the state of other optimizers.
@@ -185,11 +185,11 @@ class Loop:
             restore_optimizer(optimizer, optimizers[name], self._names, name)
         self.precision.restore(precision)
 
-    def _save(self, done: int, window: _Window, clock: _Clock, end: bool) -> str | None:
-        if self.saves is None:
+    def _save(self, done: int, window: MetricAccumulator, clock: _Clock, end: bool) -> str | None:
+        if self.checkpointer is None:
             return None
         self.control.enter("save")
-        reach("save")
+        fault_point("save")
         with clock.paused():
             self._refuse_to_keep(done, window)
             self.position.step, self.position.window = done, window.pending(clock.since_record())
@@ -198,11 +198,11 @@ class Loop:
                 name: {**optimizer_state(one, self._names), "built": self._built[name]} for name, one in self.optimizers.items()
             }
             epoch = done / self.train.steps_per_epoch
-            digest = self.saves.save(self.position, optimizers, self.precision.state(), epoch, end)
+            digest = self.checkpointer.save(self.position, optimizers, self.precision.state(), epoch, end)
         clock.saved()
         return digest
 
-    def _refuse_to_keep(self, done: int, window: _Window) -> None:
+    def _refuse_to_keep(self, done: int, window: MetricAccumulator) -> None:
         """See that a checkpoint is worth going on from. Ranks: all; communicates.
 
         Raises:
@@ -220,9 +220,9 @@ class Loop:
                 raise _not_finite("train/grad_norm", norm, done)
 
     def _saves_after(self, done: int) -> bool:
-        if self.saves is None:
+        if self.checkpointer is None:
             return False
-        self.saves.check()
+        self.checkpointer.check()
         every = self.options.checkpoint_every
         if every == 0:
             return False
@@ -231,16 +231,16 @@ class Loop:
     def _overdue(self, clock: _Clock) -> bool:
         """Tell whether the time for a checkpoint has come. Ranks: rank zero's word counts, for clocks differ."""
         every = self.options.checkpoint_every_seconds
-        return every is not None and self.saves is not None and clock.since_save() > every
+        return every is not None and self.checkpointer is not None and clock.since_save() > every
 
-    def _window(self) -> _Window:
+    def _window(self) -> MetricAccumulator:
         """Make the window of training sums: a place for each micro-batch of the global batch, or by hand for each rank."""
         each, size = self.train.plan.gradient_accumulation_steps, self.world.world_size
         if self._by_hand is not None:
-            window = _Window(self.world, [self.world.rank], size, self._by_hand.train_step)
+            window = MetricAccumulator(self.world, [self.world.rank], size, self._by_hand.train_step)
         else:
             first = self.world.rank * each
-            window = _Window(self.world, range(first, first + each), each * size, self.task.step)
+            window = MetricAccumulator(self.world, range(first, first + each), each * size, self.task.step)
         window.restore(self.position.window)
         return window
 
@@ -267,7 +267,7 @@ class Loop:
 
     def _warn_of_a_mean(self, batch: Any) -> None:
         """Warn of a task that seems to return a mean for a sum, once in the life of a run. Ranks: all."""
-        found = mean_for_a_sum(self.task, self.strategy.evaluating, self.strategy.bare, batch, self.precision, self.world.device)
+        found = mean_for_a_sum(self.task, self.strategy.eval_model, self.strategy.modules, batch, self.precision, self.world.device)
         if found is not None and self.world.is_rank_zero:
             logging.getLogger("ddpexp").warning(found)
 
@@ -279,7 +279,7 @@ class Loop:
             group["lr"] = peak * factor
         return factor
 
-    def _record(self, done: int, factor: float, window: _Window, clock: _Clock) -> None:
+    def _record(self, done: int, factor: float, window: MetricAccumulator, clock: _Clock) -> None:
         num_samples = len(window) * self.train.plan.global_batch_size
         values = window.reduce(first_step=done - len(window) + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in values.items()}
@@ -288,7 +288,7 @@ class Loop:
             values["train/grad_norm"] = float(self._update.norm)
             self._check_norm(done)
         values["train/samples_per_second"] = num_samples / clock.lap()
-        reach("record")
+        fault_point("record")
         self.tracker.scalars(done, done / self.train.steps_per_epoch, values)
 
     def _evaluates_after(self, done: int) -> bool:
@@ -359,8 +359,8 @@ def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, contro
     seen: list[Sums] = []
     stopped = False
     for batch in batches:
-        control.beat()
-        reach("evaluate")
+        control.heartbeat()
+        fault_point("evaluate")
         stopped = control.asked_to_stop
         if stopped:
             break
@@ -374,12 +374,12 @@ def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, contro
         loss, count, rest = sums
         seen = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in rest.items()})]
     places = range(world.rank, world.rank + len(seen) * world.world_size, world.world_size)
-    window = _Window(world, places, max(batches.num_batches, world.world_size), task.step)
+    window = MetricAccumulator(world, places, max(batches.num_batches, world.world_size), task.step)
     window.add(seen)
     return window.totals(stopped)
 
 
-class _Window:
+class MetricAccumulator:
     """Sums since the last record; a GPU's are left there, and one wait brings all of them to the host.
 
     Every micro-batch has a place of its own in the reduction, where the other ranks hold zeros: so the sums over micro-batches

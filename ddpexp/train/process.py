@@ -20,7 +20,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, Loader
 from ddpexp.launch.workers.control import SIGNALS, Control
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason
-from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, printable
+from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, sanitize
 
 _DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "torch")  # whose frames are not where the user has called them
 EXIT_STOPPED = 128 + signal.SIGTERM
@@ -141,8 +141,8 @@ def _forget_signals() -> None:
 
 def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:
     """Tell the watcher, who shows it once; without one, print it here."""
-    kind, message = one_line(kind), printable(message, MESSAGE_BYTES)
-    limited = printable(trace, TRACEBACK_BYTES) if trace else trace
+    kind, message = one_line(kind), sanitize(message, MESSAGE_BYTES)
+    limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
     control.tell("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
     if not control.watched:
         print(limited or f"{kind}: {message}", file=sys.stderr)
@@ -208,7 +208,7 @@ class _Printable(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         shown = super().format(record)
-        return shown if getattr(record, "printable", False) else printable(shown)
+        return shown if getattr(record, "printable", False) else sanitize(shown)
 
 
 class _ToWatcher(logging.Handler):

@@ -30,8 +30,8 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.system.files import relative, whole_lines
 from ddpexp.system.limits import human, told_apart
 from ddpexp.system.secrets import masked_tree
-from ddpexp.train.ema import Average
-from ddpexp.train.loop import Loop, Position
+from ddpexp.train.ema import EMA
+from ddpexp.train.loop import Loop, TrainState
 
 _OTHER_FILES = 8  # of a checkpoint, beside those of tensors: five parts, config.yaml and the manifest, and their folder
 _TEXT_BYTES = 1024
@@ -39,12 +39,12 @@ _MODEL_NAME = re.compile(r"[\w-]+")
 
 
 @dataclass
-class Saves:
+class RunState:
     """Everything that a checkpoint holds, gathered when the loop asks for one."""
 
     writer: Writer
     strategy: Strategy
-    average: Average | None
+    average: EMA | None
     random: HostRandom
     tracker: Tracker
     world: World
@@ -55,14 +55,14 @@ class Saves:
 
     @classmethod
     def of(
-        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: Average | None, tracker: Tracker, world: World,
-    ) -> Saves:  # fmt: skip
+        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: EMA | None, tracker: Tracker, world: World,
+    ) -> RunState:  # fmt: skip
         """Build from the trainer's configuration.
 
         Raises:
             RefusedError: a checkpoint could not hold the models.
         """
-        _check_models(strategy.bare)
+        _check_models(strategy.modules)
         writer = Writer(
             run.checkpoints, world, keep_last=trainer.keep_last, keep_best=trainer.keep_best, stops=trainer.on_save_error == "stop"
         )
@@ -70,17 +70,17 @@ class Saves:
         return cls(writer, strategy, average, random, tracker, world, config=run.config.read_bytes())
 
     def save(
-        self, position: Position, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
+        self, position: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
     ) -> str | None:
-        """Save the run; see `ddpexp.train.loop.Saves`."""
-        own = _without_nothing({"random": self.random.state(), "buffers": _cloned(self.strategy.own_buffers())})
-        with self.strategy.common_buffers():
-            digest = weights_sha256(self.strategy.bare) if end and self.world.is_rank_zero else None
+        """Save the run; see `ddpexp.train.loop.RunState`."""
+        own = _without_nothing({"random": self.random.state(), "buffers": _cloned(self.strategy.local_buffers())})
+        with self.strategy.synced_buffers():
+            digest = weights_sha256(self.strategy.modules) if end and self.world.is_rank_zero else None
             if position.step == self.loaded:  # it is there
                 return digest
-            states = {name: module.state_dict() for name, module in self.strategy.bare.items()}
+            states = {name: module.state_dict() for name, module in self.strategy.modules.items()}
             models = {name: _tensors(values) for name, values in states.items()}
-            hidden = {name: _not_in_state(module, models[name]) for name, module in self.strategy.bare.items()}
+            hidden = {name: _not_in_state(module, models[name]) for name, module in self.strategy.modules.items()}
             modules = {name: _without_nothing({"buffers": hidden[name], "extra": _others(states[name])}) for name in states}
             if self.average is not None:
                 models |= {f"{name}.ema": _tensors(self.average.tensors(name)) for name in states}
@@ -167,7 +167,7 @@ def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer:
         raise RefusedError(f"run.resume=require, but {relative(run.checkpoints)} holds no complete checkpoint.")
 
 
-def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: Average | None) -> None:
+def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: EMA | None) -> None:
     """Compare what a checkpoint takes with what the disk and the shell give. Ranks: rank zero.
 
     Raises:
@@ -204,10 +204,10 @@ def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: Aver
         logging.getLogger("ddpexp").warning(text, relative(run.path), human(free + there), kept, human(wanted), shown)
 
 
-def _expected_bytes(loop: Loop, average: Average | None) -> list[int]:
+def _expected_bytes(loop: Loop, average: EMA | None) -> list[int]:
     """Return how much each file of a checkpoint takes, at least. Units: bytes."""
-    modules = [_num_bytes(_tensors(module.state_dict()).values()) for module in loop.strategy.bare.values()]
-    averaged = [_num_bytes(average.tensors(name).values()) for name in loop.strategy.bare] if average is not None else []
+    modules = [_num_bytes(_tensors(module.state_dict()).values()) for module in loop.strategy.modules.values()]
+    averaged = [_num_bytes(average.tensors(name).values()) for name in loop.strategy.modules] if average is not None else []
     return [*modules, *averaged, sum(map(_state_bytes, loop.optimizers.values()))]
 
 
@@ -229,7 +229,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return total
 
 
-def restore(one: Checkpoint, loop: Loop, saves: Saves) -> None:
+def restore(one: Checkpoint, loop: Loop, checkpointer: RunState) -> None:
     """Restore everything that the checkpoint holds.
 
     Ranks: all.
@@ -245,26 +245,26 @@ def restore(one: Checkpoint, loop: Loop, saves: Saves) -> None:
     if missing is not None:
         raise RefusedError(f"{where} holds no {missing}: it is not that of a run.")
     modules, progress, clock = parts["modules"], dict(parts["progress"]), parts["clock"]
-    for name, module in loop.strategy.bare.items():
+    for name, module in loop.strategy.modules.items():
         current = module.state_dict()
         kept = modules.get(name) or {}
         copy_into(_tensors(current), read_model(one, name) or {}, f"{where} ({name}.safetensors)")
         copy_into(_not_in_state(module, current), kept.get("buffers") or {}, f"{where} (buffers)")
         if kept.get("extra"):
             module.load_state_dict({**module.state_dict(), **kept["extra"]})
-        if saves.average is not None:
-            _restore_average(one, saves.average, name, where, loop.world)
+        if checkpointer.average is not None:
+            _restore_average(one, checkpointer.average, name, where, loop.world)
     try:
         loop.restore(parts["optimizers"], progress.pop("precision"))
         loop.position = _joined(progress, clock)
         world_size = int(parts["world"]["world_size"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(f"{where} is not that of a run ({type(error).__name__}: {error}).") from None
-    saves.loaded = one.step
-    _restore_own(one, world_size, loop.strategy, saves, loop.world)
+    checkpointer.loaded = one.step
+    _restore_own(one, world_size, loop.strategy, checkpointer, loop.world)
 
 
-def _restore_average(one: Checkpoint, average: Average, name: str, where: str, world: World) -> None:
+def _restore_average(one: Checkpoint, average: EMA, name: str, where: str, world: World) -> None:
     """Restore the average of a model, which starts from the restored weights where the checkpoint has none."""
     target = _tensors(average.tensors(name))
     kept = read_model(one, name, average=True)
@@ -311,9 +311,9 @@ def _truncate(path: Path, num_bytes: int) -> None:
         os.close(descriptor)
 
 
-def _restore_own(one: Checkpoint, world_size: int, strategy: Strategy, saves: Saves, world: World) -> None:
+def _restore_own(one: Checkpoint, world_size: int, strategy: Strategy, checkpointer: RunState, world: World) -> None:
     """Restore what ranks have for themselves, which only fits as many ranks."""
-    buffers = strategy.own_buffers()
+    buffers = strategy.local_buffers()
     if world_size != world.world_size:
         if world.is_rank_zero and any(name.startswith(("state.rank-", "rank-")) for name in one.files):
             logging.getLogger("ddpexp").warning(
@@ -323,12 +323,12 @@ def _restore_own(one: Checkpoint, world_size: int, strategy: Strategy, saves: Sa
             )
         return
     own = read_own(one, world.rank) or {}
-    saves.random.restore(own.get("random") or {})
+    checkpointer.random.restore(own.get("random") or {})
     if buffers:
         copy_into(buffers, own.get("buffers") or {}, f"rank {world.rank}'s part of the checkpoint of step {one.step}")
 
 
-def _split(position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split(position: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what a position says of the training, and what the clock says of it: that differs in equal runs."""
     progress = {**asdict(position), "metrics": masked_tree(position.metrics)}
     window = progress["window"]
@@ -337,12 +337,12 @@ def _split(position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
     return progress, clock
 
 
-def _joined(progress: Mapping[str, Any], clock: Mapping[str, Any]) -> Position:
+def _joined(progress: Mapping[str, Any], clock: Mapping[str, Any]) -> TrainState:
     """Return what `_split` was given."""
-    known = {name: progress[name] for name in Position.__dataclass_fields__ if name in progress}
+    known = {name: progress[name] for name in TrainState.__dataclass_fields__ if name in progress}
     since = float(clock["since_record"])
     window = [{**entry, "seconds": since if number == 0 else 0.0} for number, entry in enumerate(progress["window"])]
-    return Position(**{**known, "window": window, "train_seconds": float(clock["train_seconds"])})
+    return TrainState(**{**known, "window": window, "train_seconds": float(clock["train_seconds"])})
 
 
 def _check_models(models: Mapping[str, torch.nn.Module]) -> None:

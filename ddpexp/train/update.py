@@ -17,7 +17,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Strategy
-from ddpexp.system.fault_injection import reach
+from ddpexp.system.fault_injection import fault_point
 from ddpexp.train.precision import Precision
 from ddpexp.train.undo import Undo
 
@@ -41,7 +41,7 @@ class Update:
     seed: int
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
-    by_hand: bool  # in a task's own train_step
+    manual: bool  # in a task's own train_step
     look_at: Callable[[Tensor, Any], None] | None = None  # sees each loss of the first step, with its count
     want_norm: bool = False
     norm: Tensor | None = None
@@ -69,7 +69,7 @@ class Update:
     @property
     def models(self) -> Any:
         """Return what the task's step calls: the wrapped module, or the mapping of them."""
-        return self.strategy.training
+        return self.strategy.train_model
 
     def begin(self, step: int) -> None:
         """Begin an optimizer step. Units: steps, from 0."""
@@ -110,7 +110,7 @@ class Update:
         Raises:
             DdpexpError: outside of `micro_batch`; a count of 0, or that changes; numbers and tensors.
         """
-        reach("backward")
+        fault_point("backward")
         if not self._inside:
             raise DdpexpError(
                 "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end the workers "
@@ -182,8 +182,8 @@ class Update:
         if self._applied:
             self._end_round()
         if self._passes_in_round == 0 and self.precision.skips:
-            self._undo = Undo(self.strategy.bare)
-        if self.by_hand and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
+            self._undo = Undo(self.strategy.modules)
+        if self.manual and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
             self._numbers.clear()  # another pass over the micro-batches may count something else
         each = self.plan.gradient_accumulation_steps
         turn, number = divmod(self._passes, each)  # a task by hand may go through its micro-batches several times
@@ -207,7 +207,7 @@ class Update:
 
     @property
     def _caller(self) -> str:
-        return "the task's train_step" if self.by_hand else "the task's step"
+        return "the task's train_step" if self.manual else "the task's step"
 
     def _check_number(self, count: int, position: int) -> None:
         """Hold a task to its contract: a count that is a number is taken for that of every micro-batch on every rank."""
@@ -218,7 +218,7 @@ class Update:
             )
         expected = self._numbers.setdefault(position, count)
         if count != expected:
-            gave = "gave update.backward" if self.by_hand else "returned"
+            gave = "gave update.backward" if self.manual else "returned"
             raise DdpexpError(
                 f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every micro-batch. "
                 f"Return a tensor where it depends on the data."
@@ -271,8 +271,8 @@ class _MicroBatch(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         update = self._update
-        update.control.beat()
-        reach("forward")
+        update.control.heartbeat()
+        fault_point("forward")
         update._begin_micro_batch()
         self._strategy.__enter__()
         if update.precision.lowers:

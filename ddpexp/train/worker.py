@@ -41,16 +41,16 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.replica import Models
-from ddpexp.system.fault_injection import reach
+from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative
 from ddpexp.task import HasOptimizers, Schedule
 from ddpexp.train import lazy_dynamo, loop
-from ddpexp.train.ema import Average
+from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.report import Report
-from ddpexp.train.run_state import Saves, choose, refuse_without_room, restore, truncate_records
+from ddpexp.train.run_state import RunState, choose, refuse_without_room, restore, truncate_records
 
 _KEPT_BYTES = 31 << 20  # what glibc would keep at most, but for a page of its own
 
@@ -103,19 +103,19 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     recorded = truncate_records(run, newest) if world.is_rank_zero else {}
     tracker = _tracker(experiment, run, world, control, log, num_steps, newest.step if newest else 0)
     decay = experiment.trainer.ema_decay
-    average = Average(strategy.bare, decay) if decay is not None else None
-    saves = Saves.of(run, experiment.trainer, strategy, average, tracker, world)
-    saves.recorded, saves.inputs = recorded, inputs
-    report = Report(experiment, run, layout, data, strategy.bare, strategy.memory is not None, batches, num_steps)
+    average = EMA(strategy.modules, decay) if decay is not None else None
+    checkpointer = RunState.of(run, experiment.trainer, strategy, average, tracker, world)
+    checkpointer.recorded, checkpointer.inputs = recorded, inputs
+    report = Report(experiment, run, layout, data, strategy.modules, strategy.memory is not None, batches, num_steps)
     log.info(report.headline())
-    fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, saves, average)
+    fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, checkpointer, average)
     if world.is_rank_zero and (newest is None or newest.step < num_steps):
         refuse_without_room(run, experiment.trainer, fit, average)
     if newest is None:
         tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
         tracker.hyperparameters(report.hyperparameters())
     else:
-        restore(newest, fit, saves)
+        restore(newest, fit, checkpointer)
         log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")
         if experiment.strategy.comm_hook == "powersgd":
             log.warning("what powersgd remembers of the gradients begins anew: the last bits will not be the undisturbed run's")
@@ -127,16 +127,16 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     try:
         outcome = fit.fit()
         control.enter("save")
-        saves.finish()
+        checkpointer.finish()
         if world.is_rank_zero:
             log.info(report.finish(outcome, tracker))
     except (Exception, SystemExit):
-        saves.drain()
+        checkpointer.drain()
         raise
     finally:
         tracker.close()
     world.barrier()
-    reach("leave")
+    fault_point("leave")
     if outcome.interrupted:
         raise Interrupted(outcome.step)
 
@@ -186,7 +186,7 @@ def _join(experiment: Experiment, layout: Layout) -> World:
         torch.use_deterministic_algorithms(True)
     experiment.trust.make_importable()
     world = World.join(layout, _patience(experiment))
-    reach("joined")
+    fault_point("joined")
     return world
 
 
@@ -371,7 +371,7 @@ def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
 
 def _loop(
     experiment: Experiment, world: World, strategy: Strategy, splits: Splits, batches: TrainBatches, tracker: Tracker,
-    control: Control, num_steps: int, saves: Saves, average: Average | None,
+    control: Control, num_steps: int, checkpointer: RunState, average: EMA | None,
 ) -> Loop:  # fmt: skip
     trust, trainer = experiment.trust, experiment.trainer
     task = instantiate(experiment.task, trust, "task")
@@ -380,7 +380,7 @@ def _loop(
         made: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
         return made
 
-    model = strategy.evaluating
+    model = strategy.eval_model
     optimizers = task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(strategy.parameters())}
     return Loop(
         task=task,
@@ -395,7 +395,7 @@ def _loop(
         control=control,
         options=trainer,
         num_steps=num_steps,
-        saves=saves,
+        checkpointer=checkpointer,
         average=average,
     )
 

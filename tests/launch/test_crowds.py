@@ -22,7 +22,7 @@ from ddpexp.launch.supervise import supervisor
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.coordinator import settle
 from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.workers.control import Lines, Page
+from ddpexp.launch.workers.control import Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.oom import Memory
 from ddpexp.system.terminal import Terminal
@@ -49,7 +49,7 @@ def work(call: Callable[[], object]) -> int:
     return count
 
 
-def hello(index: int, size: int) -> dict[str, Any]:
+def handshake(index: int, size: int) -> dict[str, Any]:
     layout = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
     return {
         "index": index, "size": size, "word": "", "host": f"node{index // 8}", "boot": "one", "versions": {}, "owner": None,
@@ -66,7 +66,7 @@ def test_who_comes_to_the_meeting_costs_the_same_however_many_are_there(monkeypa
         with ExitStack() as leaving:
             for index in range(1, size):
                 channel = leaving.enter_context(socket.create_connection(listener.getsockname()))
-                channel.sendall(json.dumps(hello(index, size)).encode() + b"\n")
+                channel.sendall(json.dumps(handshake(index, size)).encode() + b"\n")
             met: list[Meeting] = []
             counted = work(lambda: met.append(lead(way, size, 30, "rank")[0]))
             met[0].close()
@@ -78,8 +78,8 @@ def test_who_comes_to_the_meeting_costs_the_same_however_many_are_there(monkeypa
 
 def test_a_seat_costs_the_same_however_many_there_are() -> None:
     def a_seat(size: int) -> float:
-        hellos = [hello(index, size) for index in range(size)]
-        return work(lambda: settle(hellos, "auto", "rank")) / size
+        handshakes = [handshake(index, size) for index in range(size)]
+        return work(lambda: settle(handshakes, "auto", "rank")) / size
 
     assert a_seat(MANY) < 1.2 * a_seat(FEW)
 
@@ -105,12 +105,12 @@ class Counted:
 
 
 def test_an_agreement_looks_at_each_command_once() -> None:
-    page, number = Page.make()
+    status_page, number = SharedStatus.make()
     os.close(number)
-    page.words[0] = 1
+    status_page.words[0] = 1
     said: list[Any] = []
     others = Counted(range(1, MANY))
-    agreement = Agreement([page], said.append)
+    agreement = Agreement([status_page], said.append)
     agreement.want("save")
     agreement.advance(others)
     for other in others.numbers:
@@ -122,7 +122,7 @@ def test_an_agreement_looks_at_each_command_once() -> None:
         agreement.advance(others)
     assert said[1] == {"kind": "settle", "number": 1, "step": MANY - 1, "what": "save"}
     assert others.looks <= len(others)
-    page.close()
+    status_page.close()
 
 
 @dataclass
@@ -160,9 +160,9 @@ class Watched:
         self.server = Started(*self.pair(socket.SOCK_SEQPACKET))
         control, self.control = self.pair()
         signals, _ = self.pair()
-        page, number = Page.make()
+        status_page, number = SharedStatus.make()
         os.close(number)
-        self.worker = Worker(0, Lines(control), Log(None, 0), page, signals, pid=os.getpid())
+        self.worker = Worker(0, Lines(control), Log(None, 0), status_page, signals, pid=os.getpid())
         pairs = [self.pair() for _ in range(size)]
         self.meeting = Meeting(0, [Peer(index, ours, f"node{index}", 8 * index) for index, (ours, _) in enumerate(pairs, start=1)])
         self.others = [theirs for _, theirs in pairs]
@@ -186,7 +186,7 @@ class Watched:
         for one in self.sockets:
             one.close()
         self.worker.log.close()
-        self.worker.page.close()
+        self.worker.status_page.close()
 
 
 def test_a_moment_without_news_costs_the_same_however_many_commands_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

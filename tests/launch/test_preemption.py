@@ -17,7 +17,7 @@ import pytest
 
 from ddpexp.errors import RefusedError, StoppedError, first_end
 from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.workers.control import Control, Page
+from ddpexp.launch.workers.control import Control, SharedStatus
 from tests.conftest import PATIENCE, Done, finish
 from tests.points import session, wait_for
 
@@ -453,10 +453,10 @@ def agreement(size: int) -> tuple[Agreement, list[Control], Callable[[int], list
     """Return the commands' part for some ranks of one process, and what polls all of them at a step."""
     pages = []
     for _ in range(size):
-        page, descriptor = Page.make()
+        status_page, descriptor = SharedStatus.make()
         os.close(descriptor)
-        pages.append(page)
-    controls = [Control(None, page, leads=number == 0) for number, page in enumerate(pages)]
+        pages.append(status_page)
+    controls = [Control(None, status_page, leads=number == 0) for number, status_page in enumerate(pages)]
     return Agreement(pages, lambda message: None), controls, lambda step: [control.poll(step) for control in controls]
 
 

@@ -33,13 +33,13 @@ from ddpexp.plan.memory import (
     Facts,
     Parameter,
     buckets,
-    carrier,
     checkpoint_files,
     checkpoints_at_once,
     exchange_bytes,
     layout_stays,
     num_checkpoints,
     parts,
+    reducer,
 )  # fmt: skip
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import (
@@ -133,7 +133,7 @@ def test_each_model_has_buckets_of_its_own() -> None:
 )
 def test_what_carries_the_gradients(nodes: int, workers: int, device: str, words: list[str], expected: str) -> None:
     found = experiment(*words)
-    assert carrier(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
+    assert reducer(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
 
 
 def test_ddp_keeps_its_first_buckets_where_they_order_a_sum() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.launch import Crew, Layout
+from ddpexp.launch import Layout, Participants
 from ddpexp.run import manifest
 from ddpexp.run.directory import RunDir
 from ddpexp.run.repository import Snapshot
@@ -26,7 +26,7 @@ CLEAN = Snapshot({"commit": "abc", "dirty": False}, b"")
 
 def described(before: dict[str, Any] | None = None, *, code: Snapshot = CLEAN, **changed: Any) -> dict[str, Any]:
     """Return what a start leaves, as it is read again."""
-    facts: dict[str, Any] = {"layout": LAYOUT, "argv": ["ddpexp", "recipe=mnist"], "crew": Crew(["a", "a"], []), **changed}
+    facts: dict[str, Any] = {"layout": LAYOUT, "argv": ["ddpexp", "recipe=mnist"], "crew": Participants(["a", "a"], []), **changed}
     found = manifest.describe(manifest.Start(code=code, **facts), {"name": "points"}, before)
     read: dict[str, Any] = json.loads(files.dumps(found))
     return read

@@ -65,7 +65,7 @@ def begins(world):
 
     def found(mark, last):
         with model.micro_batch(last=last):
-            model.training(mark + rank).sum().backward()
+            model.train_model(mark + rank).sum().backward()
         return module.found
 
     assert found(20, last=False) == 10
@@ -75,7 +75,7 @@ def begins(world):
     assert found(60, last=False) == 50
     assert found(70, last=True) == 60 + rank
     with torch.no_grad():
-        model.training(80 + rank)
+        model.train_model(80 + rank)
     assert module.found == 70
     assert found(90, last=True) == 80 + rank  # a pass without a gradient has brought them already
     assert found(91, last=True) == 90
@@ -117,14 +117,14 @@ def failed(world):
     for _ in range(2):
         try:
             with model.micro_batch(last=True):
-                model.training(1 + world.rank).sum().backward()
+                model.train_model(1 + world.rank).sum().backward()
                 raise KeyError
         except KeyError:
             pass
         assert float(weight.grad) == 1 + world.rank
         model.clear_gradient()
     with model.micro_batch(last=True):
-        model.training(1 + world.rank).sum().backward()
+        model.train_model(1 + world.rank).sum().backward()
     assert float(weight.grad) == 1 + (world.world_size - 1) / 2
 """
 

@@ -161,7 +161,7 @@ def test_one_worker_takes_unused_parameters_as_several_do(accumulated: int, lack
         for _ in range(2):  # steps
             for number in range(accumulated):
                 with strategy.micro_batch(number == accumulated - 1):
-                    first, second = strategy.training
+                    first, second = strategy.train_model
                     out = first(torch.ones(1, 2))
                     (out if number == lacking else second(out)).sum().backward()
             strategy.clear_gradient()
@@ -181,7 +181,7 @@ def test_a_model_that_a_micro_batch_does_not_reach_lacks_nothing() -> None:
     for name in ("left", "right"):
         for last in (False, True):
             with strategy.micro_batch(last):
-                strategy.training[name](torch.ones(1, 2)).sum().backward()
+                strategy.train_model[name](torch.ones(1, 2)).sum().backward()
     with strategy.micro_batch(True):
         pass
 
@@ -231,13 +231,13 @@ def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(recipe: Reci
 
 def test_alone_the_model_is_not_wrapped() -> None:
     strategy = DDP(STRATEGY, ALONE, lambda: nn.Linear(2, 2))
-    assert strategy.training is strategy.evaluating
-    assert isinstance(strategy.training, nn.Linear)
+    assert strategy.train_model is strategy.eval_model
+    assert isinstance(strategy.train_model, nn.Linear)
 
 
 def test_several_modules_keep_their_names() -> None:
     strategy = DDP(STRATEGY, ALONE, lambda: {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)})
-    assert list(strategy.training) == ["left", "right"]
+    assert list(strategy.train_model) == ["left", "right"]
     assert len(list(strategy.parameters())) == 4
 
 
@@ -246,7 +246,7 @@ def test_the_weights_are_prepared_before_the_model_is_wrapped() -> None:
         nn.init.zeros_(models["model"].get_parameter("weight"))
 
     strategy = DDP(STRATEGY, ALONE, lambda: nn.Linear(2, 2), prepare=zero)
-    assert torch.equal(strategy.evaluating.weight, torch.zeros(2, 2))
+    assert torch.equal(strategy.eval_model.weight, torch.zeros(2, 2))
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddpexp.train.ema import Average
+from ddpexp.train.ema import EMA
 
 
 class Kinds(nn.Module):
@@ -32,7 +32,7 @@ def moved(net: Kinds, to: float) -> None:
 
 def test_a_slow_average_of_16_bit_parameters_moves() -> None:
     net = Kinds()
-    average = Average({"model": net}, decay=0.999)
+    average = EMA({"model": net}, decay=0.999)
     moved(net, 2.0)
     for _ in range(1000):
         average.update()
@@ -46,7 +46,7 @@ def test_a_slow_average_of_16_bit_parameters_moves() -> None:
 
 def test_parameters_of_whole_numbers_are_those_of_the_last_step() -> None:
     net = Kinds()
-    average = Average({"model": net}, decay=0.9)
+    average = EMA({"model": net}, decay=0.9)
     net.whole.add_(5)
     net.flags.logical_not_()
     average.update()
@@ -57,7 +57,7 @@ def test_parameters_of_whole_numbers_are_those_of_the_last_step() -> None:
 
 def test_an_evaluation_sees_the_average_and_training_its_weights_to_the_bit() -> None:
     net = Kinds()
-    average = Average({"model": net}, decay=0.5)
+    average = EMA({"model": net}, decay=0.5)
     moved(net, 1.1)
     average.update()
     before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -75,7 +75,7 @@ def test_an_evaluation_sees_the_average_and_training_its_weights_to_the_bit() ->
 
 def test_what_was_kept_is_read_back_exactly() -> None:
     net, other = Kinds(), Kinds()
-    average, later = Average({"model": net}, decay=0.9), Average({"model": other}, decay=0.9)
+    average, later = EMA({"model": net}, decay=0.9), EMA({"model": other}, decay=0.9)
     moved(net, 1.3)
     average.update()
     for name, tensor in later.tensors("model").items():

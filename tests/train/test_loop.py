@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpexp.data.order import Permutation
-from ddpexp.train.loop import NonFiniteError, _Window
+from ddpexp.train.loop import MetricAccumulator, NonFiniteError
 from ddpexp.train.schedule import Cosine
 from tests.conftest import Ddpexp, Done
-from tests.fitting import ALONE, Once, by_hand, fit_alone, near
+from tests.fitting import ALONE, Once, fit_alone, manual, near
 from tests.points import Recipe, weights
 
 CODE = """\
@@ -166,18 +166,18 @@ def test_the_weights_are_those_of_a_hand_written_loop_with_any_accumulation(
     points: Any, fit: Callable[..., Once], micro: Any
 ) -> None:
     once = fit(points.Sides(), micro_batch_size=micro)
-    expected, losses, norms = by_hand(points)
+    expected, losses, norms = manual(points)
     assert near(once.weights, expected, 1e-6)
     train = [record for record in once.records if "train/loss" in record]
     assert [record["train/loss"] for record in train] == pytest.approx([np.mean(losses[:4]), np.mean(losses[4:])], abs=1e-6)
     assert [record["train/grad_norm"] for record in train] == pytest.approx([norms[3], norms[7]], rel=1e-5)
-    assert not near(by_hand(points, num_steps=7)[0], expected, 1e-3)  # the comparison can fail
+    assert not near(manual(points, num_steps=7)[0], expected, 1e-3)  # the comparison can fail
 
 
 @pytest.mark.parametrize("micro", ["auto", 6])
 def test_clipping_is_torchs(points: Any, fit: Callable[..., Once], micro: Any) -> None:
     once = fit(points.Sides(), micro_batch_size=micro, clip_grad_norm=0.3, log_every=1)
-    expected, _, norms = by_hand(points, limit=0.3)
+    expected, _, norms = manual(points, limit=0.3)
     assert near(once.weights, expected, 1e-6)
     assert max(norms) > 0.3
     found = [record["train/grad_norm"] for record in once.records if "train/grad_norm" in record]
@@ -191,7 +191,7 @@ def test_counts_that_depend_on_the_data_give_the_gradient_of_the_whole_batch(
         total, count, _ = points.Masked().step(model, batch)
         return total / count  # type: ignore[no-any-return]
 
-    expected, losses, _ = by_hand(points, loss=loss)
+    expected, losses, _ = manual(points, loss=loss)
     once = fit(points.Masked(), micro_batch_size=4, clip_grad_norm=100.0, log_every=1)
     assert near(once.weights, expected, 1e-6)
     found = [record["train/loss"] for record in once.records if "train/loss" in record]
@@ -215,7 +215,7 @@ def test_records_have_exactly_their_names_at_their_steps(points: Any, fit: Calla
     for kind, record in zip(kinds, once.records, strict=True):
         assert list(record) == named[kind]
         assert record["epoch"] == record["step"] / 4
-    _, losses, _ = by_hand(points, num_steps=10)
+    _, losses, _ = manual(points, num_steps=10)
     found = {record["step"]: record["train/loss"] for record in once.records if "train/loss" in record}
     assert found[10] == pytest.approx(losses[9], abs=1e-6)  # the last window holds one step
     assert found[9] == pytest.approx(np.mean(losses[6:9]), abs=1e-6)
@@ -223,7 +223,7 @@ def test_records_have_exactly_their_names_at_their_steps(points: Any, fit: Calla
 
 @pytest.mark.parametrize("values", [(2**24 + 1, 0.5), (torch.tensor(2**24 + 1), torch.tensor(0.5)), (torch.tensor(2**24 + 1), 0.5)])
 def test_sums_of_any_kinds_are_added_in_double_precision(values: tuple[Any, Any]) -> None:
-    window = _Window(ALONE, [0], 1)
+    window = MetricAccumulator(ALONE, [0], 1)
     for value in values:
         window.add([(torch.tensor(1.0), 1, {"name": (torch.as_tensor(value), value)})])
     window.add([(torch.tensor(2.0**24), 2, {"name": (torch.tensor(0.25), 0)})])
@@ -352,7 +352,7 @@ def test_skip_leaves_out_exactly_the_bad_updates(points: Any, fit: Callable[...,
     once = fit(points.Broken(), nonfinite="skip", micro_batch_size=6)
     second = int(np.flatnonzero(Permutation(96, 0, 1)(np.arange(96)) == 17)[0]) // 24 + 4
     bad = (bad_step() - 1, second)
-    expected, losses, _ = by_hand(points, leave_out=bad)
+    expected, losses, _ = manual(points, leave_out=bad)
     assert near(once.weights, expected, 1e-6)
     train = [record for record in once.records if "train/loss" in record]
     assert [record["train/skipped_steps"] for record in train] == [1, 1]
@@ -423,7 +423,7 @@ def test_a_step_sees_the_same_samples_in_the_same_order_at_every_world_size(
 def test_workers_agree_with_one_and_with_a_hand_written_loop(
     points: Any, recorded: dict[tuple[int, str], Recorded], cut: tuple[int, str]
 ) -> None:
-    assert near(weights(recorded[cut].done), by_hand(points)[0], 1e-5)
+    assert near(weights(recorded[cut].done), manual(points)[0], 1e-5)
     found, alone = recorded[cut].done.metrics(), recorded[1, "auto"].done.metrics()
     for name in ("train/loss", "train/accuracy", "train/grad_norm", "eval/loss", "eval/accuracy"):
         expected = [record[name] for record in alone if name in record]
@@ -466,7 +466,7 @@ def test_several_networks_train_by_hand_alike_at_every_world_size(points: Any, f
     torch.manual_seed(0)
     single = points.Net().state_dict()
     assert all(torch.equal(left[name], single[name]) for name in single)
-    expected = {name.replace("model", "left"): tensor for name, tensor in by_hand(points)[0].items()}
+    expected = {name.replace("model", "left"): tensor for name, tensor in manual(points)[0].items()}
     assert near({name: tensor for name, tensor in alone.weights.items() if name.startswith("left")}, expected, 1e-6)
 
 

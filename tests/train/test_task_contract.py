@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import DdpexpError
-from ddpexp.train.loop import _Window
+from ddpexp.train.loop import MetricAccumulator
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import mean_for_a_sum, named
 from tests.conftest import Ddpexp
@@ -143,7 +143,7 @@ def test_metrics_that_change_their_names_are_named(fit: Callable[..., Once], tra
 
 
 def test_what_waits_for_a_record_survives_a_change_of_the_recipes_metrics() -> None:
-    before, window = _Window(ALONE, [0], 1), _Window(ALONE, [0], 1)
+    before, window = MetricAccumulator(ALONE, [0], 1), MetricAccumulator(ALONE, [0], 1)
     before.add([(torch.tensor(1.0), 2, {"gone": (torch.tensor(5.0), 2), "kept": (torch.tensor(1.0), 2)})])
     window.restore(before.pending(0.0))
     assert window.pending(1.0)[0]["names"] == ["gone", "kept"]
@@ -270,7 +270,7 @@ def test_the_question_changes_nothing(
         np.random.seed(0)
         random.seed(0)
         once = fit(task := Noisy(), factory=net, micro_batch_size=6, reduction=reduction, eval_every=0)
-        modes = [module.training for module in once.loop.strategy.bare["model"].modules()]
+        modes = [module.training for module in once.loop.strategy.modules["model"].modules()]
         return once.weights, modes, task.calls, np.random.rand(), random.random()
 
     asked = run()

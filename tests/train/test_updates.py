@@ -16,7 +16,7 @@ from torch import nn
 
 from ddpexp.errors import DdpexpError
 from tests.conftest import Ddpexp
-from tests.fitting import Once, by_hand, fit_alone, near
+from tests.fitting import Once, fit_alone, manual, near
 from tests.points import Recipe, weights
 
 CODE = """\
@@ -301,8 +301,8 @@ def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(p
 
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, _ = super().step(model, batch)
-            kept = float(self.calls // 4 != 2) if model.training else 1.0  # the third step's four micro-batches
-            self.calls += model.training
+            kept = float(self.calls // 4 != 2) if model.train_model else 1.0  # the third step's four micro-batches
+            self.calls += model.train_model
             return loss * kept, torch.tensor(count * kept), {}
 
     once = fit(Padded(), micro_batch_size=6, log_every=4, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -403,7 +403,7 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
     class Steep(points.Sides):  # type: ignore[misc]
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, metrics = super().step(model, batch)
-            return loss * 1e30 if model.training else loss, count, metrics  # with the scale more than fp32 holds, in any step
+            return loss * 1e30 if model.train_model else loss, count, metrics  # with the scale more than fp32 holds, in any step
 
     once = fit(Steep(), num_steps=3, precision="fp16", ema_decay=0.5, factory=points.Normed)
     torch.manual_seed(0)
@@ -501,7 +501,7 @@ def test_double_precision_is_kept(points: Any, fit: Callable[..., Once], recipe:
             loss, count, metrics = super().step(model, batch)
             return loss, torch.tensor(count), metrics
 
-    expected, _, _ = by_hand(points, kind=torch.float64)
+    expected, _, _ = manual(points, kind=torch.float64)
     once = fit(points.Double() if task == "numbers" else Tensors(), factory=points.double, micro_batch_size=4)
     assert relative(once.weights, expected) < 1e-14
 
@@ -511,4 +511,4 @@ def test_double_precision_is_kept(points: Any, fit: Callable[..., Once], recipe:
 def test_double_precision_is_kept_at_every_world_size(points: Any, recipe: Recipe, size: int) -> None:
     done = recipe("task._target_=points.Double", "model._target_=points.double", "scheduler=cosine", f"trainer.gpus={size}")
     assert done.code == 0, done.err
-    assert relative(weights(done), by_hand(points, kind=torch.float64)[0]) < 1e-14
+    assert relative(weights(done), manual(points, kind=torch.float64)[0]) < 1e-14

@@ -131,7 +131,7 @@ class _Augmented:
         pixels = self.images.pixels.index_select(0, indices)
         mirrored, top, left = _draw(self.key, indices.numpy(), self.images.crop)
         if self.images.flip:
-            _mirror(pixels, np.flatnonzero(mirrored))
+            _hflip(pixels, np.flatnonzero(mirrored))
         if self.images.crop:
             # numpy's gather is quicker than torch's on a CPU.
             cut = _windows(pixels, self.images.crop).numpy()[np.arange(len(pixels)), :, top, left]
@@ -148,7 +148,7 @@ def _draw(key: int, samples: NDArray[np.int64], frame: int) -> tuple[NDArray[np.
     return words & np.uint64(1) != 0, top.astype(np.int64), left.astype(np.int64)
 
 
-def _mirror(pixels: Tensor, chosen: NDArray[np.int64]) -> None:
+def _hflip(pixels: Tensor, chosen: NDArray[np.int64]) -> None:
     """Turn the chosen images of a batch left to right, in place."""
     pixels.numpy()[chosen] = pixels.index_select(0, torch.from_numpy(chosen)).flip(-1).numpy()
 

@@ -37,11 +37,11 @@ class Starter(Protocol):
 
 
 @runtime_checkable
-class StartedByOthers(Protocol):
+class StartsExternally(Protocol):
     """A launcher whose ranks somebody else starts, such as torchrun, and has to start again."""
 
     @property
-    def is_told(self) -> bool:
+    def ranks_started_externally(self) -> bool:
         """Tell whether it is so here."""
         ...
 
@@ -92,10 +92,10 @@ class Submitter(Protocol):
         ...
 
 
-def typed_again(launcher: Launcher) -> list[str]:
+def restate_on_resume(launcher: Launcher) -> list[str]:
     """Return, as they are typed, the settings of a launcher that run code or connect to others, and that are set.
 
-    A launcher names them as `typed_again`: they never count on the word of a run directory.
+    A launcher names them as `restate_on_resume`: they never count on the word of a run directory.
     """
     names: Sequence[str] = getattr(launcher, "typed_again", ())
     return [f"launcher.{name}={json.dumps(value)}" for name in names if (value := getattr(launcher, name))]

@@ -27,7 +27,7 @@ from ddpexp.errors import (
 )
 from ddpexp.launch import Job
 from ddpexp.launch.launchers import torchrun_env
-from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Board, Phase, memory, quiet_agent
+from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Phase, StoreMailbox, memory, quiet_agent
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
@@ -48,7 +48,7 @@ _STORE_KEY = "ddpexp"  # every round of machines has a store of its own
 class Elastic:
     """Type the same command on every machine; a range of machines, such as trainer.nodes=1:4, may come and go."""
 
-    typed_again: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles what it finds there
+    restate_on_resume: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles what it finds there
 
     max_restarts: int = 3
     rdzv_backend: Literal["c10d", "etcd-v2"] = "c10d"
@@ -77,7 +77,7 @@ class Elastic:
         if self.rdzv_endpoint is not None:
             _refuse_finished(job)
         job.leads = False  # one of the commands that the agent starts does
-        with memory(json.dumps(job.described()).encode()) as described, Board.make(here.world_size) as board:
+        with memory(json.dumps(job.described()).encode()) as described, StoreMailbox.make(here.world_size) as board:
             words = [
                 sys.executable, "-m", "ddpexp.launch.launchers.elastic_agent", str(os.getpid()), f"--nnodes={low}:{high}",
                 f"--nproc-per-node={here.world_size}", f"--max-restarts={self.max_restarts}", *rendezvous,
@@ -134,7 +134,7 @@ class Elastic:
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be one rank that the agent has started; like `TorchrunEnv.launch`."""
         job.asked = replace(job.asked, nodes="auto", gpus="auto")
-        board, local_rank = Board.here(), int(os.environ["LOCAL_RANK"])
+        board, local_rank = StoreMailbox.here(), int(os.environ["LOCAL_RANK"])
         board.leave(local_rank, EXIT_DONE)  # an attempt before this one may have left another
         code = EXIT_FAILED
         try:
@@ -212,7 +212,7 @@ def _is_finished(job: Job) -> bool:
     return False
 
 
-def _is_to_begin_again(end: End, board: Board) -> bool:
+def _is_to_begin_again(end: End, board: StoreMailbox) -> bool:
     """Tell whether a rank ends only to be started again, by this machine's agent or by another machine's."""
     if isinstance(end, AbsentError):
         _wait_for_agent(board, _ABSENT_SECONDS)
@@ -230,7 +230,7 @@ def _is_to_begin_again(end: End, board: Board) -> bool:
     return True
 
 
-def _wait_for_agent(board: Board, seconds: float) -> None:
+def _wait_for_agent(board: StoreMailbox, seconds: float) -> None:
     """Wait until this machine's agent ends the ranks to meet the others, or a signal says that somebody ends them."""
     deadline = time.monotonic() + seconds
     with suppress(StoppedError):

@@ -21,7 +21,7 @@ from torch.distributed.launcher import api
 from torch.distributed.run import parse_args, run
 
 from ddpexp.errors import EXIT_FAILED
-from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Board, Phase, not_for_ranks
+from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Phase, StoreMailbox, not_for_ranks
 from ddpexp.system.process import children, die_with_parent
 
 _TRIES = 5  # to meet, while machines are lost in the middle of it; each may take a minute
@@ -38,7 +38,7 @@ class Agent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(*words)
             return result
         except RendezvousError:
-            Board.here().note(Phase.MEETS)  # the ranks, which are ended now, have not been stopped by a user
+            StoreMailbox.here().note(Phase.MEETS)  # the ranks, which are ended now, have not been stopped by a user
             raise
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -56,19 +56,19 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
 
     def _start_workers(self, *words: Any) -> dict[int, Any]:
-        Board.here().note(Phase.RUNS)
+        StoreMailbox.here().note(Phase.RUNS)
         started: dict[int, Any] = super()._start_workers(*words)
         return started
 
     def _monitor_workers(self, *words: Any) -> RunResult:
-        Board.here().note(Phase.LOOKS)  # this ends the others where one has failed
+        StoreMailbox.here().note(Phase.LOOKS)  # this ends the others where one has failed
         result: RunResult = super()._monitor_workers(*words)
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED):
-            Board.here().note(Phase.RUNS)
+            StoreMailbox.here().note(Phase.RUNS)
         return result
 
     def _stop_workers(self, *_: Any) -> None:
-        Board.here().note(Phase.MEETS)
+        StoreMailbox.here().note(Phase.MEETS)
         # SIGUSR2 reaches the ranks of all machines, whose agents may know nothing yet.
         self._shutdown(signal.SIGUSR2, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 

@@ -32,13 +32,13 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class Board:
+class StoreMailbox:
     """The page, under a path that this user's other processes of the host can open."""
 
     path: Path
 
     @classmethod
-    def here(cls) -> Board:
+    def here(cls) -> StoreMailbox:
         """Return the one that the command has made, in the agent and in a rank. Raises RefusedError where none has."""
         if _WHERE not in os.environ:
             raise RefusedError(f"{_WHERE} is not set: `ddpexp member` is for the agent that launcher=elastic starts.")
@@ -46,7 +46,7 @@ class Board:
 
     @classmethod
     @contextmanager
-    def make(cls, ranks: int) -> Iterator[Board]:
+    def make(cls, ranks: int) -> Iterator[StoreMailbox]:
         """Make a page, which goes with this process."""
         with memory(bytes((1 + ranks) * _BYTES)) as path:
             yield cls(path)

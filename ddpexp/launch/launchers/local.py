@@ -10,8 +10,8 @@ from ddpexp.launch import Job
 from ddpexp.launch.workers.client import Server
 
 if TYPE_CHECKING:
-    from ddpexp.launch.rendezvous.environment import Place
-    from ddpexp.launch.rendezvous.meeting import Way
+    from ddpexp.launch.rendezvous.environment import LaunchEnvironment
+    from ddpexp.launch.rendezvous.meeting import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Spawn:
         finally:
             server.close()
 
-    def _place(self, nodes: int | str) -> tuple[Place, Way | None]:
-        from ddpexp.launch.rendezvous.environment import Place
+    def _place(self, nodes: int | str) -> tuple[LaunchEnvironment, Rendezvous | None]:
+        from ddpexp.launch.rendezvous.environment import LaunchEnvironment
         from ddpexp.launch.rendezvous.meeting import Fixed
 
         typed = {"node_rank": self.node_rank, "master_addr": self.master_addr, "master_port": self.master_port}
@@ -59,7 +59,7 @@ class Spawn:
                 raise RefusedError(
                     f"launcher.{given}={typed[given]} is for several machines: say how many with trainer.nodes=... ."
                 )
-            return Place(), None
+            return LaunchEnvironment(), None
         assert isinstance(nodes, int)
         if nodes < 1:
             raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
@@ -77,4 +77,4 @@ class Spawn:
         if not 0 < self.master_port < 65536:
             raise RefusedError(f"launcher.master_port={self.master_port} is no port: use one from 1 to 65535.")
         way = Fixed(self.master_addr, self.master_port, ("launcher.master_addr", "launcher.master_port"))
-        return Place(self.node_rank, nodes, nodes=nodes), way
+        return LaunchEnvironment(self.node_rank, nodes, nodes=nodes), way

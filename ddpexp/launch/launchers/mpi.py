@@ -21,7 +21,7 @@ class Mpi:
     provides_mpi: ClassVar[bool] = True
 
     @property
-    def is_told(self) -> bool:
+    def ranks_started_externally(self) -> bool:
         """Tell that somebody else starts the ranks, and has to start them again."""
         return True
 

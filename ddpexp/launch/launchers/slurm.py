@@ -23,7 +23,7 @@ from ddpexp.launch.launchers import slurm_array
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.slurm_array import status
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.launch.rendezvous.environment import Place, of_slurm_task, tasks_per_node
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_slurm_task, tasks_per_node
 from ddpexp.launch.rendezvous.meeting import Published, by_key
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers import foreign
@@ -42,7 +42,7 @@ _POLL_SECONDS = 1.0
 class Slurm:
     """One task a node, which forks the node's workers from a warm server; options have the names that Slurm gives them."""
 
-    typed_again: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
+    restate_on_resume: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
 
     partition: str | None = None
     account: str | None = None
@@ -70,7 +70,7 @@ class Slurm:
     dry_run: bool = False
 
     @property
-    def is_told(self) -> bool:
+    def ranks_started_externally(self) -> bool:
         """Tell that somebody else starts the ranks: the user's own srun."""
         return where() == "step"
 
@@ -138,7 +138,9 @@ class Slurm:
         try:
             way = Published.under(job.folder, _step_key()) if place.size > 1 else None
             with self._ends_in_requeue():
-                return coordinator.run(job, Place(place.index, place.size, nodes=place.size, starter="srun"), way, server)
+                return coordinator.run(
+                    job, LaunchEnvironment(place.index, place.size, nodes=place.size, starter="srun"), way, server
+                )
         finally:
             server.close()
 

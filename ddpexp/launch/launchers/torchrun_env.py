@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ddpexp.errors import AbsentError
 from ddpexp.launch import Job
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.launch.rendezvous.environment import Place, of_torchrun
-from ddpexp.launch.rendezvous.meeting import Fixed, Told, Way
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_torchrun
+from ddpexp.launch.rendezvous.meeting import Fixed, Rendezvous, StoreRendezvous
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 
@@ -23,7 +23,7 @@ class TorchrunEnv:
     """Join the ranks that torchrun, torch.distributed.launch or a hand with `export RANK=...` has started."""
 
     @property
-    def is_told(self) -> bool:
+    def ranks_started_externally(self) -> bool:
         """Tell that somebody else starts the ranks, and has to start them again."""
         return True
 
@@ -51,7 +51,9 @@ def run(job: Job, server: Server | None, key: str) -> int:
         server.close()
 
 
-def way(place: Place, server: Server, seconds: float, key: str, environ: Mapping[str, str] = os.environ) -> Way | None:
+def way(
+    place: LaunchEnvironment, server: Server, seconds: float, key: str, environ: Mapping[str, str] = os.environ
+) -> Rendezvous | None:
     """Return how the ranks find one another: torchrun's agent keeps a store; without one rank zero takes the port itself."""
     if place.size == 1:
         return None
@@ -65,4 +67,4 @@ def way(place: Place, server: Server, seconds: float, key: str, environ: Mapping
             raise AbsentError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
         return next((line.removeprefix(_MARK) for line in text.splitlines() if line.startswith(_MARK)), None)
 
-    return Told(publish=call, ask=call, local=place.local_world_size == place.size)
+    return StoreRendezvous(publish=call, ask=call, local=place.local_world_size == place.size)

@@ -15,7 +15,7 @@ from ddpexp.system.process import ancestors, stat
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchEnvironment:
     """One command of a job: it starts all workers of a node, or one worker whose rank it was told."""
 
     index: int = 0  # of this command; number 0 leads
@@ -46,7 +46,7 @@ _BY_SRUN = "srun gives it to every task; start the command with srun, in an envi
 _BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables"
 
 
-def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
+def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Read torchrun's variables, or the same ones exported by hand.
 
     Raises:
@@ -70,10 +70,10 @@ def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
     starter = "torchrun" if elastic else "the environment"
     _refuse_contradiction(asked, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
     owner = process_identity(start.parent()) if elastic else None
-    return Place(rank, size, True, local_rank, local_size, nodes, starter, owner)
+    return LaunchEnvironment(rank, size, True, local_rank, local_size, nodes, starter, owner)
 
 
-def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> Place:
+def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Read the place of a task that srun started. Raises RefusedError like `of_torchrun`."""
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = _number(environ, "SLURM_PROCID", _BY_SRUN), _number(environ, size_name, _BY_SRUN)
@@ -91,10 +91,10 @@ def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> Plac
     restarts = _number(environ, "SLURM_RESTART_COUNT", _BY_SRUN) if environ.get("SLURM_RESTART_COUNT") else 0
     names = (environ.get("SLURM_CLUSTER_NAME") or os.uname().nodename, environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID"))
     owner = f"slurm:{names[0]}:{names[1]}.{names[2]}" if all(names) else None
-    return Place(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0)
+    return LaunchEnvironment(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0)
 
 
-def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place, str]:
+def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[LaunchEnvironment, str]:
     """Read the place of a process of mpirun (Open MPI, MPICH and what is made from it), and a name for that mpirun.
 
     Raises:
@@ -117,7 +117,7 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Place
     local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
     nodes = 1 if local_size == size else None
     _refuse_contradiction(asked, "mpirun", nodes, local_size, names[3])
-    return Place(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())), key
+    return LaunchEnvironment(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())), key
 
 
 def process_identity(pid: int) -> str | None:

@@ -38,7 +38,7 @@ _STALE_SECONDS = 24 * 3600.0
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 4, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
 
 
-class Way(Protocol):
+class Rendezvous(Protocol):
     """How the commands find the one that leads."""
 
     def listen(self) -> tuple[socket.socket, str]:
@@ -205,13 +205,13 @@ def _sweep(folder: Path) -> None:
                 path.unlink()
 
 
-def by_key(key: str, folder: Path, one_host: bool) -> Way:
+def by_key(key: str, folder: Path, one_host: bool) -> Rendezvous:
     """Choose the way for commands that know a word which no other job has; `folder` is seen by all hosts."""
     return Named.after(key) if one_host else Published.under(folder, key)
 
 
 @dataclass
-class Told:
+class StoreRendezvous:
     """A store that somebody else keeps, asked through functions."""
 
     publish: Callable[[str], object]
@@ -335,7 +335,7 @@ def _line(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[dict[str, Any]]]:
+def lead(way: Rendezvous, size: int, seconds: float, who: str) -> tuple[Meeting, list[dict[str, Any]]]:
     """Wait for all others; return the meeting and what each said of itself, by index from 1.
 
     Raises:
@@ -346,18 +346,18 @@ def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[d
     address = _address(listener)
     found: dict[int, tuple[Peer, dict[str, Any]]] = {}
     try:
-        with listener, closing(_Door(listener, word)) as door:
+        with listener, closing(_Acceptor(listener, word)) as door:
             while len(found) < size - 1:
                 if time.monotonic() >= deadline:
                     absent = sorted(set(range(1, size)) - set(found))
                     raise AbsentError(_missing(absent, size, seconds, who) + _only_here(way, address))
-                for peer, hello in door.wait(deadline):
-                    if hello is None:  # it may come again
+                for peer, handshake in door.wait(deadline):
+                    if handshake is None:  # it may come again
                         found.pop(peer.index, None)
                     else:
-                        _welcome(peer, hello, size, found, who)
+                        _accept_handshake(peer, handshake, size, found, who)
         ordered = [found[index] for index in sorted(found)]
-        return Meeting(0, [peer for peer, _ in ordered], address), [hello for _, hello in ordered]
+        return Meeting(0, [peer for peer, _ in ordered], address), [handshake for _, handshake in ordered]
     except RefusedError as error:
         for peer, _ in found.values():
             peer.send({"kind": "absent" if isinstance(error, AbsentError) else "refused", "message": str(error)})
@@ -367,26 +367,28 @@ def lead(way: Way, size: int, seconds: float, who: str) -> tuple[Meeting, list[d
         way.close()
 
 
-def _welcome(peer: Peer, hello: dict[str, Any], size: int, found: dict[int, tuple[Peer, dict[str, Any]]], who: str) -> None:
-    index = hello["index"]
-    if not 0 < index < size or hello.get("size") != size or index in found:
-        error = RefusedError(_contradiction(hello, size, found, who))
+def _accept_handshake(
+    peer: Peer, handshake: dict[str, Any], size: int, found: dict[int, tuple[Peer, dict[str, Any]]], who: str
+) -> None:
+    index = handshake["index"]
+    if not 0 < index < size or handshake.get("size") != size or index in found:
+        error = RefusedError(_contradiction(handshake, size, found, who))
         peer.send({"kind": "refused", "message": str(error)})
         peer.channel.close()
         raise error
-    peer.index, peer.host = index, hello["host"]
+    peer.index, peer.host = index, handshake["host"]
     peer.send({"kind": "welcome", "host": socket.gethostname()})
-    found[index] = (peer, hello)
+    found[index] = (peer, handshake)
 
 
 @dataclass(eq=False)
-class _Guest:
+class _PendingPeer:
     peer: Peer
     until: float  # when it must have said who it is
     known: bool = False  # it has
 
 
-class _Door:
+class _Acceptor:
     """Who comes to the listener. All are heard at once: a stranger that says nothing keeps nobody out.
 
     Whoever comes or speaks costs the same, however many are there already.
@@ -395,27 +397,27 @@ class _Door:
     def __init__(self, listener: socket.socket, word: str) -> None:
         self._listener, self._word = listener, word
         self._selector = selectors.DefaultSelector()
-        self._unknown: OrderedDict[_Guest, None] = OrderedDict()  # who has come first must first have said who it is
+        self._unknown: OrderedDict[_PendingPeer, None] = OrderedDict()  # who has come first must first have said who it is
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
     def wait(self, deadline: float) -> Iterator[tuple[Peer, dict[str, Any] | None]]:
         """Yield those who say hello with the word, and with None those who had done so and are gone."""
-        until = min([deadline, *(guest.until for guest in islice(self._unknown, 1))])
+        until = min([deadline, *(pending.until for pending in islice(self._unknown, 1))])
         keys = [key for key, _ in self._selector.select(max(0.0, until - time.monotonic()))]
-        guests: list[_Guest] = [key.data for key in keys if key.data is not None]
-        for guest in sorted(guests, key=lambda guest: not guest.known):  # who leaves may be coming again
-            yield from self._hear(guest)
+        guests: list[_PendingPeer] = [key.data for key in keys if key.data is not None]
+        for pending in sorted(guests, key=lambda pending: not pending.known):  # who leaves may be coming again
+            yield from self._hear(pending)
         if len(guests) < len(keys):
             self._admit()
         now = time.monotonic()
-        for guest in list(takewhile(lambda guest: guest.until < now, self._unknown)):
-            self._turn_away(guest)
+        for pending in list(takewhile(lambda pending: pending.until < now, self._unknown)):
+            self._turn_away(pending)
 
     def close(self) -> None:
         """Turn away all who have not said who they are."""
-        for guest in list(self._unknown):
-            self._turn_away(guest)
+        for pending in list(self._unknown):
+            self._turn_away(pending)
         self._selector.close()
 
     def _admit(self) -> None:
@@ -428,41 +430,41 @@ class _Door:
                 channel.close()
                 continue
             _keep_alive(channel)
-            guest = _Guest(Peer(-1, channel), time.monotonic() + _HELLO_SECONDS)
-            self._selector.register(channel, selectors.EVENT_READ, guest)
-            self._unknown[guest] = None
+            pending = _PendingPeer(Peer(-1, channel), time.monotonic() + _HELLO_SECONDS)
+            self._selector.register(channel, selectors.EVENT_READ, pending)
+            self._unknown[pending] = None
 
-    def _hear(self, guest: _Guest) -> Iterator[tuple[Peer, dict[str, Any] | None]]:
+    def _hear(self, pending: _PendingPeer) -> Iterator[tuple[Peer, dict[str, Any] | None]]:
         try:
-            hello = guest.peer.heard()
+            handshake = pending.peer.heard()
         except EOFError:
-            self._turn_away(guest)
-            if guest.known:
-                yield guest.peer, None
+            self._turn_away(pending)
+            if pending.known:
+                yield pending.peer, None
             return
-        if hello is None or guest.known:
+        if handshake is None or pending.known:
             return
-        if hello.get("word") == self._word and _is_hello(hello):
-            guest.known = True
-            del self._unknown[guest]
-            yield guest.peer, hello
+        if handshake.get("word") == self._word and _is_handshake(handshake):
+            pending.known = True
+            del self._unknown[pending]
+            yield pending.peer, handshake
         else:
-            self._turn_away(guest)
+            self._turn_away(pending)
 
-    def _turn_away(self, guest: _Guest) -> None:
-        self._unknown.pop(guest, None)
-        self._selector.unregister(guest.peer.channel)
-        guest.peer.channel.close()
+    def _turn_away(self, pending: _PendingPeer) -> None:
+        self._unknown.pop(pending, None)
+        self._selector.unregister(pending.peer.channel)
+        pending.peer.channel.close()
 
 
-def _is_hello(message: Mapping[str, Any]) -> bool:
+def _is_handshake(message: Mapping[str, Any]) -> bool:
     """Tell whether a message can be one of ours; the word alone does not say so, for on a port that was told it is empty."""
     index, size = message.get("index"), message.get("size")
     return type(index) is int and type(size) is int and isinstance(message.get("host"), str)
 
 
-def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meeting:
-    """Find the one that leads and introduce this command with `hello`, which names its `index`.
+def join(way: Rendezvous, handshake: Mapping[str, Any], seconds: float, who: str) -> Meeting:
+    """Find the one that leads and introduce this command with `handshake`, which names its `index`.
 
     Raises:
         RefusedError: it was not found within `seconds`.
@@ -480,9 +482,9 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
                 with ExitStack() as stack:
                     channel = stack.enter_context(_connect(host, port, _bounded(deadline)))
                     strange_since = began if strange_since is None else strange_since
-                    peer = _introduced(Peer(0, channel), {**hello, "word": word}, deadline)
+                    peer = _introduced(Peer(0, channel), {**handshake, "word": word}, deadline)
                     stack.pop_all()
-                return Meeting(int(hello["index"]), [peer], _address(channel))
+                return Meeting(int(handshake["index"]), [peer], _address(channel))
             except (EOFError, _SilentError):
                 seen, dead = f"what answers {at} is not it", False
             except (OSError, UnicodeError) as error:
@@ -490,7 +492,7 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
                 strange_since = None
         if isinstance(way, Fixed) and strange_since is not None and time.monotonic() - strange_since > _STRANGE_SECONDS:
             raise RefusedError(
-                f"{who} {hello['index']} did not find {who} 0: another program answers at {way.host}:{way.port}. "
+                f"{who} {handshake['index']} did not find {who} 0: another program answers at {way.host}:{way.port}. "
                 f"Choose another {way.names[1]}, the same for all, or end that program."
             )
         waited = time.monotonic() - started
@@ -498,7 +500,7 @@ def join(way: Way, hello: Mapping[str, Any], seconds: float, who: str) -> Meetin
     if dead:
         way.close()  # it leads to one that was killed
     raise AbsentError(
-        f"{who} {hello['index']} did not find {who} 0 within {seconds:g} s: {seen}. Was it started, and is its host reached?"
+        f"{who} {handshake['index']} did not find {who} 0 within {seconds:g} s: {seen}. Was it started, and is its host reached?"
     )
 
 
@@ -535,7 +537,7 @@ def _address(channel: socket.socket) -> str:
     return LOOPBACK if channel.family == socket.AF_UNIX else str(channel.getsockname()[0])
 
 
-def _introduced(leader: Peer, hello: Mapping[str, Any], deadline: float) -> Peer:
+def _introduced(leader: Peer, handshake: Mapping[str, Any], deadline: float) -> Peer:
     """Say hello and hear the welcome. Raises EOFError: this is not the one that leads. _SilentError: it says nothing."""
     if leader.channel.family != socket.AF_UNIX and leader.channel.getsockname() == leader.channel.getpeername():
         # A port of our own, chosen by chance, which answers itself. Closed with a reset, or the leader could not bind it for
@@ -543,7 +545,7 @@ def _introduced(leader: Peer, hello: Mapping[str, Any], deadline: float) -> Peer
         leader.channel.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         raise EOFError
     _keep_alive(leader.channel)
-    leader.send(hello)
+    leader.send(handshake)
     try:
         answer = leader.receive(time.monotonic() + _bounded(deadline))
     except TimeoutError:
@@ -584,13 +586,13 @@ def _place(text: str | bytes) -> tuple[str, int, str] | None:
         return None
 
 
-def _where(way: Way) -> str:
+def _where(way: Rendezvous) -> str:
     if not isinstance(way, Published):
         return ""
     return f" in {way.path.parent}, which all hosts must see"
 
 
-def _only_here(way: Way, address: str) -> str:
+def _only_here(way: Rendezvous, address: str) -> str:
     """Explain what the name of a host that stands for loopback there, as on Debian, does to the others."""
     if not isinstance(way, Fixed) or is_loopback(way.host) or not is_loopback(address):
         return ""
@@ -602,11 +604,11 @@ def _missing(absent: Sequence[int], size: int, seconds: float, who: str) -> str:
     return f"{who} {shown} of {size} did not come within {seconds:g} s: were they started, and do they reach this host?"
 
 
-def _contradiction(hello: Mapping[str, Any], size: int, found: Mapping[int, Any], who: str) -> str:
-    index, host = hello["index"], hello.get("host")
+def _contradiction(one: Mapping[str, Any], size: int, found: Mapping[int, Any], who: str) -> str:
+    index, host = one["index"], one.get("host")
     if index in found or index == 0:
         other = found[index][0].host if index in found else "the first host"
         return f"two commands say that they are {who} {index}, on {other} and on {host}: each needs a number of its own."
     return (
-        f"{who} {index} on {host} counts {hello.get('size')} in all, {who} 0 counts {size}: start all of them with the same number."
+        f"{who} {index} on {host} counts {one.get('size')} in all, {who} 0 counts {size}: start all of them with the same number."
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, PeerError
 from ddpexp.launch.supervise.stacks import Stack, raised, shown, threads
-from ddpexp.launch.workers.control import Lines, Page
+from ddpexp.launch.workers.control import Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 
 _LAST_LINES = 20
@@ -26,7 +26,7 @@ class Worker:
     rank: int
     control: Lines
     log: Log
-    page: Page
+    status_page: SharedStatus
     signals: socket.socket  # what it gets itself
     pid: int | None = None
     code: int | None = None  # exit code, or minus the signal's number
@@ -43,7 +43,7 @@ class Worker:
     @property
     def last_step(self) -> int | None:
         """Return the steps that it had done when it was last heard of."""
-        return self.step if self.page.step is None else self.page.step
+        return self.step if self.status_page.step is None else self.status_page.step
 
     @property
     def well(self) -> bool:
@@ -141,7 +141,7 @@ def failure_of(worker: Worker, kind: str, message: str, signum: int | None = Non
         kind=kind,
         message=message,
         step=worker.last_step,
-        phase=worker.page.phase,
+        phase=worker.status_page.phase,
         signal=signum,
         traceback=worker.log.last_lines(_LAST_LINES),
         exit_code=exit_code,

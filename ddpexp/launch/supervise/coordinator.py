@@ -16,16 +16,16 @@ from itertools import accumulate
 from typing import Any
 
 from ddpexp.errors import ENDS, EXIT_FAILED, AbsentError, Failure, FinishedError, RefusedError, StoppedError
-from ddpexp.launch import Crew, Job, Layout
+from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import starter
-from ddpexp.launch.rendezvous.environment import Place
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.rendezvous.layout import resolve
-from ddpexp.launch.rendezvous.meeting import Meeting, Way, join, lead
+from ddpexp.launch.rendezvous.meeting import Meeting, Rendezvous, join, lead
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.supervisor import supervise
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.client import Server
-from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, Page
+from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system import start
 from ddpexp.system.hardware import cores_quota, gpu_names, usable_core_numbers
@@ -38,7 +38,7 @@ _PARTING_SECONDS = 10.0  # for the leading command to say why before this one le
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankAssignment:
     """The ranks of one command."""
 
     first_rank: int
@@ -50,7 +50,7 @@ class Seat:
     first_on_host: bool
 
 
-def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
+def run(job: Job, place: LaunchEnvironment, way: Rendezvous | None, server: Server) -> int:
     """Do this command's part of the job and return the exit code; `way` leads to the other commands, if there are any.
 
     Raises:
@@ -67,10 +67,10 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
     job.check(layout)
     refuse_few_files(1 if place.told else mine.world_size, world_size)
     if place.size == 1 or way is None:
-        job.begin(layout, Crew([platform.node()], [place.owner] if place.owner else [], place.restarted))
-        return _watch(job, layout, Seat(0, world_size, 0, world_size, 0, False, True), None, server)
+        job.begin(layout, Participants([platform.node()], [place.owner] if place.owner else [], place.restarted))
+        return _watch(job, layout, RankAssignment(0, world_size, 0, world_size, 0, False, True), None, server)
     who = "rank" if place.told else "node"
-    hello = {
+    handshake = {
         "index": place.index,
         "size": place.size,
         "host": platform.node(),
@@ -88,8 +88,8 @@ def run(job: Job, place: Place, way: Way | None, server: Server) -> int:
         "owner": place.owner,
     }
     if place.index == 0:
-        return _lead(job, place, way, hello, asked.timeout.init_seconds, who, server)
-    return _follow(job, place, way, hello, asked.timeout.init_seconds, who, server)
+        return _lead(job, place, way, handshake, asked.timeout.init_seconds, who, server)
+    return _follow(job, place, way, handshake, asked.timeout.init_seconds, who, server)
 
 
 def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
@@ -102,23 +102,25 @@ def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
         print(f"ddpexp: {text}", file=sys.stderr, flush=True)
 
 
-def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
-    meeting, others = lead(way, hello["size"], seconds, who)
+def _lead(
+    job: Job, place: LaunchEnvironment, way: Rendezvous, handshake: dict[str, Any], seconds: float, who: str, server: Server
+) -> int:
+    meeting, others = lead(way, handshake["size"], seconds, who)
     try:
         try:
-            hellos = [hello, *others]
-            layout, seats = settle(hellos, job.asked.threads, who)
+            handshakes = [handshake, *others]
+            layout, assignments = settle(handshakes, job.asked.threads, who)
             for peer in meeting.peers:
-                peer.first_rank = seats[peer.index].first_rank
+                peer.first_rank = assignments[peer.index].first_rank
             job.check(layout)
-            owners = [one["owner"] for one in hellos if one["owner"]]
-            job.begin(layout, Crew([one["host"] for one in hellos], owners, place.restarted))
+            owners = [one["owner"] for one in handshakes if one["owner"]]
+            job.begin(layout, Participants([one["host"] for one in handshakes], owners, place.restarted))
             go = {"kind": "go", "layout": asdict(layout), "shared": job.shared()}
             # The first command of a host makes the data ready there; the others find it so.
             for first in (True, False):
-                called = [peer for peer in meeting.peers if seats[peer.index].first_on_host == first]
+                called = [peer for peer in meeting.peers if assignments[peer.index].first_on_host == first]
                 for peer in called:
-                    peer.send({**go, "seat": asdict(seats[peer.index])})
+                    peer.send({**go, "seat": asdict(assignments[peer.index])})
                 _hear_ready(called, who)
         except ENDS as error:
             kind = "finished" if isinstance(error, FinishedError) else "absent" if _is_absence(error) else "refused"
@@ -126,7 +128,7 @@ def _lead(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: floa
             raise
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
             meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
-            return _watch(job, layout, seats[0], meeting, server, store)
+            return _watch(job, layout, assignments[0], meeting, server, store)
     except ENDS:
         # The others leave when this connection closes, which is when this command has said why and ended: what started them
         # may kill all that is left as soon as one leaves.
@@ -151,14 +153,16 @@ def _is_absence(error: BaseException) -> bool:
     return isinstance(error, AbsentError | StoppedError)
 
 
-def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: float, who: str, server: Server) -> int:
-    meeting = join(way, hello, seconds, who)
+def _follow(
+    job: Job, place: LaunchEnvironment, way: Rendezvous, handshake: dict[str, Any], seconds: float, who: str, server: Server
+) -> int:
+    meeting = join(way, handshake, seconds, who)
     [leader] = meeting.peers
     meeting.speaks = not place.shares_terminal  # until it is known which command of this host does
     try:
         go = _next(leader, "go")
-        seat, layout = Seat(**go["seat"]), Layout(**go["layout"])
-        meeting.speaks = seat.first_on_host and leader.host != platform.node() and not place.shares_terminal
+        assignment, layout = RankAssignment(**go["seat"]), Layout(**go["layout"])
+        meeting.speaks = assignment.first_on_host and leader.host != platform.node() and not place.shares_terminal
         job.leads = False
         try:
             job.enter(go["shared"], layout)
@@ -167,7 +171,7 @@ def _follow(job: Job, place: Place, way: Way, hello: dict[str, Any], seconds: fl
             raise
         leader.send({"kind": "ready"})
         start = _next(leader, "start")
-        return _watch(job, layout, seat, meeting, server, tuple(start["store"]))
+        return _watch(job, layout, assignment, meeting, server, tuple(start["store"]))
     except (RefusedError, FinishedError) as error:
         way.close()  # the one that leads may have been killed before it could
         # The one that leads says so; on another host somebody may be looking at this terminal.
@@ -208,51 +212,53 @@ def versions() -> dict[str, str | None]:
     return {**found, "Python": "{}.{}".format(*sys.version_info)}
 
 
-def settle(hellos: Sequence[Mapping[str, Any]], threads: str | int, who: str) -> tuple[Layout, list[Seat]]:
+def settle(handshakes: Sequence[Mapping[str, Any]], threads: str | int, who: str) -> tuple[Layout, list[RankAssignment]]:
     """Give every command its ranks, from what all have said of themselves, by index.
 
     Raises:
         RefusedError: versions or configurations that differ, devices that differ, or too few GPUs for the workers of a host.
     """
-    for hello in hellos[1:]:
-        for name, version in hellos[0]["versions"].items():
-            if (found := hello.get("versions", {}).get(name)) != version:
+    for one in handshakes[1:]:
+        for name, version in handshakes[0]["versions"].items():
+            if (found := one.get("versions", {}).get(name)) != version:
                 raise RefusedError(
-                    f"{name} is {version or 'of no known version'} on {who} 0 ({hellos[0]['host']}) and "
-                    f"{found or 'of no known version'} on {who} {hello['index']} ({hello['host']}): install the same version "
+                    f"{name} is {version or 'of no known version'} on {who} 0 ({handshakes[0]['host']}) and "
+                    f"{found or 'of no known version'} on {who} {one['index']} ({one['host']}): install the same version "
                     f"on all of them."
                 )
-        difference = first_difference(hellos[0]["identity"], hello["identity"])
+        difference = first_difference(handshakes[0]["identity"], one["identity"])
         if difference:
             key, one, other = difference
             raise RefusedError(
-                f"{key} is {one} on {who} 0 ({hellos[0]['host']}) and {other} on {who} {hello['index']} ({hello['host']}): "
+                f"{key} is {one} on {who} 0 ({handshakes[0]['host']}) and {other} on {who} {one['index']} ({one['host']}): "
                 f"start all of them with the same words."
             )
         for name in ("device", "backend"):
-            if hello["layout"][name] != hellos[0]["layout"][name]:
+            if one["layout"][name] != handshakes[0]["layout"][name]:
                 raise RefusedError(
-                    f"{who} 0 ({hellos[0]['host']}) would run on {name} {hellos[0]['layout'][name]} and {who} {hello['index']} "
-                    f"({hello['host']}) on {hello['layout'][name]}: type trainer.{name}=... to make them equal."
+                    f"{who} 0 ({handshakes[0]['host']}) would run on {name} {handshakes[0]['layout'][name]} and "
+                    f"{who} {one['index']} ({one['host']}) on {one['layout'][name]}: type trainer.{name}=... to make them equal."
                 )
     hosts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for hello in hellos:
-        hosts.setdefault((hello["host"], hello["boot"]), []).append(hello)
-    *ranks_before, world_size = accumulate((hello["workers"] for hello in hellos), initial=0)
-    seats: dict[int, Seat] = {}
+    for one in handshakes:
+        hosts.setdefault((one["host"], one["boot"]), []).append(one)
+    *ranks_before, world_size = accumulate((one["workers"] for one in handshakes), initial=0)
+    assignments: dict[int, RankAssignment] = {}
     for node_rank, members in enumerate(hosts.values()):
         *local_ranks, local_size = accumulate((member["workers"] for member in members), initial=0)
         own_gpus = _own_gpus(members, local_size)
         if _told_all(members):
             local_ranks = [member["local_rank"] for member in members]
         for position, member in enumerate(members):
-            seats[member["index"]] = Seat(
+            assignments[member["index"]] = RankAssignment(
                 ranks_before[member["index"]], member["workers"], local_ranks[position], local_size, node_rank, own_gpus,
                 position == 0,
             )  # fmt: skip
-    layout = Layout(**hellos[0]["layout"])
+    layout = Layout(**handshakes[0]["layout"])
     found = min(_threads(members) for members in hosts.values()) if threads == "auto" else int(threads)
-    return replace(layout, nodes=len(hosts), world_size=world_size, threads=found), [seats[index] for index in range(len(hellos))]
+    return replace(layout, nodes=len(hosts), world_size=world_size, threads=found), [
+        assignments[index] for index in range(len(handshakes))
+    ]
 
 
 def _told_all(members: Sequence[Mapping[str, Any]]) -> bool:
@@ -307,7 +313,7 @@ def first_difference(one: Any, other: Any, key: str = "") -> tuple[str, Any, Any
 def _watch(
     job: Job,
     layout: Layout,
-    seat: Seat,
+    assignment: RankAssignment,
     meeting: Meeting | None,
     server: Server,
     store: socket.socket | tuple[str, int] | None = None,
@@ -321,13 +327,13 @@ def _watch(
     place: tuple[str, int] = listener.getsockname()[:2] if listener else store  # type: ignore[assignment]
     try:
         workers = []
-        for number in range(seat.workers):
-            rank = seat.first_rank + number
+        for number in range(assignment.workers):
+            rank = assignment.first_rank + number
             ours, theirs = socket.socketpair()
             signals, theirs_for_signals = socket.socketpair()
             theirs_for_signals.setblocking(False)  # a signal handler writes to it
-            environ = environment(layout, seat, number, place, meeting.address if meeting else LOOPBACK)
-            page, number_of_page = Page.make()
+            environ = environment(layout, assignment, number, place, meeting.address if meeting else LOOPBACK)
+            status_page, number_of_page = SharedStatus.make()
             descriptors = {CONTROL_FD: theirs.fileno(), PAGE_FD: number_of_page, SIGNALS_FD: theirs_for_signals.fileno()}
             if rank == 0 and listener is not None:
                 descriptors[STORE_FD] = listener.fileno()
@@ -336,7 +342,7 @@ def _watch(
             theirs.close()
             theirs_for_signals.close()
             os.close(number_of_page)
-            workers.append(Worker(rank, Lines(ours), log, page, signals))
+            workers.append(Worker(rank, Lines(ours), log, status_page, signals))
     finally:
         if listener is not None:
             listener.close()
@@ -348,22 +354,22 @@ def _watch(
     finally:
         for worker in workers:
             worker.log.close()
-            worker.page.close()
+            worker.status_page.close()
 
 
-def environment(layout: Layout, seat: Seat, number: int, store: tuple[str, int], address: str) -> dict[str, str]:
+def environment(layout: Layout, assignment: RankAssignment, number: int, store: tuple[str, int], address: str) -> dict[str, str]:
     """Return the variables that tell worker `number` of this command its place; `address` is this host's own."""
     host, port = store
     variables = {
-        "RANK": str(seat.first_rank + number),
-        "LOCAL_RANK": str(seat.local_rank + number),
+        "RANK": str(assignment.first_rank + number),
+        "LOCAL_RANK": str(assignment.local_rank + number),
         "WORLD_SIZE": str(layout.world_size),
-        "LOCAL_WORLD_SIZE": str(seat.local_world_size),
-        "GROUP_RANK": str(seat.node_rank),
+        "LOCAL_WORLD_SIZE": str(assignment.local_world_size),
+        "GROUP_RANK": str(assignment.node_rank),
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
-    if seat.own_gpus:
+    if assignment.own_gpus:
         variables["DDPEXP_GPU"] = str(number)
     if not is_loopback(host):
         interface = interface_of(address)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpexp.launch.workers.control import Page, What
+from ddpexp.launch.workers.control import SharedStatus, What
 
 _SEEN_SECONDS = 0.002  # from a number on the pages to all ranks' next looks seeing it: far more than the processor takes
 
@@ -21,7 +21,7 @@ _SEEN_SECONDS = 0.002  # from a number on the pages to all ranks' next looks see
 class Agreement:
     """What this command knows of it; `send` speaks to the other commands: of the leading one to all, else to that one."""
 
-    pages: Sequence[Page]
+    pages: Sequence[SharedStatus]
     send: Callable[[Mapping[str, Any]], None]
     _stops: bool = False  # a stop has been asked for
     _number: int = 0  # of the newest agreement
@@ -76,11 +76,11 @@ class Agreement:
             self._settle(number, message["step"], message["what"])
 
     def _begin(self) -> int:
-        for page in self.pages:
-            page.begin(self._number)
+        for status_page in self.pages:
+            status_page.begin(self._number)
         time.sleep(_SEEN_SECONDS)
-        return max(page.bound(self._number) for page in self.pages)
+        return max(status_page.bound(self._number) for status_page in self.pages)
 
     def _settle(self, number: int, step: int, what: What) -> None:
-        for page in self.pages:
-            page.settle(number, step, what)
+        for status_page in self.pages:
+            status_page.settle(number, step, what)

@@ -120,7 +120,7 @@ def supervise(
         StoppedError: a signal to this process, another command or a rank ended the run.
     """
     tell = meeting.tell if meeting is not None else lambda message: None
-    agreement = Agreement([worker.page for worker in workers], tell)
+    agreement = Agreement([worker.status_page for worker in workers], tell)
     leads = meeting is None or meeting.leads
     watchdog = Watchdog(workers, asked.timeout, leads, tell, lambda: _dump(server, watch), server.pid, on_gpus)
     watch = _Watch(workers, agreement, watchdog, asked.grace_seconds, tell)
@@ -374,7 +374,7 @@ def _listen(worker: Worker, watch: _Watch, terminal: Terminal) -> bool:
             _hold(watch, worker.rank, message["text"])
         elif kind == "error":
             kind, step = message.pop("error"), message.pop("step")
-            worker.failure = Failure(rank=worker.rank, kind=kind, step=step, phase=worker.page.phase, **message)
+            worker.failure = Failure(rank=worker.rank, kind=kind, step=step, phase=worker.status_page.phase, **message)
             worker.failed_at = time.monotonic()
             watch.failed_at = watch.failed_at or worker.failed_at
         elif kind == "done":
@@ -452,21 +452,21 @@ def _stopped_by(watch: _Watch, number: int) -> None:
     watch.stopped_at = watch.stopped_at if watch.stopped_by is not None else time.monotonic()
     watch.stopped_by = number
     for worker in watch.workers:
-        worker.page.stop(number)
+        worker.status_page.stop(number)
 
 
 def _leave(server: Server, watch: _Watch) -> None:
     """End the workers, which have nothing to save yet."""
     watch.at_once = True
     for worker in watch.workers:
-        worker.page.leave()
+        worker.status_page.leave()
     server.kill(signal.SIGTERM)
 
 
 def _trains(watch: _Watch) -> bool:
     """Tell whether the training has begun, as rank zero says: before there is nothing to save."""
     first = watch.workers[0]
-    return first.rank == 0 and (first.trains or first.page.step is not None)
+    return first.rank == 0 and (first.trains or first.status_page.step is not None)
 
 
 def _save(watch: _Watch) -> None:

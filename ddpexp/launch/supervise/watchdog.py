@@ -104,7 +104,7 @@ class _Question:
     @property
     def starved_seconds(self) -> float:
         """Return how long the rank has waited for a processor since it was asked."""
-        return _starved(self.delays, _delays(self.worker.pid, self.worker.page.phase))
+        return _starved(self.delays, _delays(self.worker.pid, self.worker.status_page.phase))
 
 
 @dataclass
@@ -191,17 +191,17 @@ class Watchdog:
     def _count(self, seconds: float) -> None:
         for worker in self._living():
             seen = self._silences.get(worker.rank)
-            if seen is None or seen.progress != worker.page.progress:
-                self._silences[worker.rank] = _Silence(worker.page.progress)
+            if seen is None or seen.progress != worker.status_page.progress:
+                self._silences[worker.rank] = _Silence(worker.status_page.progress)
                 continue
             pid = worker.pid or self.server  # which imports what it needs before it starts a rank
-            delays = _delays(pid, worker.page.phase)
+            delays = _delays(pid, worker.status_page.phase)
             # The kernel counts a wait when it is over, so one that is longer than a look counts for the looks before, too.
             starved = seen.starved_seconds + _starved(seen.delays, delays)
             counted = min(starved, _STARVED_MOST * seconds)
             seen.delays, seen.starved_seconds = delays, starved - counted
             silent = seconds - counted
-            if worker.page.phase in ("start", "build"):
+            if worker.status_page.phase in ("start", "build"):
                 activity = _activity(pid)
                 if activity != seen.activity:
                     seen.activity, seen.busy_seconds = activity, seen.busy_seconds + silent
@@ -209,14 +209,27 @@ class Watchdog:
             seen.seconds += silent
 
     def _account(self, worker: Worker, how: How = "asleep", where: Frame | str | None = None, stack: str | None = None) -> Account:
-        page, seen = worker.page, self._silences.get(worker.rank)
-        limit, key = self._limit(page.phase, page.step is None)
-        silent = seen.seconds if seen and seen.progress == page.progress else 0.0
+        status_page, seen = worker.status_page, self._silences.get(worker.rank)
+        limit, key = self._limit(status_page.phase, status_page.step is None)
+        silent = seen.seconds if seen and seen.progress == status_page.progress else 0.0
         if silent and seen and seen.busy_seconds > _BUSY_FACTOR * limit:
             silent = seen.busy_seconds
         ours = not isinstance(where, Frame) or where.is_ours
         place = None if where is None else str(where)
-        return Account(worker.rank, platform.node(), worker.pid, page.phase, page.step, silent, limit, key, how, place, stack, ours)
+        return Account(
+            worker.rank,
+            platform.node(),
+            worker.pid,
+            status_page.phase,
+            status_page.step,
+            silent,
+            limit,
+            key,
+            how,
+            place,
+            stack,
+            ours,
+        )
 
     def _limit(self, phase: str, is_first: bool) -> tuple[float, str]:
         timeout = self.timeout
@@ -247,7 +260,9 @@ class Watchdog:
         self._round = _Round(
             now,
             {
-                one.rank: _Question(one, one.page.progress, one.log.size(), _ticks(one.pid), _delays(one.pid, one.page.phase))
+                one.rank: _Question(
+                    one, one.status_page.progress, one.log.size(), _ticks(one.pid), _delays(one.pid, one.status_page.phase)
+                )
                 for one in self._living()
             },
         )
@@ -283,7 +298,7 @@ class Watchdog:
         """
         rank, progress = question.worker.rank, question.progress
         since = self._unanswered.get(rank, progress) if question.is_answered else progress
-        return bool(question.worker.page.progress == progress == since)
+        return bool(question.worker.status_page.progress == progress == since)
 
     def _seen(self, question: _Question, seconds: float) -> tuple[How, Frame | str | None, str | None]:
         """Say how a rank is, where, and with which stack."""

@@ -47,7 +47,7 @@ _NAP_SECONDS = 0.0002
 _ANSWER_SECONDS = 600.0  # far longer than a command that lives takes to name a step, unless somebody has stopped it
 
 
-class Page:
+class SharedStatus:
     """The page of one rank, as the command sees it; anonymous memory that is gone with the last process that has it.
 
     Nobody locks: each word has one writer, is written whole, and is seen in the order of the writes. x86_64 keeps that order
@@ -60,7 +60,7 @@ class Page:
         self.words = memoryview(self._memory).cast("Q")
 
     @classmethod
-    def make(cls) -> tuple[Page, int]:
+    def make(cls) -> tuple[SharedStatus, int]:
         """Return a new page, and a descriptor for the rank."""
         descriptor = os.memfd_create("ddpexp-control")
         os.ftruncate(descriptor, _PAGE_BYTES)
@@ -127,7 +127,7 @@ class Control:
     """A worker's end. Without a watcher (a launcher that is not ours) every message is dropped, and nobody asks for anything."""
 
     def __init__(
-        self, channel: socket.socket | None, page: Page | None = None, signals: int | None = None, leads: bool = False
+        self, channel: socket.socket | None, page: SharedStatus | None = None, signals: int | None = None, leads: bool = False
     ) -> None:
         """Take over the socket, the page and the descriptor for signals, if there are any.
 
@@ -147,7 +147,7 @@ class Control:
         channel, page, signals = (environ.get(name) for name in (CONTROL_FD, PAGE_FD, SIGNALS_FD))
         return cls(
             socket.socket(fileno=int(channel)) if channel else None,
-            Page(int(page)) if page else None,
+            SharedStatus(int(page)) if page else None,
             int(signals) if signals else None,
             environ.get("RANK", "0") == "0",
         )
@@ -162,7 +162,7 @@ class Control:
         if self._words is not None:
             self._words[_PHASE] = _NUMBERS[phase]
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that this rank has come further within its phase; costs 0.1 us. Ranks: any."""
         if self._words is not None:
             self._words[_BEATS] += 1

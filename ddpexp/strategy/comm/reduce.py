@@ -29,7 +29,7 @@ GATHERED_BYTES = 128 << 10  # the same for the backend, whose messages cost more
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Carrier(Protocol):
+class Reducer(Protocol):
     """What brings the ranks' gradients together: first all buckets of a backward pass go in, then all sums come out."""
 
     def add(self, gradient: Tensor) -> None:
@@ -41,7 +41,7 @@ class Carrier(Protocol):
         ...
 
 
-def carrier_for(parameters: Sequence[Tensor], options: Options, world: World) -> Carrier | None:
+def reducer_for(parameters: Sequence[Tensor], options: Options, world: World) -> Reducer | None:
     """Choose what brings the gradients of CPU workers together; None: DDP's own reduction.
 
     That is for GPUs, for gradients that are compressed, and for two workers through the backend.
@@ -54,16 +54,16 @@ def carrier_for(parameters: Sequence[Tensor], options: Options, world: World) ->
         return None
     memory = common_memory(sum(p.numel() * p.element_size() + 2 * ALIGNED for p in parameters), options, world)
     if memory is not None:
-        return ThroughSharedMemory(memory, world)
+        return SharedMemoryReducer(memory, world)
     if world.world_size == 2 and not any(p.dtype in _HALVES for p in parameters):
         return None  # a sum of two is the same in either order: DDP's own reduction gives the same bits
-    return ThroughBackend(world)
+    return BackendReducer(world)
 
 
-def take_over(module: DistributedDataParallel, carrier: Carrier, world: World) -> None:
-    """Let `carrier` reduce this module's buckets, and not DDP."""
+def take_over(module: DistributedDataParallel, reducer: Reducer, world: World) -> None:
+    """Let `reducer` reduce this module's buckets, and not DDP."""
     # Not a function with annotations: torch compares them with classes, and ours are texts.
-    module.register_comm_hook(carrier, lambda carrier, bucket: _hook(carrier, world, bucket))
+    module.register_comm_hook(reducer, lambda reducer, bucket: _hook(reducer, world, bucket))
 
 
 def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemory | None:
@@ -91,7 +91,7 @@ def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemor
     return None
 
 
-def _hook(carrier: Carrier, world: World, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
+def _hook(reducer: Reducer, world: World, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Give DDP a bucket's mean. Shapes: buckets are (elements,).
 
     The sums of all buckets come with the last one, which DDP waits for before it reads any: so the ranks meet once a step,
@@ -101,15 +101,15 @@ def _hook(carrier: Carrier, world: World, bucket: dist.GradBucket) -> Future[Ten
     if gradient.is_sparse:  # an embedding's: gloo gathers the rows and adds them up in the order of the ranks
         gradient = world.sum(gradient / world.world_size)
     else:
-        carrier.add(gradient)
+        reducer.add(gradient)
     if bucket.is_last():
-        carrier.finish()
+        reducer.finish()
     future: Future[Tensor] = Future()
     future.set_result(gradient)
     return future
 
 
-class ThroughSharedMemory:
+class SharedMemoryReducer:
     """Every rank writes its gradients into its slot, and sums all slots when all have written."""
 
     def __init__(self, memory: SharedMemory, world: World) -> None:
@@ -177,7 +177,7 @@ class ThroughSharedMemory:
         return self._known[key]
 
 
-class ThroughBackend:
+class BackendReducer:
     """A small gradient goes whole to all ranks, which each sum it; of a large one each rank gets, sums and sends a chunk.
 
     That is one message fewer than an all-reduce, or as many bytes. They travel while backward goes on.

@@ -87,7 +87,7 @@ class Buffers:
             torch._foreach_copy_([place.start for place in places], [place.kept for place in places])
 
 
-class Movement:
+class BufferDelta:
     """What micro-batches add to some buffers: parts of a sum over them, and the buffers' new values from that sum."""
 
     def __init__(self, places: Sequence[Place], dtype: torch.dtype) -> None:

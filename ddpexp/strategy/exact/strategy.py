@@ -17,7 +17,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.comm.flat import Layout
 from ddpexp.strategy.comm.reduce import ALIGNED
-from ddpexp.strategy.exact.buffers import Buffers, Movement, Place
+from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, Place
 from ddpexp.strategy.exact.exchange import OverMemory, exchange_for
 from ddpexp.strategy.exact.tree import Partial
 from ddpexp.strategy.options import Options
@@ -50,18 +50,18 @@ class Exact:
         Ranks: all; communicates rank zero's weights to the others.
         """
         self._replica = Replica.build(options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare)
-        self.single, self.bare = self._replica.single, self._replica.bare
+        self.single, self.modules = self._replica.single, self._replica.modules
         self.gradient_weight = 1.0
         self._world = world
-        self._parameters = _trained(self.bare)
-        self._frozen = [(name, p) for name, _, p in _named(self.bare) if not p.requires_grad]
+        self._parameters = _trained(self.modules)
+        self._frozen = [(name, p) for name, _, p in _named(self.modules) if not p.requires_grad]
         self._finds_unused = options.find_unused_parameters
-        self._counts = options.find_unused_parameters or len(self.bare) > 1
+        self._counts = options.find_unused_parameters or len(self.modules) > 1
         if world.world_size > 1:
-            refuse_other_models(self.bare, world)
-            own = [tensor for module in self.bare.values() for tensor in (*module.parameters(), *module.buffers())]
+            refuse_other_models(self.modules, world)
+            own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
             take_rank_zeros([tensor.detach() for tensor in own], world)
-        self._buffers = Buffers(self.bare)
+        self._buffers = Buffers(self.modules)
         tensors = [*(p for _, _, p in self._parameters), *(place.start for place in self._buffers.places)]
         self._dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
         self._each = gradient_accumulation_steps
@@ -75,18 +75,18 @@ class Exact:
         self._arrange([])
 
     @property
-    def training(self) -> Any:
+    def train_model(self) -> Any:
         """Return what a task's training step calls: the module, compiled or not, or the mapping of them."""
-        return self._replica.of(self._replica.called)
+        return self._replica.of(self._replica.compiled)
 
     @property
-    def evaluating(self) -> Any:
+    def eval_model(self) -> Any:
         """Return the bare module, or the mapping of them."""
-        return self._replica.of(self.bare)
+        return self._replica.of(self.modules)
 
     def train(self, mode: bool) -> None:
         """Switch every module between training and evaluation."""
-        for module in self._replica.called.values():
+        for module in self._replica.compiled.values():
             module.train(mode)
 
     @contextmanager
@@ -136,15 +136,15 @@ class Exact:
         """Give the bare model in evaluation mode; its buffers are the same on every rank anyway."""
         self.train(False)
         try:
-            yield self.evaluating
+            yield self.eval_model
         finally:
             self.train(True)
 
-    def common_buffers(self) -> AbstractContextManager[None]:
+    def synced_buffers(self) -> AbstractContextManager[None]:
         """Do nothing: every rank's buffers are rank zero's."""
         return nullcontext()
 
-    def own_buffers(self) -> Mapping[str, Tensor]:
+    def local_buffers(self) -> Mapping[str, Tensor]:
         """Return no buffers: every rank's are the same."""
         return {}
 
@@ -153,7 +153,7 @@ class Exact:
 
         A unit is what has gradients altogether or not at all: a model, or with `find_unused_parameters` a parameter.
         """
-        self._movement = Movement(moving, self._dtype)
+        self._movement = BufferDelta(moving, self._dtype)
         self._still = [place for place in self._buffers.places if place not in moving]
         names = [name if self._finds_unused else model for name, model, _ in self._parameters]
         numbers: dict[str, int] = {}
@@ -265,7 +265,7 @@ class Exact:
 
     def _sum_late(self, places: Sequence[Place]) -> None:
         """Sum the buffers that have moved for the first time on some rank, which the leaves had no room for."""
-        movement = Movement(places, self._dtype)
+        movement = BufferDelta(places, self._dtype)
         movement.begin()
         layout = Layout([one.start for one in movement.places])
         partial = self._sums(layout)

@@ -16,7 +16,7 @@ import pytest
 
 from ddpexp.errors import AbsentError, RefusedError, StoppedError
 from ddpexp.launch.launchers.elastic import Elastic
-from ddpexp.launch.launchers.elastic_board import Board, Phase
+from ddpexp.launch.launchers.elastic_board import Phase, StoreMailbox
 from ddpexp.system.process import children
 from tests.conftest import Call, Ddpexp, Done, ddpexp_processes, finish
 from tests.launch.launchers.test_torchrun import CODE
@@ -116,7 +116,7 @@ def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("RANK", "1")
     before = signal.getsignal(signal.SIGUSR2)
-    with Board.make(2) as board:
+    with StoreMailbox.make(2) as board:
         monkeypatch.setenv("DDPEXP_BOARD", str(board.path))
         board.note(phase)
         board.leave(0, 7)  # the one that has failed

@@ -11,7 +11,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Asked
-from ddpexp.launch.rendezvous.environment import Place, of_mpi, of_slurm_task, of_torchrun, process_identity
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_mpi, of_slurm_task, of_torchrun, process_identity
 from tests.conftest import ANY, SMALL, Ddpexp
 
 # As the programs leave them in the second of their processes, on the second of two hosts where there are two.
@@ -37,30 +37,42 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALRANKID": "1"
 OURS = process_identity(os.getppid())
 
 
-def mpi(asked: Asked, environ: Mapping[str, str]) -> Place:
+def mpi(asked: Asked, environ: Mapping[str, str]) -> LaunchEnvironment:
     return of_mpi(asked, environ)[0]
 
 
 @pytest.mark.parametrize(
     ("read", "environ", "place"),
     [
-        (of_torchrun, TORCHRUN, Place(3, 4, True, 1, 2, 2, "torchrun", OURS)),
-        (of_torchrun, {**TORCHRUN, "GROUP_WORLD_SIZE": "", "LOCAL_WORLD_SIZE": "4"}, Place(3, 4, True, 1, 4, 1, "torchrun", OURS)),
-        (of_torchrun, BY_HAND, Place(1, 2, True, None, None, None, "the environment")),
-        (of_torchrun, {**BY_HAND, "LOCAL_RANK": "0"}, Place(1, 2, True, None, None, None, "the environment")),
-        (of_torchrun, {**BY_HAND, "LOCAL_WORLD_SIZE": "2"}, Place(1, 2, True, None, 2, 1, "the environment")),
-        (of_slurm_task, SRUN, Place(2, 3, True, 0, 1, 2, "srun", STEP, False)),
-        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, Place(2, 3, True, 0, 1, 2, "srun", STEP, False)),
-        (of_slurm_task, {**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""}, Place(2, 3, True, None, None, 2, "srun", STEP, False)),
-        (of_slurm_task, {**SRUN, "SLURM_RESTART_COUNT": "1"}, Place(2, 3, True, 0, 1, 2, "srun", STEP, True)),
-        (mpi, OPEN_MPI, Place(1, 2, True, 1, 2, 1, "mpirun", OURS)),
-        (mpi, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, Place(1, 4, True, 1, 2, None, "mpirun", OURS)),
-        (mpi, MPICH, Place(1, 2, True, 1, 2, 1, "mpirun", OURS)),
-        (mpi, {"PMI_RANK": "1", "PMI_SIZE": "2"}, Place(1, 2, True, None, None, None, "mpirun", OURS)),
+        (of_torchrun, TORCHRUN, LaunchEnvironment(3, 4, True, 1, 2, 2, "torchrun", OURS)),
+        (
+            of_torchrun,
+            {**TORCHRUN, "GROUP_WORLD_SIZE": "", "LOCAL_WORLD_SIZE": "4"},
+            LaunchEnvironment(3, 4, True, 1, 4, 1, "torchrun", OURS),
+        ),
+        (of_torchrun, BY_HAND, LaunchEnvironment(1, 2, True, None, None, None, "the environment")),
+        (of_torchrun, {**BY_HAND, "LOCAL_RANK": "0"}, LaunchEnvironment(1, 2, True, None, None, None, "the environment")),
+        (of_torchrun, {**BY_HAND, "LOCAL_WORLD_SIZE": "2"}, LaunchEnvironment(1, 2, True, None, 2, 1, "the environment")),
+        (of_slurm_task, SRUN, LaunchEnvironment(2, 3, True, 0, 1, 2, "srun", STEP, False)),
+        (
+            of_slurm_task,
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
+            LaunchEnvironment(2, 3, True, 0, 1, 2, "srun", STEP, False),
+        ),
+        (
+            of_slurm_task,
+            {**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""},
+            LaunchEnvironment(2, 3, True, None, None, 2, "srun", STEP, False),
+        ),
+        (of_slurm_task, {**SRUN, "SLURM_RESTART_COUNT": "1"}, LaunchEnvironment(2, 3, True, 0, 1, 2, "srun", STEP, True)),
+        (mpi, OPEN_MPI, LaunchEnvironment(1, 2, True, 1, 2, 1, "mpirun", OURS)),
+        (mpi, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, LaunchEnvironment(1, 4, True, 1, 2, None, "mpirun", OURS)),
+        (mpi, MPICH, LaunchEnvironment(1, 2, True, 1, 2, 1, "mpirun", OURS)),
+        (mpi, {"PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchEnvironment(1, 2, True, None, None, None, "mpirun", OURS)),
     ],
 )
 def test_the_place_is_what_the_starter_says(
-    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], place: Place
+    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], place: LaunchEnvironment
 ) -> None:
     assert read(ANY, environ) == place
 
@@ -129,7 +141,7 @@ def test_a_missing_variable_of_mpirun_is_named(environ: dict[str, str], name: st
 )
 @pytest.mark.parametrize("value", ["two", "1.0", "0x1", "1 2"])
 def test_a_malformed_variable_is_named_with_its_value(
-    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], names: str, value: str
+    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], names: str, value: str
 ) -> None:
     for name in names.split():
         with pytest.raises(RefusedError) as refused:
@@ -144,7 +156,7 @@ def test_a_malformed_list_of_slurm_is_named(value: str) -> None:
     assert str(refused.value) == f"SLURM_STEP_TASKS_PER_NODE={value} is not a list of numbers such as 2(x3),1."
 
 
-CONTRADICTIONS: list[tuple[Callable[[Asked, Mapping[str, str]], Place], dict[str, str], dict[str, str], str]] = [
+CONTRADICTIONS: list[tuple[Callable[[Asked, Mapping[str, str]], LaunchEnvironment], dict[str, str], dict[str, str], str]] = [
     (of_torchrun, TORCHRUN, {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4: it goes from 0 to 3."),
     (of_torchrun, TORCHRUN, {"RANK": "-1"}, "RANK=-1, but WORLD_SIZE=4: it goes from 0 to 3."),
     (of_torchrun, TORCHRUN, {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
@@ -176,7 +188,7 @@ CONTRADICTIONS: list[tuple[Callable[[Asked, Mapping[str, str]], Place], dict[str
 @pytest.mark.fault(27)
 @pytest.mark.parametrize(("read", "environ", "changed", "sentence"), CONTRADICTIONS)
 def test_variables_that_contradict_are_named_with_their_values(
-    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], changed: dict[str, str], sentence: str
+    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], changed: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(RefusedError) as refused:
         read(ANY, {**environ, **changed})
@@ -194,7 +206,7 @@ def test_variables_that_contradict_are_named_with_their_values(
     ],
 )
 def test_a_typed_number_of_workers_must_be_the_starters(
-    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], starter: str, workers: int, name: str
+    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], starter: str, workers: int, name: str
 ) -> None:
     read(Asked(gpus=workers), environ)
     with pytest.raises(RefusedError) as refused:
@@ -210,7 +222,7 @@ def test_a_typed_number_of_workers_must_be_the_starters(
     [(of_torchrun, TORCHRUN, "torchrun", 2), (of_slurm_task, SRUN, "srun", 2), (mpi, OPEN_MPI, "mpirun", 1)],
 )
 def test_a_typed_number_of_nodes_must_be_the_starters(
-    read: Callable[[Asked, Mapping[str, str]], Place], environ: dict[str, str], starter: str, nodes: int
+    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], starter: str, nodes: int
 ) -> None:
     read(Asked(nodes=nodes), environ)
     with pytest.raises(RefusedError) as refused:

@@ -20,7 +20,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.rendezvous import meeting
-from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Named, Published, Told, Way, by_key, join, lead
+from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Named, Published, Rendezvous, StoreRendezvous, by_key, join, lead
 from tests.conftest import PATIENCE, ROOT
 from tests.points import wait_for
 
@@ -35,7 +35,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def hello(index: int, size: int = 2, **more: Any) -> dict[str, Any]:
+def handshake(index: int, size: int = 2, **more: Any) -> dict[str, Any]:
     return {"index": index, "size": size, "host": f"host{index}", **more}
 
 
@@ -45,12 +45,12 @@ def background() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def told() -> Told:
+def told() -> StoreRendezvous:
     store: list[str] = []
-    return Told(publish=store.append, ask=lambda: store[-1] if store else None, local=True)
+    return StoreRendezvous(publish=store.append, ask=lambda: store[-1] if store else None, local=True)
 
 
-def ways(folder: Path) -> dict[str, Way]:
+def ways(folder: Path) -> dict[str, Rendezvous]:
     return {
         "fixed": Fixed(LOOPBACK, free_port(), NAMES),
         "named": Named.after(str(folder)),
@@ -60,7 +60,7 @@ def ways(folder: Path) -> dict[str, Way]:
 
 
 @pytest.fixture(params=["fixed", "named", "published", "told"])
-def way(request: pytest.FixtureRequest, tmp_path: Path) -> Way:
+def way(request: pytest.FixtureRequest, tmp_path: Path) -> Rendezvous:
     return ways(tmp_path)[request.param]
 
 
@@ -85,19 +85,19 @@ def refusal(future: Future[Any]) -> str:
 
 @pytest.mark.variants(4)
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
-def test_the_order_of_arrival_does_not_matter(way: Way, background: ThreadPoolExecutor, order: list[int]) -> None:
+def test_the_order_of_arrival_does_not_matter(way: Rendezvous, background: ThreadPoolExecutor, order: list[int]) -> None:
     leading: Future[Found] | None = None
     joining: dict[int, Future[Meeting]] = {}
     for index in order:
         if index == 0:
             leading = background.submit(lead, way, 4, PATIENCE, "rank")
         else:
-            joining[index] = background.submit(join, way, hello(index, 4, note=f"from {index}"), PATIENCE, "rank")
+            joining[index] = background.submit(join, way, handshake(index, 4, note=f"from {index}"), PATIENCE, "rank")
         time.sleep(0.15)
     assert leading is not None
-    found, hellos = leading.result(PATIENCE)
+    found, handshakes = leading.result(PATIENCE)
     others = [joining[index].result(PATIENCE) for index in (1, 2, 3)]
-    assert [one["note"] for one in hellos] == ["from 1", "from 2", "from 3"]
+    assert [one["note"] for one in handshakes] == ["from 1", "from 2", "from 3"]
     assert [(peer.index, peer.host) for peer in found.peers] == [(1, "host1"), (2, "host2"), (3, "host3")]
     assert (found.leads, [one.leads for one in others]) == (True, [False] * 3)
     # Each connection goes where it should, both ways.
@@ -135,23 +135,25 @@ def test_other_processes_meet_a_late_leader_through_a_file(tmp_path: Path) -> No
 
 def test_fifty_come_at_once(fixed: Fixed) -> None:
     met: list[Meeting] = []
-    threads = [threading.Thread(target=lambda i=i: met.append(join(fixed, hello(i, 51), PATIENCE, "rank"))) for i in range(1, 51)]
+    threads = [
+        threading.Thread(target=lambda i=i: met.append(join(fixed, handshake(i, 51), PATIENCE, "rank"))) for i in range(1, 51)
+    ]
     for thread in threads:
         thread.start()
-    found, hellos = lead(fixed, 51, PATIENCE, "rank")
+    found, handshakes = lead(fixed, 51, PATIENCE, "rank")
     for thread in threads:
         thread.join()
-    assert [one["index"] for one in hellos] == list(range(1, 51))
+    assert [one["index"] for one in handshakes] == list(range(1, 51))
     end([found, *met])
 
 
 def test_who_left_before_all_were_there_may_come_again(fixed: Fixed, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, fixed, 3, PATIENCE, "node")
-    join(fixed, hello(1, 3, attempt=1), PATIENCE, "node").close()
-    again = background.submit(join, fixed, hello(1, 3, attempt=2), PATIENCE, "node")
-    last = background.submit(join, fixed, hello(2, 3), PATIENCE, "node")
-    found, hellos = leading.result(PATIENCE)
-    assert hellos[0]["attempt"] == 2
+    join(fixed, handshake(1, 3, attempt=1), PATIENCE, "node").close()
+    again = background.submit(join, fixed, handshake(1, 3, attempt=2), PATIENCE, "node")
+    last = background.submit(join, fixed, handshake(2, 3), PATIENCE, "node")
+    found, handshakes = leading.result(PATIENCE)
+    assert handshakes[0]["attempt"] == 2
     end([found, again.result(PATIENCE), last.result(PATIENCE)])
 
 
@@ -161,7 +163,7 @@ def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
     monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.2)
     listener, _ = fixed.listen()
     with listener:  # it listens, and its command is stopped: connections wait in the kernel
-        joining = background.submit(join, fixed, hello(1), PATIENCE, "node")
+        joining = background.submit(join, fixed, handshake(1), PATIENCE, "node")
         time.sleep(0.7)
         assert not joining.done()
         monkeypatch.setattr(meeting, "_HELLO_SECONDS", PATIENCE)
@@ -178,9 +180,9 @@ def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
 
 @pytest.mark.variants(2)
 @pytest.mark.fault(25)
-def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(way: Way, background: ThreadPoolExecutor) -> None:
+def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(way: Rendezvous, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, way, 4, 3.0, "node")
-    joining = background.submit(join, way, hello(2, 4), PATIENCE, "node")
+    joining = background.submit(join, way, handshake(2, 4), PATIENCE, "node")
     assert refusal(leading) == "node 1, 3 of 4 did not come within 3 s: were they started, and do they reach this host?"
     with closing(joining.result(PATIENCE)) as other:
         answer = other.peers[0].receive(time.monotonic() + PATIENCE)
@@ -196,7 +198,7 @@ def test_of_many_missing_ten_are_named(fixed: Fixed) -> None:
 def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Path) -> None:
     said = f"nobody answered at 127.0.0.1:{fixed.port} (Connection refused)"
     shared = Published(tmp_path / "meeting")
-    ways: list[tuple[Way, str]] = [
+    ways: list[tuple[Rendezvous, str]] = [
         (fixed, said),
         (shared, f"nothing was heard of it in {tmp_path}, which all hosts must see"),
         (Named.after("nobody"), "nobody answered on this host (Connection refused)"),
@@ -204,7 +206,7 @@ def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Pat
     ]
     for way, seen in ways:
         with pytest.raises(RefusedError) as refused:
-            join(way, hello(1), 0.4, "node")
+            join(way, handshake(1), 0.4, "node")
         assert str(refused.value) == (f"node 1 did not find node 0 within 0.4 s: {seen}. Was it started, and is its host reached?")
 
 
@@ -212,19 +214,19 @@ def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Pat
 def test_a_host_that_nobody_knows_is_named(fixed: Fixed) -> None:
     for host in ("no-such-host.invalid", "a..b"):
         with pytest.raises(RefusedError, match=f"node 1 did not find node 0 within 0.3 s: nobody answered at {host}:29500"):
-            join(Fixed(host, 29500, NAMES), hello(1), 0.3, "node")
+            join(Fixed(host, 29500, NAMES), handshake(1), 0.3, "node")
 
 
 # ------------------------------------------------------------------------------------------------------- contradictions
 
 
 @pytest.mark.fault(27)
-def test_two_commands_with_one_number_are_refused_with_their_hosts(way: Way, background: ThreadPoolExecutor) -> None:
+def test_two_commands_with_one_number_are_refused_with_their_hosts(way: Rendezvous, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, way, 3, PATIENCE, "node")
-    first = join(way, hello(1, 3), PATIENCE, "node")
+    first = join(way, handshake(1, 3), PATIENCE, "node")
     sentence = "two commands say that they are node 1, on host1 and on host9: each needs a number of its own."
     with pytest.raises(RefusedError) as refused:
-        join(way, {**hello(1, 3), "host": "host9"}, PATIENCE, "node")
+        join(way, {**handshake(1, 3), "host": "host9"}, PATIENCE, "node")
     assert (str(refused.value), refusal(leading)) == (sentence, sentence)
     assert first.peers[0].receive(time.monotonic() + PATIENCE) == {"kind": "refused", "message": sentence}
     first.close()
@@ -238,17 +240,19 @@ def test_a_second_leader_is_refused(fixed: Fixed, background: ThreadPoolExecutor
         RefusedError, match=rf"launcher\.master_port={fixed.port} cannot be opened on 127\.0\.0\.1: Address already"
     ):
         lead(fixed, 2, PATIENCE, "rank")
-    join(fixed, hello(1), PATIENCE, "rank").close()
+    join(fixed, handshake(1), PATIENCE, "rank").close()
     leading.result(PATIENCE)[0].close()
 
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize(("index", "size"), [(1, 3), (2, 3), (5, 6)])
-def test_commands_that_count_differently_are_refused(way: Way, background: ThreadPoolExecutor, index: int, size: int) -> None:
+def test_commands_that_count_differently_are_refused(
+    way: Rendezvous, background: ThreadPoolExecutor, index: int, size: int
+) -> None:
     leading = background.submit(lead, way, 2, PATIENCE, "node")
     sentence = f"node {index} on host{index} counts {size} in all, node 0 counts 2: start all of them with the same number."
     with pytest.raises(RefusedError) as refused:
-        join(way, hello(index, size), PATIENCE, "node")
+        join(way, handshake(index, size), PATIENCE, "node")
     assert (str(refused.value), refusal(leading)) == (sentence, sentence)
 
 
@@ -291,8 +295,8 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
     "a deep list": send(b"[" * 100_000 + b"\n"),
     "a long number": send(b"1" * 10_000 + b"\n"),
     "an endless line": endless,
-    "no word": send(json.dumps(hello(1)).encode() + b"\n"),
-    "a wrong word": send(json.dumps(hello(1, word="guess")).encode() + b"\n"),
+    "no word": send(json.dumps(handshake(1)).encode() + b"\n"),
+    "a wrong word": send(json.dumps(handshake(1, word="guess")).encode() + b"\n"),
     "no index": send(b'{"word": ""}\n'),
     "odd types": send(b'{"word": "", "index": true, "size": "2", "host": 3}\n'),
 }
@@ -313,7 +317,7 @@ def test_a_stranger_disturbs_nobody(
     strangers = [meeting._connect(*place[:2], 5) for _ in range(3)]
     doing = [background.submit(STRANGERS[does], stranger) for stranger in strangers]
     time.sleep(0.1)
-    with closing(join(way, hello(1), PATIENCE, "rank")):
+    with closing(join(way, handshake(1), PATIENCE, "rank")):
         found, [one] = leading.result(PATIENCE)
         assert (one["host"], [peer.index for peer in found.peers]) == ("host1", [1])
         found.close()
@@ -332,7 +336,7 @@ def test_a_stranger_that_says_nothing_is_turned_away_in_time(
     with socket.create_connection((LOOPBACK, fixed.port), timeout=PATIENCE) as stranger:
         assert stranger.recv(1) == b""
     monkeypatch.setattr(meeting, "_HELLO_SECONDS", PATIENCE)
-    join(fixed, hello(1), PATIENCE, "rank").close()
+    join(fixed, handshake(1), PATIENCE, "rank").close()
     leading.result(PATIENCE)[0].close()
 
 
@@ -348,7 +352,7 @@ def test_a_port_of_another_program_is_not_taken_for_the_leader(
         with pytest.raises(
             RefusedError, match=f"did not find rank 0 within 1.5 s: what answers at 127.0.0.1:{fixed.port} is not it"
         ):
-            join(fixed, hello(1), 1.5, "rank")
+            join(fixed, handshake(1), 1.5, "rank")
         other.shutdown(socket.SHUT_RDWR)
         serving.result(PATIENCE)
 
@@ -363,7 +367,7 @@ def test_another_program_at_the_port_is_refused_soon_whether_it_speaks_or_not(
     with socket.create_server((LOOPBACK, fixed.port)) as other:
         serving = background.submit(serve, other, b"220 mail.example\r\n") if speaks else None
         with pytest.raises(RefusedError) as refused:
-            join(fixed, hello(1), PATIENCE, "rank")
+            join(fixed, handshake(1), PATIENCE, "rank")
         other.shutdown(socket.SHUT_RDWR)
         if serving is not None:
             serving.result(PATIENCE)
@@ -379,7 +383,7 @@ def test_a_stranger_that_leaves_the_port_in_time_is_forgotten(
     monkeypatch.setattr(meeting, "_STRANGE_SECONDS", 4.0)
     with socket.create_server((LOOPBACK, fixed.port)) as other:  # such as a job before, which is just ending
         serving = background.submit(serve, other, b"")
-        joining = background.submit(join, fixed, hello(1), PATIENCE, "rank")
+        joining = background.submit(join, fixed, handshake(1), PATIENCE, "rank")
         time.sleep(0.4)
         other.shutdown(socket.SHUT_RDWR)
         serving.result(PATIENCE)
@@ -415,7 +419,7 @@ def test_a_port_that_answers_itself_is_not_taken_for_the_leader(fixed: Fixed, mo
 
     monkeypatch.setattr(socket, "create_connection", to_itself)
     with pytest.raises(RefusedError, match=r"did not find rank 0 within 0\.3 s"):
-        join(fixed, hello(1), 0.3, "rank")
+        join(fixed, handshake(1), 0.3, "rank")
     assert len(answered) > 1
     fixed.listen()[0].close()  # the port is free
 
@@ -429,7 +433,7 @@ def test_the_file_is_private_and_gone_after_the_meeting(tmp_path: Path, backgrou
     wait_for(way.path.exists)
     found = way.path.stat()
     assert (found.st_mode & 0o777, found.st_uid) == (0o600, os.getuid())
-    join(way, hello(1), PATIENCE, "rank").close()
+    join(way, handshake(1), PATIENCE, "rank").close()
     leading.result(PATIENCE)[0].close()
     assert list(way.path.parent.iterdir()) == []
 
@@ -460,7 +464,7 @@ def test_what_was_left_in_the_files_place_is_survived(
         else:
             texts = {"garbage": "\0\1\2", "other json": "[1, null, {}]", "empty": ""}
             way.path.write_text(texts.get(stale, json.dumps([LOOPBACK, port, "0" * 32])))
-        joining = background.submit(join, way, hello(1), PATIENCE, "rank")
+        joining = background.submit(join, way, handshake(1), PATIENCE, "rank")
         time.sleep(0.2)
         assert not joining.done()
         if stale == "a folder":
@@ -516,7 +520,7 @@ def test_a_file_that_a_killed_leader_left_is_removed_by_who_was_led_nowhere(tmp_
     way = Published(tmp_path / "meeting")
     way.listen()[0].close()  # as a killed one does
     with pytest.raises(RefusedError, match=r"nobody answered at .* \(Connection refused\)"):
-        join(Published(way.path), hello(1), 0.3, "rank")
+        join(Published(way.path), handshake(1), 0.3, "rank")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -583,7 +587,7 @@ def test_another_user_is_neither_let_in_nor_followed(does: str) -> None:
             assert other.stdout is not None
             assert other.stdout.readline() == "here\n"
             with pytest.raises(RefusedError, match="what answers on this host is not it"):
-                join(way, hello(1), 2, "rank")
+                join(way, handshake(1), 2, "rank")
             other.communicate("", timeout=PATIENCE)
     else:
         with subprocess.Popen(words, stdout=pipe, text=True, cwd=ROOT) as other:
@@ -612,7 +616,7 @@ def test_a_name_of_loopback_means_loopback_alone(host: str, background: ThreadPo
     with way.listen()[0] as listener:
         assert listener.getsockname()[0] == LOOPBACK
     leading = background.submit(lead, way, 2, PATIENCE, "node")
-    end([join(way, hello(1), PATIENCE, "node"), leading.result(PATIENCE)[0]])
+    end([join(way, handshake(1), PATIENCE, "node"), leading.result(PATIENCE)[0]])
 
 
 @pytest.mark.fault(24)
@@ -660,7 +664,7 @@ def test_a_name_that_stands_for_loopback_alone_is_explained(monkeypatch: pytest.
 @pytest.mark.fault(28)
 def test_a_connection_that_the_network_cuts_is_known_to_be_gone_in_seconds(fixed: Fixed, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, fixed, 2, PATIENCE, "node")
-    other = join(fixed, hello(1), PATIENCE, "node")
+    other = join(fixed, handshake(1), PATIENCE, "node")
     found, _ = leading.result(PATIENCE)
     for channel in (found.peers[0].channel, other.peers[0].channel):
         assert channel.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)

@@ -20,14 +20,14 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.supervise.coordinator import Seat, environment, first_difference, settle
+from ddpexp.launch.supervise.coordinator import RankAssignment, environment, first_difference, settle
 from tests.conftest import PATIENCE, Ddpexp, Done, finish
 from tests.points import Recipe, session, wait_for
 
 LAYOUT = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
 
 
-def hello(index: int, host: str = "a", workers: int = 1, **more: Any) -> dict[str, Any]:
+def handshake(index: int, host: str = "a", workers: int = 1, **more: Any) -> dict[str, Any]:
     """What a command says of itself."""
     return {
         "index": index, "host": host, "boot": f"boot of {host}", "versions": {"ddpexp": "1.0", "torch": "2.13.0", "Python": "3.11"},
@@ -37,49 +37,52 @@ def hello(index: int, host: str = "a", workers: int = 1, **more: Any) -> dict[st
 
 
 def rank(index: int, host: str = "a", local_rank: int | None = None, **more: Any) -> dict[str, Any]:
-    return hello(index, host, told=True, local_rank=local_rank, **more)
+    return handshake(index, host, told=True, local_rank=local_rank, **more)
 
 
-def places(seats: Sequence[Seat]) -> list[tuple[int, int, int, int, int]]:
-    return [(seat.first_rank, seat.workers, seat.local_rank, seat.local_world_size, seat.node_rank) for seat in seats]
+def places(assignments: Sequence[RankAssignment]) -> list[tuple[int, int, int, int, int]]:
+    return [
+        (assignment.first_rank, assignment.workers, assignment.local_rank, assignment.local_world_size, assignment.node_rank)
+        for assignment in assignments
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ the ranks
 
 
 def test_nodes_of_unequal_sizes_get_consecutive_ranks() -> None:
-    layout, seats = settle([hello(0, "a", 3), hello(1, "b", 1), hello(2, "c", 2)], "auto", "node")
+    layout, assignments = settle([handshake(0, "a", 3), handshake(1, "b", 1), handshake(2, "c", 2)], "auto", "node")
     assert (layout.nodes, layout.world_size) == (3, 6)
-    assert places(seats) == [(0, 3, 0, 3, 0), (3, 1, 0, 1, 1), (4, 2, 0, 2, 2)]
-    assert [seat.first_on_host for seat in seats] == [True, True, True]
+    assert places(assignments) == [(0, 3, 0, 3, 0), (3, 1, 0, 1, 1), (4, 2, 0, 2, 2)]
+    assert [assignment.first_on_host for assignment in assignments] == [True, True, True]
 
 
 def test_several_commands_on_one_host_are_one_node() -> None:
-    layout, seats = settle([hello(0, "a", 2), hello(1, "b", 2), hello(2, "a", 1)], "auto", "node")
+    layout, assignments = settle([handshake(0, "a", 2), handshake(1, "b", 2), handshake(2, "a", 1)], "auto", "node")
     assert (layout.nodes, layout.world_size) == (2, 5)
-    assert places(seats) == [(0, 2, 0, 3, 0), (2, 2, 0, 2, 1), (4, 1, 2, 3, 0)]
-    assert [seat.first_on_host for seat in seats] == [True, True, False]
+    assert places(assignments) == [(0, 2, 0, 3, 0), (2, 2, 0, 2, 1), (4, 1, 2, 3, 0)]
+    assert [assignment.first_on_host for assignment in assignments] == [True, True, False]
 
 
 def test_two_containers_of_one_host_are_two_nodes_and_so_are_two_hosts_of_one_name() -> None:
-    containers = [hello(0, "a"), hello(1, "b", boot="boot of a")]
-    namesakes = [hello(0, "a"), hello(1, "a", boot="another")]
-    for hellos in (containers, namesakes):
-        layout, seats = settle(hellos, "auto", "node")
-        assert (layout.nodes, places(seats)) == (2, [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1)])
+    containers = [handshake(0, "a"), handshake(1, "b", boot="boot of a")]
+    namesakes = [handshake(0, "a"), handshake(1, "a", boot="another")]
+    for handshakes in (containers, namesakes):
+        layout, assignments = settle(handshakes, "auto", "node")
+        assert (layout.nodes, places(assignments)) == (2, [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1)])
 
 
 def test_three_ranks_on_two_hosts_keep_the_local_ranks_that_they_were_told() -> None:
     told = [rank(0, "a", 1), rank(1, "b", 0), rank(2, "a", 0)]
-    layout, seats = settle(told, "auto", "rank")
+    layout, assignments = settle(told, "auto", "rank")
     assert (layout.nodes, layout.world_size) == (2, 3)
-    assert places(seats) == [(0, 1, 1, 2, 0), (1, 1, 0, 1, 1), (2, 1, 0, 2, 0)]
+    assert places(assignments) == [(0, 1, 1, 2, 0), (1, 1, 0, 1, 1), (2, 1, 0, 2, 0)]
 
 
 @pytest.mark.parametrize("told", [(None, None, None), (0, 0, 0), (0, 0, 5), (0, None, 1)])
 def test_local_ranks_that_nobody_told_or_that_contradict_are_counted(told: tuple[int | None, ...]) -> None:
-    _, seats = settle([rank(0, "a", told[0]), rank(1, "b", told[1]), rank(2, "a", told[2])], "auto", "rank")
-    assert places(seats) == [(0, 1, 0, 2, 0), (1, 1, 0, 1, 1), (2, 1, 1, 2, 0)]
+    _, assignments = settle([rank(0, "a", told[0]), rank(1, "b", told[1]), rank(2, "a", told[2])], "auto", "rank")
+    assert places(assignments) == [(0, 1, 0, 2, 0), (1, 1, 0, 1, 1), (2, 1, 1, 2, 0)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the threads
@@ -88,22 +91,22 @@ def test_local_ranks_that_nobody_told_or_that_contradict_are_counted(told: tuple
 @pytest.mark.parametrize(
     ("hellos", "threads"),
     [
-        ([hello(0, "a", 2), hello(1, "b", 2)], 4),
-        ([hello(0, "a", 2), hello(1, "a", 2)], 2),  # the same eight cores
+        ([handshake(0, "a", 2), handshake(1, "b", 2)], 4),
+        ([handshake(0, "a", 2), handshake(1, "a", 2)], 2),  # the same eight cores
         ([rank(0, cores=[0, 1]), rank(1, cores=[2, 3])], 2),  # each its own
         ([rank(0, cores=[0, 1, 2]), rank(1, cores=[2, 3, 4])], 2),  # five together
         ([rank(0, cores=[0]), rank(1, cores=list(range(8)))], 1),  # the first would crowd its core
-        ([hello(0, "a", 2), hello(1, "b", 4)], 2),  # the same for all: of the host that has least
-        ([hello(0, "a", 2, cores=[0, 1]), hello(1, "b", 2)], 1),
-        ([hello(0, "a", 16), hello(1, "b", 1)], 1),
+        ([handshake(0, "a", 2), handshake(1, "b", 4)], 2),  # the same for all: of the host that has least
+        ([handshake(0, "a", 2, cores=[0, 1]), handshake(1, "b", 2)], 1),
+        ([handshake(0, "a", 16), handshake(1, "b", 1)], 1),
         ([rank(0, quota=4), rank(1, quota=4)], 2),
         ([rank(0, quota=1), rank(1, quota=1)], 1),
-        ([hello(0, "a", quota=6), hello(1, "b")], 6),
+        ([handshake(0, "a", quota=6), handshake(1, "b")], 6),
     ],
 )  # fmt: skip
-def test_a_hosts_cores_are_divided_among_its_workers(hellos: list[dict[str, Any]], threads: int) -> None:
-    assert settle(hellos, "auto", "node")[0].threads == threads
-    assert settle(hellos, 3, "node")[0].threads == 3
+def test_a_hosts_cores_are_divided_among_its_workers(handshakes: list[dict[str, Any]], threads: int) -> None:
+    assert settle(handshakes, "auto", "node")[0].threads == threads
+    assert settle(handshakes, 3, "node")[0].threads == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- the GPUs
@@ -111,7 +114,7 @@ def test_a_hosts_cores_are_divided_among_its_workers(hellos: list[dict[str, Any]
 
 def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str, Any]]:
     layout = asdict(Layout(1, 1, "cuda", "nccl", 1))
-    return [hello(i, workers=workers, told=told, gpus=gpus.split(), layout=layout) for i, gpus in enumerate(shown)]
+    return [handshake(i, workers=workers, told=told, gpus=gpus.split(), layout=layout) for i, gpus in enumerate(shown)]
 
 
 @pytest.mark.parametrize(
@@ -126,12 +129,14 @@ def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str
         (with_gpus("A B", workers=2, told=False), True),
     ],
 )
-def test_commands_that_see_their_own_gpus_count_them_from_the_first(hellos: list[dict[str, Any]], own: bool) -> None:
-    layout, seats = settle(hellos, "auto", "rank")
-    assert [seat.own_gpus for seat in seats] == [own] * len(hellos)
-    for seat in seats:
-        found = [environment(layout, seat, number, ("127.0.0.1", 1), "127.0.0.1") for number in range(seat.workers)]
-        assert [one.get("DDPEXP_GPU") for one in found] == ([str(n) for n in range(seat.workers)] if own else [None] * seat.workers)
+def test_commands_that_see_their_own_gpus_count_them_from_the_first(handshakes: list[dict[str, Any]], own: bool) -> None:
+    layout, assignments = settle(handshakes, "auto", "rank")
+    assert [assignment.own_gpus for assignment in assignments] == [own] * len(handshakes)
+    for assignment in assignments:
+        found = [environment(layout, assignment, number, ("127.0.0.1", 1), "127.0.0.1") for number in range(assignment.workers)]
+        assert [one.get("DDPEXP_GPU") for one in found] == (
+            [str(n) for n in range(assignment.workers)] if own else [None] * assignment.workers
+        )
 
 
 @pytest.mark.parametrize(
@@ -143,9 +148,9 @@ def test_commands_that_see_their_own_gpus_count_them_from_the_first(hellos: list
         (with_gpus("A B", "A B", workers=2, told=False), "a runs 4 workers, and they see 2 GPUs: "),
     ],
 )
-def test_fewer_gpus_than_workers_are_refused(hellos: list[dict[str, Any]], sentence: str) -> None:
+def test_fewer_gpus_than_workers_are_refused(handshakes: list[dict[str, Any]], sentence: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        settle(hellos, "auto", "rank")
+        settle(handshakes, "auto", "rank")
     assert str(refused.value) == f"{sentence}start one worker for each GPU, or use trainer.device=cpu."
 
 
@@ -156,7 +161,11 @@ def test_fewer_gpus_than_workers_are_refused(hellos: list[dict[str, Any]], sente
 def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -> None:
     one = {"trainer": {"seed": 0, "gpus": 2}, "run": {"trust": ["a"]}}
     with pytest.raises(RefusedError) as refused:
-        settle([hello(0, identity=one), hello(1, identity=one), hello(2, "b", identity={**one, "run": {"trust": []}})], 1, "node")
+        settle(
+            [handshake(0, identity=one), handshake(1, identity=one), handshake(2, "b", identity={**one, "run": {"trust": []}})],
+            1,
+            "node",
+        )
     assert str(refused.value) == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same words."
 
 
@@ -171,25 +180,25 @@ def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -
     ],
 )
 def test_versions_that_differ_are_refused_before_configurations(changed: dict[str, Any], sentence: str) -> None:
-    other = hello(1, "b", identity={"a": 1})
+    other = handshake(1, "b", identity={"a": 1})
     other["versions"] = {**other["versions"], **changed}
     with pytest.raises(RefusedError) as refused:
-        settle([hello(0), other], "auto", "rank")
+        settle([handshake(0), other], "auto", "rank")
     assert str(refused.value) == f"{sentence}: install the same version on all of them."
 
 
 def test_a_command_of_a_time_before_versions_were_compared_is_refused() -> None:
-    other = hello(1, "b")
+    other = handshake(1, "b")
     del other["versions"]
     with pytest.raises(RefusedError, match=r"ddpexp is 1\.0 on rank 0 \(a\) and of no known version on rank 1 \(b\)"):
-        settle([hello(0), other], "auto", "rank")
+        settle([handshake(0), other], "auto", "rank")
 
 
 @pytest.mark.parametrize(("name", "value"), [("device", "cuda"), ("backend", "mpi")])
 def test_devices_that_differ_are_refused(name: str, value: str) -> None:
-    other = hello(1, "b", layout={**asdict(LAYOUT), name: value})
+    other = handshake(1, "b", layout={**asdict(LAYOUT), name: value})
     with pytest.raises(RefusedError) as refused:
-        settle([hello(0), other], "auto", "rank")
+        settle([handshake(0), other], "auto", "rank")
     mine = asdict(LAYOUT)[name]
     assert str(refused.value) == (
         f"rank 0 (a) would run on {name} {mine} and rank 1 (b) on {value}: type trainer.{name}=... to make them equal."
@@ -218,7 +227,7 @@ def test_the_first_difference_of_two_trees_is_found(one: Any, other: Any, differ
 
 def test_a_worker_is_told_its_place() -> None:
     layout = Layout(nodes=2, world_size=5, device="cpu", backend="gloo", threads=1)
-    assert environment(layout, Seat(2, 3, 1, 4, 1, False, True), 2, ("127.0.0.1", 4711), "127.0.0.1") == {
+    assert environment(layout, RankAssignment(2, 3, 1, 4, 1, False, True), 2, ("127.0.0.1", 4711), "127.0.0.1") == {
         "RANK": "4", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711",
     }  # fmt: skip
@@ -227,16 +236,16 @@ def test_a_worker_is_told_its_place() -> None:
 def test_on_a_network_the_gradients_take_the_interface_of_the_meeting_unless_another_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seat, names = Seat(0, 1, 0, 1, 0, False, True), ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    assignment, names = RankAssignment(0, 1, 0, 1, 0, False, True), ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:
         monkeypatch.delenv(name, raising=False)
     # 127.0.0.1 is an address of an interface on every host; the store's is of another host.
-    found = environment(LAYOUT, seat, 0, ("203.0.113.1", 1), "127.0.0.1")
+    found = environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "127.0.0.1")
     assert [found[name] for name in names] == ["lo", "lo"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    found = environment(LAYOUT, seat, 0, ("203.0.113.1", 1), "127.0.0.1")
+    found = environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "127.0.0.1")
     assert [found[name] for name in names] == ["lo", "ib0"]
-    assert set(names).isdisjoint(environment(LAYOUT, seat, 0, ("203.0.113.1", 1), "203.0.113.2"))
+    assert set(names).isdisjoint(environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "203.0.113.2"))
 
 
 # ------------------------------------------------------------------------------------- several machines by hand, on one

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.workers.control import Control, Page, What
+from ddpexp.launch.workers.control import Control, SharedStatus, What
 from tests.conftest import PATIENCE
 
 
@@ -30,11 +30,11 @@ class Commands:
         for number, size in enumerate(sizes):
             pages = []
             for _ in range(size):
-                page, descriptor = Page.make()
+                status_page, descriptor = SharedStatus.make()
                 stack.callback(os.close, descriptor)
-                stack.callback(page.close)
-                pages.append(page)
-                self.ranks.append(Control(None, page, leads=not self.ranks))
+                stack.callback(status_page.close)
+                pages.append(status_page)
+                self.ranks.append(Control(None, status_page, leads=not self.ranks))
             self.agreements.append(Agreement(pages, partial(self._send, number)))
         self.lead = self.agreements[0]
 

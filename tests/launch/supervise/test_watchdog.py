@@ -20,7 +20,7 @@ from ddpexp.launch.rendezvous.meeting import Peer
 from ddpexp.launch.supervise import watchdog
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.watchdog import Account, Watchdog, verdict
-from ddpexp.launch.workers.control import Control, Lines, Page, Phase
+from ddpexp.launch.workers.control import Control, Lines, Phase, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 
 PROGRAM = """\
@@ -62,18 +62,18 @@ class Ranks:
         self.watchdog = Watchdog(self.workers, LIMITS, True, self.sent.append, self.dump, self.server.pid)
 
     def add(self, does: str, phase: Phase = "train", pinned: int | None = None) -> subprocess.Popen[str]:
-        page, descriptor = Page.make()
+        status_page, descriptor = SharedStatus.make()
         self.stack.callback(os.close, descriptor)
         log = Log(None, len(self.workers))
         self.stack.callback(log.close)
         process = self.stack.enter_context(_started(does, log.fileno(), pinned))
         ours, theirs = (self.stack.enter_context(one) for one in socket.socketpair())
-        rank = Control(None, Page(descriptor))
+        rank = Control(None, SharedStatus(descriptor))
         rank.step = 3
         rank.enter(phase)
         self.processes.append(process)
         self.ranks.append(rank)
-        self.workers.append(Worker(len(self.workers), Lines(ours), log, page, theirs, process.pid))
+        self.workers.append(Worker(len(self.workers), Lines(ours), log, status_page, theirs, process.pid))
         return process
 
     def dump(self) -> None:
@@ -133,7 +133,7 @@ def test_a_rank_that_comes_further_is_asked_nothing(ranks: Ranks) -> None:
     end = time.monotonic() + 5 * LIMITS.step_seconds
 
     def beats() -> bool:
-        ranks.ranks[0].beat()
+        ranks.ranks[0].heartbeat()
         return time.monotonic() > end
 
     assert ranks.look(until=beats) is None
@@ -152,7 +152,7 @@ def test_a_stack_counts_only_if_the_rank_has_not_moved_since_it_was_asked(ranks:
         if how == "a step":
             rank.step = 10 + ranks.asked
         elif how == "a beat":
-            rank.beat()
+            rank.heartbeat()
         else:
             rank.enter("save" if ranks.asked == 1 else "train")
 

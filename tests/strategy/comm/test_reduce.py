@@ -105,7 +105,7 @@ def order(world):
                     given = [[wide(1000 * step + 10 * rank + i, p.numel(), dtype) for i, p in enumerate(model.bare["model"].all)]
                              for rank in range(size)]
                     with model.micro_batch(last=True):
-                        model.training(given[world.rank]).backward()
+                        model.train_model(given[world.rank]).backward()
                     for place, parameter in enumerate(model.bare["model"].all):
                         parts = [gradients[place] for gradients in given]
                         expected = mean(parts).to(dtype)
@@ -135,7 +135,7 @@ def plain(world):
     for through in THROUGH:
         for cap in (25, 0.001):
             model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, net)
-            assert torch.equal(trained(model.training, model.micro_batch), expected), (through, cap)
+            assert torch.equal(trained(model.train_model, model.micro_batch), expected), (through, cap)
 
 
 def carriers(world):
@@ -193,7 +193,7 @@ def sparse(world):
     for through, cap in itertools.product(THROUGH, CAPS):
         model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, net)
         with model.micro_batch(last=True):
-            gradients(model.training, world.rank)
+            gradients(model.train_model, world.rank)
         for place, parameter in enumerate(model.parameters()):
             assert parameter.grad.is_sparse == (place == 0)
             assert torch.equal(parameter.grad.to_dense(), mean([part[place] for part in parts])), (through, place)
@@ -210,7 +210,7 @@ def two_models(world):
         for step in range(3):
             rows = wide(step + 10 * world.rank, 8, torch.float32).view(2, 4)
             with model.micro_batch(last=True):
-                (model.training["one"](rows).sum() * model.training["two"](rows).sum()).backward()
+                (model.train_model["one"](rows).sum() * model.train_model["two"](rows).sum()).backward()
             mine = torch.cat([p.grad.flatten() for p in model.parameters()])
             alone = pair()
             parts = []
@@ -249,7 +249,7 @@ def new(world):
 
     model = DDP(OPTIONS, world, pair)
     assert len(model._buckets) == 2
-    one, two = model.training["one"], model.training["two"]
+    one, two = model.train_model["one"], model.train_model["two"]
     for number in range(3):  # micro-batches of one step
         with model.micro_batch(last=number == 2):
             backward(one, number, world.rank)
@@ -309,13 +309,13 @@ def buffers(world):
                 torch.manual_seed(100 * step + 10 * number + world.rank)
                 rows = wide(7 * step + 3 * number + world.rank, 32, torch.float32).view(8, 4)
                 with model.micro_batch(last=number == step % 3):
-                    model.training(rows).square().mean().backward()
+                    model.train_model(rows).square().mean().backward()
                 found += [buffer.clone() for buffer in model.bare["model"].buffers()]
             optimizer.step()
             model.clear_gradient()
             if step == 3:
                 with torch.no_grad():
-                    model.training(torch.ones(3, 4))
+                    model.train_model(torch.ones(3, 4))
                 with model.evaluation() as bare:
                     assert torch.equal(world.sum(bare[1].running_mean.clone()) / world.world_size, bare[1].running_mean)
         return [*found, *(p.detach() for p in model.parameters())]
@@ -332,7 +332,7 @@ def outside(world):
     with model.evaluation() as bare:  # where each rank looks at what it likes
         bare(torch.ones(1, 2)).sum().backward()
     model.clear_gradient()
-    model.training(torch.ones(1, 2)).sum().backward()
+    model.train_model(torch.ones(1, 2)).sum().backward()
 
 
 def other_model(world):
@@ -356,7 +356,7 @@ def interrupt(world):
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with model.micro_batch(last=True):
-            model.training(torch.ones(1, 2)).sum().backward()
+            model.train_model(torch.ones(1, 2)).sum().backward()
     except Interrupted:
         raise DdpexpError("interrupted in time") from None
     raise AssertionError("nothing happened")
@@ -369,7 +369,7 @@ def stopped(world):
         if step == 2 and world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         with model.micro_batch(last=True):
-            model.training(torch.ones(1, 2)).sum().backward()
+            model.train_model(torch.ones(1, 2)).sum().backward()
 
 
 def different(world):

@@ -170,7 +170,7 @@ def trained(case, world, num_leaves, **options):
             torch.manual_seed(1000 * step + leaf)
             rows = torch.randn(5, 6) * 10.0 ** torch.randint(-2, 2, (5, 6))
             with model.micro_batch(last=number == each - 1):
-                case.loss(model.training, step, leaf, rows).backward()
+                case.loss(model.train_model, step, leaf, rows).backward()
         left += [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
         optimizer.step()
         model.clear_gradient()
@@ -219,7 +219,7 @@ def turn(model: Exact, loss: Callable[[Any, int], Tensor], num_leaves: int = 4) 
     """Go through the micro-batches once."""
     for leaf in range(num_leaves):
         with model.micro_batch(last=leaf == num_leaves - 1):
-            loss(model.training, leaf).backward()  # type: ignore[no-untyped-call]
+            loss(model.train_model, leaf).backward()  # type: ignore[no-untyped-call]
 
 
 def gradients(model: Exact) -> list[Tensor]:
@@ -235,7 +235,7 @@ def test_the_gradient_is_the_tree_of_the_micro_batches_own() -> None:
     torch.manual_seed(0)
     model = alone(lambda: nn.Linear(3, 4), num_leaves=6)
     turn(model, lambda net, leaf: net(rows(leaf)).square().sum(), num_leaves=6)
-    twin, own = model.evaluating, []
+    twin, own = model.eval_model, []
     found = gradients(model)
     for leaf in range(6):
         model.clear_gradient()
@@ -251,7 +251,7 @@ def test_the_gradient_is_the_tree_of_the_micro_batches_own() -> None:
 
 def test_batch_norm_moves_once_a_step_by_the_mean_over_its_micro_batches() -> None:
     model = alone(lambda: nn.BatchNorm1d(3))
-    net: Any = model.evaluating
+    net: Any = model.eval_model
     for step in range(3):
         before = {name: buffer.clone() for name, buffer in net.named_buffers()}
         turn(model, lambda net, leaf: net(rows(leaf)).sum())
@@ -297,7 +297,7 @@ class WithMask(nn.Linear):
 @pytest.mark.parametrize("rewrites", [False, True])
 def test_what_is_infinite_stays_infinite_and_does_not_become_nan(rewrites: bool) -> None:
     model = alone(lambda: WithMask(rewrites))
-    net: Any = model.evaluating
+    net: Any = model.eval_model
     for step in range(3):
         turn(model, lambda net, leaf: net(rows(leaf)).sum())
         assert torch.equal(net.mask, torch.full((3, 3), -torch.inf).triu(1))
@@ -306,7 +306,7 @@ def test_what_is_infinite_stays_infinite_and_does_not_become_nan(rewrites: bool)
 
 def test_a_buffer_that_is_loaded_between_steps_is_where_the_next_step_begins() -> None:
     model = alone(lambda: nn.BatchNorm1d(3))
-    net: Any = model.evaluating
+    net: Any = model.eval_model
     for _ in range(2):
         turn(model, lambda net, leaf: net(rows(leaf)).sum())
         net.num_batches_tracked += 10
@@ -323,7 +323,7 @@ def test_a_frozen_parameter_is_no_unused_one() -> None:
     model = alone(lambda: nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3), nn.Linear(3, 1)))
     turn(model, lambda net, leaf: net(rows(leaf)).sum())
     model.clear_gradient()
-    model.evaluating[1].requires_grad_(False)  # on the way, too
+    model.eval_model[1].requires_grad_(False)  # on the way, too
     turn(model, lambda net, leaf: net(rows(leaf)).sum())
     assert [p.grad is not None for p in model.parameters()] == [False, False, False, False, True, True]
 
@@ -414,7 +414,7 @@ def test_a_round_of_another_length_is_refused(lasts: tuple[bool, ...]) -> None:
     def goes() -> None:
         for leaf, last in enumerate(lasts):
             with model.micro_batch(last):
-                plain(model.training, leaf).backward()  # type: ignore[no-untyped-call]
+                plain(model.train_model, leaf).backward()  # type: ignore[no-untyped-call]
 
     with pytest.raises(
         DdpexpError, match=rf"^the task's train_step went through {len(lasts)} micro-batches.*, where .* over 4 on each"
