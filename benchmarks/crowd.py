@@ -27,7 +27,7 @@ from typing import Any
 
 from ddpexp.config.compose import compose
 from ddpexp.errors import EXIT_FAILED, Failure
-from ddpexp.launch import Asked, Job, Layout
+from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.rendezvous.meeting import Fixed
 from ddpexp.launch.supervise.coordinator import versions
@@ -53,7 +53,7 @@ class Crowded(Job):
     def __init__(self, workers: int, mark: str) -> None:
         """Ask for CPU workers; one is what a starter of ranks gives each command. They make the file `mark`."""
         self.arguments = [mark]
-        self.asked = Asked(gpus=workers if workers > 1 else "auto", device="cpu", threads=1)
+        self.asked = WorkerRequest(gpus=workers if workers > 1 else "auto", device="cpu", threads=1)
         self.identity = _identity()
 
 
@@ -66,7 +66,7 @@ def _identity() -> Mapping[str, Any]:
 def rank(mark: str) -> int:
     """Be a rank of the leading command: step after step, and what all ranks agree on. Rank zero trains when `mark` is there."""
     control = Control.from_environ()
-    control.say("began", step=0)
+    control.send_nowait("began", step=0)
     control.enter("train")
     step = 0
     while True:
@@ -75,20 +75,20 @@ def rank(mark: str) -> int:
         if step == 2 and os.environ["RANK"] == "0":
             Path(mark).touch()
         if control.poll(step) == "stop":
-            control.tell("stopped", step=step)
+            control.send("stopped", step=step)
             return _STOPPED
 
 
 def lead(port: int, commands: int, workers: int, mark: str) -> int:
     """Be the leading command."""
     from ddpexp.launch.supervise import coordinator
-    from ddpexp.launch.workers.client import Server, refuse_broken
+    from ddpexp.launch.workers.client import Server, check_answer
     from ddpexp.run import outcome
 
     raise_files()
     outcome.stop_on_signals()
     server = Server()
-    refuse_broken(server.receive() or {"kind": "gone"})  # its imports are not what is timed
+    check_answer(server.receive() or {"kind": "gone"})  # its imports are not what is timed
     one_rank = LaunchEnvironment(0, commands, True, 0, min(commands, _ON_A_HOST))
     place = one_rank if workers == 1 else LaunchEnvironment(0, commands, nodes=commands)
     way = Fixed(LOOPBACK, port, ("port", "port"))
@@ -146,7 +146,7 @@ class Crowd:
             if events & selectors.EVENT_READ:
                 self._hear(key.data)
 
-    def say(self, other: _Other, message: Mapping[str, Any]) -> None:
+    def send_nowait(self, other: _Other, message: Mapping[str, Any]) -> None:
         """Send a message, as far as there is room at once."""
         other.waiting += json.dumps(message).encode() + b"\n"
         self._send(other)
@@ -156,7 +156,7 @@ class Crowd:
         for number in range(self._workers if weight > 1 else 1):
             failure = Failure(other.index * self._workers + number, _host(other.index, self._workers), kind, "a wrong turn", 100)
             failed = {**failure.as_dict(), "phase": "train", "traceback": _TRACE}
-            self.say(other, {"kind": "failed", "failure": failed, "weight": weight})
+            self.send_nowait(other, {"kind": "failed", "failure": failed, "weight": weight})
 
     def close(self) -> None:
         """Close what the leading command has not."""
@@ -188,7 +188,7 @@ class Crowd:
             self.last[message["kind"]] = time.monotonic()
             answer = self._answer(message, other)
             if answer is not None:
-                self.say(other, answer)
+                self.send_nowait(other, answer)
 
     def _answer(self, message: Mapping[str, Any], other: _Other) -> Mapping[str, Any] | None:
         kind = message["kind"]
@@ -296,7 +296,7 @@ def _end(crowd: Crowd, pid: int, how: str) -> dict[str, float]:
             crowd.turn(0)
         told = crowd.wait_for("end")
     else:
-        crowd.say(crowd.others[-1], {"kind": "silence"})
+        crowd.send_nowait(crowd.others[-1], {"kind": "silence"})
         told = crowd.wait_for("end")
     cpu = _cpu_seconds(pid) - before
     return {how: told - begin, f"{how} cpu": cpu, f"{how} left": crowd.wait_for("closed") - begin}

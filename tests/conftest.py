@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from ddpexp.config import commands
-from ddpexp.launch import Asked, Job
+from ddpexp.launch import Job, WorkerRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 150.0
@@ -75,7 +75,7 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
     return starts
 
 
-ANY = Asked()
+ANY = WorkerRequest()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -107,7 +107,9 @@ def pytest_unconfigure() -> None:
 class Call(Job):
     """The launchers as a library: call `entry` in every process."""
 
-    def __init__(self, entry: str, arguments: Sequence[str], logs: Path | None = None, asked: Asked = ANY, **identity: Any) -> None:
+    def __init__(
+        self, entry: str, arguments: Sequence[str], logs: Path | None = None, asked: WorkerRequest = ANY, **identity: Any
+    ) -> None:
         self.entry, self.arguments, self.logs, self.asked, self.identity = entry, arguments, logs, asked, identity
 
 

@@ -23,7 +23,7 @@ from ddpexp.plan.layout import assume
 from ddpexp.plan.words import Words
 from ddpexp.run.jobs import Training
 from ddpexp.sweep.again import resumed
-from ddpexp.sweep.arguments import Asked
+from ddpexp.sweep.arguments import Arguments
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.settings import settings_of
 from tests.conftest import ROOT, Ddpexp, finish
@@ -156,7 +156,7 @@ def accept(words: Sequence[str]) -> None:
     elif words[:1] == ["evaluate"]:
         assert evaluate(list(words[1:]), ["ddpexp", *words]) is not None
     elif words[:1] in (["table"], ["status"]):
-        Asked.of(words[0], words[1:])
+        Arguments.of(words[0], words[1:])
     elif words[:1] == ["help"]:
         assert answer(words[1:], by_name=True)
     elif words[:1] == ["completion"]:

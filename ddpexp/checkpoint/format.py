@@ -201,7 +201,7 @@ def _open(folder: Path) -> Checkpoint:
         version = 1
     else:
         manifest = _unsealed(read_plain_file(folder / MANIFEST))
-        _refuse_newer(folder, manifest)
+        _check_no_newer(folder, manifest)
         files = {str(name): _file(record) for name, record in manifest["files"].items()}
         version = int(manifest["format"])
         if version != FORMAT:
@@ -297,7 +297,7 @@ def _unsealed(raw: bytes) -> dict[str, Any]:
 def _manifest_1(folder: Path) -> tuple[dict[str, Any], dict[str, File]]:
     """Read a manifest of format 1, in which the pieces of all files stand in one list."""
     manifest = parse_json(read_plain_file(folder / _MANIFEST_1))
-    _refuse_newer(folder, manifest)
+    _check_no_newer(folder, manifest)
     pieces: dict[str, list[Piece]] = {}
     for piece in manifest["pieces"]:
         pieces.setdefault(piece["file"], []).append(Piece(piece["offset"], piece["num_bytes"], piece["sha256"]))
@@ -307,7 +307,7 @@ def _manifest_1(folder: Path) -> tuple[dict[str, Any], dict[str, File]]:
     return manifest, {name: File(found[-1].offset + found[-1].num_bytes, found) for name, found in parts.items()}
 
 
-def _refuse_newer(folder: Path, manifest: Mapping[str, Any]) -> None:
+def _check_no_newer(folder: Path, manifest: Mapping[str, Any]) -> None:
     if int(manifest.get("format", 0)) > FORMAT:
         raise RefusedError(
             f"{folder} was written by ddpexp {manifest.get('ddpexp')} (format {manifest['format']}), and this is "

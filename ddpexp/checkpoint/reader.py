@@ -16,7 +16,7 @@ from ddpexp.checkpoint import format_1
 from ddpexp.checkpoint.codec import decode
 from ddpexp.checkpoint.format import OLDER, Checkpoint, is_checkpoint, is_named_so, open_checkpoint
 from ddpexp.checkpoint.layout import ties
-from ddpexp.checkpoint.tensors import read_tensors, refuse_odd_file
+from ddpexp.checkpoint.tensors import check_plain_file, read_tensors
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import read_json
 
@@ -107,7 +107,7 @@ def load_weights(models: Models, source: Path, asked: str, averaged: bool = Fals
         raise RefusedError(f"{asked} is one file, but there are several models: name the checkpoint's folder.")
     for name, path in files.items():
         try:
-            refuse_odd_file(path)
+            check_plain_file(path)
             _check_hash(path)
             tensors = read_tensors(path)
         except (OSError, ValueError) as error:

@@ -18,7 +18,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        refuse_odd_file(path)
+        check_plain_file(path)
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
             same = {name: kept for name, kept in (file.metadata() or {}).items() if kept in tensors and name not in tensors}
@@ -27,7 +27,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return {**tensors, **{name: tensors[kept] for name, kept in same.items()}}
 
 
-def refuse_odd_file(path: Path) -> None:
+def check_plain_file(path: Path) -> None:
     """Raise OSError where a path is there and no plain file: a pipe would keep its reader waiting."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path.name} is no plain file")

@@ -19,7 +19,7 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and (folder / "manifest.json").is_file()
 
 
-def refuse_unusable(path: Path, asked: str) -> None:
+def check_usable(path: Path, asked: str) -> None:
     """Look at what is there without reading it; `asked` is how the user named it.
 
     Raises:
@@ -46,9 +46,9 @@ def find(path: Path, asked: str, warn: Callable[[str], None]) -> Path:
     """Return the file, or the folder of a checkpoint; `warn` is told of newer checkpoints of a run that are damaged.
 
     Raises:
-        RefusedError: as `refuse_unusable`, or a run without a complete checkpoint.
+        RefusedError: as `check_usable`, or a run without a complete checkpoint.
     """
-    refuse_unusable(path, asked)
+    check_usable(path, asked)
     if is_run(path):
         path = path / "checkpoints"
     if path.name != "checkpoints" or not is_run(path.resolve().parent):

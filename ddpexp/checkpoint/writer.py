@@ -267,7 +267,7 @@ class Writer:
                     _sync(path)
             fault_point("checkpoint.recorded")
             files = _files(reports)
-            _refuse_missing(folder, files)
+            _check_complete(folder, files)
             write(folder / MANIFEST, seal({**job.manifest, "files": files}))
             fault_point("checkpoint.manifest")
             _sync(folder)
@@ -347,7 +347,7 @@ def _files(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: {"num_bytes": sum(piece["num_bytes"] for piece in found), "pieces": found} for name, found in ordered.items()}
 
 
-def _refuse_missing(folder: Path, files: Mapping[str, Any]) -> None:
+def _check_complete(folder: Path, files: Mapping[str, Any]) -> None:
     """Raise OSError where a file that ranks have written is not there as a whole: a host may write to a disk of its own."""
     for name, file in files.items():
         size = (folder / name).stat().st_size

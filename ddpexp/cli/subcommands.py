@@ -94,7 +94,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         print(_RESUME)
         return None
     source, words = _source(argv)
-    _refuse_options(words)
+    _check_options(words)
     run = RunDir(Path(source))
     if not run.path.exists():
         raise RefusedError(f"resume {source}: there is no such directory.")
@@ -102,28 +102,28 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
         advice = f" Did you mean {files.typed(home)}?" if home is not None else ""
         raise RefusedError(f"resume {source}: it is no run directory.{advice}")
-    directory.refuse_links(run, f"resume {source}")
+    directory.check_no_links(run, f"resume {source}")
     if "run.resume=never" in words:
         raise RefusedError("resume goes on with a run, and run.resume=never refuses that: leave it out.")
     moved = next((word for word in words if word.startswith("run.dir=")), None)
     if moved is not None:
         raise RefusedError(f"{moved}: resume goes on in {source} itself.")
     values, text = override_file(run.config, words, goes_on=True)
-    _refuse_untyped_code(run, values, command)
+    _check_code_is_typed(run, values, command)
     typed = [word for i, word in enumerate(words) if "=" in word and word[0] != "-" and (i == 0 or words[i - 1] not in _OPTIONS)]
     experiment = parse(values)
-    _refuse_untyped_words(run, experiment.launcher, typed, command)
+    _check_words_are_typed(run, experiment.launcher, typed, command)
     return experiment.launcher, Training(experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run)
 
 
-def _refuse_options(words: Sequence[str]) -> None:
+def _check_options(words: Sequence[str]) -> None:
     for place, word in enumerate(words):
         known = word in _OPTIONS or word.startswith("--config-dir=") or (place and words[place - 1] in _OPTIONS)
         if word.startswith("-") and not known:
             raise RefusedError(f"resume {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else.")
 
 
-def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
+def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
     """Refuse code outside ddpexp that is not trusted in this command, or that another user's directory would have resumed.
 
     Raises:
@@ -153,7 +153,7 @@ def _refuse_untyped_code(run: RunDir, values: Mapping[str, Any], command: Sequen
             )
 
 
-def _refuse_untyped_words(run: RunDir, launcher: Launcher, typed: Sequence[str], command: Sequence[str]) -> None:
+def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str], command: Sequence[str]) -> None:
     """Refuse what a launcher would run, or connect to, on the word of a run directory alone.
 
     Raises:
@@ -203,7 +203,7 @@ def _source(argv: list[str]) -> tuple[str, list[str]]:
 
 def _of_run(home: Path, words: list[str], command: Sequence[str]) -> tuple[str, Experiment]:
     values, text = override_file(home / "config.yaml", words)
-    _refuse_untyped_code(RunDir(home), values, command)
+    _check_code_is_typed(RunDir(home), values, command)
     return text, parse(values)
 
 

@@ -36,21 +36,21 @@ from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.hydra_section import (
     answered,
     answers_of,
+    check_code_of_sweeper,
+    check_no_ignored_options,
+    check_not_typed,
+    check_nothing_ignored,
     dirname,
-    refuse_code_of_sweeper,
-    refuse_ignored,
-    refuse_ignored_options,
-    refuse_typed,
     written_out,
 )
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.interpolations import bounded_interpolations
-from ddpexp.config.names import named, refuse_absent
+from ddpexp.config.names import check_present, named
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
 from ddpexp.config.schema import DATA_KEYS, Logger, Recipe, Run, Trainer
-from ddpexp.config.sentences import first_line, one_sentence, refuse_no_override, sentence, unknown_key_of
+from ddpexp.config.sentences import check_override, first_line, one_sentence, sentence, unknown_key_of
 from ddpexp.config.versions import VERSION_BASE, get_yaml_loader, register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.options import Options as Strategy
@@ -116,7 +116,7 @@ def compose(argv: list[str]) -> Composed | None:
         raise RefusedError(f"--cfg {words.cfg} shows one run: leave -m out, and give each key one value.")
     of_hydra = any(word.lstrip("+~").startswith("hydra") for word in words.overrides)
     may_sweep = of_hydra and (words.config_dir is not None or bool(searched_packages()))  # for a config file may say so
-    _refuse_words(words.overrides, bool(for_hydra), in_sweep=may_sweep)
+    _check_words(words.overrides, bool(for_hydra), in_sweep=may_sweep)
     with one_sentence(), bounded_interpolations():
         if for_hydra:
             asked = _without_inherited(words.overrides, added_folder(words.config_dir)) if words.cfg else words.overrides
@@ -127,7 +127,7 @@ def compose(argv: list[str]) -> Composed | None:
         if cfg.hydra.mode == RunMode.MULTIRUN:
             raise _sweep_in_file()
         for word in words.overrides:
-            refuse_typed(word, in_sweep=False)
+            check_not_typed(word, in_sweep=False)
         of_sweeps = next((word for word in words.overrides if re.match(r"\+*sweep\.", word)), None)
         if of_sweeps is not None:
             raise RefusedError(f"{of_sweeps} is for sweeps: add -m, or leave it out.")
@@ -175,8 +175,8 @@ def compose_sweep(argv: list[str]) -> Swept:
     _asks_hydra(words)
     overrides = [word for word in words.overrides if not _MODE.match(word)]
     for word in overrides:
-        _refuse_in_sweep(word)
-    _refuse_words(overrides, False, in_sweep=True)
+        _check_outside_sweep(word)
+    _check_words(overrides, False, in_sweep=True)
     added = added_folder(words.config_dir)
     with (
         one_sentence(), bounded_interpolations(), quick_yaml(),
@@ -186,10 +186,10 @@ def compose_sweep(argv: list[str]) -> Swept:
         assert found is not None
         parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
         cfg = _composed_for_sweep(found, overrides, added)
-        _refuse_ignored(cfg, overrides, added)
+        _check_nothing_ignored(cfg, overrides, added)
         trusted = next((one.value() for one in reversed(parsed) if one.get_key_element().lstrip("+") == "run.trust"), None)
         prefixes = tuple(map(str, trusted)) if isinstance(trusted, list) else ()
-        refuse_code_of_sweeper(cfg.hydra.sweeper, Trust(prefixes, added.parent if added else None))
+        check_code_of_sweeper(cfg.hydra.sweeper, Trust(prefixes, added.parent if added else None))
         of_sweeper = cfg.hydra.sweeper.get("params") or {}
         chosen = OmegaConf.to_container(cfg.hydra.sweep, resolve=False) != _default_sweep()
         with answered(answers_of(cfg)):
@@ -297,7 +297,7 @@ def _asks_hydra(words: Namespace) -> bool:
     return bool(words.hydra_help or words.cfg or words.info)
 
 
-def _refuse_in_sweep(word: str) -> None:
+def _check_outside_sweep(word: str) -> None:
     key, _, value = word.lstrip("+~").partition("=")
     if key in ("sweep", "hydra.sweeper"):
         example = {"sweep": "sweep.slots=2", "hydra.sweeper": "hydra.sweeper.n_trials=20"}[key]
@@ -341,15 +341,15 @@ def _no_option(word: str) -> str:
     return f"{word} is not an option: write key=value, for example trainer.gpus=2.{advice}"
 
 
-def _refuse_words(overrides: list[str], question: bool, in_sweep: bool = False) -> None:
+def _check_words(overrides: list[str], question: bool, in_sweep: bool = False) -> None:
     """Refuse what Hydra would take without effect, or answer with a traceback."""
-    refuse_no_override(overrides)
+    check_override(overrides)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if not question:
-            refuse_typed(word, in_sweep)
+            check_not_typed(word, in_sweep)
         if word.startswith("~"):
-            _refuse_deletion(word, key)
+            _check_no_deletion(word, key)
         several = re.fullmatch(r"\[(.*,.*)\]", value)
         if several is not None and key in groups([conf_folder()]):
             raise RefusedError(f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each.")
@@ -360,7 +360,7 @@ def _refuse_words(overrides: list[str], question: bool, in_sweep: bool = False) 
             raise RefusedError(f"{key}={number} is not a known option. Known here: {', '.join(options(key, [conf_folder()]))}.")
 
 
-def _refuse_deletion(word: str, key: str) -> None:
+def _check_no_deletion(word: str, key: str) -> None:
     """Refuse to remove what every run has."""
     section, _, name = key.partition(".")
     if section in groups([conf_folder()]) and not name:
@@ -409,7 +409,7 @@ def overview(overrides: Sequence[str], directory: str | None) -> Overview:
     Raises:
         RefusedError: whatever Hydra or OmegaConf refuses.
     """
-    _refuse_words(list(overrides), False)
+    _check_words(list(overrides), False)
     with one_sentence(), bounded_interpolations(), quick_yaml():
         added = added_folder(directory)
         cfg = _hydra_composes(list(overrides), added)
@@ -426,7 +426,7 @@ def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
     words = _without_inherited(overrides, added)
     with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
-        _refuse_recipe_without_package(overrides, added)
+        _check_package_header(overrides, added)
         try:
             cfg = hydra.compose("config", [*_searched(added), *words], return_hydra_config=True)
         except ConfigCompositionException as error:
@@ -435,11 +435,11 @@ def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
             if gone := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
                 raise _nothing_to_delete(gone[1], overrides, added) from None
             raise
-        _refuse_ignored(cfg, overrides, added)
+        _check_nothing_ignored(cfg, overrides, added)
         return cfg
 
 
-def _refuse_ignored(cfg: DictConfig, overrides: list[str], added: Path | None) -> None:
+def _check_nothing_ignored(cfg: DictConfig, overrides: list[str], added: Path | None) -> None:
     """Look at what files that are not ours set in Hydra's own section; inside of `hydra.initialize_config_dir`."""
     folders = [*([added] if added else []), *plugin_folders(), *searched_packages()]
     if not folders:
@@ -447,7 +447,7 @@ def _refuse_ignored(cfg: DictConfig, overrides: list[str], added: Path | None) -
 
     chosen = [(str(group), option) for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)]
     paths = [folder / group / f"{option}.yaml" for group, option in chosen for folder in folders]
-    refuse_ignored_options([path for path in paths if path.is_file()])
+    check_no_ignored_options([path for path in paths if path.is_file()])
 
     def files() -> list[Path]:
         found = GlobalHydra.instance().config_loader()
@@ -455,10 +455,10 @@ def _refuse_ignored(cfg: DictConfig, overrides: list[str], added: Path | None) -
         paths = [folder / f"{default.config_path}.yaml" for default in default_list for folder in folders]
         return [path for path in paths if path.is_file()]
 
-    refuse_ignored(cfg, lambda: hydra.compose("config", _searched(added), return_hydra_config=True), files)
+    check_nothing_ignored(cfg, lambda: hydra.compose("config", _searched(added), return_hydra_config=True), files)
 
 
-def _refuse_recipe_without_package(overrides: Sequence[str], added: Path | None) -> None:
+def _check_package_header(overrides: Sequence[str], added: Path | None) -> None:
     """Look at the first line of the user's recipe: without it all that the recipe says would be about `recipe` itself."""
     name = next((word.partition("=")[2] for word in reversed(overrides) if re.match(r"\+*recipe=", word)), None)
     path = added / "recipe" / f"{name}.yaml" if added is not None and name else None
@@ -542,7 +542,7 @@ def _searched(added: Path | None) -> list[str]:
 def _composed(base: _Base, overrides: Sequence[str], added: Path | None, run: Path | None = None) -> Composed:
     with answered(base.answers):
         values, kept = _plain(base.cfg), _resolved_but_secrets(base.cfg, base.answers)
-    _refuse_untyped_trust(values, overrides)
+    _check_trust_is_typed(values, overrides)
     for tree in (values, kept):
         tree["run"]["code"] = str(added.parent) if added else None
         if run is not None:
@@ -552,8 +552,8 @@ def _composed(base: _Base, overrides: Sequence[str], added: Path | None, run: Pa
     for tree in (values, kept) if offered else ():
         tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
     folders = [conf_folder(), *([added] if added else []), *searched_packages()]
-    _refuse_other_types(values, base.choices, folders, _typed_targets(overrides))
-    refuse_absent(values, _trust(values))
+    _check_types(values, base.choices, folders, _typed_targets(overrides))
+    check_present(values, _trust(values))
     return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), _warnings(added))
 
 
@@ -618,7 +618,7 @@ def _plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in cast(dict[Any, Any], values).items()}
 
 
-def _refuse_untyped_trust(values: Mapping[str, Any], typed: Sequence[str]) -> None:
+def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> None:
     run = values.get("run")
     if not isinstance(run, Mapping):
         raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
@@ -633,9 +633,7 @@ def _refuse_untyped_trust(values: Mapping[str, Any], typed: Sequence[str]) -> No
         raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
 
 
-def _refuse_other_types(
-    values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path], typed_targets: Iterable[str]
-) -> None:
+def _check_types(values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path], typed_targets: Iterable[str]) -> None:
     """Compare the values of the sections that name an object with the types in the chosen option's own file.
 
     The other sections have fields with types, which `parse` holds against them. What `typed_targets` take no file says.
@@ -710,7 +708,7 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
     if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
         raise RefusedError(f"{path} is not the configuration of a run.")
     added = added_folder(words.config_dir)
-    refuse_no_override(words.overrides)
+    check_override(words.overrides)
     chosen_from = groups([folder for folder in (conf_folder(), added) if folder is not None]) if goes_on else ["launcher"]
     chosen = {key: name for key, _, name in (word.partition("=") for word in words.overrides) if key in chosen_from}
     if not goes_on:
@@ -729,7 +727,7 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
             values = _plain(cfg)
         if offered := _offered(values):
             cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
-        refuse_absent(values, _trust(values))
+        check_present(values, _trust(values))
         return values, OmegaConf.to_yaml(cfg)
     except OmegaConfBaseException as error:
         raise RefusedError(f"{path}: {sentence(error)}") from None

@@ -60,7 +60,7 @@ _ANSWERED = ("runtime.cwd", "runtime.version", "runtime.choices", "job.name", "j
 _FORMED = re.compile(r"\$\{hydra:([\w./-]+)\}")
 
 
-def refuse_typed(word: str, in_sweep: bool) -> None:
+def check_not_typed(word: str, in_sweep: bool) -> None:
     """Look at a typed word for Hydra's own section.
 
     Raises:
@@ -83,7 +83,7 @@ def no_effect(said: str, key: str) -> str:
     return f"{said}: Hydra's own settings have no effect here. {advice}"
 
 
-def refuse_ignored(cfg: DictConfig, plain: Callable[[], DictConfig], files: Callable[[], Sequence[Path]]) -> None:
+def check_nothing_ignored(cfg: DictConfig, plain: Callable[[], DictConfig], files: Callable[[], Sequence[Path]]) -> None:
     """Look at what config files set in Hydra's own section, as it is composed in `cfg`.
 
     `plain` composes the same without anybody's files but ours, and `files` lists those that were read: both take time, and are only
@@ -106,7 +106,7 @@ def refuse_ignored(cfg: DictConfig, plain: Callable[[], DictConfig], files: Call
     raise RefusedError(no_effect(where, changed))
 
 
-def refuse_ignored_options(files: Sequence[Path]) -> None:
+def check_no_ignored_options(files: Sequence[Path]) -> None:
     """Look at what config files choose of Hydra's own groups: ours are chosen first, and later ones have no effect.
 
     Raises:
@@ -124,7 +124,7 @@ def refuse_ignored_options(files: Sequence[Path]) -> None:
                     raise RefusedError(no_effect(f"{path} chooses {group}={option}", group))
 
 
-def refuse_code_of_sweeper(sweeper: Any, trust: Trust) -> None:
+def check_code_of_sweeper(sweeper: Any, trust: Trust) -> None:
     """Look at every `_target_` of a sweeper: its own class and those of its settings, which are called in the command's process.
 
     Raises:

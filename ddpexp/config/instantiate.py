@@ -92,17 +92,17 @@ def targets(values: Any, where: str) -> Iterator[tuple[str, Any]]:
             yield from targets(value, f"{where}[{index}]")
 
 
-def refuse_untrusted(values: Any, trust: Trust, where: str = "") -> None:
+def check_trusted(values: Any, trust: Trust, where: str = "") -> None:
     """Check every `_target_` of a tree by its name, before anything is imported.
 
     Raises:
         RefusedError: the first name outside the allowlist, or of ours that does not exist, with its key.
     """
     for key, target in targets(values, where):
-        refuse_target(target, trust, key)
+        check_target(target, trust, key)
 
 
-def refuse_target(target: Any, trust: Trust, key: str) -> None:
+def check_target(target: Any, trust: Trust, key: str) -> None:
     """Check the name `target` that stands at `key`, before anything is imported.
 
     Raises:
@@ -191,12 +191,12 @@ def locate(target: str, trust: Trust, where: str) -> Any:
         RefusedError: not allowed, or not there.
     """
     key = f"{where}._target_"
-    refuse_target(target, trust, key)
+    check_target(target, trust, key)
     own = key_of(where, target)
     target = target if own is None else path_of(where, own)
     module, names = _import_longest(target, where)
     if target not in TORCH and own is None:
-        _refuse_namesake(module, target, trust, where)
+        _check_no_namesake(module, target, trust, where)
     found: Any = module
     for name in names:
         known = [known for known, value in vars(found).items() if callable(value)]
@@ -215,7 +215,7 @@ def locate(target: str, trust: Trust, where: str) -> Any:
     return found
 
 
-def _refuse_namesake(module: types.ModuleType, target: str, trust: Trust, where: str) -> None:
+def _check_no_namesake(module: types.ModuleType, target: str, trust: Trust, where: str) -> None:
     """Refuse a module of another place that has the name of one beside --config-dir, such as one of Python's own."""
     if trust.code is None or replace(trust, code=None).allows(target, where):
         return

@@ -26,7 +26,7 @@ def named(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def refuse_absent(values: Mapping[str, Any], trust: Trust) -> None:
+def check_present(values: Mapping[str, Any], trust: Trust) -> None:
     """Look for what a configuration names of the code that is trusted beside ours and torch's.
 
     What cannot be told from the files passes: the workers, who import it, see it then.
@@ -37,10 +37,10 @@ def refuse_absent(values: Mapping[str, Any], trust: Trust) -> None:
     for key, target in named(values).items():
         where = key.removesuffix("._target_")
         if isinstance(target, str) and trust.allows(target, where) and not Trust().allows(target, where):
-            _refuse_absent(key, target, trust)
+            _check_present(key, target, trust)
 
 
-def _refuse_absent(key: str, target: str, trust: Trust) -> None:
+def _check_present(key: str, target: str, trust: Trust) -> None:
     root, *rest = target.split(".")
     folders = [trust.code] if trust.code is not None else []
     folders += [*_homes(root), Path.cwd()]

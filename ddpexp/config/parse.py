@@ -15,7 +15,7 @@ import yaml
 
 from ddpexp.config import registry
 from ddpexp.config.build import build, convert, unknown_key
-from ddpexp.config.instantiate import Node, Trust, locate, refuse_target, refuse_untrusted
+from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.schema import DATA_KEYS, Data, Experiment, Logger, Recipe, Run, Trainer
 from ddpexp.config.validate import _check
 from ddpexp.errors import RefusedError
@@ -65,7 +65,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             raise RefusedError(f"{name}={values[name]} is not a section with keys.{_as_section(name, values[name])}")
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
-    refuse_untrusted(values, trust)
+    check_trusted(values, trust)
     experiment = Experiment(
         recipe=build(Recipe, values["recipe"], "recipe"),
         task=_node(values["task"], "task"),
@@ -100,7 +100,7 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
     node = _node({key: value for key, value in values.items() if key not in DATA_KEYS}, "data")
     prepare = convert(values.get("prepare"), str | None, "data.prepare")
     if prepare is not None:
-        refuse_target(prepare, trust, "data.prepare")
+        check_target(prepare, trust, "data.prepare")
         if registry.key_of("data.prepare", prepare) is not None:  # ours are quick to import; a user's may import torch
             _typed_arguments(locate(prepare, trust, "data.prepare"), node.kwargs, "data")
     return Data(

@@ -74,7 +74,7 @@ def _full_errors() -> Iterator[None]:
             os.environ[_FULL_ERROR] = previous
 
 
-def refuse_no_override(words: Sequence[str]) -> None:
+def check_override(words: Sequence[str]) -> None:
     """Look for a word that cannot be an override at all.
 
     Raises:

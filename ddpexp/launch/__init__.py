@@ -30,7 +30,7 @@ class Timeout:
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorkerRequest:
     """How many workers of which kind the user asked for: the `trainer.` keys of the same names."""
 
     nodes: Literal["auto"] | int | str = "auto"  # a text is a range, such as 1:4
@@ -77,7 +77,7 @@ class Job:
     entry: str = ""  # module:function
     arguments: Sequence[str] = ()  # complete when begun or entered
     logs: Path | None = None  # the folder for each rank's output; None keeps it only as long as the job runs
-    asked: Asked = Asked()
+    request: WorkerRequest = WorkerRequest()
     identity: Mapping[str, Any] = {}  # what must be the same for all commands of the job
     leads: bool = True  # this command begins the job; False once it has entered what another one began
     vacant: Callable[[], None] | None = None  # raises RefusedError while somebody else has the folder; asked when all have met

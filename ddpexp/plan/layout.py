@@ -36,8 +36,8 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     Raises:
         RefusedError: what a run would refuse on whatever machine.
     """
-    sizes = _nodes(job.asked.nodes) if isinstance(launcher, Elastic) else [_one(job.asked.nodes)]
-    gpus, device, threads = job.asked.gpus, job.asked.device, job.asked.threads
+    sizes = _nodes(job.request.nodes) if isinstance(launcher, Elastic) else [_one(job.request.nodes)]
+    gpus, device, threads = job.request.gpus, job.request.device, job.request.threads
     resources: tuple[str, ...] = ()
     notes: list[str] = []
     if isinstance(launcher, Slurm):
@@ -48,7 +48,7 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
             cores = launcher.cpus_per_task * (1 if gpus == "auto" else gpus)
     else:
         try:
-            resolve(gpus, device, job.asked.backend, threads)
+            resolve(gpus, device, job.request.backend, threads)
         except RefusedError as error:
             notes.append(f"on this machine it would be refused: {error}")
     if device == "auto":
@@ -62,16 +62,18 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         notes.append(f"each machine is taken to have {cores} cores, as this one: --cores says otherwise")
     workers = max(1, present) if gpus == "auto" and device == "cuda" else 1 if gpus == "auto" else gpus
     each = resolve(
-        gpus, device, job.asked.backend, max(1, cores // max(1, workers)) if threads == "auto" else threads,
+        gpus, device, job.request.backend, max(1, cores // max(1, workers)) if threads == "auto" else threads,
         present=max(1, present) if device == "cuda" else 0,
     )  # fmt: skip
     for nodes in sizes:
         try:
             job.check(replace(each, nodes=nodes, world_size=nodes * each.world_size))
         except RefusedError as error:
-            raise error if len(sizes) == 1 else RefusedError(f"with {nodes} of trainer.nodes={job.asked.nodes}: {error}") from None
+            raise (
+                error if len(sizes) == 1 else RefusedError(f"with {nodes} of trainer.nodes={job.request.nodes}: {error}")
+            ) from None
     if len(sizes) > 1:
-        notes.append(f"trainer.nodes={job.asked.nodes} is planned as {sizes[-1]}")
+        notes.append(f"trainer.nodes={job.request.nodes} is planned as {sizes[-1]}")
     layout = replace(each, nodes=sizes[-1], world_size=sizes[-1] * each.world_size)
     return Assumed(layout, cores, resources, tuple(notes))
 

@@ -206,7 +206,7 @@ def create(asked: str | None, recipe: str) -> RunDir:
         if not asked:
             path.parent.mkdir(parents=True, exist_ok=True)
             return RunDir(first_free(path))
-        refuse_taken(path)
+        check_free(path)
         path.mkdir(parents=True, exist_ok=True)
         run = RunDir(path)
         try:
@@ -242,7 +242,7 @@ def remove(run: RunDir, made: Sequence[Path]) -> None:
             folder.rmdir()
 
 
-def refuse_taken(path: Path) -> None:
+def check_free(path: Path) -> None:
     """Look whether a run directory can be made at a path; changes nothing.
 
     Raises:
@@ -292,16 +292,16 @@ def is_fresh(run: RunDir) -> bool:
     return {entry.name for entry in run.path.iterdir()} <= {lock.NAME, run.ranks.name}
 
 
-def refuse_links(run: RunDir, name: str) -> None:
+def check_no_links(run: RunDir, name: str) -> None:
     """Look at everything that a start writes through: a directory that somebody else has made may lead anywhere.
 
     Raises:
         RefusedError: there is a link or a pipe where a file or a folder of ours belongs; `name` is what the run is called.
     """
-    refuse_other_kinds(run.path, _written(run), name)
+    check_kinds(run.path, _written(run), name)
 
 
-def refuse_other_kinds(folder: Path, places: Iterable[tuple[Path, Sequence[str]]], name: str) -> None:
+def check_kinds(folder: Path, places: Iterable[tuple[Path, Sequence[str]]], name: str) -> None:
     """Look at places in a folder, each with what it must be where it is there: "a file" or "a folder".
 
     Raises:

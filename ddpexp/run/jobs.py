@@ -24,7 +24,7 @@ from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Asked, Job, Layout, Participants
+from ddpexp.launch import Job, Layout, Participants, WorkerRequest
 from ddpexp.launch.launchers.base import StartsExternally, restate_on_resume
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import directory, lock, manifest, repository, resume
@@ -60,7 +60,7 @@ class Training(Job):
         `typed` are the words of this command alone, where a run has older ones. A run that is refused when its directory is made
         already leaves it behind only where `keeps_refused` says so.
         """
-        self.experiment, self.asked = experiment, asked(experiment)
+        self.experiment, self.request = experiment, worker_request(experiment)
         self.name = experiment.recipe.name
         self.identity = _identity(text)
         self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
@@ -72,7 +72,7 @@ class Training(Job):
         self._home, self._is_member, self._goes_on = home, run is not None, goes_on is not None
         self._lock: lock.Lock | None = None
         self._began = False
-        self._told: dict[str, Any] = {}  # beside the run directory, what every worker learns
+        self._worker_args: dict[str, Any] = {}  # beside the run directory, what every worker learns
         self._notes: list[str] = []
         self._before: dict[Path, str] = {}  # the files of a run that is gone on with, before this start changed them
         self._keeps_refused = keeps_refused
@@ -88,7 +88,7 @@ class Training(Job):
         check_layout(self.experiment, layout)
         source = self.experiment.run.init_from
         if source is not None and not resume.has_checkpoint(self._there(())):
-            weights.refuse_unusable(Path(source), f"run.init_from={source}")
+            weights.check_usable(Path(source), f"run.init_from={source}")
 
     def prepare(self) -> None:
         """Make the data ready where this command runs."""
@@ -112,12 +112,12 @@ class Training(Job):
         """
         there = self._there(())
         if there is not None:
-            directory.refuse_links(there, self._called(there))
+            directory.check_no_links(there, self._called(there))
             self._look(there, ())
             return there
-        self._refuse_required()
+        self._check_required_checkpoint()
         if self.experiment.run.dir is not None:
-            directory.refuse_taken(Path(self.experiment.run.dir))
+            directory.check_free(Path(self.experiment.run.dir))
         return None
 
     def described(self) -> dict[str, Any]:
@@ -146,8 +146,8 @@ class Training(Job):
             data = prepare(self.experiment.data, self.experiment.trust)
         notes: list[str] = []
         if earlier is not None:
-            other = resume.refuse_other_data(earlier.manifest, data, self._called(run), self.experiment.run.allow_changes)
-            layout, notes = resume.settle(earlier, layout, self.asked.threads)
+            other = resume.check_same_data(earlier.manifest, data, self._called(run), self.experiment.run.allow_changes)
+            layout, notes = resume.settle(earlier, layout, self.request.threads)
             notes += other
         self._layout = layout
         before = earlier.manifest if earlier else None
@@ -158,7 +158,7 @@ class Training(Job):
         start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes)
         with self._refusing(run):
             self._write_down(run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {})
-        self._told = {"notes": notes, "config": _digest(run.config), **first_weights}
+        self._worker_args = {"notes": notes, "config": _digest(run.config), **first_weights}
         self._enter(run, data)
 
     def _first_weights(self, owners: Sequence[str]) -> dict[str, str]:
@@ -172,7 +172,7 @@ class Training(Job):
     def shared(self) -> dict[str, Any]:
         """Return where the run directory is, and what proves that a host sees the same one."""
         assert self.run is not None
-        return {"run": str(self.run.path.resolve()), "manifest": _digest(self.run.manifest), "told": self._told}
+        return {"run": str(self.run.path.resolve()), "manifest": _digest(self.run.manifest), "told": self._worker_args}
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
         """See that this host has the run directory and the data.
@@ -180,9 +180,9 @@ class Training(Job):
         Raises:
             RefusedError: the directory is not the one that the leading command made, or the data cannot be made ready.
         """
-        run, self._told = RunDir(Path(shared["run"])), shared["told"]
+        run, self._worker_args = RunDir(Path(shared["run"])), shared["told"]
         deadline = time.monotonic() + _PROBE_SECONDS
-        while _digest(run.manifest) != shared["manifest"] or _digest(run.config) != self._told["config"]:
+        while _digest(run.manifest) != shared["manifest"] or _digest(run.config) != self._worker_args["config"]:
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"run.dir={run.path}, made on the first host, is not seen on {directory.host()}: put it where all hosts see it."
@@ -259,11 +259,11 @@ class Training(Job):
         """Take the lock of the run directory, which is made where there is none; return what there is of a run in it."""
         there = self._there(owners)
         if there is not None:
-            directory.refuse_links(there, self._called(there))
+            directory.check_no_links(there, self._called(there))
             self._look(there, owners)  # what is refused is refused without a trace
             self._lock = lock.take(there.path, there.ranks, self._called(there))
             return there, self._look(there, owners)  # it may have gone on until the lock was had
-        self._refuse_required()
+        self._check_required_checkpoint()
         missing = directory.missing_folders(Path(self.experiment.run.dir) if self.experiment.run.dir else self._parent())
         run = directory.create(self.experiment.run.dir, self.experiment.recipe.name)
         self._lock = lock.take(run.path, run.ranks, self._called(run))
@@ -273,7 +273,7 @@ class Training(Job):
             self._made = run, missing if self.experiment.run.dir else [run.path, *missing]
         return run, None
 
-    def _refuse_required(self) -> None:
+    def _check_required_checkpoint(self) -> None:
         """Refuse to start anew where that is asked for."""
         if self.experiment.run.resume == "require":
             what = "there is none" if self.experiment.run.dir else "no run.dir is typed"
@@ -353,7 +353,7 @@ class Training(Job):
         restated = getattr(launcher, "restated", None)
         if self._is_member and self._layout is not None and restated is not None:
             words += restated(self, self._layout)
-        where = "" if self.asked.nodes in ("auto", 1) or self._is_member else " on every machine"
+        where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"
         if where and rank is not None:
             where += " (each with its own launcher.node_rank)"
             words.append(f"launcher.node_rank={rank}")
@@ -361,7 +361,7 @@ class Training(Job):
 
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
         self.run, self.logs = run, run.ranks
-        self.arguments = [str(run.path.resolve()), json.dumps({"data": data, **self._told})]
+        self.arguments = [str(run.path.resolve()), json.dumps({"data": data, **self._worker_args})]
 
 
 class Evaluation(Job):
@@ -371,7 +371,7 @@ class Evaluation(Job):
 
     def __init__(self, experiment: Experiment, text: str, weights: Path) -> None:
         """Take the experiment, its YAML and the weights."""
-        self.experiment, self.asked = experiment, asked(experiment)
+        self.experiment, self.request = experiment, worker_request(experiment)
         self.identity = _identity(text)
         self._text, self._weights = text, weights
 
@@ -402,12 +402,12 @@ class Evaluation(Job):
         self.arguments = [json.dumps(described)]
 
 
-def asked(experiment: Experiment) -> Asked:
+def worker_request(experiment: Experiment) -> WorkerRequest:
     """Return what an experiment says of its workers."""
     trainer = experiment.trainer
     # Sums inside one worker depend on its threads, whose number would follow that of the workers.
     threads = 1 if trainer.threads == "auto" and trainer.reduction == "exact" else trainer.threads
-    return Asked(
+    return WorkerRequest(
         trainer.nodes, trainer.gpus, trainer.device, trainer.backend, threads, trainer.grace_seconds, trainer.timeout
     )  # fmt: skip
 

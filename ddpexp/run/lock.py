@@ -99,7 +99,7 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
             if error.errno not in _NO_FLOCK:
                 raise RefusedError(f"{name} cannot be locked: {path}: {error.strerror}.") from None
             flocked = False
-            _refuse_unless_gone(descriptor, path, name)
+            _check_gone(descriptor, path, name)
         if not _is_at(descriptor, path):
             raise RefusedError(f"{name}: its lock was removed while this command took it. Start the command again.")
         _wait_for_ranks(ranks, name, deadline)
@@ -162,7 +162,7 @@ def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> 
         time.sleep(_POLL_SECONDS)
 
 
-def _refuse_unless_gone(descriptor: int, path: Path, name: str) -> None:
+def _check_gone(descriptor: int, path: Path, name: str) -> None:
     """Decide by what the file says, where the file system has no locks."""
     owner = _owner(descriptor)
     lives = owner is not None and owner.lives()

@@ -16,7 +16,7 @@ from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_chang
 from ddpexp.config.instantiate import targets
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.rendezvous.layout import refuse_threads
+from ddpexp.launch.rendezvous.layout import check_threads
 from ddpexp.run import sources
 from ddpexp.run.directory import RunDir
 from ddpexp.system.files import check_yaml, check_yaml_text, sha256, shortest
@@ -79,13 +79,13 @@ def look(run: RunDir, start: Start) -> Earlier:
             f"run.dir, or use run.resume=auto."
         )
     if status == "submitted" and not start.again:
-        _refuse_queued(start.name, result.get("job_id"))
+        _check_not_queued(start.name, result.get("job_id"))
     if start.resume == "require":
         require(run, start.name)
     said = result.get("notes")
     notes = [str(note) for note in said] if isinstance(said, list) else []
     notes += _said_of_edits(edits, _tree(run), new)
-    notes += refuse_other_code(run, manifest, new, start.name)
+    notes += check_same_code(run, manifest, new, start.name)
     if lost is not None:
         notes.append(f"the run was finished at step {result.get('step')}, but its final checkpoint cannot be used ({lost})")
     return Earlier(manifest, changes, list(dict.fromkeys(notes)), bool(changes) or (bool(edits) and _tree(run) != new))
@@ -187,7 +187,7 @@ def code_of(tree: Mapping[str, Any]) -> sources.Code:
     return sources.find(_targets(tree), _code(tree), _path(tree))
 
 
-def refuse_other_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapping[str, Any], name: str) -> list[str]:
+def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapping[str, Any], name: str) -> list[str]:
     """Compare the code that `new` names with what the newest checkpoint was trained with; return what the log must say.
 
     What the last start has accepted need not be allowed again, where it was ended before its first checkpoint.
@@ -265,7 +265,7 @@ def has_checkpoint(run: RunDir | None) -> bool:
     return run is not None and bool(complete_checkpoints(run.checkpoints))
 
 
-def refuse_other_data(
+def check_same_data(
     manifest: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str, allowed: Sequence[str] = ()
 ) -> list[str]:
     """Compare what was said of the data before with what is said now; return what the log must say.
@@ -305,7 +305,7 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
         if device != layout.device:
             notes.append(f"device: {device} -> {layout.device}")
         if asked_threads == "auto" and isinstance(threads, int) and threads > 0:
-            refuse_threads(threads)
+            check_threads(threads)
             if threads != layout.threads:
                 notes.append(
                     f"threads: {threads} each as before, for another number changes the last bits of the result; "
@@ -402,7 +402,7 @@ def _metric(metrics: Any) -> str:
     return f" ({name} {100 * value:.1f} %)" if "accuracy" in name else f" ({name} {value:.4g})"
 
 
-def _refuse_queued(name: str, job_id: Any) -> None:
+def _check_not_queued(name: str, job_id: Any) -> None:
     """Refuse a run whose job waits in the queue or runs: it would be trained twice."""
     if isinstance(job_id, str) and is_id(job_id) and job_id not in (own_id(), exact_id()) and is_over(job_id) is False:
         raise RefusedError(f"{name} was submitted as job {job_id}, which is in the queue: wait for it, or scancel {job_id} first.")

@@ -34,7 +34,7 @@ class Bucket:
         self.reducer, self._world = reducer, world
         self._kinds = [_Kind(group) for group in _by_kind(parameters.values())]
         # One parameter stands for all: any backward pass that is worth its name reaches it.
-        list(parameters.values())[-1].register_post_accumulate_grad_hook(self._refuse_outside)  # type: ignore[no-untyped-call]
+        list(parameters.values())[-1].register_post_accumulate_grad_hook(self._check_inside_micro_batch)  # type: ignore[no-untyped-call]
 
     @classmethod
     def fits(cls, parameters: Mapping[str, nn.Parameter], options: Options, slot_bytes: int) -> bool:
@@ -61,7 +61,7 @@ class Bucket:
                 assert parameter.grad is not None
                 parameter.grad = self._world.sum(parameter.grad / self._world.world_size)
 
-    def _refuse_outside(self, _parameter: nn.Parameter) -> None:
+    def _check_inside_micro_batch(self, _parameter: nn.Parameter) -> None:
         if self.last is None and self.training:
             raise DdpexpError(
                 "the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose end the workers sum "

@@ -18,7 +18,7 @@ from ddpexp.strategy.bucket import Bucket, WithRankZerosBuffers
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, take_over
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.options import Options
-from ddpexp.strategy.replica import Gradients, Models, Replica, refuse_other_models, take_rank_zeros
+from ddpexp.strategy.replica import Gradients, Models, Replica, check_same_models, take_rank_zeros
 
 
 class DDP:
@@ -52,7 +52,7 @@ class DDP:
         any_may_lack = options.find_unused_parameters or options.static_graph
         self._gradients = [] if any_may_lack else [Gradients(parameters) for parameters in trained.values()]
         if world.world_size > 1:
-            refuse_other_models(self.modules, world)
+            check_same_models(self.modules, world)
             reducer = reducer_for([p for parameters in trained.values() for p in parameters.values()], options, world)
             if isinstance(reducer, SharedMemoryReducer):
                 self.memory = reducer.memory

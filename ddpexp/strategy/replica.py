@@ -124,7 +124,7 @@ def take_rank_zeros(tensors: Iterable[Tensor], world: World) -> None:
             tensor.copy_(values.view_as(tensor))
 
 
-def refuse_other_models(models: Models, world: World) -> None:
+def check_same_models(models: Models, world: World) -> None:
     """See that this rank has built what rank zero has, before anything is shared. Ranks: all; communicates.
 
     Raises:

@@ -19,7 +19,7 @@ FLAGS = ("--all", "--csv")
 
 
 @dataclass(frozen=True)
-class Asked:
+class Arguments:
     """The words."""
 
     found: Sequence[Path]  # the sweeps and runs
@@ -31,7 +31,7 @@ class Asked:
     csv: bool = False
 
     @classmethod
-    def of(cls, verb: str, argv: Sequence[str]) -> Asked:
+    def of(cls, verb: str, argv: Sequence[str]) -> Arguments:
         """Read the words behind a verb.
 
         Raises:

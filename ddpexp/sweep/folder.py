@@ -64,14 +64,14 @@ class SweepDir:
         """Tell whether a sweep lies here."""
         return self.record.is_file()
 
-    def refuse_links(self) -> None:
+    def check_no_links(self) -> None:
         """Look at everything that a start writes through, and at the size of what it reads: anybody may have made it.
 
         Raises:
             RefusedError: there is a link or a pipe where a file or a folder of ours belongs, or a record that no sweep writes.
         """
         name = files.relative(self.path)
-        directory.refuse_other_kinds(self.path, self._written(), name)
+        directory.check_kinds(self.path, self._written(), name)
         size = self.record.stat().st_size if self.record.exists() else 0
         if size > files.JSON_BYTES:
             raise RefusedError(f"{name}: {self.record.name} has {size:,} bytes, more than {files.JSON_BYTES:,}: start a new sweep.")

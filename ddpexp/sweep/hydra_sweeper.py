@@ -100,7 +100,7 @@ def _refusal(swept: Swept, error: Exception) -> str:
     return f"{swept.sweeper} does not take one of: {typed}{f' ({why})' if why else ''}."
 
 
-def refuse_endless(swept: Swept) -> None:
+def check_ends(swept: Swept) -> None:
     """Look at how many jobs a grid has before Hydra makes a list of them, which a typo in a range makes larger than memory.
 
     Raises:

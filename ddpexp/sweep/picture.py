@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
-from ddpexp.sweep.arguments import Asked
+from ddpexp.sweep.arguments import Arguments
 from ddpexp.sweep.encoding import HUGE, Encoding, Look, is_geometric, numbers, ordered
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.grid import without_middle
@@ -397,7 +397,7 @@ def draw_later(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     """Draw what `ddpexp table` with the same words shows, into the sweep's directory or the folder behind --out."""
     try:
-        asked = Asked.of("picture", argv)
+        asked = Arguments.of("picture", argv)
         goal = asked.goal()
         metric = goal.metric or _usual_metric(asked.rows(None))
         folder = asked.out or asked.sweep

@@ -13,7 +13,7 @@ from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import lock
 from ddpexp.sweep.folder import SweepDir
-from ddpexp.sweep.hydra_sweeper import is_grid, refuse_endless, sweep_with
+from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
 from ddpexp.sweep.rows import Goal
 from ddpexp.sweep.scheduler import Scheduler, SweepFailed
 from ddpexp.sweep.settings import Settings, settings_of
@@ -34,15 +34,15 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     settings = settings_of(swept.settings)
     for warning in swept.warnings:
         say(f"ddpexp: warning: {warning}")
-    _refuse_sweeper(swept, settings)
-    refuse_endless(swept)
+    _check_sweeper(swept, settings)
+    check_ends(swept)
     parents = [place for place in Path(str(swept.cfg.hydra.sweep.dir)).parents if not place.exists()]
     folder, made = _folder(swept)
     held = None
     sweep = None
     try:
         held = lock.take(folder.path, folder.path / "none", files.relative(folder.path))
-        folder.refuse_links()
+        folder.check_no_links()
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = Scheduler(swept, settings, folder, view, server)
         try:
@@ -71,7 +71,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
                     place.rmdir()
 
 
-def _refuse_sweeper(swept: Swept, settings: Settings) -> None:
+def _check_sweeper(swept: Swept, settings: Settings) -> None:
     """Look at whether a sweeper that chooses jobs by their results has one to choose by."""
     if is_grid(swept):
         if swept.intervals:

@@ -181,14 +181,14 @@ class Scheduler:
             raise RefusedError(f"{error} (job {name})") from None
         submits = isinstance(experiment.launcher, Submitter) and experiment.launcher.submits
         job = Planned(number, name, own, tuple(words), experiment, composed.text, run, workers, on_gpus, submits)
-        self._refuse_lost_weights(job)
+        self._check_weights_exist(job)
         return job
 
-    def _refuse_lost_weights(self, job: Planned) -> None:
+    def _check_weights_exist(self, job: Planned) -> None:
         source = job.experiment.run.init_from
         if source is not None and not resume.has_checkpoint(job.run):
             try:
-                weights.refuse_unusable(Path(source), f"run.init_from={source}")
+                weights.check_usable(Path(source), f"run.init_from={source}")
             except RefusedError as error:
                 raise RefusedError(f"{error} (job {job.name})") from None
 
@@ -217,7 +217,7 @@ class Scheduler:
                 f"command. Use launcher=slurm for jobs of several machines"
             )
         layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
-        self._slots.refuse_more(layout.world_size, layout.device == "cuda")
+        self._slots.check_arguments(layout.world_size, layout.device == "cuda")
         check_layout(experiment, layout)
         return layout.world_size, layout.device == "cuda"
 

@@ -27,7 +27,7 @@ class Slots:
         what = f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}" if self.gpus else f"{self.cores} CPU cores"
         return f"{self.count} slot{'s' if self.count > 1 else ''} ({what})"
 
-    def refuse_more(self, workers: int, on_gpus: bool) -> None:
+    def check_arguments(self, workers: int, on_gpus: bool) -> None:
         """Look at whether a job with so many workers on this machine can ever run.
 
         Raises:

@@ -15,7 +15,7 @@ from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
 from ddpexp.sweep import table as tables
-from ddpexp.sweep.arguments import Asked, look
+from ddpexp.sweep.arguments import Arguments, look
 from ddpexp.sweep.folder import SweepDir, again_words, asked_of
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
 from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
@@ -63,7 +63,7 @@ def table(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(_TABLE)
         return EXIT_DONE
-    asked = Asked.of("table", argv)
+    asked = Arguments.of("table", argv)
     goal = asked.goal()
     rows = asked.rows(goal.metric)
     known = tables.metrics_of(rows)
@@ -126,7 +126,7 @@ def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
     return filled
 
 
-def _save(folder: Path, asked: Asked, rows: Sequence[Row], goal: Goal) -> None:
+def _save(folder: Path, asked: Arguments, rows: Sequence[Row], goal: Goal) -> None:
     """Write the files, and say where they are, or why they are not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _save(folder: Path, asked: Asked, rows: Sequence[Row], goal: Goal) -> None:
     say(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
 
 
-def _draw(folder: Path, asked: Asked, goal: Goal) -> bool:
+def _draw(folder: Path, asked: Arguments, goal: Goal) -> bool:
     """Draw the picture in a process of its own: what draws is large, and has a farewell of its own."""
     words = [*map(files.shortest, asked.found), "--out", str(folder)]
     words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []

@@ -38,7 +38,7 @@ def raise_files() -> None:
             pass  # a container may refuse what it shows
 
 
-def refuse_few_files(workers: int, world_size: int) -> None:
+def check_open_files(workers: int, world_size: int) -> None:
     """See that this command can hold its workers, and a worker its connections.
 
     Raises:

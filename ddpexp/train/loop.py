@@ -191,7 +191,7 @@ class Loop:
         self.control.enter("save")
         fault_point("save")
         with clock.paused():
-            self._refuse_to_keep(done, window)
+            self._check_kept(done, window)
             self.position.step, self.position.window = done, window.pending(clock.since_record())
             self.position.train_seconds = clock.total()
             optimizers = {
@@ -202,7 +202,7 @@ class Loop:
         clock.saved()
         return digest
 
-    def _refuse_to_keep(self, done: int, window: MetricAccumulator) -> None:
+    def _check_kept(self, done: int, window: MetricAccumulator) -> None:
         """See that a checkpoint is worth going on from. Ranks: all; communicates.
 
         Raises:
@@ -210,7 +210,7 @@ class Loop:
         """
         if self.options.nonfinite != "stop":
             return
-        window.refuse_nonfinite(first_step=done - len(window) + 1)
+        window.check_finite(first_step=done - len(window) + 1)
         self._check_norm(done)
 
     def _check_norm(self, done: int) -> None:
@@ -437,7 +437,7 @@ class MetricAccumulator:
         self._rows = []
         return {**means, **({"skipped_steps": float(len(bad))} if bad else {})}
 
-    def refuse_nonfinite(self, first_step: int) -> None:
+    def check_finite(self, first_step: int) -> None:
         """Look at the losses since the last record. Ranks: all; communicates.
 
         Raises:

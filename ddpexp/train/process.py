@@ -48,10 +48,10 @@ def run_rank(work: Callable[[Control], None]) -> int:
         work(control)
         control.enter("leave")
         code = EXIT_DONE
-        control.tell("done")
+        control.send("done")
     except Interrupted as end:
         code = EXIT_STOPPED
-        control.tell("stopped", step=end.step)
+        control.send("stopped", step=end.step)
     except _Stopped:
         code = EXIT_STOPPED
     except SystemExit as end:
@@ -85,7 +85,7 @@ def _leave(code: int) -> int:
 
 def _prepare_process(control: Control) -> None:
     faulthandler.enable()
-    _refuse_debugger()
+    _forbid_debugger()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -108,7 +108,7 @@ def _prepare_process(control: Control) -> None:
     os.register_at_fork(after_in_child=_forget_signals)
 
 
-def _refuse_debugger() -> None:
+def _forbid_debugger() -> None:
     """Have pdb refuse to start where it would read from standard input, which is empty; one with its own connection may.
 
     So breakpoint(), pdb.set_trace() and what is built on them end in a sentence, and not in BdbQuit.
@@ -143,7 +143,7 @@ def _report(control: Control, kind: str, message: str, code: int, trace: str | N
     """Tell the watcher, who shows it once; without one, print it here."""
     kind, message = one_line(kind), sanitize(message, MESSAGE_BYTES)
     limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
-    control.tell("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
+    control.send("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
     if not control.watched:
         print(limited or f"{kind}: {message}", file=sys.stderr)
 
@@ -217,4 +217,4 @@ class _ToWatcher(logging.Handler):
         self._control = control
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._control.say("warning", text=self.format(record).strip())
+        self._control.send_nowait("warning", text=self.format(record).strip())

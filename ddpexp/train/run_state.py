@@ -167,7 +167,7 @@ def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer:
         raise RefusedError(f"run.resume=require, but {relative(run.checkpoints)} holds no complete checkpoint.")
 
 
-def refuse_without_room(run: RunDir, trainer: Trainer, loop: Loop, average: EMA | None) -> None:
+def check_room(run: RunDir, trainer: Trainer, loop: Loop, average: EMA | None) -> None:
     """Compare what a checkpoint takes with what the disk and the shell give. Ranks: rank zero.
 
     Raises:

@@ -160,7 +160,7 @@ class Update:
             )
         chosen = names or self._names
         if names or self._applied:
-            self._refuse_wrong(chosen)
+            self._check_names(chosen)
         optimizers = [self.optimizers[name] for name in chosen]
         if self._counts:
             self._scale_by_counts()
@@ -245,7 +245,7 @@ class Update:
         self._counts.clear()
         self._places.clear()
 
-    def _refuse_wrong(self, chosen: Sequence[str]) -> None:
+    def _check_names(self, chosen: Sequence[str]) -> None:
         unknown = [name for name in chosen if name not in self.optimizers]
         if unknown:
             raise DdpexpError(

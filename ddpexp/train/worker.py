@@ -50,14 +50,17 @@ from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.report import Report
-from ddpexp.train.run_state import RunState, choose, refuse_without_room, restore, truncate_records
+from ddpexp.train.run_state import RunState, check_room, choose, restore, truncate_records
 
 _KEPT_BYTES = 31 << 20  # what glibc would keep at most, but for a page of its own
 
 
-def main(path: str, told: str) -> int:
-    """Train what the run directory describes; `told` is JSON made by `ddpexp.run.jobs.Training`. Never returns in a worker."""
-    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(told), control))
+def main(path: str, worker_args: str) -> int:
+    """Train what the run directory describes. Never returns in a worker.
+
+    `worker_args` is JSON made by `ddpexp.run.jobs.Training`.
+    """
+    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control))
 
 
 def evaluate(described: str) -> int:
@@ -65,17 +68,17 @@ def evaluate(described: str) -> int:
     return run_rank(lambda control: evaluate_weights(json.loads(described), control))
 
 
-def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
+def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None:
     """Do one experiment from start to result.
 
     Ranks: all.
     """
-    data = told["data"]
-    experiment, layout = load(_configuration(run, told.get("config"))), run.layout()
+    data = worker_args["data"]
+    experiment, layout = load(_configuration(run, worker_args.get("config"))), run.layout()
     control.enter("join")
     world = _join(experiment, layout)
     log = open_log(world, control, run.log)
-    for note in told.get("notes", ()) if world.is_rank_zero else ():
+    for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
     control.enter("build")
     _warn_of_little_room(experiment, log)
@@ -91,9 +94,9 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
         experiment.trainer.timeout.data_seconds, experiment.data.on_device,
     )  # fmt: skip
     newest, damaged = choose(run, world, experiment.run.resume == "require")
-    strategy = _strategy(experiment, world, plan, _init_from(experiment, newest, told, log))
+    strategy = _strategy(experiment, world, plan, _init_from(experiment, newest, worker_args, log))
     if newest is not None and world.is_rank_zero:
-        inputs |= _refuse_changed_data(run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log)
+        inputs |= _check_same_data(run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log)
     num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         raise RefusedError(
@@ -110,7 +113,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     log.info(report.headline())
     fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, checkpointer, average)
     if world.is_rank_zero and (newest is None or newest.step < num_steps):
-        refuse_without_room(run, experiment.trainer, fit, average)
+        check_room(run, experiment.trainer, fit, average)
     if newest is None:
         tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
         tracker.hyperparameters(report.hyperparameters())
@@ -122,7 +125,7 @@ def train(run: RunDir, told: Mapping[str, Any], control: Control) -> None:
     set_aside(damaged)  # when nothing can refuse this start any more
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
-    control.say("began", step=fit.position.step)
+    control.send_nowait("began", step=fit.position.step)
     control.enter("train")
     try:
         outcome = fit.fit()
@@ -239,7 +242,7 @@ def _inputs(run: RunDir, splits: Splits, prepared: Mapping[str, Any] | None, num
     return {**(recorded if isinstance(recorded, dict) else {}), "data": fingerprint.fingerprint(splits, known, num_workers)}
 
 
-def _refuse_changed_data(
+def _check_same_data(
     run: RunDir, newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str], steps_per_epoch: int, log: logging.Logger
 ) -> dict[str, Any]:
     """Compare the data with that of the steps so far, where the checkpoint says. Ranks: rank zero.
@@ -291,7 +294,7 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
             )
         if len(part) == 0:
             raise RefusedError(f"data._target_={data.target} gave no samples for `{name}`.")
-    _refuse_other_data(splits, data.target, world)
+    _check_same_sizes(splits, data.target, world)
     return splits
 
 
@@ -314,7 +317,7 @@ def _divided(splits: Splits, data: Data) -> Splits:
     return Splits(kept, {**splits.evals, "validation": held})
 
 
-def _refuse_other_data(splits: Splits, target: str, world: World) -> None:
+def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
     """Compare the sizes of the sets with those that rank zero sees. Ranks: all; communicates.
 
     Raises:
@@ -330,14 +333,14 @@ def _refuse_other_data(splits: Splits, target: str, world: World) -> None:
 
 
 def _init_from(
-    experiment: Experiment, newest: Checkpoint | None, told: Mapping[str, Any], log: logging.Logger
+    experiment: Experiment, newest: Checkpoint | None, worker_args: Mapping[str, Any], log: logging.Logger
 ) -> Callable[[Models], None]:
     source = experiment.run.init_from
     if source is None or newest is not None:
         return lambda models: None
     asked = f"run.init_from={source}"
     # The command has found them, unless it has counted on checkpoints that turned out to be damaged.
-    found = weights.find(Path(told.get("init_from", source)), asked, log.warning)
+    found = weights.find(Path(worker_args.get("init_from", source)), asked, log.warning)
     log.info(f"{asked}: the weights of {relative(found)}")
     return lambda models: load_weights(models, found, asked)
 

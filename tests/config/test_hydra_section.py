@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ddpexp.config.compose import Composed, JobComposer, SweepInFileError, Swept, compose, compose_command, override_file
-from ddpexp.config.hydra_section import refuse_ignored
+from ddpexp.config.hydra_section import check_nothing_ignored
 from ddpexp.config.parse import load, parse
 from ddpexp.errors import RefusedError
 
@@ -97,7 +97,7 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
         raise AssertionError("what Hydra's section holds here is no longer what ddpexp expects of it")
 
     words = recipe(tmp_path, "")
-    monkeypatch.setattr("ddpexp.config.compose.refuse_ignored", lambda cfg, *_: refuse_ignored(cfg, called, called))
+    monkeypatch.setattr("ddpexp.config.compose.refuse_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called))
     one(words)
     sweep([*words, "-m", "trainer.seed=1,2"])
 

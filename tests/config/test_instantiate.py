@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpexp.config.instantiate import TORCH, Node, Trust, instantiate, locate, refuse_untrusted
+from ddpexp.config.instantiate import TORCH, Node, Trust, check_trusted, instantiate, locate
 from ddpexp.errors import RefusedError
 from tests.conftest import ROOT
 
@@ -71,7 +71,7 @@ STRANGERS = [
 def test_names_outside_the_allowlist_are_refused_with_their_key(target: str, where: str) -> None:
     before = set(sys.modules)
     with pytest.raises(RefusedError) as caught:
-        refuse_untrusted({"_target_": target}, Trust(), where)
+        check_trusted({"_target_": target}, Trust(), where)
     assert str(caught.value).startswith(f"{where}._target_={target}")
     with pytest.raises(RefusedError):
         instantiate(Node(target), Trust(), where)
@@ -81,7 +81,7 @@ def test_names_outside_the_allowlist_are_refused_with_their_key(target: str, whe
 @pytest.mark.parametrize("target", [None, 5, ["os.system"], {"_target_": "os.system"}, True])
 def test_a_target_that_is_no_text_is_refused(target: Any) -> None:
     with pytest.raises(RefusedError):
-        refuse_untrusted({"model": {"_target_": target}}, Trust())
+        check_trusted({"model": {"_target_": target}}, Trust())
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_target_that_is_no_text_is_refused(target: Any) -> None:
 @pytest.mark.fault("S4")
 def test_a_stranger_is_found_anywhere_in_the_tree(tree: Any, key: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        refuse_untrusted(tree, Trust())
+        check_trusted(tree, Trust())
     assert str(caught.value).startswith(f"{key}=os.system is not allowed")
 
 
@@ -183,13 +183,13 @@ def test_the_refusal_of_a_near_miss_names_what_was_meant(tmp_path: Path) -> None
         ("mien.Net", "mine.Net"),
     ]:
         with pytest.raises(RefusedError, match=rf" Did you mean {meant}\?$"):
-            refuse_untrusted({"_target_": target}, Trust(code=tmp_path), "model")
+            check_trusted({"_target_": target}, Trust(code=tmp_path), "model")
 
 
 def test_nobody_is_told_to_trust_python_itself() -> None:
     for target in ("os.system", "subprocess.run", "builtins.eval", "torch.hub.load"):
         with pytest.raises(RefusedError) as caught:
-            refuse_untrusted({"_target_": target}, Trust(), "model")
+            check_trusted({"_target_": target}, Trust(), "model")
         assert f"run.trust=[{target.split('.')[0]}]" not in str(caught.value)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.config.instantiate import Trust
-from ddpexp.config.names import refuse_absent
+from ddpexp.config.names import check_present
 from ddpexp.errors import RefusedError
 
 CODE = """\
@@ -69,28 +69,28 @@ ABSENT = [
 @pytest.mark.parametrize("where", ["model", "data.prepare"])
 def test_what_is_there_passes(code: Path, target: str, where: str) -> None:
     section, _, key = where.partition(".")
-    refuse_absent({"data": {}, section: {key or "_target_": target, "inner": [{"_target_": target}]}}, Trust(code=code))
+    check_present({"data": {}, section: {key or "_target_": target, "inner": [{"_target_": target}]}}, Trust(code=code))
 
 
 @pytest.mark.parametrize(("target", "sentence"), ABSENT)
 def test_what_is_not_there_is_refused_with_the_nearest(code: Path, target: str, sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        refuse_absent({"model": {"inner": [{"_target_": target}]}}, Trust(code=code))
+        check_present({"model": {"inner": [{"_target_": target}]}}, Trust(code=code))
     assert str(caught.value).replace(f"{code}/", "").startswith(f"model.inner[0]._target_={target}: {sentence}")
     with pytest.raises(RefusedError, match=f"data.prepare={target}: "):
-        refuse_absent({"data": {"prepare": target}}, Trust(code=code))
+        check_present({"data": {"prepare": target}}, Trust(code=code))
 
 
 def test_a_trusted_package_is_looked_into_where_python_finds_it(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(code))
     trust = Trust(("shapes", "json"))
-    refuse_absent({"model": {"_target_": "shapes.nets.Net"}, "task": {"_target_": "json.JSONEncoder"}}, trust)
+    check_present({"model": {"_target_": "shapes.nets.Net"}, "task": {"_target_": "json.JSONEncoder"}}, trust)
     with pytest.raises(RefusedError, match=r"nets\.py defines no Nets"):
-        refuse_absent({"model": {"_target_": "shapes.nets.Nets"}}, trust)
+        check_present({"model": {"_target_": "shapes.nets.Nets"}}, trust)
     with pytest.raises(RefusedError, match=r"json/__init__\.py defines no JSONEncode\. Did you mean JSONEncoder\?"):
-        refuse_absent({"model": {"_target_": "json.JSONEncode"}}, trust)
+        check_present({"model": {"_target_": "json.JSONEncode"}}, trust)
 
 
 def test_what_is_not_trusted_is_somebody_elses_to_refuse(code: Path) -> None:
-    refuse_absent({"model": {"_target_": "mine.Nett"}, "task": {"_target_": 3}}, Trust())
-    refuse_absent({"model": {"_target_": "nowhere.Net"}}, Trust(("nowhere",)))
+    check_present({"model": {"_target_": "mine.Nett"}, "task": {"_target_": 3}}, Trust())
+    check_present({"model": {"_target_": "nowhere.Net"}}, Trust(("nowhere",)))

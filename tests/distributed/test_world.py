@@ -9,7 +9,7 @@ import torch
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import WorkerError
-from ddpexp.launch import Asked, Layout
+from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call
 
@@ -53,7 +53,7 @@ def test_real_processes_meet_and_reduce(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "seen").mkdir()
     (tmp_path / "code/meets.py").write_text(ENTRY)
     monkeypatch.syspath_prepend(tmp_path / "code")
-    job = Call("meets:main", [str(tmp_path / "seen"), str(size)], tmp_path / "logs", Asked(gpus=size))
+    job = Call("meets:main", [str(tmp_path / "seen"), str(size)], tmp_path / "logs", WorkerRequest(gpus=size))
     try:
         assert Spawn().launch(job) == 0
     except WorkerError as error:

@@ -12,7 +12,7 @@ import pexpect
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.run.directory import RunDir, refuse_links
+from ddpexp.run.directory import RunDir, check_no_links
 from tests.conftest import PATIENCE, Done
 from tests.faults.harness import faulted
 from tests.points import Recipe
@@ -86,7 +86,7 @@ def test_a_link_is_found_wherever_a_start_writes(tmp_path: Path, name: str) -> N
     path.parent.mkdir(parents=True)
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(RefusedError) as caught:
-        refuse_links(run, "run.dir=run")
+        check_no_links(run, "run.dir=run")
     assert str(caught.value).startswith(f"run.dir=run: {path.relative_to(run.path)} is a symbolic link to {tmp_path}/outside, ")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import Failure, WorkerError
-from ddpexp.launch import Asked, Layout
+from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Peer, lead
 from ddpexp.launch.supervise import supervisor
 from ddpexp.launch.supervise.causes import Worker
@@ -173,7 +173,7 @@ class Watched:
         return made
 
     def watch(self) -> int:
-        return supervisor.supervise(self.server, [self.worker], Terminal(), self.meeting, Asked())
+        return supervisor.supervise(self.server, [self.worker], Terminal(), self.meeting, WorkerRequest())
 
     def part(self) -> None:
         """Let the worker and all other commands end well."""

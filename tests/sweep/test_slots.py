@@ -71,4 +71,4 @@ def test_a_job_that_wants_all_waits_for_all() -> None:
 )
 def test_a_job_larger_than_the_machine_is_refused(gpus: list[str], count: int, workers: int, says: str) -> None:
     with pytest.raises(RefusedError, match=says):
-        Slots(count, gpus=gpus, cores=2).refuse_more(workers, on_gpus=bool(gpus))
+        Slots(count, gpus=gpus, cores=2).check_arguments(workers, on_gpus=bool(gpus))

@@ -56,14 +56,14 @@ def prepare(
         )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
     for part in _PARTS:
-        _refuse_images(folder, part, found[part, "images"], found[part, "labels"])
+        _check_no_images(folder, part, found[part, "images"], found[part, "labels"])
     shape = found["train", "images"].shape
     if found["test", "images"].shape[1:] != shape[1:]:
         raise RefusedError(
             f"the images of data.root={folder} have two sizes, {_spoken(shape[1:])} in train-images.npy and "
             f"{_spoken(found['test', 'images'].shape[1:])} in test-images.npy: make them one."
         )
-    _refuse_options(mean, deviation, crop, shape)
+    _check_options(mean, deviation, crop, shape)
     num_train, num_test = shape[0], found["test", "images"].shape[0]
     return {
         "name": "images",
@@ -99,7 +99,7 @@ def found_images(folder: Path) -> str | None:
     return None
 
 
-def _refuse_images(folder: Path, part: str, images: _Array, labels: _Array) -> None:
+def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) -> None:
     if images.kind != "|u1" or len(images.shape) not in (3, 4) or 0 in images.shape:
         raise RefusedError(
             f"{folder}/{part}-images.npy holds {images.kind} of shape {_spoken(images.shape)}: store bytes (uint8) of shape "
@@ -112,7 +112,7 @@ def _refuse_images(folder: Path, part: str, images: _Array, labels: _Array) -> N
         )
 
 
-def _refuse_options(mean: tuple[float, ...], deviation: tuple[float, ...], crop: int, shape: tuple[int, ...]) -> None:
+def _check_options(mean: tuple[float, ...], deviation: tuple[float, ...], crop: int, shape: tuple[int, ...]) -> None:
     channels = shape[1] if len(shape) == 4 else 1
     for key, values in (("data.mean", mean), ("data.deviation", deviation)):
         if len(values) not in (1, channels):

@@ -63,19 +63,19 @@ class Elastic:
             RefusedError: a number of machines that the batch does not split over, or a rendezvous that is not there.
             StoppedError: a signal to this process ended the run.
         """
-        low, high = self._range(job.asked.nodes)
-        here = resolve(job.asked.gpus, job.asked.device, job.asked.backend, job.asked.threads)
+        low, high = self._range(job.request.nodes)
+        here = resolve(job.request.gpus, job.request.device, job.request.backend, job.request.threads)
         for nodes in range(low, high + 1):
             try:
                 job.check(replace(here, nodes=nodes, world_size=nodes * here.world_size))
             except RefusedError as error:
-                raise RefusedError(f"with {nodes} of trainer.nodes={job.asked.nodes}: {error}") from None
+                raise RefusedError(f"with {nodes} of trainer.nodes={job.request.nodes}: {error}") from None
         rendezvous = self._rendezvous(high)
         keeper = _Keeper(self.rdzv_endpoint) if self.rdzv_endpoint is not None and self.rdzv_backend == "c10d" else None
         if server is not None:
             server.close()  # each worker's command has its own
         if self.rdzv_endpoint is not None:
-            _refuse_finished(job)
+            _check_unfinished(job)
         job.leads = False  # one of the commands that the agent starts does
         with memory(json.dumps(job.described()).encode()) as described, StoreMailbox.make(here.world_size) as board:
             words = [
@@ -83,7 +83,7 @@ class Elastic:
                 f"--nproc-per-node={here.world_size}", f"--max-restarts={self.max_restarts}", *rendezvous,
                 f"--log-dir={os.devnull}", "-m", "ddpexp", "member", str(described),
             ]  # fmt: skip
-            saving = str(int(job.asked.grace_seconds) + _SAVE_SECONDS)
+            saving = str(int(job.request.grace_seconds) + _SAVE_SECONDS)
             # Each worker sets its own number of threads.
             environ = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": saving, **os.environ, **board.variables()}
             environ |= quiet_agent(os.environ)
@@ -98,7 +98,7 @@ class Elastic:
 
             try:
                 code = foreign.run(
-                    words, environ, job.asked.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
+                    words, environ, job.request.grace_seconds, (signal.SIGUSR1, signal.SIGQUIT),
                     ended=lambda: any(map(_ends_all, board.codes())),
                     lost=list_is_lost,
                 )  # fmt: skip
@@ -110,7 +110,7 @@ class Elastic:
             if keeper is not None and keeper.lost:
                 code = LIST_LOST
             if code in (JOB_ENDED, LIST_LOST):
-                _refuse_finished(job)  # it may have ended well
+                _check_unfinished(job)  # it may have ended well
             self._explain(code, board.phase(), low)
             return next(iter(board.codes()), EXIT_FAILED)
 
@@ -133,7 +133,7 @@ class Elastic:
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be one rank that the agent has started; like `TorchrunEnv.launch`."""
-        job.asked = replace(job.asked, nodes="auto", gpus="auto")
+        job.request = replace(job.request, nodes="auto", gpus="auto")
         board, local_rank = StoreMailbox.here(), int(os.environ["LOCAL_RANK"])
         board.leave(local_rank, EXIT_DONE)  # an attempt before this one may have left another
         code = EXIT_FAILED
@@ -198,7 +198,7 @@ class _Keeper:
         return self._failures < 2
 
 
-def _refuse_finished(job: Job) -> None:
+def _check_unfinished(job: Job) -> None:
     """Raise FinishedError where the run that is asked for is finished, and leave what else is to be refused to the ranks."""
     with suppress(RefusedError):
         job.foresee()
@@ -206,7 +206,7 @@ def _refuse_finished(job: Job) -> None:
 
 def _is_finished(job: Job) -> bool:
     try:
-        _refuse_finished(job)
+        _check_unfinished(job)
     except FinishedError:
         return True
     return False

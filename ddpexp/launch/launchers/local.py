@@ -36,7 +36,7 @@ class Spawn:
         """
         from ddpexp.launch.supervise import coordinator  # late: a question needs no more than the fields
 
-        place, way = self._place(job.asked.nodes)
+        place, way = self._place(job.request.nodes)
         if server is not None and server.start_method != self.start_method:
             server.close()
             server = None

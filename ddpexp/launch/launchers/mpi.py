@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddpexp.launch import Asked, Job
+from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.launch.rendezvous.environment import of_mpi
 from ddpexp.launch.rendezvous.meeting import by_key
@@ -27,7 +27,7 @@ class Mpi:
 
     def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
         """Return how the ranks are started again, and where that is typed."""
-        return started_by.mpirun(argv, of_mpi(Asked())[0].size)
+        return started_by.mpirun(argv, of_mpi(WorkerRequest())[0].size)
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run this rank's worker and return its exit code.
@@ -36,7 +36,7 @@ class Mpi:
             RefusedError: no mpirun started this command, or a typed key contradicts it. WorkerError: a worker failed.
             StoppedError: a signal to this process ended the run.
         """
-        place, key = of_mpi(job.asked)
+        place, key = of_mpi(job.request)
         server = server or Server()
         way = by_key(f"mpi {key}", job.folder, place.nodes == 1) if place.size > 1 else None
         try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
-from ddpexp.launch import Asked, Job, Layout
+from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.launchers import slurm_array
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.slurm_array import status
@@ -80,7 +80,7 @@ class Slurm:
 
     def restated(self, job: Job, layout: Layout) -> list[str]:
         """Return the words that ask for as many nodes and GPUs as a job has got from an allocation, where none are typed."""
-        nodes = [f"trainer.nodes={layout.nodes}"] if job.asked.nodes == "auto" and layout.nodes > 1 else []
+        nodes = [f"trainer.nodes={layout.nodes}"] if job.request.nodes == "auto" and layout.nodes > 1 else []
         gpus = layout.device == "cuda" and not self._gpus()
         return nodes + ([f"launcher.gpus_per_node={layout.world_size // layout.nodes}"] if gpus else [])
 
@@ -98,7 +98,7 @@ class Slurm:
             return self._task(job, server)
         if server is not None:
             server.close()
-        self._refuse_without(("srun",) if here == "allocation" else ("sbatch", "srun"))
+        self._check_has(("srun",) if here == "allocation" else ("sbatch", "srun"))
         nodes = self._nodes(job, here)
         self._check(job, nodes)
         return self._submit(job, nodes) if here == "login" else self._step(job, nodes)
@@ -110,7 +110,7 @@ class Slurm:
 
     def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
         """Submit many jobs as one array, or a few; like `Submitter.submit`."""
-        self._refuse_without(("sbatch", "srun"))
+        self._check_has(("sbatch", "srun"))
         kinds = []
         for launcher, job in jobs:
             assert isinstance(launcher, Slurm)
@@ -131,9 +131,9 @@ class Slurm:
             text = f"{job.folder} waits for srun: type sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}"
             say(f"ddpexp: {text}")
             return EXIT_REFUSED
-        job.vacant = partial(_refuse_running, job.folder)
-        job.asked = replace(job.asked, nodes="auto", gpus=self.workers(job))
-        place = of_slurm_task(Asked())
+        job.vacant = partial(_check_not_running, job.folder)
+        job.request = replace(job.request, nodes="auto", gpus=self.workers(job))
+        place = of_slurm_task(WorkerRequest())
         server = server or Server()
         try:
             way = Published.under(job.folder, _step_key()) if place.size > 1 else None
@@ -145,7 +145,7 @@ class Slurm:
             server.close()
 
     def _task(self, job: Job, server: Server | None) -> int:
-        place = of_slurm_task(job.asked)
+        place = of_slurm_task(job.request)
         server = server or Server()
         try:
             way = by_key(_step_key(), job.folder, place.nodes == 1) if place.size > 1 else None
@@ -225,7 +225,7 @@ class Slurm:
         try:
             words = _forwarding(self.srun(job, nodes, run))
             passed = (signal.SIGUSR1, signal.SIGUSR2)
-            code = foreign.run(words, environ, job.asked.grace_seconds, passed, asks_with=signal.SIGINT)
+            code = foreign.run(words, environ, job.request.grace_seconds, passed, asks_with=signal.SIGINT)
         except StoppedError as error:
             error.told = status(run) == "interrupted"
             raise
@@ -289,11 +289,11 @@ class Slurm:
 
     def _signal_seconds(self, job: Job) -> int:
         """Return how long before the end of its time the job is told; Slurm may do so a minute earlier."""
-        return math.ceil(job.asked.grace_seconds) + 60 if self.signal_seconds is None else self.signal_seconds
+        return math.ceil(job.request.grace_seconds) + 60 if self.signal_seconds is None else self.signal_seconds
 
     def workers(self, job: Job) -> Literal["auto"] | int:
         """Return the workers a node that the options imply; auto leaves it to what the node shows."""
-        return job.asked.gpus if job.asked.gpus != "auto" else self._gpus() or "auto"
+        return job.request.gpus if job.request.gpus != "auto" else self._gpus() or "auto"
 
     def _gpus(self) -> int:
         """Return the GPUs of a node that the options ask for: `4`, `a100:4`, and in a gres `gpu:4`, `gpu:a100:2,gpu:v100:2`."""
@@ -310,7 +310,7 @@ class Slurm:
         return None if self.cpus_per_task is None else self.cpus_per_task * (1 if workers == "auto" else workers)
 
     def _nodes(self, job: Job, here: str) -> int:
-        asked = job.asked.nodes
+        asked = job.request.nodes
         if isinstance(asked, str) and asked != "auto":
             raise RefusedError(f"trainer.nodes={asked} is a range, which only launcher=elastic understands.")
         if here == "login":
@@ -320,7 +320,7 @@ class Slurm:
             raise RefusedError(f"trainer.nodes={asked}, but this allocation has {there}: ask for more with salloc or sbatch.")
         return there if asked == "auto" else int(asked)
 
-    def _refuse_without(self, programs: Sequence[str]) -> None:
+    def _check_has(self, programs: Sequence[str]) -> None:
         for program in programs:
             if find(program) is None and not self.dry_run:
                 raise RefusedError(
@@ -359,9 +359,9 @@ class Slurm:
             return None
         if workers < 1:
             raise RefusedError(f"trainer.gpus={workers} starts no worker: use 1 or more, or auto for all GPUs.")
-        gpus = self._gpus() > 0 or job.asked.device == "cuda"
-        device, backend = ("cuda", "nccl") if gpus and job.asked.device != "cpu" else ("cpu", "gloo")
-        backend = backend if job.asked.backend == "auto" else job.asked.backend
+        gpus = self._gpus() > 0 or job.request.device == "cuda"
+        device, backend = ("cuda", "nccl") if gpus and job.request.device != "cpu" else ("cpu", "gloo")
+        backend = backend if job.request.backend == "auto" else job.request.backend
         return Layout(nodes, nodes * workers, device, backend, self.cpus_per_task or 1)
 
 
@@ -445,7 +445,7 @@ def _has_terminal(pid: str) -> bool:
         return False  # it has ended, or is in another container
 
 
-def _refuse_running(run: Path) -> None:
+def _check_not_running(run: Path) -> None:
     """Refuse a run directory in which another job runs, such as the same script submitted twice."""
     others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {own_id(), os.environ["SLURM_JOB_ID"]}
     for job_id, found in sorted(states(others).items()):

@@ -43,10 +43,10 @@ class TorchrunEnv:
 
 def run(job: Job, server: Server | None, key: str) -> int:
     """Do what `TorchrunEnv.launch` does; under `key` the ranks find one another in the agent's store, where there is one."""
-    place = of_torchrun(job.asked)
+    place = of_torchrun(job.request)
     server = server or Server()
     try:
-        return coordinator.run(job, place, way(place, server, job.asked.timeout.init_seconds, key), server)
+        return coordinator.run(job, place, way(place, server, job.request.timeout.init_seconds, key), server)
     finally:
         server.close()
 

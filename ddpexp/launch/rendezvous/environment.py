@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Asked
+from ddpexp.launch import WorkerRequest
 from ddpexp.launch.rendezvous.starter import control_port
 from ddpexp.system import start
 from ddpexp.system.process import ancestors, stat
@@ -46,7 +46,7 @@ _BY_SRUN = "srun gives it to every task; start the command with srun, in an envi
 _BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables"
 
 
-def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+def of_torchrun(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Read torchrun's variables, or the same ones exported by hand.
 
     Raises:
@@ -63,38 +63,38 @@ def of_torchrun(asked: Asked, environ: Mapping[str, str] = os.environ) -> Launch
     port = _number(environ, "MASTER_PORT", _BY_TORCHRUN)
     if not 0 < port < 65536:
         raise RefusedError(f"MASTER_PORT={port} is no port: use one from 1 to 65535.")
-    _refuse_rank("RANK", rank, "WORLD_SIZE", size)
+    _check_no_rank("RANK", rank, "WORLD_SIZE", size)
     local_rank, local_size = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", size, "WORLD_SIZE")
     nodes = _nodes(environ, "GROUP_WORLD_SIZE") or (1 if local_size == size else None)
     elastic = "TORCHELASTIC_RUN_ID" in environ
     starter = "torchrun" if elastic else "the environment"
-    _refuse_contradiction(asked, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
+    _check_consistent(asked, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
     owner = process_identity(start.parent()) if elastic else None
     return LaunchEnvironment(rank, size, True, local_rank, local_size, nodes, starter, owner)
 
 
-def of_slurm_task(asked: Asked, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+def of_slurm_task(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Read the place of a task that srun started. Raises RefusedError like `of_torchrun`."""
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = _number(environ, "SLURM_PROCID", _BY_SRUN), _number(environ, size_name, _BY_SRUN)
-    _refuse_rank("SLURM_PROCID", rank, size_name, size)
+    _check_no_rank("SLURM_PROCID", rank, size_name, size)
     nodes = _nodes(environ, "SLURM_STEP_NUM_NODES")
     tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", _BY_SRUN)
     if tasks:
-        _refuse_rank("SLURM_NODEID", node, "the number of nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
+        _check_no_rank("SLURM_NODEID", node, "the number of nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
     local_size = tasks[node] if tasks else None
     local_rank = _number(environ, "SLURM_LOCALID", _BY_SRUN)
     if local_size is not None:
-        _refuse_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
-    _refuse_contradiction(asked, "srun", nodes, local_size, "tasks per node")
+        _check_no_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
+    _check_consistent(asked, "srun", nodes, local_size, "tasks per node")
     restarts = _number(environ, "SLURM_RESTART_COUNT", _BY_SRUN) if environ.get("SLURM_RESTART_COUNT") else 0
     names = (environ.get("SLURM_CLUSTER_NAME") or os.uname().nodename, environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID"))
     owner = f"slurm:{names[0]}:{names[1]}.{names[2]}" if all(names) else None
     return LaunchEnvironment(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0)
 
 
-def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[LaunchEnvironment, str]:
+def of_mpi(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tuple[LaunchEnvironment, str]:
     """Read the place of a process of mpirun (Open MPI, MPICH and what is made from it), and a name for that mpirun.
 
     Raises:
@@ -113,10 +113,10 @@ def of_mpi(asked: Asked, environ: Mapping[str, str] = os.environ) -> tuple[Launc
             "`mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."
         )
     rank, size = _number(environ, names[0], _BY_MPIRUN), _number(environ, names[1], _BY_MPIRUN)
-    _refuse_rank(names[0], rank, names[1], size)
+    _check_no_rank(names[0], rank, names[1], size)
     local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
     nodes = 1 if local_size == size else None
-    _refuse_contradiction(asked, "mpirun", nodes, local_size, names[3])
+    _check_consistent(asked, "mpirun", nodes, local_size, names[3])
     return LaunchEnvironment(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())), key
 
 
@@ -126,7 +126,7 @@ def process_identity(pid: int) -> str | None:
     return f"{os.uname().nodename}:{pid}:{words[19]}" if words else None
 
 
-def _refuse_contradiction(asked: Asked, starter: str, nodes: int | None, local_size: int | None, name: str) -> None:
+def _check_consistent(asked: WorkerRequest, starter: str, nodes: int | None, local_size: int | None, name: str) -> None:
     if asked.gpus != "auto" and local_size is not None and asked.gpus != local_size:
         raise RefusedError(
             f"trainer.gpus={asked.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on this node "
@@ -139,7 +139,7 @@ def _refuse_contradiction(asked: Asked, starter: str, nodes: int | None, local_s
         raise RefusedError(f"trainer.nodes={asked.nodes}, but {starter} runs on {nodes}: leave trainer.nodes=auto.")
 
 
-def _refuse_rank(name: str, rank: int, size_name: str, size: int) -> None:
+def _check_no_rank(name: str, rank: int, size_name: str, size: int) -> None:
     if size < 1:
         raise RefusedError(f"{size_name}={size} leaves no worker: it is the number of workers, 1 or more.")
     if not 0 <= rank < size:
@@ -162,7 +162,7 @@ def _local(environ: Mapping[str, str], rank_name: str, size_name: str, all_: int
     size = _number(environ, size_name, "") if environ.get(size_name) else None
     if size is None:
         return None, None
-    _refuse_rank(rank_name, rank or 0, size_name, size)
+    _check_no_rank(rank_name, rank or 0, size_name, size)
     if size > all_:
         raise RefusedError(f"{size_name}={size} is more than {all_name}={all_}: the variables contradict.")
     return rank, size

@@ -44,7 +44,7 @@ def resolve(
     if backend == "nccl" and kind == "cpu":
         raise RefusedError("trainer.backend=nccl needs GPUs, and the workers are on CPU. Use trainer.backend=gloo or auto.")
     if threads != "auto":
-        refuse_threads(threads)
+        check_threads(threads)
     return Layout(
         nodes=1,
         world_size=workers,
@@ -54,7 +54,7 @@ def resolve(
     )
 
 
-def refuse_threads(threads: int) -> None:
+def check_threads(threads: int) -> None:
     """Look at a number of threads that was typed, or that a run directory names.
 
     Raises:

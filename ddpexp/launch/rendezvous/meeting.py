@@ -319,7 +319,7 @@ class Meeting:
         """Tell whether this command is the one in the middle."""
         return self.index == 0
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send a message to every connected command."""
         line = _line(message)
         for peer in self.peers:

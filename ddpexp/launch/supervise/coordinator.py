@@ -29,7 +29,7 @@ from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system import start
 from ddpexp.system.hardware import cores_quota, gpu_names, usable_core_numbers
-from ddpexp.system.limits import refuse_few_files
+from ddpexp.system.limits import check_open_files
 from ddpexp.system.network import LOOPBACK, boot_id, interface_of, is_loopback
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.terminal import Terminal
@@ -59,13 +59,13 @@ def run(job: Job, place: LaunchEnvironment, way: Rendezvous | None, server: Serv
     if place.ends_with_parent:
         report = partial(starter_lost, job, place.starter, place.index == 0)
         end_with_parent(EXIT_FAILED, report, start.parent(), partial(starter.was_lost, place.starter))
-    asked = job.asked
+    asked = job.request
     told = (place.local_world_size or 1) if place.told else None
     mine = resolve(asked.gpus, asked.device, asked.backend, asked.threads, told)
     world_size = place.size if place.told else mine.world_size * place.size
     layout = replace(mine, nodes=place.nodes or 1, world_size=world_size)
     job.check(layout)
-    refuse_few_files(1 if place.told else mine.world_size, world_size)
+    check_open_files(1 if place.told else mine.world_size, world_size)
     if place.size == 1 or way is None:
         job.begin(layout, Participants([platform.node()], [place.owner] if place.owner else [], place.restarted))
         return _watch(job, layout, RankAssignment(0, world_size, 0, world_size, 0, False, True), None, server)
@@ -109,7 +109,7 @@ def _lead(
     try:
         try:
             handshakes = [handshake, *others]
-            layout, assignments = settle(handshakes, job.asked.threads, who)
+            layout, assignments = settle(handshakes, job.request.threads, who)
             for peer in meeting.peers:
                 peer.first_rank = assignments[peer.index].first_rank
             job.check(layout)
@@ -124,10 +124,10 @@ def _lead(
                 _hear_ready(called, who)
         except ENDS as error:
             kind = "finished" if isinstance(error, FinishedError) else "absent" if _is_absence(error) else "refused"
-            meeting.tell({"kind": kind, "message": str(error)})
+            meeting.send({"kind": kind, "message": str(error)})
             raise
         with socket.create_server((meeting.address, 0), backlog=4096) as store:
-            meeting.tell({"kind": "start", "store": list(store.getsockname()[:2])})
+            meeting.send({"kind": "start", "store": list(store.getsockname()[:2])})
             return _watch(job, layout, assignments[0], meeting, server, store)
     except ENDS:
         # The others leave when this connection closes, which is when this command has said why and ended: what started them
@@ -347,7 +347,7 @@ def _watch(
         if listener is not None:
             listener.close()
     try:
-        return supervise(server, workers, Terminal(), meeting, job.asked, layout.device == "cuda")
+        return supervise(server, workers, Terminal(), meeting, job.request, layout.device == "cuda")
     except BaseException:
         cleanup.clear(began)
         raise

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
-from ddpexp.launch import Asked
+from ddpexp.launch import WorkerRequest
 from ddpexp.launch.rendezvous.meeting import Meeting, Peer
 from ddpexp.launch.supervise.causes import Heard, Worker, cause_of, failure_of, is_mismatch, keep, rank_causes, weight, with_places
 from ddpexp.launch.supervise.stacks import is_stack
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.supervise.watchdog import Watchdog
-from ddpexp.launch.workers.client import refuse_broken
+from ddpexp.launch.workers.client import check_answer
 from ddpexp.launch.workers.control import SIGNALS, Lines
 from ddpexp.system.oom import Memory
 from ddpexp.system.process import exit_code, is_stopped
@@ -85,7 +85,7 @@ class _Watch:
     agreement: Agreement
     watchdog: Watchdog
     grace_seconds: float
-    tell: Callable[[Mapping[str, Any]], None]  # of the leading command to all others, of another one to the leading one
+    send: Callable[[Mapping[str, Any]], None]  # of the leading command to all others, of another one to the leading one
     others: Sequence[_Other] = ()  # those
     living: dict[int, Peer] = field(default_factory=dict)  # of them by number those that have not ended
     leads: bool = True
@@ -108,22 +108,27 @@ class _Watch:
 
 
 def supervise(
-    server: Server, workers: Sequence[Worker], terminal: Terminal, meeting: Meeting | None, asked: Asked, on_gpus: bool = False
+    server: Server,
+    workers: Sequence[Worker],
+    terminal: Terminal,
+    meeting: Meeting | None,
+    asked: WorkerRequest,
+    on_gpus: bool = False,
 ) -> int:
     """Watch until every worker has ended; return the exit code of the run.
 
     Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one tells why.
-    A stop signal has the ranks save and leave within `asked.grace_seconds`; a hang ends the run after `asked.timeout`.
+    A stop signal has the ranks save and leave within `request.grace_seconds`; a hang ends the run after `request.timeout`.
 
     Raises:
         WorkerError: the first genuine failure. RefusedError: the workers refused to start.
         StoppedError: a signal to this process, another command or a rank ended the run.
     """
-    tell = meeting.tell if meeting is not None else lambda message: None
-    agreement = Agreement([worker.status_page for worker in workers], tell)
+    send = meeting.send if meeting is not None else lambda message: None
+    agreement = Agreement([worker.status_page for worker in workers], send)
     leads = meeting is None or meeting.leads
-    watchdog = Watchdog(workers, asked.timeout, leads, tell, lambda: _dump(server, watch), server.pid, on_gpus)
-    watch = _Watch(workers, agreement, watchdog, asked.grace_seconds, tell)
+    watchdog = Watchdog(workers, asked.timeout, leads, send, lambda: _dump(server, watch), server.pid, on_gpus)
+    watch = _Watch(workers, agreement, watchdog, asked.grace_seconds, send)
     if meeting is not None:
         watch.leads, watch.speaks = meeting.leads, meeting.speaks
         watch.others = [_Other(peer, peer.lines()) for peer in meeting.peers]
@@ -326,7 +331,7 @@ def _answer(server: Server, watch: _Watch, terminal: Terminal) -> bool:
                 if worker.failure is None and not worker.ended:
                     worker.failure = _server_lost(worker, server)
         return False
-    refuse_broken(message)
+    check_answer(message)
     if message["kind"] == "started":
         next(worker for worker in watch.workers if worker.rank == message["rank"]).pid = message["pid"]
     elif message["kind"] == "failed":  # the server could not fork
@@ -496,7 +501,7 @@ def _tell_leader(watch: _Watch, number: int, again: bool = False) -> None:
 
 def _tell_others(watch: _Watch, message: dict[str, Any]) -> None:
     if watch.leads:
-        watch.tell(message)
+        watch.send(message)
 
 
 def _end_in_time(server: Server, watch: _Watch) -> None:

@@ -125,12 +125,12 @@ class _Round:
 
 @dataclass
 class Watchdog:
-    """One command's part: the silence of its ranks, and what it knows of the inquiry; `tell` speaks to the other commands."""
+    """One command's part: the silence of its ranks, and what it knows of the inquiry; `send` speaks to the other commands."""
 
     workers: Sequence[Worker]
     timeout: Timeout
     leads: bool
-    tell: Callable[[Mapping[str, Any]], None]
+    send: Callable[[Mapping[str, Any]], None]
     dump: Callable[[], None]  # has all ranks of this command write their stacks
     server: int  # the process that starts and ends the ranks of this command
     on_gpus: bool = False  # their hosts wait for devices, whoever those wait for
@@ -249,11 +249,11 @@ class Watchdog:
         if self.leads:
             self._accounts = {}
             self._number += 1
-            self.tell({"kind": "look", "number": self._number})
+            self.send({"kind": "look", "number": self._number})
             self._ask(now)
         else:
             self._told = True
-            self.tell({"kind": "silence"})
+            self.send({"kind": "silence"})
 
     def _ask(self, now: float) -> None:
         """Have the ranks of this command write their stacks."""
@@ -288,7 +288,7 @@ class Watchdog:
             assert self._accounts is not None
             self._accounts[-1] = accounts
         else:
-            self.tell({"kind": "seen", "number": self._number, "accounts": [asdict(one) for one in accounts]})
+            self.send({"kind": "seen", "number": self._number, "accounts": [asdict(one) for one in accounts]})
             self._accounts = None
 
     def _is_present(self, question: _Question) -> bool:

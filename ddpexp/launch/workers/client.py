@@ -120,7 +120,7 @@ class Server:
         try:
             self.start(-1, entry, arguments, {}, log.fileno(), {})
             while answer := self.receive():
-                refuse_broken(answer)
+                check_answer(answer)
                 if answer["kind"] == "failed":
                     raise RefusedError(f"{answer['message']}.")
                 if answer["kind"] == "exit":
@@ -187,7 +187,7 @@ class _Process:
         return self._code
 
 
-def refuse_broken(answer: Mapping[str, Any]) -> None:
+def check_answer(answer: Mapping[str, Any]) -> None:
     """Look at the server's first answer.
 
     Raises:

@@ -207,14 +207,14 @@ class Control:
         """Tell whether a SIGTERM comes from the command, which ends this rank."""
         return self._words is None or self._words[_LEAVES] != 0
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def send_nowait(self, kind: str, **fields: Any) -> None:
         """Send a message if there is room; never waits, for training does not wait for a terminal."""
         if self._channel is None or not self._flush():
             return
         self._rest = _line(kind, fields)
         self._flush()
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         """Send a message that must arrive, however long the watcher is stopped; its death ends this process anyway."""
         if self._channel is None:
             return

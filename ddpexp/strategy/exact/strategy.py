@@ -21,7 +21,7 @@ from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, Place
 from ddpexp.strategy.exact.exchange import OverMemory, exchange_for
 from ddpexp.strategy.exact.tree import Partial
 from ddpexp.strategy.options import Options
-from ddpexp.strategy.replica import Models, Replica, listed, refuse_other_models, take_rank_zeros, unused
+from ddpexp.strategy.replica import Models, Replica, check_same_models, listed, take_rank_zeros, unused
 
 
 class Exact:
@@ -58,7 +58,7 @@ class Exact:
         self._finds_unused = options.find_unused_parameters
         self._counts = options.find_unused_parameters or len(self.modules) > 1
         if world.world_size > 1:
-            refuse_other_models(self.modules, world)
+            check_same_models(self.modules, world)
             own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
             take_rank_zeros([tensor.detach() for tensor in own], world)
         self._buffers = Buffers(self.modules)
@@ -209,14 +209,14 @@ class Exact:
             p.grad = None
         if missing and not self._finds_unused and (names := [name for name, u in missing if u in used or not self._counts]):
             raise unused(names)
-        self._refuse_thawed()
+        self._check_still_frozen()
         if gradients:
             torch._foreach_copy_(places, gradients)
         if empty:
             torch._foreach_zero_(empty)
         return used
 
-    def _refuse_thawed(self) -> None:
+    def _check_still_frozen(self) -> None:
         for name, p in self._frozen:
             if p.grad is not None:
                 raise DdpexpError(

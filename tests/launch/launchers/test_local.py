@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.launch import Asked
+from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.run import directory
 from tests.conftest import Call, Ddpexp, Done, finish
@@ -153,7 +153,7 @@ def test_training_imports_nothing_heavy_after_the_fork(recipe: Recipe, tmp_path:
         shutil.copy(path, again.path)
     (tmp_path / "begins.py").write_text(BEGINS)
     monkeypatch.syspath_prepend(tmp_path)
-    assert Spawn().launch(Call("begins:main", [str(again.path), '{"data": null}'], again.ranks, Asked(gpus=2))) == 0
+    assert Spawn().launch(Call("begins:main", [str(again.path), '{"data": null}'], again.ranks, WorkerRequest(gpus=2))) == 0
     late = {}
     for rank in (0, 1):
         names = set((tmp_path / str(rank)).read_text().split()) - QUICK

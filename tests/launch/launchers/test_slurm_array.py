@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import FinishedError, RefusedError
-from ddpexp.launch import Asked, Job
+from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.base import Submitter
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_array import Kind, by_kind, cut, follow, submit
@@ -111,7 +111,7 @@ def said(done: Done, what: str) -> dict[str, str]:
 
 
 def job(**asked: Any) -> Job:
-    return Call("module:function", [], asked=Asked(**asked))
+    return Call("module:function", [], asked=WorkerRequest(**asked))
 
 
 def script(launcher: Slurm, *runs: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Asked, Job
+from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.slurm import (
     Slurm,
     _gpus_of_all_tasks,
@@ -132,7 +132,7 @@ def test_slurms_short_form_of_tasks_is_read(text: str, counts: list[int]) -> Non
 
 
 def job(**asked: Any) -> Job:
-    return Call("module:function", [], asked=Asked(**asked))
+    return Call("module:function", [], asked=WorkerRequest(**asked))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch import Asked
+from ddpexp.launch import WorkerRequest
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_mpi, of_slurm_task, of_torchrun, process_identity
 from tests.conftest import ANY, SMALL, Ddpexp
 
@@ -37,7 +37,7 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_FD": "8", "MPI_LOCALRANKID": "1"
 OURS = process_identity(os.getppid())
 
 
-def mpi(asked: Asked, environ: Mapping[str, str]) -> LaunchEnvironment:
+def mpi(asked: WorkerRequest, environ: Mapping[str, str]) -> LaunchEnvironment:
     return of_mpi(asked, environ)[0]
 
 
@@ -72,7 +72,7 @@ def mpi(asked: Asked, environ: Mapping[str, str]) -> LaunchEnvironment:
     ],
 )
 def test_the_place_is_what_the_starter_says(
-    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], place: LaunchEnvironment
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], place: LaunchEnvironment
 ) -> None:
     assert read(ANY, environ) == place
 
@@ -141,7 +141,7 @@ def test_a_missing_variable_of_mpirun_is_named(environ: dict[str, str], name: st
 )
 @pytest.mark.parametrize("value", ["two", "1.0", "0x1", "1 2"])
 def test_a_malformed_variable_is_named_with_its_value(
-    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], names: str, value: str
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], names: str, value: str
 ) -> None:
     for name in names.split():
         with pytest.raises(RefusedError) as refused:
@@ -156,7 +156,8 @@ def test_a_malformed_list_of_slurm_is_named(value: str) -> None:
     assert str(refused.value) == f"SLURM_STEP_TASKS_PER_NODE={value} is not a list of numbers such as 2(x3),1."
 
 
-CONTRADICTIONS: list[tuple[Callable[[Asked, Mapping[str, str]], LaunchEnvironment], dict[str, str], dict[str, str], str]] = [
+Reader = Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment]
+CONTRADICTIONS: list[tuple[Reader, dict[str, str], dict[str, str], str]] = [
     (of_torchrun, TORCHRUN, {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4: it goes from 0 to 3."),
     (of_torchrun, TORCHRUN, {"RANK": "-1"}, "RANK=-1, but WORLD_SIZE=4: it goes from 0 to 3."),
     (of_torchrun, TORCHRUN, {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
@@ -188,7 +189,10 @@ CONTRADICTIONS: list[tuple[Callable[[Asked, Mapping[str, str]], LaunchEnvironmen
 @pytest.mark.fault(27)
 @pytest.mark.parametrize(("read", "environ", "changed", "sentence"), CONTRADICTIONS)
 def test_variables_that_contradict_are_named_with_their_values(
-    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], changed: dict[str, str], sentence: str
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment],
+    environ: dict[str, str],
+    changed: dict[str, str],
+    sentence: str,
 ) -> None:
     with pytest.raises(RefusedError) as refused:
         read(ANY, {**environ, **changed})
@@ -206,11 +210,15 @@ def test_variables_that_contradict_are_named_with_their_values(
     ],
 )
 def test_a_typed_number_of_workers_must_be_the_starters(
-    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], starter: str, workers: int, name: str
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment],
+    environ: dict[str, str],
+    starter: str,
+    workers: int,
+    name: str,
 ) -> None:
-    read(Asked(gpus=workers), environ)
+    read(WorkerRequest(gpus=workers), environ)
     with pytest.raises(RefusedError) as refused:
-        read(Asked(gpus=8), environ)
+        read(WorkerRequest(gpus=8), environ)
     assert str(refused.value) == (
         f"trainer.gpus=8, but {starter} has {workers} worker{'s' if workers > 1 else ''} on this node ({name}={workers}): "
         f"leave trainer.gpus=auto, for {starter} decides."
@@ -222,14 +230,14 @@ def test_a_typed_number_of_workers_must_be_the_starters(
     [(of_torchrun, TORCHRUN, "torchrun", 2), (of_slurm_task, SRUN, "srun", 2), (mpi, OPEN_MPI, "mpirun", 1)],
 )
 def test_a_typed_number_of_nodes_must_be_the_starters(
-    read: Callable[[Asked, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], starter: str, nodes: int
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], starter: str, nodes: int
 ) -> None:
-    read(Asked(nodes=nodes), environ)
+    read(WorkerRequest(nodes=nodes), environ)
     with pytest.raises(RefusedError) as refused:
-        read(Asked(nodes=3), environ)
+        read(WorkerRequest(nodes=3), environ)
     assert str(refused.value) == f"trainer.nodes=3, but {starter} runs on {nodes}: leave trainer.nodes=auto."
     with pytest.raises(RefusedError, match=r"trainer\.nodes=1:4 is a range, which only launcher=elastic understands\."):
-        read(Asked(nodes="1:4"), environ)
+        read(WorkerRequest(nodes="1:4"), environ)
 
 
 def test_a_process_is_told_from_a_later_one_with_its_number() -> None:

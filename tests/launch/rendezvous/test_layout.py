@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch.rendezvous.layout import Auto, refuse_threads, resolve
+from ddpexp.launch.rendezvous.layout import Auto, check_threads, resolve
 from ddpexp.system import hardware
 from ddpexp.system.hardware import count_gpus, threads_per_worker, usable_cores
 from tests.conftest import PATIENCE
@@ -171,5 +171,5 @@ def test_more_threads_than_a_worker_can_start_are_refused() -> None:
     with pytest.raises(
         RefusedError, match=r"trainer.threads=100000 is beyond this machine, which has \d+ cores?: .* Use 1024 or fewer"
     ):
-        refuse_threads(100_000)
-    refuse_threads(1024)  # another machine may have as many cores, and the same number of threads gives the same bits
+        check_threads(100_000)
+    check_threads(1024)  # another machine may have as many cores, and the same number of threads gives the same bits

@@ -127,7 +127,7 @@ def test_other_processes_meet_a_late_leader_through_a_file(tmp_path: Path) -> No
     others = [subprocess.Popen([*words, str(index)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for index in range(1, 5)]
     time.sleep(0.5)
     found, _ = lead(way, 5, PATIENCE, "rank")
-    found.tell({"kind": "go"})
+    found.send({"kind": "go"})
     for other in others:
         assert (json.loads(other.communicate(timeout=PATIENCE)[0]), other.returncode) == ({"kind": "go"}, 0)
     found.close()
@@ -170,7 +170,7 @@ def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
         monkeypatch.setattr(Fixed, "listen", lambda _: (listener, ""))
         found, _ = lead(fixed, 2, PATIENCE, "node")
     other = joining.result(PATIENCE)
-    found.tell({"kind": "go"})
+    found.send({"kind": "go"})
     assert other.peers[0].receive(time.monotonic() + PATIENCE) == {"kind": "go"}
     end([found, other])
 

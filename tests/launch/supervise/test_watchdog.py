@@ -56,7 +56,7 @@ class Ranks:
         self.workers: list[Worker] = []
         self.ranks: list[Control] = []
         self.sent: list[Mapping[str, Any]] = []
-        self.asked = 0
+        self.request = 0
         self.before_dump: Callable[[], None] = lambda: None
         self.server = stack.enter_context(_started("sleeps"))
         self.watchdog = Watchdog(self.workers, LIMITS, True, self.sent.append, self.dump, self.server.pid)
@@ -77,7 +77,7 @@ class Ranks:
         return process
 
     def dump(self) -> None:
-        self.asked += 1
+        self.request += 1
         self.before_dump()
         for process in self.processes:
             process.send_signal(signal.SIGQUIT)
@@ -137,7 +137,7 @@ def test_a_rank_that_comes_further_is_asked_nothing(ranks: Ranks) -> None:
         return time.monotonic() > end
 
     assert ranks.look(until=beats) is None
-    assert ranks.asked == 0
+    assert ranks.request == 0
 
 
 @pytest.mark.parametrize("how", ["a step", "a beat", "a phase"])
@@ -147,18 +147,18 @@ def test_a_stack_counts_only_if_the_rank_has_not_moved_since_it_was_asked(ranks:
     rank = ranks.ranks[0]
 
     def moves() -> None:
-        if ranks.asked > 2:
+        if ranks.request > 2:
             return
         if how == "a step":
-            rank.step = 10 + ranks.asked
+            rank.step = 10 + ranks.request
         elif how == "a beat":
             rank.heartbeat()
         else:
-            rank.enter("save" if ranks.asked == 1 else "train")
+            rank.enter("save" if ranks.request == 1 else "train")
 
     ranks.before_dump = moves
     found = ranks.look()
-    assert ranks.asked == 3
+    assert ranks.request == 3
     assert found is not None
     assert found.step == (12 if how == "a step" else 3)
 
@@ -167,11 +167,11 @@ def test_an_answer_to_an_earlier_question_does_not_count(ranks: Ranks) -> None:
     """Asked while it started, a rank answers when it is asked again much later: nobody knows to which question."""
     process = ranks.add("does_not_answer", "start")
     rank = ranks.ranks[0]
-    assert ranks.look(until=lambda: ranks.asked == 1 and not ranks.watchdog.writes_stacks) is None
+    assert ranks.look(until=lambda: ranks.request == 1 and not ranks.watchdog.writes_stacks) is None
     rank.enter("evaluate")
     ranks.before_dump = lambda: process.send_signal(signal.SIGUSR1)
     found = ranks.look()
-    assert ranks.asked == 3  # the second answer may be the first question's
+    assert ranks.request == 3  # the second answer may be the first question's
     assert found is not None
     assert (found.phase, "it waits in sleeps" in found.message) == ("evaluate", True)
 
@@ -179,7 +179,7 @@ def test_an_answer_to_an_earlier_question_does_not_count(ranks: Ranks) -> None:
 def test_a_rank_that_does_not_answer_is_asked_twice(ranks: Ranks) -> None:
     ranks.add("does_not_answer")
     found = ranks.look()
-    assert ranks.asked == 2
+    assert ranks.request == 2
     assert found is not None
     assert "does not answer at all" in found.message
 
@@ -224,7 +224,7 @@ def test_what_another_command_saw_for_an_earlier_inquiry_does_not_count(ranks: R
     account = Account(1, "b", 1, "train", 2, 9.0, 0.4, "step_seconds", "asleep", "in late (late.py:1)")
     message = {"kind": "seen", "accounts": [vars(account)]}
     end = time.monotonic() + LONG
-    while not (ranks.asked and not ranks.watchdog.writes_stacks):
+    while not (ranks.request and not ranks.watchdog.writes_stacks):
         assert ranks.watchdog.look(other) is None
         assert time.monotonic() < end
         time.sleep(0.01)

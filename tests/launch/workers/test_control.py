@@ -24,8 +24,8 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_messages_arrive_whole_and_in_order(ends: tuple[socket.socket, socket.socket]) -> None:
     lines, control = Lines(ends[0]), Control(ends[1])
     assert lines.read() == ([], True)
-    control.say("phase", phase="train")
-    control.tell("error", message="line\nbreak and ünïcode")
+    control.send_nowait("phase", phase="train")
+    control.send("error", message="line\nbreak and ünïcode")
     assert lines.read() == ([{"kind": "phase", "phase": "train"}, {"kind": "error", "message": "line\nbreak and ünïcode"}], True)
 
 
@@ -39,7 +39,7 @@ def test_a_message_that_arrives_in_parts_is_put_together(ends: tuple[socket.sock
 
 def test_the_end_of_the_other_side_is_told_after_its_last_words(ends: tuple[socket.socket, socket.socket]) -> None:
     lines, control = Lines(ends[0]), Control(ends[1])
-    control.tell("done")
+    control.send("done")
     ends[1].close()
     assert lines.read() == ([{"kind": "done"}], False)
     assert lines.read() == ([], False)
@@ -48,9 +48,9 @@ def test_the_end_of_the_other_side_is_told_after_its_last_words(ends: tuple[sock
 def test_progress_never_waits_for_a_watcher_that_does_not_read(ends: tuple[socket.socket, socket.socket]) -> None:
     lines, control = Lines(ends[0]), Control(ends[1])
     for number in range(20_000):
-        control.say("progress", done=number, text="x" * 100)
+        control.send_nowait("progress", done=number, text="x" * 100)
     # What must arrive waits for room and comes whole, after what had room before it.
-    teller = threading.Thread(target=control.tell, args=("done",))
+    teller = threading.Thread(target=control.send, args=("done",))
     teller.start()
     messages: list[dict[str, Any]] = []
     while not messages or messages[-1]["kind"] != "done":
@@ -67,21 +67,21 @@ def test_progress_never_waits_for_a_watcher_that_does_not_read(ends: tuple[socke
 def test_a_watcher_that_is_gone_is_no_error(ends: tuple[socket.socket, socket.socket]) -> None:
     control = Control(ends[1])
     ends[0].close()
-    control.say("progress", done=1)
-    control.tell("done")
+    control.send_nowait("progress", done=1)
+    control.send("done")
 
 
 def test_without_a_channel_every_message_is_dropped() -> None:
     control = Control.from_environ({})
     assert not control.watched
-    control.say("progress", done=1)
-    control.tell("done")
+    control.send_nowait("progress", done=1)
+    control.send("done")
 
 
 def test_the_channel_is_found_through_the_environment(ends: tuple[socket.socket, socket.socket]) -> None:
     control = Control.from_environ({CONTROL_FD: str(ends[1].detach())})
     assert control.watched
-    control.tell("done")
+    control.send("done")
     assert Lines(ends[0]).read()[0] == [{"kind": "done"}]
     assert control._channel is not None
     control._channel.close()

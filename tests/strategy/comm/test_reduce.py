@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.errors import Failure, RefusedError, WorkerError
-from ddpexp.launch import Asked
+from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call, Ddpexp, finish
 from tests.points import Recipe, session, wait_for
@@ -435,7 +435,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(folder: Path, case: str, size: int) -> None:
-    Spawn().launch(Call("reduces:main", [case, str(size)], folder / "logs", Asked(gpus=size)))
+    Spawn().launch(Call("reduces:main", [case, str(size)], folder / "logs", WorkerRequest(gpus=size)))
 
 
 def works(folder: Path, case: str, size: int) -> None:

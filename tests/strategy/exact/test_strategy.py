@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import DdpexpError, RefusedError, WorkerError
-from ddpexp.launch import Asked
+from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.strategy.exact.strategy import Exact
 from tests.conftest import Call, Ddpexp, Done, finish
@@ -206,7 +206,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(("size", "num_leaves"), [(2, 6), (3, 12), (4, 8), (8, 8)])
 def test_any_number_of_workers_leaves_the_same_gradients_and_buffers_as_one(folder: Path, size: int, num_leaves: int) -> None:
     try:
-        Spawn().launch(Call("exacts:main", [str(size), str(num_leaves)], folder / "logs", Asked(gpus=size)))
+        Spawn().launch(Call("exacts:main", [str(size), str(num_leaves)], folder / "logs", WorkerRequest(gpus=size)))
     except WorkerError as error:
         pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
 
