@@ -18,7 +18,7 @@ from ddpexp.config.names import named
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
-from ddpexp.launch.launchers.base import Launcher, Starter, restate_on_resume
+from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import directory
 from ddpexp.run import resume as going_on
 from ddpexp.run.directory import RunDir
@@ -160,7 +160,7 @@ def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str]
         RefusedError: with what to type.
     """
     keys = {word.partition("=")[0] for word in typed}
-    missing = [word for word in restate_on_resume(launcher) if word.partition("=")[0] not in keys]
+    missing = [word for word in launcher.restated_words() if word.partition("=")[0] not in keys]
     if missing and "launcher" not in keys:  # a typed launcher brings its own settings
         words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(

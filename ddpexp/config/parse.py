@@ -7,6 +7,7 @@ import inspect
 import re
 import types
 import typing
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,11 +132,26 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
         raise RefusedError(
             f"{where}._target_={node.target} cannot be imported: {type(error).__name__}: {error}. Is its package complete?"
         ) from error
-    if contract is Launcher and not isinstance(found, type):
-        raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
+    if contract is Launcher:
+        found = _as_launcher(found)
     if not (dataclasses.is_dataclass(found) and isinstance(found, type) and issubclass(found, contract)):
         raise RefusedError(f"{where}._target_={node.target} is not a {where}.")
     return found(**_typed_arguments(found, node.kwargs, where))
+
+
+def _as_launcher(found: Any) -> Any:
+    """Return a class that has `launch` as a subclass of Launcher; version 0.1 did not ask launchers to derive from it."""
+    if not dataclasses.is_dataclass(found) or not isinstance(found, type) or issubclass(found, Launcher):
+        return found
+    if not callable(getattr(found, "launch", None)):
+        return found
+    warnings.warn(
+        f"{found.__module__}.{found.__qualname__} should derive from {Launcher.__module__}.Launcher: the next version requires it",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    names = {"__module__": found.__module__, "__qualname__": found.__qualname__, "__doc__": found.__doc__}
+    return type(found.__name__, (found, Launcher), names)
 
 
 def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> dict[str, Any]:

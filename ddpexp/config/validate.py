@@ -57,7 +57,7 @@ def _check(experiment: Experiment) -> None:
         seconds = getattr(trainer.timeout, name)
         if not 0 < seconds < math.inf:
             raise RefusedError(f"trainer.timeout.{name}={seconds}: use a number above 0.")
-    if trainer.backend == "mpi" and not getattr(experiment.launcher, "provides_mpi", False):
+    if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.epochs is None and trainer.max_steps is None:
         raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")

@@ -25,7 +25,6 @@ from ddpexp.config.validate import check_layout
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Job, Layout, Participants, WorkerRequest
-from ddpexp.launch.launchers.base import StartsExternally, restate_on_resume
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import directory, lock, manifest, repository, resume
 from ddpexp.run.directory import RunDir
@@ -343,20 +342,18 @@ class Training(Job):
         launcher = self.experiment.launcher
         words = ["resume", files.shortest(run.path), *(resume.config_words(self._argv) or resume.trusted_words(run)[:2])]
         words += [word for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
-        words += restate_on_resume(launcher)
-        rank = getattr(launcher, "node_rank", None)
+        words += launcher.restated_words()
         typed_here = self._is_member and started_by.BY_SALLOC not in os.environ
-        if isinstance(launcher, StartsExternally) and launcher.ranks_started_externally and not typed_here:
+        if launcher.ranks_started_externally and not typed_here:
             name = launcher_name(type(launcher))
             before, where = launcher.started_by(self._argv)
             return f"{where} with:\n{before} {shlex.join([*words, f'launcher={name}'])}"
-        restated = getattr(launcher, "restated", None)
-        if self._is_member and self._layout is not None and restated is not None:
-            words += restated(self, self._layout)
+        if self._is_member and self._layout is not None:
+            words += launcher.words_of_allocation(self, self._layout)
         where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"
-        if where and rank is not None:
-            where += " (each with its own launcher.node_rank)"
-            words.append(f"launcher.node_rank={rank}")
+        if where and (own := launcher.words_of_this_machine()):
+            where += f" (each with its own {', '.join(word.partition('=')[0] for word in own)})"
+            words += own
         return f"{where} with:\npython -m ddpexp {shlex.join(words)}"
 
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:

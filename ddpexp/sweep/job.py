@@ -43,7 +43,7 @@ class Planned:
     @property
     def forks_here(self) -> bool:
         """Tell whether its workers are forked from a warm server on this machine."""
-        return getattr(self.experiment.launcher, "start_method", None) == "forkserver"
+        return self.experiment.launcher.forks_here
 
     @property
     def modules(self) -> set[str]:

@@ -204,7 +204,7 @@ class Scheduler:
         """
         launcher, trainer = experiment.launcher, experiment.trainer
         kind = launcher_name(type(launcher))
-        if getattr(launcher, "is_told", False):
+        if launcher.ranks_started_externally:
             raise RefusedError(
                 f"launcher={kind} does not go with -m: there every rank is a command of its own, and each would run the whole "
                 f"sweep. Use launcher=spawn, or launcher=slurm on the login node"

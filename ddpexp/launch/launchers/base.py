@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
-from ddpexp.launch import Job
+from ddpexp.launch import Job, Layout
 
 if TYPE_CHECKING:
     from ddpexp.launch.workers.client import Server
 
 
-@runtime_checkable
-class Launcher(Protocol):
-    """Chosen by `launcher=`: runs a job in as many processes as it asks for."""
+class Launcher:
+    """Chosen by `launcher=`: runs a job in as many processes as it requests.
+
+    A launcher is a frozen dataclass that derives from this class: its fields are the keys of its section, and it implements
+    `launch`. What it is otherwise, other rooms learn from the attributes and methods here.
+    """
+
+    provides_mpi: ClassVar[bool] = False  # what starts its ranks connects them for trainer.backend=mpi, too
+    restate_on_resume: ClassVar[Sequence[str]] = ()  # fields that run code or connect to others: a run directory's are not trusted
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run the workers, watch them and return the exit code; `server` is a fork server started early, if there is one.
@@ -24,7 +30,36 @@ class Launcher(Protocol):
             RefusedError: the job cannot run here. WorkerError: a worker failed; the first genuine cause, the others are
             only named. StoppedError: a signal to this process ended the run.
         """
-        ...
+        raise NotImplementedError
+
+    @property
+    def forks_here(self) -> bool:
+        """Return whether its workers are forked from a warm server on this machine."""
+        return False
+
+    @property
+    def ranks_started_externally(self) -> bool:
+        """Return whether somebody else, such as torchrun, starts the ranks here and has to start them again."""
+        return False
+
+    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
+        """Return what starts the ranks again when ddpexp's own words follow it, and where that is typed; `argv` is this command.
+
+        Called where `ranks_started_externally`.
+        """
+        raise NotImplementedError
+
+    def words_of_this_machine(self) -> list[str]:
+        """Return the overrides that are typed otherwise on every machine, such as `launcher.node_rank=1`."""
+        return []
+
+    def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
+        """Return the overrides that request what a job has got from an allocation, where none are typed."""
+        return []
+
+    def restated_words(self) -> list[str]:
+        """Return the overrides that a user must type again to resume: see `restate_on_resume`."""
+        return [f"launcher.{name}={json.dumps(value)}" for name in self.restate_on_resume if (value := getattr(self, name))]
 
 
 @runtime_checkable
@@ -33,20 +68,6 @@ class Starter(Protocol):
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Do this command's part of the job, like `Launcher.launch`."""
-        ...
-
-
-@runtime_checkable
-class StartsExternally(Protocol):
-    """A launcher whose ranks somebody else starts, such as torchrun, and has to start again."""
-
-    @property
-    def ranks_started_externally(self) -> bool:
-        """Tell whether it is so here."""
-        ...
-
-    def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
-        """Return what starts the ranks again when ddpexp's own words follow it, and where that is typed; `argv` is this command."""
         ...
 
 
@@ -90,12 +111,3 @@ class Submitter(Protocol):
             StoppedError: a signal to this process, which leaves the jobs alone and says so.
         """
         ...
-
-
-def restate_on_resume(launcher: Launcher) -> list[str]:
-    """Return, as they are typed, the settings of a launcher that run code or connect to others, and that are set.
-
-    A launcher names them as `restate_on_resume`: they never count on the word of a run directory.
-    """
-    names: Sequence[str] = getattr(launcher, "typed_again", ())
-    return [f"launcher.{name}={json.dumps(value)}" for name in names if (value := getattr(launcher, name))]

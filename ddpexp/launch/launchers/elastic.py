@@ -27,6 +27,7 @@ from ddpexp.errors import (
 )
 from ddpexp.launch import Job
 from ddpexp.launch.launchers import torchrun_env
+from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Phase, StoreMailbox, memory, quiet_agent
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
@@ -45,7 +46,7 @@ _STORE_KEY = "ddpexp"  # every round of machines has a store of its own
 
 
 @dataclass(frozen=True)
-class Elastic:
+class Elastic(Launcher):
     """Type the same command on every machine; a range of machines, such as trainer.nodes=1:4, may come and go."""
 
     restate_on_resume: ClassVar = ("rdzv_endpoint", "rdzv_conf")  # torch unpickles what it finds there

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job
+from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Spawn:
+class Spawn(Launcher):
     """Start all workers on this machine.
 
     `start_method=forkserver` forks them from a server that has torch loaded; `spawn` gives each a new interpreter.
@@ -45,6 +46,15 @@ class Spawn:
             return coordinator.run(job, place, way, server)
         finally:
             server.close()
+
+    @property
+    def forks_here(self) -> bool:
+        """Return whether workers are forked from a warm server."""
+        return self.start_method == "forkserver"
+
+    def words_of_this_machine(self) -> list[str]:
+        """Return this machine's number as it is typed, where several machines are started by hand."""
+        return [f"launcher.node_rank={self.node_rank}"] if self.node_rank is not None else []
 
     def _place(self, nodes: int | str) -> tuple[LaunchEnvironment, Rendezvous | None]:
         from ddpexp.launch.rendezvous.environment import LaunchEnvironment

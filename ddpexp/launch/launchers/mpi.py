@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddpexp.launch import Job, WorkerRequest
+from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.launch.rendezvous.environment import of_mpi
 from ddpexp.launch.rendezvous.meeting import by_key
@@ -15,7 +16,7 @@ from ddpexp.launch.workers.client import Server
 
 
 @dataclass(frozen=True)
-class Mpi:
+class Mpi(Launcher):
     """Join the ranks that mpirun has started: Open MPI, MPICH and its relatives. MPI itself is not needed, only its mpirun."""
 
     provides_mpi: ClassVar[bool] = True

@@ -39,7 +39,7 @@ _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Slurm:
+class Slurm(Launcher):
     """One task a node, which forks the node's workers from a warm server; options have the names that Slurm gives them."""
 
     restate_on_resume: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
@@ -78,7 +78,7 @@ class Slurm:
         """Return how the ranks are started again, and where that is typed."""
         return started_by.srun()
 
-    def restated(self, job: Job, layout: Layout) -> list[str]:
+    def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
         """Return the words that ask for as many nodes and GPUs as a job has got from an allocation, where none are typed."""
         nodes = [f"trainer.nodes={layout.nodes}"] if job.request.nodes == "auto" and layout.nodes > 1 else []
         gpus = layout.device == "cuda" and not self._gpus()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ddpexp.errors import AbsentError
 from ddpexp.launch import Job
+from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_torchrun
 from ddpexp.launch.rendezvous.meeting import Fixed, Rendezvous, StoreRendezvous
@@ -19,7 +20,7 @@ _MARK = "found: "  # before the store's answer, which torch's warnings may surro
 
 
 @dataclass(frozen=True)
-class TorchrunEnv:
+class TorchrunEnv(Launcher):
     """Join the ranks that torchrun, torch.distributed.launch or a hand with `export RANK=...` has started."""
 
     @property
