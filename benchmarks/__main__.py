@@ -1,4 +1,7 @@
-"""`python -m benchmarks [NAME ...]`: race ddpexp against what users would pick instead; `--help` names the benchmarks."""
+"""`python -m benchmarks [NAME ...]`: race ddpexp against what users would pick instead.
+
+`--help` names the benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +43,21 @@ def main() -> None:
     """Run the asked benchmarks and write what they find beside this file; with `--quick` only show it."""
     lines = [f"  {name:<12}{title}{' (quick)' if name in QUICK else ''}" for name, title in BENCHMARKS.items()]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", formatter_class=argparse.RawDescriptionHelpFormatter, epilog="benchmarks:\n" + "\n".join(lines)
+        prog="python -m benchmarks",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="benchmarks:\n" + "\n".join(lines),
     )
     parser.add_argument("which", nargs="*", metavar="NAME", help="benchmarks to run; all without one")
-    parser.add_argument("--data", type=Path, help="the folder with MNIST's four gzipped IDX files, for those that read it")
-    parser.add_argument("--peers", metavar="PYTHON", help="the Python of the peers' environment (docs/benchmarks.md says how)")
+    parser.add_argument(
+        "--data", type=Path, help="the folder with MNIST's four gzipped IDX files, for those that read it"
+    )
+    parser.add_argument(
+        "--peers", metavar="PYTHON", help="the Python of the peers' environment (docs/benchmarks.md says how)"
+    )
     parser.add_argument("--rounds", type=int, default=15, help="rounds of a race; long ones take fewer (15)")
-    parser.add_argument("--quick", action="store_true", help="a few minutes: the ratios that show a regression; writes nothing")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few minutes: the ratios that show a regression; writes nothing"
+    )
     words = parser.parse_args()
     unknown = [name for name in words.which if name not in BENCHMARKS]
     if unknown:
@@ -69,7 +80,9 @@ def main() -> None:
             (folder / name).mkdir()
             began = time.monotonic()
             rounds = min(words.rounds, 3) if words.quick else words.rounds
-            found = import_module(f"benchmarks.{name}").run(Bench(data, folder / name, rounds, words.quick, words.peers))
+            found = import_module(f"benchmarks.{name}").run(
+                Bench(data, folder / name, rounds, words.quick, words.peers)
+            )
             if not words.quick:
                 report.write(name, BENCHMARKS[name], found)
             report.show(BENCHMARKS[name], found, time.monotonic() - began)

@@ -1,7 +1,7 @@
 """What one rank among many costs: `--what order|setup --world N` prints JSON. The other ranks are not there.
 
-order: its share of the order of samples, as the loop asks for it. setup: it joins torch's fake process group, which moves nothing,
-wraps a model and takes its first steps, with its share of the work the same at every world size.
+order: its share of the order of samples, as the loop asks for it. setup: it joins torch's fake process group, which
+moves nothing, wraps a model and takes its first steps, with its share of the work the same at every world size.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ def _row(what: str, results: Figures) -> Row:
 
 
 def _more(results: Figures, arm: str, other: str) -> tuple[float, str]:
-    """Return by how many seconds an arm takes longer than another, the median of the rounds, and the same shown with quartiles."""
+    """Return by how many seconds an arm takes longer than another, the median of the rounds.
+
+    And the same shown with quartiles.
+    """
     pairs = zip(results[arm], results[other], strict=True)
     found = sorted(mine["seconds"] - theirs["seconds"] for mine, theirs in pairs)
     low, middle, high = statistics.quantiles(found, n=4) if len(found) > 1 else found * 3

@@ -1,8 +1,11 @@
-"""A job of thousands of commands on one machine: the real leading command among light ones, that only speak its protocol.
+"""A job of thousands of commands on one machine.
 
-`--commands N --workers W --end failure|stop|hang` prints JSON. The leading command is real from `team.run` on: the meeting over
-loopback, the fork server, the watch. Its ranks are processes that do nothing but step and ask `Control` what all do now. Each
-other command is a connection that this process holds, and says what a real one with W ranks would.
+The real leading command among light ones, that only speak its protocol.
+
+`--commands N --workers W --end failure|stop|hang` prints JSON. The leading command is real from `team.run` on: the
+meeting over loopback, the fork server, the watch. Its ranks are processes that do nothing but step and ask `Control`
+what all do now. Each other command is a connection that this process holds, and says what a real one with W ranks
+would.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ _STEP_SECONDS = 0.01
 _IDLE_SECONDS = 3.0
 _PATIENCE_SECONDS = 60.0
 _STOPPED = 128 + signal.SIGTERM
-_STACK = "\n".join(f'  File "/usr/lib/python3/site-packages/package/module_{n}.py", line {n} in function_{n}' for n in range(25))
+_STACK = "\n".join(
+    f'  File "/usr/lib/python3/site-packages/package/module_{n}.py", line {n} in function_{n}' for n in range(25)
+)
 _TRACE = f"Traceback (most recent call last):\n{_STACK}\nRuntimeError: Connection closed by peer\n"
 
 
@@ -64,7 +69,10 @@ def _identity() -> Mapping[str, Any]:
 
 
 def rank(mark: str) -> int:
-    """Be a rank of the leading command: step after step, and what all ranks agree on. Rank zero trains when `mark` is there."""
+    """Be a rank of the leading command: step after step, and what all ranks agree on.
+
+    Rank zero trains when `mark` is there.
+    """
     control = Control.from_environ()
     control.send_nowait("began", step=0)
     control.enter("train")
@@ -154,7 +162,9 @@ class Crowd:
     def report(self, kind: str, weight: int, other: _Other) -> None:
         """Report that the ranks of a command have failed."""
         for number in range(self._workers if weight > 1 else 1):
-            failure = Failure(other.index * self._workers + number, _host(other.index, self._workers), kind, "a wrong turn", 100)
+            failure = Failure(
+                other.index * self._workers + number, _host(other.index, self._workers), kind, "a wrong turn", 100
+            )
             failed = {**failure.as_dict(), "phase": "train", "traceback": _TRACE}
             self.send_nowait(other, {"kind": "failed", "failure": failed, "weight": weight})
 
@@ -210,7 +220,9 @@ class Crowd:
         silent = 700.0 if other is self.others[-1] else 1.0
         first, host = other.index * self._workers, _host(other.index, self._workers)
         found = (
-            Account(first + n, host, 1, "train", 100, silent, 600.0, "step_seconds", "asleep", "in step (task.py:1)", _STACK)
+            Account(
+                first + n, host, 1, "train", 100, silent, 600.0, "step_seconds", "asleep", "in step (task.py:1)", _STACK
+            )
             for n in range(self._workers)
         )
         return [asdict(one) for one in found]
@@ -219,9 +231,11 @@ class Crowd:
         told = self._workers == 1
         handshake = {
             "index": index, "size": self._commands, "word": "", "host": _host(index, self._workers), "boot": self._boot,
-            "versions": self._versions, "identity": self._identity, "layout": asdict(Layout(1, self._workers, "cpu", "gloo", 1)),
+            "versions": self._versions, "identity": self._identity, "layout": asdict(Layout(1, self._workers, "cpu",
+                "gloo", 1)),
             "workers": self._workers, "told": told, "local_rank": index % _ON_A_HOST if told else None,
-            "local_world_size": min(self._commands, _ON_A_HOST) if told else None, "cores": list(range(64)), "quota": None,
+            "local_world_size": min(self._commands, _ON_A_HOST) if told else None, "cores": list(range(64)),
+            "quota": None,
             "gpus": [], "owner": f"slurm:cluster:1.{index}",
         }  # fmt: skip
         return json.dumps(handshake).encode() + b"\n"

@@ -56,7 +56,10 @@ class Job:
     batch: int = 32
 
     def run(self, arms: Sequence[Arm], rounds: int, floor: str | None = None) -> Figures:
-        """Race the programs, and refuse those that do other work; `floor` is an arm that leaves some of it out on purpose."""
+        """Race the programs, and refuse those that do other work.
+
+        `floor` is an arm that leaves some of it out on purpose.
+        """
         self._write_order()
         results = race(arms, rounds, self.folder, self.bench.say)
         for figure in ("loss", "moved"):
@@ -64,7 +67,10 @@ class Job:
         return results
 
     def run_peers(self, names: Sequence[str], words: Sequence[str]) -> Figures:
-        """Race ddpexp with programs of the peers' environment, which start slowly: a few rounds. Nothing where there is none."""
+        """Race ddpexp with programs of the peers' environment, which start slowly: a few rounds.
+
+        Nothing where there is none.
+        """
         if self.bench.peers is None or self.bench.quick:
             return {}
         apart = replace(self, folder=self.folder / "peers")
@@ -77,11 +83,17 @@ class Job:
             sizes = [f"trainer.global_batch_size={self.batch * self.workers}", f"trainer.max_steps={self.steps}"]
             data = [f"data.root={self.bench.data}", "data.source=files", f"run.dir={place / 'run'}"]
             program = ["-m", "ddpexp", "--config-dir", RECIPE, "recipe=raced", f"model.name={self.model}"]
-            return started(way, self.workers, [*program, *sizes, *data, f"trainer.log_every={EVERY}", *words], ours=True)
+            return started(
+                way, self.workers, [*program, *sizes, *data, f"trainer.log_every={EVERY}", *words], ours=True
+            )
 
         def figures(place: Path, _output: str, begin: float, end: float) -> dict[str, float]:
             lines, saved = records(place / "run"), place / "run" / "result.json"
-            rate = (lines[-1]["step"] - lines[0]["step"]) / (lines[-1]["time"] - lines[0]["time"]) if len(lines) > 1 else 0.0
+            rate = (
+                (lines[-1]["step"] - lines[0]["step"]) / (lines[-1]["time"] - lines[0]["time"])
+                if len(lines) > 1
+                else 0.0
+            )
             pairs = itertools.pairwise(lines)
             best = max(((b["step"] - a["step"]) / (b["time"] - a["time"]) for a, b in pairs), default=0.0)
             first = result(place / "run")["first_step_at"] - begin
@@ -91,12 +103,19 @@ class Job:
         return Arm(name, command, figures)
 
     def in_turn(self, name: str, *words: str, block: int = 100) -> Arm:
-        """Return an arm that trains with ddpexp and with the hand-written loop in one process, blocks of steps in turn."""
+        """Return an arm that trains with ddpexp and with the hand-written loop in one process.
+
+        Blocks of steps in turn.
+        """
         ours = self.ours(name, *words)
 
         def command(place: Path) -> list[str]:
             told = {"data": self.bench.data, "order": self._order, "folder": place, "model": self.model, "block": block}
-            return [*ours.command(place), "task._target_=raced.InTurn", *(f"+task.{key}={value}" for key, value in told.items())]
+            return [
+                *ours.command(place),
+                "task._target_=raced.InTurn",
+                *(f"+task.{key}={value}" for key, value in told.items()),
+            ]
 
         def figures(place: Path, output: str, begin: float, end: float) -> dict[str, float]:
             found = ours.figures(place, output, begin, end)
@@ -118,7 +137,16 @@ class Job:
     def _peer(self, name: str, python: str, program: str, words: Sequence[str], alone: bool) -> Arm:
         def command(place: Path) -> list[str]:
             places = ["--data", str(self.bench.data), "--order", str(self._order), "--folder", str(place)]
-            typed = ["-m", f"benchmarks.peers.{program}", *places, "--model", self.model, "--workers", str(self.workers), *words]
+            typed = [
+                "-m",
+                f"benchmarks.peers.{program}",
+                *places,
+                "--model",
+                self.model,
+                "--workers",
+                str(self.workers),
+                *words,
+            ]
             return [python, *typed] if alone else [python, *started("torchrun", self.workers, typed, ours=False)[1:]]
 
         def figures(place: Path, output: str, begin: float, _end: float) -> dict[str, float]:
@@ -146,7 +174,9 @@ class Job:
     def _write_order(self) -> None:
         """Write down which samples each rank of ddpexp gets in each step."""
         plan = plan_batches(self.batch * self.workers, "auto", self.workers)
-        ranks = [TrainBatches(range(_TRAINING_SAMPLES), plan, rank, 0, torch.device("cpu")) for rank in range(self.workers)]
+        ranks = [
+            TrainBatches(range(_TRAINING_SAMPLES), plan, rank, 0, torch.device("cpu")) for rank in range(self.workers)
+        ]
         self.folder.mkdir(parents=True, exist_ok=True)
         np.save(self._order, np.stack([np.stack(list(rank.indices(0, self.steps))) for rank in ranks]))
 
@@ -167,7 +197,13 @@ def turns(place: Path) -> dict[str, float]:
     more = statistics.median(one - other for one, other in zip(mine, theirs, strict=True))
     share = statistics.median(other / one for one, other in zip(mine, theirs, strict=True))
     again = statistics.median(other / one for one, other in itertools.pairwise(mine))
-    return {"ours": statistics.median(mine), "theirs": statistics.median(theirs), "more": more, "share": share, "again": again}
+    return {
+        "ours": statistics.median(mine),
+        "theirs": statistics.median(theirs),
+        "more": more,
+        "share": share,
+        "again": again,
+    }
 
 
 def _ours(run: Path) -> Tensor:

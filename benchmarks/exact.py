@@ -8,7 +8,13 @@ from pathlib import Path
 from benchmarks.race import Arm, race
 from benchmarks.suite import Bench, Chart, Report, compare, mnist_words, of_rounds, records
 
-_OFTEN = ("trainer.epochs=null", "trainer.eval_every=0", "trainer.checkpoint_every=0", "logger=none", "trainer.threads=1")
+_OFTEN = (
+    "trainer.epochs=null",
+    "trainer.eval_every=0",
+    "trainer.checkpoint_every=0",
+    "logger=none",
+    "trainer.threads=1",
+)
 
 
 def run(bench: Bench) -> Report:

@@ -1,8 +1,8 @@
 """`python -m benchmarks.faults [--lightning PYTHON] [NAME ...]`: the same faults in ddpexp, torchrun and Lightning.
 
-Two CPU workers train; something breaks in rank 1, or from outside. Written down: the seconds until the command has ended, its
-exit code, whether its output says which rank broke, and what is still alive five seconds later. All three wait ten seconds for
-a silent rank. `--lightning` is a Python that has Lightning installed beside the same torch.
+Two CPU workers train; something breaks in rank 1, or from outside. Written down: the seconds until the command has
+ended, its exit code, whether its output says which rank broke, and what is still alive five seconds later. All three
+wait ten seconds for a silent rank. `--lightning` is a Python that has Lightning installed beside the same torch.
 """
 
 from __future__ import annotations
@@ -61,8 +61,13 @@ def main() -> None:
     parser.add_argument("--lightning", help="a Python with Lightning")
     parser.add_argument("which", nargs="*", help="words that the names of faults begin with, such as 3 or 7")
     words = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell all that is started would ignore it
-    ways = [ours(), peer("torchrun", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"])]
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background of a shell all that is started would ignore it
+    ways = [
+        ours(),
+        peer("torchrun", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]),
+    ]
     if words.lightning:
         ways.append(peer("lightning", [words.lightning]))
     print("| fault | " + " | ".join(way.name for way in ways) + " |\n|---|" + "---|" * len(ways))
@@ -76,9 +81,11 @@ def ours() -> Way:
 
     def command(folder: Path) -> list[str]:
         typed = [
-            "recipe=mnist", "model=linear", "data.source=embedded", "data.embedded_train=6400", "data.embedded_test=100",
+            "recipe=mnist", "model=linear", "data.source=embedded", "data.embedded_train=6400",
+            "data.embedded_test=100",
             "trainer.gpus=2", "trainer.epochs=200", "trainer.eval_every=0", "trainer.log_every=1", "logger=none",
-            "trainer.global_batch_size=32", f"trainer.timeout.step_seconds={_TIMEOUT}", "trainer.timeout.init_seconds=20",
+            "trainer.global_batch_size=32", f"trainer.timeout.step_seconds={_TIMEOUT}",
+            "trainer.timeout.init_seconds=20",
             f"run.dir={folder / 'run'}",
         ]  # fmt: skip
         return [sys.executable, "-m", "ddpexp", *typed]
@@ -107,7 +114,17 @@ def peer(name: str, before: list[str]) -> Way:
     """Return the way of the hand-written program under torchrun, or of Lightning's."""
 
     def command(folder: Path) -> list[str]:
-        return [*before, "-m", "benchmarks.peers.faulty", "--with", name, "--folder", str(folder), "--timeout", str(_TIMEOUT)]
+        return [
+            *before,
+            "-m",
+            "benchmarks.peers.faulty",
+            "--with",
+            name,
+            "--folder",
+            str(folder),
+            "--timeout",
+            str(_TIMEOUT),
+        ]
 
     def mark(folder: Path) -> list[str]:
         path = folder / "rank1"
@@ -138,7 +155,12 @@ def broken(way: Way, where: str, what: str) -> str:
         }
         with (folder / "output").open("w") as output:
             process = subprocess.Popen(
-                way.words(folder), env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+                way.words(folder),
+                env=environ,
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
             )
         try:
             begin = time.time()

@@ -52,9 +52,20 @@ def run(bench: Bench) -> Report:
         figures = f"{1e6 / ours:,.0f} against {1e6 / theirs:,.0f}; {more.median:+.1f} us a step"
         met, note = _BAR.met(share.median), torch.cuda.get_device_name() if torch.cuda.is_available() else "on the CPU"
         report.rows.append(
-            Row(f"steps a second, {job.what}, by hand", figures, str(share), str(again), str(_BAR), met, note, share.median)
+            Row(
+                f"steps a second, {job.what}, by hand",
+                figures,
+                str(share),
+                str(again),
+                str(_BAR),
+                met,
+                note,
+                share.median,
+            )
         )
-        groups[job.what] = {name: [row[key] for row in found] for name, key in (("ddpexp", "ours"), ("by hand", "theirs"))}
+        groups[job.what] = {
+            name: [row[key] for row in found] for name, key in (("ddpexp", "ours"), ("by hand", "theirs"))
+        }
     report.charts.append(Chart("a step on one GPU, bf16, compiled", "microseconds", groups, log=True))
     return report
 
@@ -70,7 +81,8 @@ def _rounds(job: _Job, bench: Bench) -> list[dict[str, float]]:
         told = {"data": folder, "order": folder / "order.npy", "folder": place, "model": job.model, "block": _BLOCK}
         told["channels_last"] = job.channels_last
         return [
-            sys.executable, "-m", "ddpexp", "--config-dir", RECIPE, "recipe=raced", "data=images", f"data.root={folder}",
+            sys.executable, "-m", "ddpexp", "--config-dir", RECIPE, "recipe=raced", "data=images",
+            f"data.root={folder}",
             f"model.name={job.model}", f"trainer.global_batch_size={job.batch}", f"trainer.max_steps={job.steps}",
             f"trainer.log_every={EVERY}", f"run.dir={place / 'run'}", "trainer.gpus=1", "data.on_device=true",
             "trainer.precision=bf16", "trainer.compile=true", f"trainer.channels_last={job.channels_last}",
@@ -79,7 +91,10 @@ def _rounds(job: _Job, bench: Bench) -> list[dict[str, float]]:
         ]  # fmt: skip
 
     def figures(place: Path, _output: str, _begin: float, _end: float) -> dict[str, float]:
-        loss, theirs = records(place / "run")[-1]["train/loss"], json.loads((place / "by_hand.json").read_text())["loss"]
+        loss, theirs = (
+            records(place / "run")[-1]["train/loss"],
+            json.loads((place / "by_hand.json").read_text())["loss"],
+        )
         refuse_other_work({"ddpexp": [{"loss": loss}], "by hand": [{"loss": theirs}]}, "loss", _TOLERANCE)
         return {**turns(place), "loss": loss}
 

@@ -1,4 +1,7 @@
-"""Data that fits into memory: samples a second of a rank, and the memory of eight, against loops by hand and DataLoaders."""
+"""Data that fits into memory.
+
+Samples a second of a rank, and the memory of eight, against loops by hand and DataLoaders.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ def _race(bench: Bench, folder: Path, augment: bool) -> Figures:
     results = race([arm(name) for name in names], bench.at_most(3 if bench.quick else 7), place, bench.say)
     for figure in ("samples", "different"):
         refuse_other_work(results, figure, 0)
-    # Not mirrored, the left half would have twice the right half's brightness. What is dropped at an epoch's end differs.
+    # Not mirrored, the left half would have twice the right half's brightness. What is dropped at an epoch's end
+    # differs.
     for half in ("left", "right"):
         refuse_other_work(results, half, 0.01 if augment else 1e-4)
     return results
@@ -66,7 +70,9 @@ def _race(bench: Bench, folder: Path, augment: bool) -> Figures:
 
 def _memory(bench: Bench, folder: Path, shape: tuple[int, ...]) -> list[Row]:
     few = _written(bench.folder / "few", (2048, *shape[1:]))
-    arms = [_eight(name, way, data) for way in ("ddpexp", "by hand") for name, data in ((way, folder), (f"{way} few", few))]
+    arms = [
+        _eight(name, way, data) for way in ("ddpexp", "by hand") for name, data in ((way, folder), (f"{way} few", few))
+    ]
     results = race(arms, bench.at_most(3), bench.folder / "memory", bench.say)
     refuse_other_work(results, "ranks", 0)
     more = _bytes(folder) - _bytes(few)
@@ -79,7 +85,9 @@ def _memory(bench: Bench, folder: Path, shape: tuple[int, ...]) -> list[Row]:
     what = f"copies of {more / 1e6:.0f} MB of images in the memory of {_RANKS} ranks, by hand each its own"
     return [
         Row(what, f"{ours:.2f} against {theirs:.2f}", f"{ours / theirs:.3f}", bar=f"{bar} copies", met=bar.met(ours)),
-        compare(results, f"all memory of these {_RANKS} ranks", "memory", lambda value: f"{value / 1e6:,.0f} MB", "by hand"),
+        compare(
+            results, f"all memory of these {_RANKS} ranks", "memory", lambda value: f"{value / 1e6:,.0f} MB", "by hand"
+        ),
     ]
 
 
@@ -99,7 +107,8 @@ def _eight(name: str, way: str, data: Path) -> Arm:
             ]
             return started("torchrun", _RANKS, program, ours=False)
         return [
-            sys.executable, "-m", "ddpexp", "recipe=mnist", f"trainer.gpus={_RANKS}", "trainer.threads=1", "trainer.device=cpu",
+            sys.executable, "-m", "ddpexp", "recipe=mnist", f"trainer.gpus={_RANKS}", "trainer.threads=1",
+            "trainer.device=cpu",
             "run.trust=[benchmarks]", "task._target_=benchmarks.peers.memory.Weigh", f"+task.notes={place / 'notes'}",
             f"+task.steps={_STEPS}", "model=linear", "model._target_=benchmarks.peers.memory.Net", "data=images",
             f"data.root={data}", f"trainer.global_batch_size={128 * _RANKS}", "trainer.epochs=null",

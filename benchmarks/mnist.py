@@ -33,7 +33,8 @@ def run(bench: Bench) -> Report:
     mean, low, high = statistics.mean(accuracies), min(accuracies), max(accuracies)
     rows = [
         Row("seeds 0 to 4", f"{mean:.2%} in the mean, {low:.2%} to {high:.2%}"),
-        compare(results, "whole command to 99 %, times faster", "seconds", lambda value: f"{value:.1f} s", "pytorch/examples",
+        compare(results, "whole command to 99 %, times faster", "seconds", lambda value: f"{value:.1f} s",
+            "pytorch/examples",
                 bar=Bar("at least", 10), faster=True),
     ]  # fmt: skip
     return Report(rows, [Chart("whole command to 99 %", "seconds", {"": of_rounds(results, "seconds")})])

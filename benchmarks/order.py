@@ -31,7 +31,9 @@ def run(bench: Bench) -> Report:
     return report
 
 
-def _race(bench: Bench, samples: int, ways: Sequence[str], *, epochs: int, world: int = 1, rounds: int | None = None) -> Figures:
+def _race(
+    bench: Bench, samples: int, ways: Sequence[str], *, epochs: int, world: int = 1, rounds: int | None = None
+) -> Figures:
     def arm(name: str) -> Arm:
         typed = ["--way", _WAYS[name], "--samples", str(samples), "--world", str(world), "--epochs", str(epochs)]
         words = [sys.executable, "-m", "benchmarks.peers.order", *typed]
@@ -60,8 +62,12 @@ def _rows(length: int, results: Figures) -> list[Row]:
     for other in [name for name in ("DistributedSampler", "RandomSampler") if name in results]:
         bar = Bar("at least", 1000) if far else None
         rows += [
-            compare(results, f"first index {of}, {other}, times faster", "first", _milliseconds, other, bar=bar, faster=True),
-            compare(results, f"its memory {of}, {other}, times less", "memory", _megabytes, other, bar=bar, faster=True),
+            compare(
+                results, f"first index {of}, {other}, times faster", "first", _milliseconds, other, bar=bar, faster=True
+            ),
+            compare(
+                results, f"its memory {of}, {other}, times less", "memory", _megabytes, other, bar=bar, faster=True
+            ),
         ]
         if "epoch" in results["ddpexp"][0]:
             limit = Bar("at most", 1.0) if length == 60_000 and other == "DistributedSampler" else None
@@ -74,7 +80,11 @@ def _charts(found: dict[int, Figures]) -> list[Chart]:
     charts = []
     for figure, (title, unit) in titles.items():
         lines = {
-            name: {str(length): [row[figure] for row in results[name]] for length, results in found.items() if name in results}
+            name: {
+                str(length): [row[figure] for row in results[name]]
+                for length, results in found.items()
+                if name in results
+            }
             for name in ("ddpexp", "DistributedSampler", "RandomSampler")
         }
         charts.append(Chart(title, unit, lines, x="samples", log=True))

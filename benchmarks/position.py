@@ -25,7 +25,9 @@ def run(bench: Bench) -> Report:
     def show(value: float) -> str:
         return f"{value * 1e3:.2f} ms"
 
-    report = Report(charts=[Chart("first batch at 80 % of an epoch", "seconds", {"": of_rounds(results, "seconds")}, log=True)])
+    report = Report(
+        charts=[Chart("first batch at 80 % of an epoch", "seconds", {"": of_rounds(results, "seconds")}, log=True)]
+    )
     what = "first batch at 80 % of an epoch of a thousand million samples, against one of a million"
     report.rows.append(compare(results, what, "seconds", show, "ddpexp", mine="ddpexp, 1e9", again=None))
     if bench.peers is not None:

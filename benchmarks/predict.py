@@ -1,6 +1,9 @@
-"""How well `ddpexp plan --calibrate` predicts a step: `python -m benchmarks.predict [rounds]`, on a machine that is quiet.
+"""How well `ddpexp plan --calibrate` predicts a step.
 
-Each round plans four CPU workers from runs with one and two, then trains with four, and compares the lower quartiles of the step.
+`python -m benchmarks.predict [rounds]`, on a machine that is quiet.
+
+Each round plans four CPU workers from runs with one and two, then trains with four, and compares the lower quartiles of
+the step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Write what was measured: `results.json` with every round, `RESULTS.md` with the tables, a picture of each benchmark."""
+"""Write what was measured: `results.json` with every round, `RESULTS.md` with the tables.
+
+A picture of each benchmark.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ def render(kept: Mapping[str, Any]) -> None:
         for row in one["rows"]:
             met = {True: "met", False: "**missed**", None: ""}[row["met"]]
             note = f"{met}: {row['note']}" if met and row["note"] else met or row["note"]
-            lines.append(f"| {row['what']} | {row['figures']} | {row['ratio']} | {row['again']} | {row['bar']} | {note} |")
+            lines.append(
+                f"| {row['what']} | {row['figures']} | {row['ratio']} | {row['again']} | {row['bar']} | {note} |"
+            )
         lines.append("")
         if one["charts"]:
             _draw(one["charts"], one["title"], FOLDER / "plots" / f"{name}.png")
@@ -82,12 +87,21 @@ def render(kept: Mapping[str, Any]) -> None:
 
 def _machine() -> str:
     try:
-        model = next(line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line)
+        model = next(
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        )
     except (OSError, StopIteration):
         model = platform.machine()
-    found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if Path("/dev/nvidia0").exists() else None
+    found = (
+        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if Path("/dev/nvidia0").exists() else None
+    )
     gpus = f", {found.stdout.split('(')[0].strip()}" if found is not None else ""
-    return f"{os.cpu_count()} cores of {model}{gpus}, Python {platform.python_version()}, torch {metadata.version('torch')}"
+    return (
+        f"{os.cpu_count()} cores of {model}{gpus}, Python {platform.python_version()}, torch "
+        f"{metadata.version('torch')}"
+    )
 
 
 def _draw(charts: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -96,7 +110,9 @@ def _draw(charts: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    heights = [0.8 + (2.6 if chart["x"] else 0.3 * sum(len(arms) + 1 for arms in chart["groups"].values())) for chart in charts]
+    heights = [
+        0.8 + (2.6 if chart["x"] else 0.3 * sum(len(arms) + 1 for arms in chart["groups"].values())) for chart in charts
+    ]
     figure, axes = pyplot.subplots(
         len(charts), 1, figsize=(8, sum(heights)), squeeze=False, height_ratios=heights, layout="constrained"
     )

@@ -1,4 +1,7 @@
-"""What hundreds and thousands of ranks cost each of them, and the leading command: simulated, as docs/benchmarks.md says."""
+"""What hundreds and thousands of ranks cost each of them, and the leading command.
+
+Simulated, as docs/benchmarks.md says.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,12 @@ def run(bench: Bench) -> Report:
 def _shares(bench: Bench, report: Report) -> None:
     """One rank's own part: the order of samples, and its set-up."""
     figures = {"order": ("ns a sample", "us to the first"), "setup": ("setup ms", "MiB", "step ms")}
-    arms = [_arm(f"{what} {size}", _among(what, size)) for what in figures for size in (8, *_SIZES) if (what, size) != ("setup", 8)]
+    arms = [
+        _arm(f"{what} {size}", _among(what, size))
+        for what in figures
+        for size in (8, *_SIZES)
+        if (what, size) != ("setup", 8)
+    ]
     results = race(arms, bench.at_most(7), bench.folder / "among", bench.say)
     asked: list[tuple[str, str, str, str, Bar | None]] = [
         ("order", "ns a sample", "a sample of a rank's share of the order", "{:.0f} ns", _FLAT),
@@ -54,7 +62,9 @@ def _shares(bench: Bench, report: Report) -> None:
     ]
     limit = Bar("at most", 50)  # once in a run; DDP compares the shapes of all ranks' parameters
     what = f"that set-up, more at {_LARGE:,} ranks than at {_SMALL}"
-    report.rows.append(Row(what, f"{statistics.median(more):.1f} ms", "", "", f"{limit} ms", limit.met(statistics.median(more))))
+    report.rows.append(
+        Row(what, f"{statistics.median(more):.1f} ms", "", "", f"{limit} ms", limit.met(statistics.median(more)))
+    )
     points = {str(size): [row["ns a sample"] for row in results[f"order {size}"]] for size in (8, *_SIZES)}
     report.charts.append(Chart("a sample of a rank's share of the order", "nanoseconds", {"ddpexp": points}, x="ranks"))
 
@@ -62,7 +72,10 @@ def _shares(bench: Bench, report: Report) -> None:
 def _commands(bench: Bench, report: Report) -> None:
     """What the command that leads has to do for all others."""
     arms = [
-        _arm(_name(workers, size, end), _crowd(workers, size, end)) for workers in _A_COMMAND for size in _SIZES for end in _ENDS
+        _arm(_name(workers, size, end), _crowd(workers, size, end))
+        for workers in _A_COMMAND
+        for size in _SIZES
+        for end in _ENDS
     ]
     results = race(arms, bench.at_most(3), bench.folder / "crowd", bench.say)
     costs = {
@@ -74,26 +87,46 @@ def _commands(bench: Bench, report: Report) -> None:
     }
     for workers, way in _A_COMMAND.items():
         report.rows += [
-            _row_a_rank(results, workers, end, figure, f"the leading command's processor time a rank {text}, {way}", unit)
+            _row_a_rank(
+                results, workers, end, figure, f"the leading command's processor time a rank {text}, {way}", unit
+            )
             for figure, (end, text, unit) in costs.items()
         ]
     for workers, way in _A_COMMAND.items():
         large = {end: _name(workers, _LARGE, end) for end in _ENDS}
         report.rows += [
-            _row_seconds(results, large["failure"], "meet", f"{_LARGE:,} ranks from the first call to the start, {way}", _SOON),
-            _row_seconds(results, large["failure"], "save", f"{_LARGE:,} ranks from the signal to an agreed save, {way}", None),
-            _row_seconds(results, large["stop"], "stop", f"{_LARGE:,} ranks from SIGTERM to an agreed stop, {way}", _SOON),
-            _row_seconds(results, large["failure"], "failure", f"{_LARGE:,} ranks from a failure until all are told, {way}", _SOON),
-            _row_seconds(results, large["hang"], "hang", f"{_LARGE:,} ranks from a silence until all are told, {way}", _SOON),
+            _row_seconds(
+                results, large["failure"], "meet", f"{_LARGE:,} ranks from the first call to the start, {way}", _SOON
+            ),
+            _row_seconds(
+                results, large["failure"], "save", f"{_LARGE:,} ranks from the signal to an agreed save, {way}", None
+            ),
+            _row_seconds(
+                results, large["stop"], "stop", f"{_LARGE:,} ranks from SIGTERM to an agreed stop, {way}", _SOON
+            ),
+            _row_seconds(
+                results,
+                large["failure"],
+                "failure",
+                f"{_LARGE:,} ranks from a failure until all are told, {way}",
+                _SOON,
+            ),
+            _row_seconds(
+                results, large["hang"], "hang", f"{_LARGE:,} ranks from a silence until all are told, {way}", _SOON
+            ),
         ]
         open_ = median(results, large["failure"], "descriptors")
         report.rows.append(Row(f"descriptors of the leading command, {_LARGE:,} ranks, {way}", f"{open_:.0f}"))
     for figure, (end, text, _) in costs.items():
         lines = {
-            way: {str(size): [row[figure] / size * 1e6 for row in results[_name(workers, size, end)]] for size in _SIZES}
+            way: {
+                str(size): [row[figure] / size * 1e6 for row in results[_name(workers, size, end)]] for size in _SIZES
+            }
             for workers, way in _A_COMMAND.items()
         }
-        report.charts.append(Chart(f"the leading command's processor time a rank {text}", "microseconds", lines, x="ranks"))
+        report.charts.append(
+            Chart(f"the leading command's processor time a rank {text}", "microseconds", lines, x="ranks")
+        )
 
 
 def _plan(bench: Bench, report: Report) -> None:
@@ -109,7 +142,9 @@ def _plan(bench: Bench, report: Report) -> None:
         return {"seconds": end - begin}
 
     results = race([Arm("plan", command, figures)], bench.rounds, bench.folder / "plan", bench.say)
-    row = _row_seconds(results, "plan", "seconds", f"ddpexp plan for {_LARGE:,} ranks, the whole command", Bar("at most", 10))
+    row = _row_seconds(
+        results, "plan", "seconds", f"ddpexp plan for {_LARGE:,} ranks, the whole command", Bar("at most", 10)
+    )
     report.rows.append(row)
 
 
@@ -122,12 +157,18 @@ def _predictions(bench: Bench, report: Report) -> None:
             begin = time.monotonic()
             one = predict.predict(model)
             found.append(one)
-            bench.say(f"round {number + 1}  plan {model}: {one.error:+.1%} {one.disturbed} ({time.monotonic() - begin:.0f} s)")
+            bench.say(
+                f"round {number + 1}  plan {model}: {one.error:+.1%} {one.disturbed} ({time.monotonic() - begin:.0f} s)"
+            )
         wrong = statistics.median(abs(one.error) for one in found)
         signed = sorted(one.error for one in found)
         times = [one.measured_ms for one in found]
-        figures = " against ".join(f"{statistics.median(values):.2f} ms" for values in ([one.predicted_ms for one in found], times))
-        again = f"{statistics.median(abs(one / other - 1) for one, other in pairwise(times)):.3f}" if len(times) > 1 else ""
+        figures = " against ".join(
+            f"{statistics.median(values):.2f} ms" for values in ([one.predicted_ms for one in found], times)
+        )
+        again = (
+            f"{statistics.median(abs(one / other - 1) for one, other in pairwise(times)):.3f}" if len(times) > 1 else ""
+        )
         note = "; ".join(sorted({one.disturbed for one in found if one.disturbed}))
         what = f"a step of 4 workers planned from 1 and 2 against measured, {model}: error"
         shown = f"{wrong:.3f} ({signed[0]:+.3f} to {signed[-1]:+.3f})"
@@ -139,7 +180,12 @@ def _row_a_rank(results: Figures, workers: int, end: str, figure: str, what: str
     found = ratio(results, large, small, figure)
     share = _SMALL / _LARGE
     shown = [unit.format(median(results, arm, figure) / size * 1e6) for arm, size in ((large, _LARGE), (small, _SMALL))]
-    return _flat(what, f"{shown[0]} against {shown[1]}", Ratio(found.median * share, found.low * share, found.high * share), _FLAT)
+    return _flat(
+        what,
+        f"{shown[0]} against {shown[1]}",
+        Ratio(found.median * share, found.low * share, found.high * share),
+        _FLAT,
+    )
 
 
 def _flat(what: str, figures: str, found: Ratio, bar: Bar | None) -> Row:
@@ -150,7 +196,14 @@ def _flat(what: str, figures: str, found: Ratio, bar: Bar | None) -> Row:
 def _row_seconds(results: Figures, arm: str, figure: str, what: str, bar: Bar | None) -> Row:
     value = median(results, arm, figure)
     worst = max(row[figure] for row in results[arm])
-    return Row(what, f"{value:.2f} s, at most {worst:.2f} s", "", "", f"{bar} s" if bar else "", bar.met(value) if bar else None)
+    return Row(
+        what,
+        f"{value:.2f} s, at most {worst:.2f} s",
+        "",
+        "",
+        f"{bar} s" if bar else "",
+        bar.met(value) if bar else None,
+    )
 
 
 def _name(workers: int, size: int, end: str) -> str:

@@ -18,7 +18,10 @@ _MPIRUN = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-t
 
 
 def started(way: str, workers: int, program: Sequence[str], ours: bool) -> list[str]:
-    """Return the words that start a program's ranks in one of the ways; ours has its own under spawn, elastic and salloc."""
+    """Return the words that start a program's ranks in one of the ways.
+
+    Ours has its own under spawn, elastic and salloc.
+    """
     if way in ("spawn", "elastic") and ours:
         return [sys.executable, *program, f"launcher={way}", f"trainer.gpus={workers}"]
     if way in ("spawn", "torchrun"):
@@ -40,7 +43,16 @@ def arms(data: Path, workers: int, words: Sequence[str], steps: int, way: str = 
     """Return ddpexp, the plain script and ddpexp again, all started in one way and with one thread a rank."""
 
     def plain(place: Path) -> list[str]:
-        program = ["-m", "benchmarks.peers.bare", "--data", str(data), "--steps", str(steps), "--tensorboard", str(place)]
+        program = [
+            "-m",
+            "benchmarks.peers.bare",
+            "--data",
+            str(data),
+            "--steps",
+            str(steps),
+            "--tensorboard",
+            str(place),
+        ]
         return started(way, workers, program, ours=False)
 
     def theirs(_place: Path, output: str, begin: float, end: float) -> dict[str, float]:

@@ -3,8 +3,8 @@
 The saves of checkpoints are behind the timed part, what looks after them in every step is in it. Timed are the steps
 from the first record to the last.
 
-The programs' processes differ in speed by more than what is looked for (see A/A), so at one worker both loops also train in
-one process, blocks of 100 steps in turn.
+The programs' processes differ in speed by more than what is looked for (see A/A), so at one worker both loops also
+train in one process, blocks of 100 steps in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from benchmarks.suite import Bar, Bench, Chart, Report, Row, compare, of_rounds
 _SHARE = 0.98  # of the hand-written loop's steps a second
 _MICROSECONDS = 10.0
 _STEPS = {1: 5000, 2: 3000}
-_RECORDS = "a record is four scalars, the norm of the gradient, a line for people, each in its file at once; by hand one scalar"
+_RECORDS = (
+    "a record is four scalars, the norm of the gradient, a line for people, each in its file at once; by hand "
+    "one scalar"
+)
 _WORDS = ("trainer.threads=1", "trainer.checkpoint_every=1000000")
 
 
@@ -32,7 +35,11 @@ def run(bench: Bench) -> Report:
             report.rows += _in_turn(job, bench.rounds, note=_RECORDS)
         if bench.quick:
             break
-        by_hand = {"by hand": ()} if workers == 1 else {"by hand": ("--reduce", "shared"), "by hand, DDP": ("--reduce", "tuned")}
+        by_hand = (
+            {"by hand": ()}
+            if workers == 1
+            else {"by hand": ("--reduce", "shared"), "by hand, DDP": ("--reduce", "tuned")}
+        )
         arms = [job.ours("ddpexp", *_WORDS), *(job.by_hand(name, *words) for name, words in by_hand.items())]
         results = job.run([*arms, job.ours("ddpexp again", *_WORDS)], bench.rounds)
         for arm in arms[1:]:
@@ -41,11 +48,15 @@ def run(bench: Bench) -> Report:
             note += "; it has the same reduction through shared memory" if workers > 1 and bar is not None else ""
             report.rows.append(_steps(results, workers, arm.name, bar, note))
         if workers == 1:
-            report.rows += _in_turn(job, bench.rounds, "trainer.log_every=1000000", name=", without records of ours", bars=False)
+            report.rows += _in_turn(
+                job, bench.rounds, "trainer.log_every=1000000", name=", without records of ours", bars=False
+            )
         peers = job.run_peers(list(PEERS), _WORDS)
         report.rows += [_steps(peers, workers, name) for name in peers if name != "ddpexp"]
         figure = "microseconds a step"
-        groups[f"{workers} workers" if workers > 1 else "1 worker"] = of_rounds(peers, figure) | of_rounds(results, figure)
+        groups[f"{workers} workers" if workers > 1 else "1 worker"] = of_rounds(peers, figure) | of_rounds(
+            results, figure
+        )
     report.charts += [Chart("a step of 784-128-10, batch 32 a rank", "microseconds", groups)] if groups else []
     return report
 

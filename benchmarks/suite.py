@@ -47,7 +47,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Chart:
-    """Bars: for each group each arm's figures of all rounds. Lines: for each arm its figure at each number, where `x` names it."""
+    """Bars: for each group each arm's figures of all rounds. Lines.
+
+    For each arm its figure at each number, where `x` names it.
+    """
 
     title: str
     unit: str
@@ -93,7 +96,10 @@ def compare(
     faster: bool = False,
     note: str = "",
 ) -> Row:
-    """Compare an arm with another, round by round: mine divided by the other's, or the other way round with `faster`."""
+    """Compare an arm with another, round by round.
+
+    Mine divided by the other's, or the other way round with `faster`.
+    """
     ours, theirs = median(results, mine, figure), median(results, other, figure)
     found = ratio(results, other, mine, figure) if faster else ratio(results, mine, other, figure)
     noise = str(ratio(results, again, mine, figure)) if again is not None and again in results else ""

@@ -1,4 +1,7 @@
-"""24 jobs of a second, 3 rates and 8 seeds, a worker each on two cores, against a shell's loop and Hydra's joblib launcher."""
+"""24 jobs of a second, 3 rates and 8 seeds, a worker each on two cores, against a shell's loop.
+
+And Hydra's joblib launcher.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,13 @@ _RATES, _SEEDS = ("0.02", "0.05", "0.1"), range(8)
 
 
 def run(bench: Bench) -> Report:
-    typed = [*started("torchrun", 1, ["-m", "benchmarks.peers.bare", "--data", str(bench.data)], ours=False), "--tensorboard"]
-    done = subprocess.run([*typed, str(bench.folder / "tb"), "--steps", "2000"], check=True, capture_output=True, text=True)
+    typed = [
+        *started("torchrun", 1, ["-m", "benchmarks.peers.bare", "--data", str(bench.data)], ours=False),
+        "--tensorboard",
+    ]
+    done = subprocess.run(
+        [*typed, str(bench.folder / "tb"), "--steps", "2000"], check=True, capture_output=True, text=True
+    )
     number = round(last_json(done.stdout)["steps_per_second"])
     bench.say(f"{number} steps take a second")
 
@@ -26,17 +34,41 @@ def run(bench: Bench) -> Report:
         lines = [shlex.join([*typed, f"{place}/{rate}-{seed}", f"--steps={number}", f"--lr={rate}", f"--seed={seed}"])
                  for rate in _RATES for seed in _SEEDS]  # fmt: skip
         (place / "lines").write_text("\n".join(lines))
-        return ["xargs", "-P", str(at_once), "-d", "\n", "-n", "1", "-a", str(place / "lines"), "bash", "-c", 'eval "$0"']
+        return [
+            "xargs",
+            "-P",
+            str(at_once),
+            "-d",
+            "\n",
+            "-n",
+            "1",
+            "-a",
+            str(place / "lines"),
+            "bash",
+            "-c",
+            'eval "$0"',
+        ]
 
     def joblib(place: Path) -> list[str]:
-        program = [sys.executable, "-m", "benchmarks.peers.hydra_joblib", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+        program = [
+            sys.executable,
+            "-m",
+            "benchmarks.peers.hydra_joblib",
+            "-m",
+            "hydra/launcher=joblib",
+            "hydra.launcher.n_jobs=2",
+        ]
         swept = [f"lr={','.join(_RATES)}", f"seed=range({len(_SEEDS)})", f"hydra.sweep.dir={place / 'sweep'}"]
         return [*program, f"data={bench.data}", f"steps={number}", f"folder={place}", *swept]
 
     def ours(place: Path) -> list[str]:
         work = ["model=linear", "trainer.gpus=1", "trainer.global_batch_size=64", f"trainer.max_steps={number}",
                 "trainer.epochs=null", "trainer.eval_every=0", "trainer.checkpoint_every=0"]  # fmt: skip
-        swept = [f"optimizer.lr={','.join(_RATES)}", f"trainer.seed=range({len(_SEEDS)})", f"hydra.sweep.dir={place / 'sweep'}"]
+        swept = [
+            f"optimizer.lr={','.join(_RATES)}",
+            f"trainer.seed=range({len(_SEEDS)})",
+            f"hydra.sweep.dir={place / 'sweep'}",
+        ]
         typed = ["recipe=mnist", f"data.root={bench.data}", "data.source=files", "sweep.slots=2"]
         return [sys.executable, "-m", "ddpexp", "-m", *typed, *work, *swept]
 

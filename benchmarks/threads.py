@@ -1,4 +1,7 @@
-"""The same convolutional training under every launcher with its threads left alone, and raw mp.spawn; Slurm wants SLURM_CONF."""
+"""The same convolutional training under every launcher with its threads left alone, and raw mp.spawn.
+
+Slurm wants SLURM_CONF.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ def run(bench: Bench) -> Report:
     raw = job.by_hand("mp.spawn", "--spawn", "--threads", "0", "--reduce", "ddp")
     results = job.run([*arms, raw, job.ours("ddpexp again")], bench.rounds)
     report = Report(
-        charts=[Chart("LeNet, 2 workers, threads left alone", "steps a second", {"": of_rounds(results, "steps a second")})]
+        charts=[
+            Chart("LeNet, 2 workers, threads left alone", "steps a second", {"": of_rounds(results, "steps a second")})
+        ]
     )
     for arm in arms[1:]:
         what = f"steps a second, LeNet, 2 workers, spawn against {arm.name}"
@@ -34,7 +39,15 @@ def run(bench: Bench) -> Report:
     bar, again = Bar("at most", _SPREAD), ratio(results, "ddpexp again", "ddpexp", "steps a second")
     note = f"of each program's fastest {EVERY} steps: {_spread(results, names, FASTEST)[1]:.3f}"
     report.rows.append(
-        Row("best to worst of our launchers", f"{best} to {worst}", f"{spread:.3f}", str(again), str(bar), bar.met(spread), note)
+        Row(
+            "best to worst of our launchers",
+            f"{best} to {worst}",
+            f"{spread:.3f}",
+            str(again),
+            str(bar),
+            bar.met(spread),
+            note,
+        )
     )
     return report
 

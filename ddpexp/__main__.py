@@ -5,7 +5,8 @@ import os
 import sys
 
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    # `python -m` has put the current folder in front, which may be anybody's. It stays where it is the checkout that runs.
+    # `python -m` has put the current folder in front, which may be anybody's. It stays where it is the checkout that
+    # runs.
     _here = os.getcwd() if os.path.exists(os.curdir) else None
     if sys.path[0] == _here != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]

@@ -48,7 +48,10 @@ class CodeError(DdpexpError):
 
 
 class PeerError(DdpexpError):
-    """A rank that this one waited for has died or is silent: mostly a consequence, whose cause that rank tells itself."""
+    """A rank that this one waited for has died or is silent.
+
+    Mostly a consequence, whose cause that rank tells itself.
+    """
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,16 @@ class WorkerError(DdpexpError):
     """A worker failed: the first genuine cause, and the ranks that only went down with it."""
 
     def __init__(
-        self, failure: Failure, others: tuple[int, ...] = (), shown: bool = False, leader: str | None = None, quiet: bool = False
+        self,
+        failure: Failure,
+        others: tuple[int, ...] = (),
+        shown: bool = False,
+        leader: str | None = None,
+        quiet: bool = False,
     ) -> None:
-        """Keep the first failure, the other ranks that ended because of it, and whether its last words are on the terminal.
+        """Keep the first failure, the other ranks that ended because of it.
+
+        And whether its last words are on the terminal.
 
         `leader` is the host of the command that reports it, where that is another one than this.
         """
@@ -106,15 +116,22 @@ class StoppedError(BaseException):
 
     quiet = False  # another command of the same job says it
     told = False  # another command of the same job has written it down and says it
-    then: Callable[[], str] | None = None  # what is done when the end is written down and said; returns what to say of it
+    then: Callable[[], str] | None = (
+        None  # what is done when the end is written down and said; returns what to say of it
+    )
 
     def __init__(
-        self, signum: int, rest: str = "nothing was started", step: int | None = None, saved: bool = False, began: int | None = None
+        self,
+        signum: int,
+        rest: str = "nothing was started",
+        step: int | None = None,
+        saved: bool = False,
+        began: int | None = None,
     ) -> None:
         """Keep the signal's number: the exit code is 128 more; `rest` says what is left.
 
-        `step` is how far the run was, where that is known, and `saved` whether all of it is saved; `began` is where this start
-        began.
+        `step` is how far the run was, where that is known, and `saved` whether all of it is saved; `began` is where
+        this start began.
         """
         super().__init__(f"interrupted by {signal.Signals(signum).name}; {rest}")
         self.signum = signum
@@ -129,7 +146,9 @@ ENDS = (DdpexpError, StoppedError)  # all that a command has a sentence and an e
 
 
 def first_end(error: End) -> End:
-    """Return how the job ended, where a signal came while that was on its way: what starts commands may end all with the first.
+    """Return how the job ended, where a signal came while that was on its way.
+
+    What starts commands may end all with the first.
 
     A failure or a refusal counts before a stop.
     """

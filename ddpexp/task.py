@@ -21,9 +21,9 @@ class Task(Protocol):
     def step(self, model: Any, batch: Any) -> Sums:
         """Return `(loss_sum, count, {name: (sum, count)})` over the batch.
 
-        Sums, not means: the loop divides by the count over the global batch, so uneven slices, padding and
-        accumulation come out right. A `count` that is a number must be the same for every micro-batch, and not 0; one that
-        depends on the data (tokens that are not padding) is a tensor, and costs one small reduction a step. Where tensors count
+        Sums, not means: the loop divides by the count over the global batch, so uneven slices, padding and accumulation
+        come out right. A `count` that is a number must be the same for every micro-batch, and not 0; one that depends
+        on the data (tokens that are not padding) is a tensor, and costs one small reduction a step. Where tensors count
         nothing in a whole global batch there is no gradient. The names of the metrics are the same in every step.
 
         Called inside of autocast where `trainer.precision` asks for it.
@@ -51,7 +51,10 @@ class OptimizerStep(Protocol):
         ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Enclose forward and backward of one micro-batch. Ranks: all, equally often; communicates where `last` is true."""
+        """Enclose forward and backward of one micro-batch. Ranks: all, equally often.
+
+        Communicates where `last` is true.
+        """
         ...
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
@@ -71,16 +74,17 @@ class HasTrainStep(Protocol):
         """Do one optimizer step by hand, and return what `step` does, over all of this worker's micro-batches.
 
         - `update.models` is what is trained: the module, or the mapping of them, as `step` gets it.
-        - `with update.micro_batch(last):` encloses forward and backward of each micro-batch, in the precision and with the
-          random numbers of this run. The workers sum their gradients where `last` is True: in the last of a pass over `batches`.
-        - `update.backward(loss_sum, count)`, inside of that, adds the gradient of `loss_sum / (count over the global batch)`. It
-          may be called several times in a micro-batch, each time with a count of its own, the first, the second and so on in
-          every micro-batch for the same. Counts are numbers, of one value in all micro-batches, or tensors. Tensors are known
-          for the global batch only when all gradients are added up, so those of all calls must be the same in sum, and every
-          worker makes as many calls.
-        - `update.apply(*names)`, after the micro-batches, steps these optimizers, or all. Several calls may use the same
-          gradients, for different optimizers. All gradients are cleared when the next micro-batch begins or the step ends, so
-          what a loss leaves in other networks never reaches their own steps.
+        - `with update.micro_batch(last):` encloses forward and backward of each micro-batch, in the precision and with
+          the random numbers of this run. The workers sum their gradients where `last` is True: in the last of a pass
+          over `batches`.
+        - `update.backward(loss_sum, count)`, inside of that, adds the gradient of `loss_sum / (count over the global
+          batch)`. It may be called several times in a micro-batch, each time with a count of its own, the first, the
+          second and so on in every micro-batch for the same. Counts are numbers, of one value in all micro-batches, or
+          tensors. Tensors are known for the global batch only when all gradients are added up, so those of all calls
+          must be the same in sum, and every worker makes as many calls.
+        - `update.apply(*names)`, after the micro-batches, steps these optimizers, or all. Several calls may use the
+          same gradients, for different optimizers. All gradients are cleared when the next micro-batch begins or the
+          step ends, so what a loss leaves in other networks never reaches their own steps.
 
             def train_step(self, update, batches):
                 for number, batch in enumerate(batches):

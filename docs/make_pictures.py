@@ -63,7 +63,13 @@ def _terminal(command: list[str], typed: str) -> None:
         row = screen.buffer[number]
         for column in range(COLUMNS):
             cell = row[column]
-            color = "" if cell.fg == "default" else f"#{cell.fg}" if len(cell.fg) == 6 and not cell.fg.isalpha() else cell.fg
+            color = (
+                ""
+                if cell.fg == "default"
+                else f"#{cell.fg}"
+                if len(cell.fg) == 6 and not cell.fg.isalpha()
+                else cell.fg
+            )
             text.append(cell.data, style=f"{'bold ' if cell.bold else ''}{color}".replace("brown", "yellow").strip())
         text.append("\n")
     text.rstrip()

@@ -68,7 +68,10 @@ class Classify:
 
 
 def _grid(images: Tensor, guesses: list[int], labels: list[int], columns: int = 8, size: int = 56) -> Tensor:
-    """Draw images with the guess below, in red where it is wrong. Shapes: (rows * (size + 14), columns * size, 3) uint8."""
+    """Draw images with the guess below, in red where it is wrong. Shapes.
+
+    (rows * (size + 14), columns * size, 3) uint8.
+    """
     import numpy as np
     from PIL import Image, ImageDraw
 
@@ -81,5 +84,7 @@ def _grid(images: Tensor, guesses: list[int], labels: list[int], columns: int = 
         left, top = place % columns * size, place // columns * (size + 14)
         sheet.paste(Image.fromarray(255 - image).resize((size, size), Image.Resampling.NEAREST), (left, top))
         right = guess == label
-        pen.text((left + 4, top + size), str(guess) if right else f"{guess} (is {label})", fill="black" if right else "red")
+        pen.text(
+            (left + 4, top + size), str(guess) if right else f"{guess} (is {label})", fill="black" if right else "red"
+        )
     return torch.from_numpy(np.array(sheet))

@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 150.0
 """Seconds that only a hang takes, on the slowest machine: the bound of every wait, and no promise of speed.
 
-Less than the limits that a run has unless a test sets others (trainer.timeout), so that what waits for one of those is found.
+Less than the limits that a run has unless a test sets others (trainer.timeout), so that what waits for one of those is
+found.
 """
 LEFT_SECONDS = 60.0
 """For what a test has started to go, when the test has ended."""
@@ -41,7 +42,9 @@ MNIST_FILES = (
 
 
 for _number in (signal.SIGINT, signal.SIGQUIT):
-    if signal.getsignal(_number) == signal.SIG_IGN:  # as in the background of a shell: what is started here would ignore it too
+    if (
+        signal.getsignal(_number) == signal.SIG_IGN
+    ):  # as in the background of a shell: what is started here would ignore it too
         signal.signal(_number, signal.SIG_DFL)
 
 
@@ -67,7 +70,10 @@ class Done:
 
 
 def starts_of(run: Path) -> list[dict[str, Any]]:
-    """Return every start of a run as a whole: of earlier ones the manifest says what was other than in the one after."""
+    """Return every start of a run as a whole.
+
+    Of earlier ones the manifest says what was other than in the one after.
+    """
     found = json.loads((run / "manifest.json").read_text())
     starts = [{key: value for key, value in found.items() if key not in ("data", "config", "earlier")}]
     for one in reversed(found["earlier"]):
@@ -80,7 +86,10 @@ ANY = WorkerRequest()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the further variants of a test to the longer run (-m slow): past its own number; of runs with a fault past two."""
+    """Leave the further variants of a test to the longer run (-m slow): past its own number.
+
+    Of runs with a fault past two.
+    """
     seen: collections.Counter[str] = collections.Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
@@ -108,7 +117,12 @@ class Call(Job):
     """The launchers as a library: call `entry` in every process."""
 
     def __init__(
-        self, entry: str, arguments: Sequence[str], logs: Path | None = None, asked: WorkerRequest = ANY, **identity: Any
+        self,
+        entry: str,
+        arguments: Sequence[str],
+        logs: Path | None = None,
+        asked: WorkerRequest = ANY,
+        **identity: Any,
     ) -> None:
         self.entry, self.arguments, self.logs, self.asked, self.identity = entry, arguments, logs, asked, identity
 
@@ -125,7 +139,9 @@ class Ddpexp:
         process, run = self.start(*words, environ=environ)
         return finish(process, run, timeout)
 
-    def paste(self, line: str, folder: Path | None = None, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def paste(
+        self, line: str, folder: Path | None = None, environ: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
         """Start a line as it stands, in a shell that finds this Python as `python`."""
         path = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
         return subprocess.Popen(
@@ -195,7 +211,10 @@ def all_processes() -> set[int]:
 
 
 def ddpexp_processes(but: Set[int] = frozenset()) -> set[int]:
-    """Return every living process that these tests have started, directly or not, but some that need not be looked at."""
+    """Return every living process that these tests have started, directly or not, but some.
+
+    That need not be looked at.
+    """
     found = set()
     for pid in all_processes() - but:
         try:
@@ -209,7 +228,10 @@ def ddpexp_processes(but: Set[int] = frozenset()) -> set[int]:
 
 
 def children() -> set[int]:
-    """Return the living children of this process: a fork of it, such as a DataLoader worker, does not have the tests' mark."""
+    """Return the living children of this process.
+
+    A fork of it, such as a DataLoader worker, does not have the tests' mark.
+    """
     found = set()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -242,7 +264,10 @@ def shown(pid: int) -> str:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves one of our processes alive, or what would keep this process from its end: a child, a thread."""
+    """Fail a test that leaves one of our processes alive, or what would keep this process from its end.
+
+    A child, a thread.
+    """
     processes, threads = all_processes(), lasting_threads()
     yield
     deadline = time.monotonic() + LEFT_SECONDS

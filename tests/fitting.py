@@ -33,7 +33,8 @@ from ddpexp.train.schedule import Cosine
 TRAINER = Trainer(
     nodes=1, gpus=1, device="cpu", backend="gloo", threads=1, seed=0, epochs=None, max_steps=None, global_batch_size=24,
     micro_batch_size="auto", precision="fp32", compile=False, channels_last=False, clip_grad_norm=None, ema_decay=None,
-    nonfinite="stop", log_every=4, eval_every="epoch", checkpoint_every="epoch", checkpoint_every_seconds=None, keep_last=2,
+    nonfinite="stop", log_every=4, eval_every="epoch", checkpoint_every="epoch", checkpoint_every_seconds=None,
+    keep_last=2,
     keep_best=None, on_save_error="stop", reduction="fast", deterministic=False, grace_seconds=25,
     timeout=Timeout(300, 600, 1800, 300),
 )  # fmt: skip
@@ -72,7 +73,10 @@ def loop_alone(
     data: Any = None,
     **keys: Any,
 ) -> tuple[Loop, Path]:
-    """Build a run of this process alone, of the recipe `points` and `trainer` keys; return it with the file of its records."""
+    """Build a run of this process alone, of the recipe `points` and `trainer` keys.
+
+    Return it with the file of its records.
+    """
     options = replace(TRAINER, **keys)
     cut = plan_batches(options.global_batch_size, options.micro_batch_size, 1)
 
@@ -86,7 +90,9 @@ def loop_alone(
     else:
         strategy = DDP(STRATEGY, ALONE, build)
     named = (
-        task.optimizers(strategy.eval_model, make) if hasattr(task, "optimizers") else {"optimizer": make(strategy.parameters())}
+        task.optimizers(strategy.eval_model, make)
+        if hasattr(task, "optimizers")
+        else {"optimizer": make(strategy.parameters())}
     )
     path = folder / f"metrics{len(list(folder.iterdir()))}.jsonl"
     sets = {"eval": points.points(33, 1)} if evals is None else evals
@@ -102,7 +108,10 @@ def loop_alone(
 
 
 def fit_alone(points: Any, folder: Path, task: Any, num_steps: int = 8, around: Any = None, **options: Any) -> Once:
-    """Train in this process, alone; `around` is a context manager around that. The options are those of `loop_alone`."""
+    """Train in this process, alone; `around` is a context manager around that.
+
+    The options are those of `loop_alone`.
+    """
     loop, path = loop_alone(points, folder, task, num_steps, **options)
     try:
         with around or torch.enable_grad():

@@ -1,11 +1,14 @@
-"""Run tests with other versions of what ddpexp stands on: `python -m tests.matrix torch-lowest -- tests/train/test_loop.py`.
+"""Run tests with other versions of what ddpexp stands on.
 
-Each row of the matrix is an environment made from nothing, with the versions of constraints.txt but for the packages that the row
-is about. Without names all rows run; without words after `--`, the whole suite. `--python` chooses the interpreter of the
-environments; `--keep FOLDER` leaves them there, and a later call with the same folder uses them again.
+`python -m tests.matrix torch-lowest -- tests/train/test_loop.py`.
 
-torch comes from where pip is set up to look, and its builds with CUDA take gigabytes: PIP_FIND_LINKS may name a folder with CPU
-builds. This is not part of .ci/run.
+Each row of the matrix is an environment made from nothing, with the versions of constraints.txt but for the packages
+that the row is about. Without names all rows run; without words after `--`, the whole suite. `--python` chooses the
+interpreter of the environments; `--keep FOLDER` leaves them there, and a later call with the same folder uses them
+again.
+
+torch comes from where pip is set up to look, and its builds with CUDA take gigabytes: PIP_FIND_LINKS may name a folder
+with CPU builds. This is not part of .ci/run.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ SHOWN = ("torch", "hydra-core", "omegaconf", "numpy")
 
 @dataclass(frozen=True)
 class Row:
-    """An environment: what pip installs beside ddpexp's test extra, and which names constraints.txt does not hold there."""
+    """An environment: what pip installs beside ddpexp's test extra.
+
+    And which names constraints.txt does not hold there.
+    """
 
     wanted: tuple[str, ...]
     free: tuple[str, ...]
@@ -46,13 +52,26 @@ def lowest(name: str) -> str:
 
 def rows() -> dict[str, Row]:
     """Return the matrix, by name."""
-    hydra = ("hydra-core", "omegaconf", "antlr4-python3-runtime", "hydra-optuna-sweeper", "optuna", "hydra-joblib-launcher")
+    hydra = (
+        "hydra-core",
+        "omegaconf",
+        "antlr4-python3-runtime",
+        "hydra-optuna-sweeper",
+        "optuna",
+        "hydra-joblib-launcher",
+    )
     return {
         "pinned": Row((), ()),  # for other interpreters
         "torch-lowest": Row((lowest("torch"),), ("torch",)),
         "torch-newest": Row(("torch",), ("torch", "sympy", "typing-extensions", "setuptools")),
         "hydra-next": Row(  # the one for Python 3.14, which our metadata leave out until it is released
-            ("--ignore-requires-python", "hydra-core>=1.4.0rc0", "hydra-optuna-sweeper>=1.4.0rc0", "omegaconf>=2.4.0rc0"), hydra
+            (
+                "--ignore-requires-python",
+                "hydra-core>=1.4.0rc0",
+                "hydra-optuna-sweeper>=1.4.0rc0",
+                "omegaconf>=2.4.0rc0",
+            ),
+            hydra,
         ),
     }
 
@@ -85,7 +104,8 @@ def versions(python: Path) -> str:
     """Return what an environment holds, in one line."""
     code = (
         "import platform; from importlib.metadata import version; "
-        f"print('python ' + platform.python_version(), *(f'{{name}} {{version(name)}}' for name in {SHOWN!r}), sep=', ')"
+        f"print('python ' + platform.python_version(), *(f'{{name}} {{version(name)}}' for name in {SHOWN!r}), sep=', "
+        "')"
     )
     return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
@@ -109,9 +129,16 @@ def main() -> int:
         for name in asked.rows or rows():
             python = install(rows()[name], folder / name, asked.python)
             print(f"== {name}: {versions(python)}", flush=True)
-            environ = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")}
+            environ = {
+                key: value
+                for key, value in os.environ.items()
+                if key not in ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
+            }
             environ["PATH"] = os.pathsep.join([str(python.parent), os.environ["PATH"]])
-            if subprocess.run([python, "-m", "pytest", "-q", *words], cwd=ROOT, env=environ, check=False).returncode != 0:
+            if (
+                subprocess.run([python, "-m", "pytest", "-q", *words], cwd=ROOT, env=environ, check=False).returncode
+                != 0
+            ):
                 failed.append(name)
     print("== failed: " + ", ".join(failed) if failed else "== all passed")
     return 1 if failed else 0

@@ -1,10 +1,10 @@
 """Try mutants of one file: `python -m tests.mutate ddpexp/train/loop.py 20 -- tests/train/test_loop.py`.
 
-Each of 20 places, the same in every run with the same `--seed`, is changed in a copy of the checkout, and the tests run there
-until one fails. A mutant that survives is a line that no test would miss, or one that changes nothing.
+Each of 20 places, the same in every run with the same `--seed`, is changed in a copy of the checkout, and the tests run
+there until one fails. A mutant that survives is a line that no test would miss, or one that changes nothing.
 
-Neither mutmut nor cosmic-ray fits: both choose or swap a mutant within the process or the checkout that they run in, and our
-tests start `python -m ddpexp` commands, which must see the mutant too while the working tree stays as it is.
+Neither mutmut nor cosmic-ray fits: both choose or swap a mutant within the process or the checkout that they run in,
+and our tests start `python -m ddpexp` commands, which must see the mutant too while the working tree stays as it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 _PAIRS: list[tuple[type[ast.AST], type[ast.AST]]] = [
-    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Add, ast.Sub),
+    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Add,
+        ast.Sub),
     (ast.Mult, ast.FloorDiv), (ast.And, ast.Or),
 ]  # fmt: skip
 SWAPS = {**dict(_PAIRS), **{other: one for one, other in _PAIRS}, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
@@ -36,7 +37,10 @@ LOGGING = ("debug", "info", "warning", "error", "exception")
 
 
 def mutants(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
-    """Yield what may be replaced within a node, and by which text; not in annotations, raised errors or texts for people."""
+    """Yield what may be replaced within a node, and by which text.
+
+    Not in annotations, raised errors or texts for people.
+    """
     match node:
         case ast.Raise() | ast.JoinedStr():
             return
@@ -82,7 +86,10 @@ def replaced(source: str, node: ast.AST, text: str) -> str:
 
 
 def tried(folder: Path, tests: list[str], seconds: float) -> str:
-    """Run the tests in the copy: killed, survived or timeout. Leaves no process behind, for the tests' commands are in sessions."""
+    """Run the tests in the copy: killed, survived or timeout.
+
+    Leaves no process behind, for the tests' commands are in sessions.
+    """
     words = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp", *tests]
     environ = {**os.environ, "PYTHONPATH": str(folder / "checkout")}
     mark = f"PYTHONPATH={folder}/checkout".encode()
@@ -90,7 +97,13 @@ def tried(folder: Path, tests: list[str], seconds: float) -> str:
         command = [sys.executable, "-m", "pytest", *words]
         with open(os.devnull, "r+b") as nowhere:
             done = subprocess.run(
-                command, cwd=folder / "checkout", env=environ, stdin=nowhere, stdout=nowhere, stderr=nowhere, timeout=seconds
+                command,
+                cwd=folder / "checkout",
+                env=environ,
+                stdin=nowhere,
+                stdout=nowhere,
+                stderr=nowhere,
+                timeout=seconds,
             )
         return "killed" if done.returncode else "survived"
     except subprocess.TimeoutExpired:
@@ -117,7 +130,9 @@ def main() -> int:
     counts = {"killed": 0, "survived": 0, "timeout": 0}
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
-        files = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True).split("\0")
+        files = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True).split(
+            "\0"
+        )
         for file in filter(lambda file: (ROOT / file).is_file(), files):
             (folder / "checkout" / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, folder / "checkout" / file)
@@ -130,7 +145,9 @@ def main() -> int:
             line: int = node.lineno  # type: ignore[attr-defined]
             changed = replaced(source, node, text)
             mutated.write_text(changed)
-            for cached in mutated.parent.glob(f"__pycache__/{mutated.stem}.*"):  # two mutants of a second may have one size
+            for cached in mutated.parent.glob(
+                f"__pycache__/{mutated.stem}.*"
+            ):  # two mutants of a second may have one size
                 cached.unlink()
             end = tried(folder, asked.tests, seconds)
             counts[end] += 1

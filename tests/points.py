@@ -1,4 +1,7 @@
-"""A user's recipe of a second, points on two sides of a plane, for tests that need a model, data or a task of their own."""
+"""A user's recipe of a second, points on two sides of a plane, for tests that need a model.
+
+Data or a task of their own.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +106,10 @@ class Recipe:
         self.ddpexp = ddpexp
         self.folder = ddpexp.folder / "project"
         self._count = 0
-        for name, text in {**{f"conf/{name}": text for name, text in CONFIGS.items()}, "points.py": f"{CODE}\n\n{code}"}.items():
+        for name, text in {
+            **{f"conf/{name}": text for name, text in CONFIGS.items()},
+            "points.py": f"{CODE}\n\n{code}",
+        }.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
@@ -132,7 +138,10 @@ class Recipe:
         return module
 
     def words(self, *words: str, run: Path | None = None) -> tuple[list[str], Path]:
-        """Return what is typed after `ddpexp`, and the run directory that it names: one of its own unless one is given."""
+        """Return what is typed after `ddpexp`, and the run directory that it names.
+
+        One of its own unless one is given.
+        """
         if run is None:
             self._count += 1
             run = self.ddpexp.folder / f"points{self._count}"

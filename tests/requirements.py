@@ -1,8 +1,9 @@
 """Write requirements.lock and requirements-cuda13.lock anew: `python -m tests.requirements`.
 
-uv resolves the dependencies for every Python and platform at once, within constraints.txt. Versions that constraints.txt leaves
-open stay as they are in the files unless `--upgrade` is typed; then nothing younger than a week is taken. `--check` writes
-nothing and only sees whether constraints.txt can be resolved for every Python, all extras included.
+uv resolves the dependencies for every Python and platform at once, within constraints.txt. Versions that
+constraints.txt leaves open stay as they are in the files unless `--upgrade` is typed; then nothing younger than a week
+is taken. `--check` writes nothing and only sees whether constraints.txt can be resolved for every Python, all extras
+included.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ HEADS = {
 # Written by `python -m tests.requirements`.
 """,
     CUDA: """\
-# torch as pip takes it by default on Linux, built for CUDA 13, with NVIDIA's packages: 2.7 GB. Together with requirements.lock:
+# torch as pip takes it by default on Linux, built for CUDA 13, with NVIDIA's packages: 2.7 GB. Together with
+# requirements.lock:
 #     pip install --require-hashes -r requirements.lock -r requirements-cuda13.lock && pip install --no-deps -e .
 # PyTorch serves the builds for the CPU and for CUDA 12 itself. uv writes a lock file for them in the same way:
 #     uv pip compile --torch-backend=cpu --generate-hashes pyproject.toml -c constraints.txt
@@ -38,7 +40,10 @@ HEADS = {
 
 
 def resolve(*words: str) -> str:
-    """Resolve ddpexp's dependencies within constraints.txt, for every Python and platform, with uv; return the lines."""
+    """Resolve ddpexp's dependencies within constraints.txt, for every Python and platform, with uv.
+
+    Return the lines.
+    """
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--universal"]
     command += [
         "--python-version",
@@ -80,7 +85,9 @@ def main() -> int:
         prog="python -m tests.requirements", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--upgrade", action="store_true", help="take newer versions of what constraints.txt leaves open")
+    parser.add_argument(
+        "--upgrade", action="store_true", help="take newer versions of what constraints.txt leaves open"
+    )
     asked = parser.parse_args()
     try:
         if asked.check:

@@ -1,4 +1,7 @@
-"""What the documents tell people to type is taken by the real command's code as it stands; what is quickly done is run."""
+"""What the documents tell people to type is taken by the real command's code as it stands.
+
+What is quickly done is run.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,8 @@ ONLY_WITH = {
 }
 # Other programs' lines in blocks.
 OTHERS = re.compile(
-    r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir |pytest -"
+    r"pip install |python -m (venv|benchmarks|tests\.(mutate|matrix|requirements))\b|ruff format |tensorboard --logdir "
+    r"|pytest -"
 )
 
 
@@ -122,12 +126,18 @@ def is_overrides(text: str) -> bool:
         return False
     sections = {*groups([conf_folder()]), "run", "sweep", "task", "hydra"}
     known = [re.match(r"-m$|\+{0,2}([a-z]+)([./]\w+)*=", word) for word in words]
-    return any("=" in word for word in words) and all(one is not None and (one[0] == "-m" or one[1] in sections) for one in known)
+    return any("=" in word for word in words) and all(
+        one is not None and (one[0] == "-m" or one[1] in sections) for one in known
+    )
 
 
 ALL = list({typed.text: typed for document in reversed(DOCUMENTS) for typed in written(document)}.values())
 COMMAND_LINES = [typed for typed in ALL if command_of(typed.text) is not None and typed.text not in NOT_TYPED]
-OVERRIDES = [typed for typed in ALL if command_of(typed.text) is None and is_overrides(typed.text) and typed.text not in NOT_TYPED]
+OVERRIDES = [
+    typed
+    for typed in ALL
+    if command_of(typed.text) is None and is_overrides(typed.text) and typed.text not in NOT_TYPED
+]
 
 
 @pytest.fixture(scope="module")

@@ -46,19 +46,26 @@ def watched(code: str, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str
 def test_importing_any_module_starts_no_process_and_opens_no_socket(tmp_path: Path) -> None:
     done = watched(EVERY_MODULE, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert {"ddpexp", "ddpexp.__main__", "ddpexp.train.worker", "ddpexp.launch.launchers.slurm", "ddpexp.recipes.mnist"} <= set(
-        done.stdout.split()
-    )
+    assert {
+        "ddpexp",
+        "ddpexp.__main__",
+        "ddpexp.train.worker",
+        "ddpexp.launch.launchers.slurm",
+        "ddpexp.recipes.mnist",
+    } <= set(done.stdout.split())
 
 
 def test_asking_for_help_starts_no_process_and_opens_no_socket(tmp_path: Path) -> None:
-    done = watched('import runpy; sys.argv[0] = "ddpexp"; runpy.run_module("ddpexp", run_name="__main__")', "--help", cwd=tmp_path)
+    done = watched(
+        'import runpy; sys.argv[0] = "ddpexp"; runpy.run_module("ddpexp", run_name="__main__")', "--help", cwd=tmp_path
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "recipe=mnist" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("code", "event"), [("import socket; socket.socket()", "socket.__new__"), ("import os; os.fork() or os._exit(0)", "os.fork")]
+    ("code", "event"),
+    [("import socket; socket.socket()", "socket.__new__"), ("import os; os.fork() or os._exit(0)", "os.fork")],
 )
 def test_the_watch_sees_both(tmp_path: Path, code: str, event: str) -> None:
     assert watched(code, cwd=tmp_path).stderr.startswith(event)

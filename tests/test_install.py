@@ -22,9 +22,19 @@ pytestmark = pytest.mark.timeout(600)
 
 def run(*words: str | Path, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command with as little of our environment as can be."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_", "PYTHON", "VIRTUAL_ENV"))}
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("DDPEXP_", "HYDRA_", "PYTHON", "VIRTUAL_ENV"))
+    }
     return subprocess.run(
-        list(map(str, words)), cwd=cwd, env={**kept, **(environ or {})}, capture_output=True, text=True, timeout=500, check=False
+        list(map(str, words)),
+        cwd=cwd,
+        env={**kept, **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
 
 
@@ -81,7 +91,9 @@ def test_an_installed_wheel_runs_from_any_folder(python: Path, tmp_path: Path) -
     asked = run(python.with_name("ddpexp"), "--help", cwd=tmp_path)
     assert (asked.returncode, asked.stderr) == (0, "")
     assert "\nrecipe=mnist: Classify handwritten digits" in asked.stdout
-    done = run(python, "-m", "ddpexp", *SMALL, "trainer.gpus=2", "run.dir=run", cwd=tmp_path, environ=with_cache(tmp_path))
+    done = run(
+        python, "-m", "ddpexp", *SMALL, "trainer.gpus=2", "run.dir=run", cwd=tmp_path, environ=with_cache(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["world_size"] == 2
     packages = json.loads((tmp_path / "run/manifest.json").read_text())["packages"]
@@ -136,10 +148,14 @@ def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_a_clone_named_as_the_package_works_from_the_folder_above_it(editable: Path, checkout: Path, tmp_path: Path) -> None:
+def test_a_clone_named_as_the_package_works_from_the_folder_above_it(
+    editable: Path, checkout: Path, tmp_path: Path
+) -> None:
     above = checkout.parent
     assert checkout.name == "ddpexp"
-    where = run(editable, "-c", "import ddpexp, ddpexp.task; print(ddpexp.__file__)", cwd=above)  # as in a notebook there
+    where = run(
+        editable, "-c", "import ddpexp, ddpexp.task; print(ddpexp.__file__)", cwd=above
+    )  # as in a notebook there
     assert (where.stdout.strip(), where.stderr) == (str(checkout / "ddpexp/__init__.py"), "")
     words = (*SMALL, "trainer.gpus=2", f"run.dir={tmp_path}/run")
     done = run(editable, "-m", "ddpexp", *words, cwd=above, environ=with_cache(tmp_path))
@@ -149,7 +165,9 @@ def test_a_clone_named_as_the_package_works_from_the_folder_above_it(editable: P
 
 def test_an_installation_from_a_clone_adds_no_files_of_its_own(editable: Path) -> None:
     [packages] = editable.parent.parent.glob("lib/python*/site-packages")
-    assert not (packages / "ddpexp").exists()  # conf and recipes would be copies, of which edits of the clone know nothing
+    assert not (
+        packages / "ddpexp"
+    ).exists()  # conf and recipes would be copies, of which edits of the clone know nothing
 
 
 def test_from_above_a_clone_that_is_not_installed_the_command_says_so(checkout: Path, tmp_path: Path) -> None:
@@ -157,6 +175,7 @@ def test_from_above_a_clone_that_is_not_installed_the_command_says_so(checkout: 
     done = run(tmp_path / "venv/bin/python", "-m", "ddpexp", "recipe=mnist", cwd=checkout.parent)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"ddpexp: not installed in {tmp_path}/venv: the folder ddpexp here is a clone of the repository, not the package. "
+        f"ddpexp: not installed in {tmp_path}/venv: the folder ddpexp here is a clone of the repository, not the "
+        "package. "
         "Install it with pip install -e ddpexp -c ddpexp/constraints.txt, or run the command inside ddpexp.\n"
     )

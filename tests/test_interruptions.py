@@ -1,4 +1,7 @@
-"""Promise 3: whatever ends a run, whenever, the same command goes on and ends with the weights of the undisturbed run."""
+"""Promise 3: whatever ends a run, whenever, the same command goes on.
+
+And ends with the weights of the undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,13 @@ class Writes(Sides):
         return super().step(model, batch)
 """
 DEEP = ("model._target_=points.Deep", "strategy.bucket_cap_mb=0.001", "model.dropout=0.2")
-LONG = ("trainer.epochs=null", "trainer.max_steps=60", "trainer.log_every=7", "trainer.eval_every=25", "trainer.checkpoint_every=5")
+LONG = (
+    "trainer.epochs=null",
+    "trainer.max_steps=60",
+    "trainer.log_every=7",
+    "trainer.eval_every=25",
+    "trainer.checkpoint_every=5",
+)
 SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
 
 
@@ -125,7 +134,9 @@ def undisturbed(recipe: Recipe) -> Callable[..., Done]:
 def records(run: Path) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl but for what a clock has made."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("time", "train/samples_per_second")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in ("time", "train/samples_per_second")} for line in lines
+    ]
 
 
 def points_of_tensorboard(run: Path) -> Counter[tuple[str, int]]:
@@ -209,7 +220,8 @@ def test_killed_twice_and_started_again_the_run_ends_as_if_nothing_was(
 
 
 POINTS = [
-    ("begun", 0), ("manifest", 0), ("share", 1), ("written", 0), ("share", 0), ("recorded", 0), ("renamed", 0), ("pruning", 0),
+    ("begun", 0), ("manifest", 0), ("share", 1), ("written", 0), ("share", 0), ("recorded", 0), ("renamed", 0),
+    ("pruning", 0),
     ("begun", 1), ("written", 1),
 ]  # fmt: skip
 """Where a rank is killed in a save, and which rank."""
@@ -267,7 +279,14 @@ SOAKED = [
     (2, (*DEEP, *SGD, "task._target_=points.Drawing"), 70),
     (
         3,
-        (*DEEP, *ADAMW, "data._target_=points.load_noisy", "data.num_workers=1", "trainer.precision=bf16", "trainer.ema_decay=0.9"),
+        (
+            *DEEP,
+            *ADAMW,
+            "data._target_=points.load_noisy",
+            "data.num_workers=1",
+            "trainer.precision=bf16",
+            "trainer.ema_decay=0.9",
+        ),
         70,
     ),
     (4, (*DEEP, *SGD, "trainer.reduction=exact", "trainer.micro_batch_size=3", "trainer.clip_grad_norm=0.5"), 70),
@@ -281,7 +300,10 @@ SOAKED = [
 def test_killed_at_random_moments_again_and_again(
     recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, words: tuple[str, ...], most: int
 ) -> None:
-    """Kill the command, the fork server, a rank, a loader's worker, everything, or a rank within a write; all runs end equal."""
+    """Kill the command, the fork server, a rank, a loader's worker, everything, or a rank within a write.
+
+    All runs end equal.
+    """
     chance = random.Random(world_size)
     words = (*LONG, *words, "trainer.max_steps=400", f"trainer.gpus={world_size}")
     expected = undisturbed(*words)
@@ -294,7 +316,11 @@ def test_killed_at_random_moments_again_and_again(
             kind = chance.choice([*KILLS, "within a write"])
             place = chance.choice(["begun", "written", "share", "recorded", "manifest", "renamed", "pruning"])
             rank = chance.randrange(world_size) if place in ("begun", "written", "share") else 0
-            fault = {"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:{chance.randrange(1, 6)}"} if kind == "within a write" else {}
+            fault = (
+                {"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:{chance.randrange(1, 6)}"}
+                if kind == "within a write"
+                else {}
+            )
             process, run = recipe.start(*words, run=run, environ=fault if kinds.total() < most else {})
             if chance.random() < 0.8:  # else while it starts
                 while process.poll() is None and not ranks_of(process):
@@ -370,9 +396,15 @@ def damage(path: Path) -> None:
     ("harm", "word"),
     [
         (lambda folder: damage(folder / "model.safetensors"), "model.safetensors is damaged"),
-        (lambda folder: (folder / "state.optimizers.safetensors").write_bytes(b""), "state.optimizers.safetensors is cut off"),
+        (
+            lambda folder: (folder / "state.optimizers.safetensors").write_bytes(b""),
+            "state.optimizers.safetensors is cut off",
+        ),
         (lambda folder: (folder / "state.progress.json").unlink(), "state.progress.json: it is missing"),
-        (lambda folder: damage(folder / "checkpoint.json"), "checkpoint.json is damaged: it does not have its own hash"),
+        (
+            lambda folder: damage(folder / "checkpoint.json"),
+            "checkpoint.json is damaged: it does not have its own hash",
+        ),
     ],
     ids=["a bit", "empty", "missing", "manifest"],
 )
@@ -410,7 +442,10 @@ def test_a_model_of_other_shapes_is_refused_and_the_finished_run_stays_as_it_was
     before = {path: path.read_bytes() for pattern in watched for path in first.run.glob(pattern)}
     other = recipe(*words, "model.hidden=9", "trainer.max_steps=20", run=first.run)
     assert other.code == 2
-    text = "the checkpoint of step 10 (model.safetensors) holds the weights of another model: 0.weight is (8, 4) of torch.float32"
+    text = (
+        "the checkpoint of step 10 (model.safetensors) holds the weights of another model: 0.weight is (8, 4) of "
+        "torch.float32"
+    )
     assert text in other.err
     assert {path: path.read_bytes() for pattern in watched for path in first.run.glob(pattern)} == before
 
@@ -428,7 +463,9 @@ def test_a_checkpoint_of_a_newer_ddpexp_is_refused(recipe: Recipe) -> None:
     assert "was written by ddpexp 9.9 (format 99)" in done.err
 
 
-@pytest.mark.parametrize("way", [(2, 1, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in ((4, 2, 1), (1, 4, 2)))])
+@pytest.mark.parametrize(
+    "way", [(2, 1, 4), *(pytest.param(one, marks=pytest.mark.slow) for one in ((4, 2, 1), (1, 4, 2)))]
+)
 def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
     recipe: Recipe, tmp_path: Path, way: tuple[int, int, int]
 ) -> None:
@@ -448,7 +485,12 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
         each = 8 // size  # micro-batches of a rank in a step
         steps = min(len(lines) // each for lines in by_rank.values())
         made = [
-            [index for rank in range(size) for line in by_rank[rank][step * each : (step + 1) * each] for index in json.loads(line)]
+            [
+                index
+                for rank in range(size)
+                for line in by_rank[rank][step * each : (step + 1) * each]
+                for index in json.loads(line)
+            ]
             for step in range(steps)
         ]
         seen = [*seen[:last], *made]
@@ -529,7 +571,14 @@ def test_usr1_saves_and_goes_on(recipe: Recipe, undisturbed: Callable[..., Done]
 
 
 def test_time_alone_may_ask_for_checkpoints(recipe: Recipe) -> None:
-    words = (*LONG, *SGD, "trainer.gpus=3", "task._target_=points.Slow", "+task.train_seconds=0.02", "trainer.keep_last=null")
+    words = (
+        *LONG,
+        *SGD,
+        "trainer.gpus=3",
+        "task._target_=points.Slow",
+        "+task.train_seconds=0.02",
+        "trainer.keep_last=null",
+    )
     done = recipe(*words, "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=0.3")
     assert done.code == 0, done.err
     steps = [int(path.name[5:]) for path in complete_checkpoints(done.run / "checkpoints")]
@@ -546,11 +595,16 @@ def test_the_best_checkpoint_stays_and_a_metric_that_is_none_is_refused(recipe: 
     assert {int(path.name[5:]) for path in complete_checkpoints(done.run / "checkpoints")} == {best, 60}
     wrong = recipe(*words, "trainer.keep_best=max:eval/acc")
     assert wrong.code == 1
-    assert "trainer.keep_best=max:eval/acc names no metric of the evaluation: there are eval/loss, eval/accuracy." in wrong.err
+    assert (
+        "trainer.keep_best=max:eval/acc names no metric of the evaluation: there are eval/loss, eval/accuracy."
+        in wrong.err
+    )
 
 
 def test_the_average_of_the_weights_is_what_is_evaluated_and_kept(recipe: Recipe) -> None:
-    done = recipe(*LONG, *SGD, "trainer.gpus=2", "trainer.ema_decay=0.9", "trainer.checkpoint_every=1", "trainer.keep_last=null")
+    done = recipe(
+        *LONG, *SGD, "trainer.gpus=2", "trainer.ema_decay=0.9", "trainer.checkpoint_every=1", "trainer.keep_last=null"
+    )
     assert done.code == 0, done.err
     folders = complete_checkpoints(done.run / "checkpoints")[::-1]
     average = load_file(folders[0] / "model.ema.safetensors")
@@ -569,7 +623,9 @@ def test_the_average_of_the_weights_is_what_is_evaluated_and_kept(recipe: Recipe
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_write_that_fails_for_a_moment_is_tried_again(recipe: Recipe, undisturbed: Callable[..., Done], world_size: int) -> None:
+def test_a_write_that_fails_for_a_moment_is_tried_again(
+    recipe: Recipe, undisturbed: Callable[..., Done], world_size: int
+) -> None:
     words = (*DEEP, *LONG, *SGD, f"trainer.gpus={world_size}", "model.hidden=150")
     process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.written:eio:1:2"})
     same(finish(process, run), undisturbed(*words))
@@ -585,9 +641,13 @@ def test_a_disk_without_room_ends_the_run_and_keeps_what_was_saved(
     assert full.code == 1
     kept = complete_checkpoints(run / "checkpoints")
     assert kept
-    assert re.search(r"CheckpointError: the checkpoint of step \d+ could not be written in .*: No space left on device", full.err)
+    assert re.search(
+        r"CheckpointError: the checkpoint of step \d+ could not be written in .*: No space left on device", full.err
+    )
     assert json.loads((run / "error.json").read_text())["kind"] == "CheckpointError"
-    fewer = recipe(*words, "trainer.keep_last=1", "trainer.checkpoint_every=25", "trainer.on_save_error=continue", run=run)
+    fewer = recipe(
+        *words, "trainer.keep_last=1", "trainer.checkpoint_every=25", "trainer.on_save_error=continue", run=run
+    )
     assert "The run goes on (trainer.on_save_error=continue)." in fewer.out
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     done = recipe(*words, run=run)
@@ -614,7 +674,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of a megabyte and a half."""
     place = tmp_path / "disk"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield place

@@ -13,8 +13,8 @@ import pytest
 
 from tests.conftest import PATIENCE, ROOT
 
-# From the ground up: a room imports only from rows above its own, type-checking imports too. Rooms of one row do not know each
-# other.
+# From the ground up: a room imports only from rows above its own, type-checking imports too. Rooms of one row do not
+# know each other.
 ROWS = [
     ["ddpexp"],  # the package itself: its version and its path
     ["errors"],
@@ -40,7 +40,8 @@ ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 HYDRA = {"config", "sweep", "cli"}
 # What the command loads before it hands over to the workers.
 COMMAND = (
-    "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory", "data.mnist.prepare",
+    "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",
+    "data.mnist.prepare",
     "data.images.files", "launch.launchers.local", "launch.supervise.coordinator", "run.jobs",
 )  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
@@ -56,7 +57,13 @@ def room_of(name: str) -> str:
     """Return the room of a module, or of a name in it."""
     parts = name.split(".")[1:]
     inner = "/".join(parts[:2])
-    return inner if inner in ROW else parts[0] if parts and (parts[0] in ROW or (ROOT / "ddpexp" / parts[0]).exists()) else "ddpexp"
+    return (
+        inner
+        if inner in ROW
+        else parts[0]
+        if parts and (parts[0] in ROW or (ROOT / "ddpexp" / parts[0]).exists())
+        else "ddpexp"
+    )
 
 
 def module(path: Path) -> str:
@@ -69,7 +76,10 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path, typed: bool = False) -> Iterator[str]:
-    """Yield the full names that a file imports, late imports too; those for the type checker alone where `typed` is true."""
+    """Yield the full names that a file imports, late imports too.
+
+    Those for the type checker alone where `typed` is true.
+    """
 
     def walk(node: ast.AST) -> Iterator[str]:
         if not typed and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -127,12 +137,16 @@ def test_recipes_know_nothing_of_us_but_the_task_protocol() -> None:
 
 def test_the_launching_room_could_be_cut_out() -> None:
     for path in (ROOT / "ddpexp/launch").rglob("*.py"):
-        assert {other.partition("/")[0] for other in known_rooms(path)} <= {"launch", "errors", "system", "ddpexp"}, path
+        assert {other.partition("/")[0] for other in known_rooms(path)} <= {"launch", "errors", "system", "ddpexp"}, (
+            path
+        )
 
 
 def loaded_by(*modules: str) -> set[str]:
     program = f"import sys; import {', '.join(modules)}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
     return set(done.stdout.split())
 
 
@@ -161,7 +175,12 @@ def test_the_commands_first_imports_are_of_the_standard_library() -> None:
 
 
 def test_workers_do_not_pay_for_hydra_or_the_terminal() -> None:
-    assert not tops(loaded_by("ddpexp.train.worker", "ddpexp.recipes.mnist")) & {"hydra", "omegaconf", "rich", "tensorboard"}
+    assert not tops(loaded_by("ddpexp.train.worker", "ddpexp.recipes.mnist")) & {
+        "hydra",
+        "omegaconf",
+        "rich",
+        "tensorboard",
+    }
 
 
 def test_importing_has_no_effects() -> None:

@@ -16,14 +16,16 @@ SOURCES = sorted(path for folder in ("ddpexp", "recipes") for path in (ROOT / fo
 
 FORBIDDEN = {
     "torch.load", "torch.jit.load", "torch.export.load", "torch.hub.load", "torch.package.PackageImporter",
-    "torch.serialization.load", "pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.loads", "dill.load", "dill.loads",
+    "torch.serialization.load", "pickle.load", "pickle.loads", "pickle.Unpickler", "cPickle.loads", "dill.load",
+    "dill.loads",
     "cloudpickle.load", "cloudpickle.loads", "joblib.load", "marshal.load", "marshal.loads", "shelve.open",
     "eval", "exec", "builtins.eval", "builtins.exec", "os.system", "os.popen", "subprocess.getoutput",
     "subprocess.getstatusoutput", "commands.getoutput", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all",
     "yaml.unsafe_load_all", "runpy.run_path", "runpy.run_module",
 }  # fmt: skip
 COLLECTIVES_OF_OBJECTS = {
-    "broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list", "recv_object_list",
+    "broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list",
+    "recv_object_list",
 }  # fmt: skip
 SAFE_LOADERS = ("CSafeLoader", "SafeLoader", "_LOADER", "get_yaml_loader()")
 
@@ -54,7 +56,9 @@ def problems(text: str) -> Iterator[str]:
             ):
                 yield f"{keyword.arg}={value}"
         if ast.unparse(node.func) in ("yaml.load", "yaml.parse", "yaml.scan"):
-            loader = " ".join(ast.unparse(argument) for argument in [*node.args[1:], *(word.value for word in node.keywords)])
+            loader = " ".join(
+                ast.unparse(argument) for argument in [*node.args[1:], *(word.value for word in node.keywords)]
+            )
             if not any(safe in loader for safe in SAFE_LOADERS) or "Unsafe" in loader or "FullLoader" in loader:
                 yield ast.unparse(node)
 
@@ -94,7 +98,12 @@ def test_the_policy_sees_what_it_forbids(text: str) -> None:
 
 
 def test_the_policy_lets_pass_what_is_safe() -> None:
-    lines = ["import yaml, json, numpy as np", "yaml.load(t, Loader=yaml.SafeLoader)", "np.load(p, mmap_mode='c')", "model.eval()"]
+    lines = [
+        "import yaml, json, numpy as np",
+        "yaml.load(t, Loader=yaml.SafeLoader)",
+        "np.load(p, mmap_mode='c')",
+        "model.eval()",
+    ]
     assert list(problems("\n".join(lines))) == []
 
 
@@ -107,7 +116,11 @@ def test_what_is_downloaded_is_known_by_its_hash_and_comes_over_https() -> None:
     addresses = {}
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"\w+://\S+", node.value):
+            if (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and re.fullmatch(r"\w+://\S+", node.value)
+            ):
                 addresses[node.value] = path.name
     assert {address for address, name in addresses.items() if address.startswith(("http", "ftp", "s3"))} == set(MIRRORS)
     assert all(address.startswith("https://") for address in MIRRORS)

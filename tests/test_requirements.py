@@ -14,14 +14,19 @@ from tests.conftest import ROOT
 from tests.requirements import CUDA, GPU, LOCK, entries
 
 _CLASSIFIER = "Programming Language :: Python :: "
-PYTHONS = [text.removeprefix(_CLASSIFIER) for text in metadata.metadata("ddpexp").get_all("Classifier", []) if _CLASSIFIER in text]
+PYTHONS = [
+    text.removeprefix(_CLASSIFIER)
+    for text in metadata.metadata("ddpexp").get_all("Classifier", [])
+    if _CLASSIFIER in text
+]
 MACHINES = ("x86_64", "aarch64")
 
 
 def applies(requirement: Requirement, python: str, machine: str, extra: str = "") -> bool:
     environment = {
         **cast("dict[str, str]", default_environment()),
-        "python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux", "platform_system": "Linux",
+        "python_version": python, "python_full_version": f"{python}.1", "sys_platform": "linux",
+        "platform_system": "Linux",
         "platform_machine": machine, "extra": extra,
     }  # fmt: skip
     return requirement.marker is None or requirement.marker.evaluate(environment)
@@ -62,7 +67,9 @@ def needed(extra: str, python: str, machine: str) -> list[Requirement]:
 def test_the_lock_files_hold_what_ddpexp_needs_at_the_versions_of_the_constraints(python: str, machine: str) -> None:
     held, fixed = locked(python, machine), constraints(python, machine)
     for one in needed("", python, machine):
-        assert one.specifier.contains(held[canonicalize_name(one.name)]), f"{one}: `python -m tests.requirements` writes the files"
+        assert one.specifier.contains(held[canonicalize_name(one.name)]), (
+            f"{one}: `python -m tests.requirements` writes the files"
+        )
     both = held.keys() & fixed.keys()
     assert {name: held[name] for name in both} == {name: fixed[name] for name in both}, (
         "`python -m tests.requirements` writes the files"
@@ -73,7 +80,9 @@ def test_the_lock_files_hold_what_ddpexp_needs_at_the_versions_of_the_constraint
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_constraints_hold_a_version_of_all_that_an_extra_asks_for(python: str, extra: str) -> None:
     fixed = constraints(python, "x86_64")
-    asked = [one for one in needed(extra, python, "x86_64") if one.name != "ddpexp"]  # [test] includes other extras of ours
+    asked = [
+        one for one in needed(extra, python, "x86_64") if one.name != "ddpexp"
+    ]  # [test] includes other extras of ours
     assert asked
     for one in asked:
         assert one.specifier.contains(fixed[canonicalize_name(one.name)]), str(one)

@@ -187,7 +187,12 @@ def test_a_typo_in_the_recipes_name_is_answered_with_the_nearest(ddpexp: Ddpexp,
 def test_help_shows_the_users_options_and_keys_beside_ours(ddpexp: Ddpexp, project: Path) -> None:
     done = ddpexp("--help", "recipe=mine", "--config-dir", str(project / "conf"), "trainer.seed=41")
     assert (done.code, done.err) == (0, "")
-    for line in ("  model      lenet, linear, net*", "  recipe     mine*, mnist", "  model._target_=mine.Net", "  trainer.seed=41"):
+    for line in (
+        "  model      lenet, linear, net*",
+        "  recipe     mine*, mnist",
+        "  model._target_=mine.Net",
+        "  trainer.seed=41",
+    ):
         assert f"\n{line}" in done.out
     wrong = ddpexp("--help", "recipe=mien", "--config-dir", str(project / "conf"))
     assert (wrong.code, wrong.err) == (2, "ddpexp: recipe=mien is not a known option. Did you mean recipe=mine?\n")
@@ -198,7 +203,10 @@ def test_a_name_of_ours_draws_a_warning_and_stays_ours(ddpexp: Ddpexp, project: 
     done = train(ddpexp, project / "conf", "mine")
     assert done.code == 0, done.err
     place = project / "conf/optimizer/sgd.yaml"
-    assert f"ddpexp: warning: {place} is not used: ddpexp has its own optimizer/sgd. Give yours another name.\n" in done.err
+    assert (
+        f"ddpexp: warning: {place} is not used: ddpexp has its own optimizer/sgd. Give yours another name.\n"
+        in done.err
+    )
     assert yaml.safe_load((done.run / "config.yaml").read_text())["optimizer"]["lr"] != 123.0
 
 
@@ -248,7 +256,11 @@ def test_a_users_prepare_runs_once_in_a_process_of_its_own(ddpexp: Ddpexp, prepa
     ("count", "traceback", "sentence"),
     [
         (1, None, "ddpexp: data.count=1 is one point: use 2 or more.\n"),
-        (2, "ValueError: no luck\n", "ddpexp: data.prepare=ready.prepare failed with exit code 1: see its own words above.\n"),
+        (
+            2,
+            "ValueError: no luck\n",
+            "ddpexp: data.prepare=ready.prepare failed with exit code 1: see its own words above.\n",
+        ),
         (3, None, "ddpexp: data.prepare=ready.prepare must return a mapping with at least a `name`, not 'nothing'.\n"),
     ],
 )
@@ -270,7 +282,10 @@ def test_a_prepare_that_is_not_there_is_refused_with_the_nearest(ddpexp: Ddpexp,
 
 
 def test_an_error_in_the_users_code_shows_its_traceback_and_ends_with_1(ddpexp: Ddpexp, project: Path) -> None:
-    write(project / "mine.py", CODE.replace('scores, labels = model(batch["point"])', 'scores, labels = model(batch["pont"])'))
+    write(
+        project / "mine.py",
+        CODE.replace('scores, labels = model(batch["point"])', 'scores, labels = model(batch["pont"])'),
+    )
     done = train(ddpexp, project / "conf", "mine")
     assert done.code == 1
     assert "mine.py" in done.err

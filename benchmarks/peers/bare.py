@@ -67,7 +67,9 @@ def train(words: Words) -> Report:
     for step in range(words.steps):
         epoch, place = divmod(step, per_epoch)
         if place == 0:
-            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(words.seed + epoch))[rank::world]
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(words.seed + epoch))[
+                rank::world
+            ]
         rows = order[place * words.batch : (place + 1) * words.batch]
         inputs = images[rows].float().mul_(1 / 255 / 0.3081).sub_(0.1307 / 0.3081)
         loss = loss_of(network(inputs), labels[rows])

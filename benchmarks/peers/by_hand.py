@@ -52,7 +52,12 @@ def run(rank: int, words: argparse.Namespace) -> None:
 
 
 def steps(
-    job: Job, rank: int, network: nn.Module, called: nn.Module, reduce: Callable[[], None], clear: Callable[[], None] | None
+    job: Job,
+    rank: int,
+    network: nn.Module,
+    called: nn.Module,
+    reduce: Callable[[], None],
+    clear: Callable[[], None] | None,
 ) -> Iterator[None]:
     """Take every step of the order, and yield after each."""
     data, optimizer, loss_of = Whole(job.data), job.optimizer(network), nn.CrossEntropyLoss()

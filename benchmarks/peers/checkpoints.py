@@ -78,7 +78,10 @@ def main() -> None:
 
 
 def saver(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> Any:
-    """Return what saves at a step, and what waits for the last save; each writes durably and under a name that is whole."""
+    """Return what saves at a step, and what waits for the last save.
+
+    Each writes durably and under a name that is whole.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def state() -> dict[str, Any]:
@@ -104,7 +107,9 @@ def saver(way: str, model: nn.Module, optimizer: torch.optim.Optimizer, folder: 
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
         pending: list[Any] = []
-        own = dist.new_group(backend="gloo")  # on the training's own group its collectives and DDP's would wait for each other
+        own = dist.new_group(
+            backend="gloo"
+        )  # on the training's own group its collectives and DDP's would wait for each other
 
         def dcp_async(step: int) -> None:
             finish()

@@ -34,7 +34,8 @@ def model(name: str, seed: int = 0) -> nn.Module:
         return resnet18()
     if name == "lenet":
         return nn.Sequential(
-            nn.Conv2d(1, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
+            nn.Conv2d(1, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 5), nn.MaxPool2d(2), nn.ReLU(),
+            nn.Flatten(),
             nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10),
         )  # fmt: skip
     hidden = {"linear": [], "shallow": [128], "deep": [64] * 4}[name]
@@ -47,7 +48,8 @@ def model(name: str, seed: int = 0) -> nn.Module:
 def resnet18() -> nn.Module:
     """Build ResNet-18 for images of 32 x 32: the first layer 3 x 3, and no pooling behind it.
 
-    Source: He et al., "Deep Residual Learning for Image Recognition" (2016), with the first layer of its CIFAR-10 networks.
+    Source: He et al., "Deep Residual Learning for Image Recognition" (2016), with the first layer of its CIFAR-10
+    networks.
     """
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     before = 64
@@ -58,7 +60,10 @@ def resnet18() -> nn.Module:
 
 
 class Block(nn.Module):
-    """Two convolutions, and the way around them. Shapes: (batch, before, h, w) to (batch, width, h / stride, w / stride)."""
+    """Two convolutions, and the way around them. Shapes.
+
+    (batch, before, h, w) to (batch, width, h / stride, w / stride).
+    """
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         """Build both ways."""
@@ -77,7 +82,10 @@ class Block(nn.Module):
 
 
 class Report:
-    """When the first step was done and how many followed a second, after a warm-up: in all, and in the fastest stretch."""
+    """When the first step was done and how many followed a second, after a warm-up.
+
+    In all, and in the fastest stretch.
+    """
 
     warmup = stretch = 50
 

@@ -1,7 +1,7 @@
 """What newcomers run today: the network and the recipe of pytorch/examples' MNIST program, one process with all cores.
 
-Two convolutions, dropout, Adadelta from lr 1 falling by 0.7 an epoch, batch 64, one sample at a time through a DataLoader;
-stops after the first epoch that reaches the accuracy asked for.
+Two convolutions, dropout, Adadelta from lr 1 falling by 0.7 an epoch, batch 64, one sample at a time through a
+DataLoader; stops after the first epoch that reaches the accuracy asked for.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def main() -> None:
     words = parser.parse_args()
     torch.manual_seed(1)
     network = nn.Sequential(
-        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25), nn.Flatten(),
+        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
+        nn.Flatten(),
         nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10),
     )  # fmt: skip
     train = DataLoader(Digits(words.data, "train"), 64, shuffle=True)

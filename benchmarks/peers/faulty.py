@@ -77,7 +77,8 @@ def with_lightning(data: TensorDataset, folder: Path, timeout: float) -> None:
             return torch.optim.SGD(self.parameters(), 0.1)
 
     lightning.Trainer(
-        accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=timeout)), max_epochs=1, logger=False,
+        accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=timeout)), max_epochs=1,
+        logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     ).fit(Module(), DataLoader(data, 16))  # fmt: skip
 

@@ -17,8 +17,13 @@ def main() -> None:
     bare = job.network()
     network, optimizer = accelerator.prepare(bare, job.optimizer(bare))
     loss_of, report = nn.CrossEntropyLoss(), Report()
-    # Whole batches are this rank's already, so `prepare` has nothing to share out; of a DataLoader's it gives each rank its own.
-    loader = job.batches(job.rows(accelerator.process_index)) if job.fast else accelerator.prepare(job.batches(job.all_rows()))
+    # Whole batches are this rank's already, so `prepare` has nothing to share out; of a DataLoader's it gives each rank
+    # its own.
+    loader = (
+        job.batches(job.rows(accelerator.process_index))
+        if job.fast
+        else accelerator.prepare(job.batches(job.all_rows()))
+    )
     for step, (images, labels) in enumerate(loader, start=1):
         loss = loss_of(network(images), labels)
         accelerator.backward(loss)

@@ -1,4 +1,7 @@
-"""The hand-written loop as a Hydra application, for Hydra's own sweeps: `-m hydra/launcher=joblib lr=0.1,0.2 seed=range(8)`."""
+"""The hand-written loop as a Hydra application, for Hydra's own sweeps.
+
+`-m hydra/launcher=joblib lr=0.1,0.2 seed=range(8)`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Read data held in memory, batch by batch on one thread, in one of the ways that there are.
 
-`--way ddpexp|gather|loader|tensors --folder FOLDER --epochs N [--workers N] [--augment]`; prints JSON: the fastest epoch, as
-what else runs on a machine only makes them slower. The first is not timed: it tells what was read, so that other work is found out.
+`--way ddpexp|gather|loader|tensors --folder FOLDER --epochs N [--workers N] [--augment]`; prints JSON: the fastest
+epoch, as what else runs on a machine only makes them slower. The first is not timed: it tells what was read, so that
+other work is found out.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def main() -> None:
 
 
 def held(folder: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Read the training images into memory. Shapes: (samples, channels, height, width), (samples,), (channels, 1, 1) twice."""
+    """Read the training images into memory. Shapes.
+
+    (samples, channels, height, width), (samples,), (channels, 1, 1) twice.
+    """
     images, labels = (torch.from_numpy(np.load(Path(folder) / f"train-{what}.npy")) for what in ("images", "labels"))
     images = images if images.dim() == 4 else images.unsqueeze(1)
     mean, deviation = (torch.tensor(values[images.shape[1]]).view(-1, 1, 1) for values in (MEAN, DEVIATION))
@@ -84,7 +88,10 @@ def ddpexp(words: Words) -> Epoch:
 
 
 def gather(words: Words) -> Epoch:
-    """Read as the best hand-written loop we know: shuffled numbers, a gather, two passes that normalise, a copy for each cut."""
+    """Read as the best hand-written loop we know.
+
+    Shuffled numbers, a gather, two passes that normalise, a copy for each cut.
+    """
     images, labels, mean, deviation = held(words.folder)
     scale, shift = 1 / (255 * deviation), mean / deviation
 
@@ -156,7 +163,10 @@ def _loaded(data: Dataset[Any], words: Words, collate: Any = None) -> Epoch:
 
 
 def _looked_at(batches: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    """Return how many samples there were, how many of them different, and the mean squares of both halves of the images."""
+    """Return how many samples there were, how many of them different.
+
+    And the mean squares of both halves of the images.
+    """
     numbers, halves = [], []
     for images, labels in batches:
         numbers.append(labels)

@@ -1,4 +1,7 @@
-"""The job that every program of a race does: the same batches in the same order, from the same weights, the same records."""
+"""The job that every program of a race does.
+
+The same batches in the same order, from the same weights, the same records.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ class Job:
         return torch.optim.SGD(network.parameters(), RATE, momentum=0.9, nesterov=True)
 
     def batches(self, rows: Tensor) -> Any:
-        """Yield the batches: gathered whole with `fast`, else sample by sample through a DataLoader, as manuals show it."""
+        """Yield the batches: gathered whole with `fast`, else sample by sample through a DataLoader.
+
+        As manuals show it.
+        """
         if self.fast:
             return DataLoader(Whole(self.data), batch_size=None, sampler=rows)  # type: ignore[arg-type]
         return DataLoader(Single(self.data, "train"), batch_sampler=Batches(rows))
@@ -77,7 +83,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--folder", required=True, help="where the records and the final weights go")
     made.add_argument("--model", required=True)
     made.add_argument("--workers", type=int, required=True)
-    made.add_argument("--fast", action="store_true", help="whole batches from tensors in memory, and what the manual says of speed")
+    made.add_argument(
+        "--fast", action="store_true", help="whole batches from tensors in memory, and what the manual says of speed"
+    )
     return made
 
 
@@ -99,7 +107,10 @@ class Whole:
 
 
 class Single(Digits):
-    """The training images one at a time, with the arithmetic of whole batches: other last bits would grow for all of a race."""
+    """The training images one at a time, with the arithmetic of whole batches.
+
+    Other last bits would grow for all of a race.
+    """
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """Convert one image and normalise it."""
@@ -108,7 +119,9 @@ class Single(Digits):
 
 def _normalised(pixels: Tensor) -> Tensor:
     images = pixels.float()
-    return torch.add(_SHIFT, images, alpha=1 / (255 * 0.3081), out=images)  # one pass, where a product and a difference are two
+    return torch.add(
+        _SHIFT, images, alpha=1 / (255 * 0.3081), out=images
+    )  # one pass, where a product and a difference are two
 
 
 class Batches:

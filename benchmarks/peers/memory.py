@@ -1,6 +1,9 @@
-"""The memory that data takes in all ranks of a host: each rank notes its share of it after some steps of a linear model.
+"""The memory that data takes in all ranks of a host.
 
-As a task of ddpexp (`task._target_=benchmarks.peers.memory.Weigh`), or by torchrun as a loop whose ranks each hold their own copy:
+Each rank notes its share of it after some steps of a linear model.
+
+As a task of ddpexp (`task._target_=benchmarks.peers.memory.Weigh`), or by torchrun as a loop whose ranks each hold
+their own copy:
 `--folder FOLDER --steps N --notes FOLDER`.
 """
 
@@ -52,7 +55,10 @@ def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def note(folder: str) -> None:
-    """Write this process's share of the memory: pages that several processes have count for each in part. Units: bytes."""
+    """Write this process's share of the memory: pages that several processes have count for each in part. Units.
+
+    Bytes.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     found = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     (Path(folder) / os.environ["RANK"]).write_text(str(found))

@@ -16,7 +16,10 @@ from benchmarks.peers.job import EVERY, RATE
 
 
 def steps(data: Path, order: Path, folder: Path, name: str, channels_last: bool) -> Iterator[None]:
-    """Take every step of the order, and yield after each; at the end leave the mean loss of the last record in `by_hand.json`."""
+    """Take every step of the order, and yield after each.
+
+    At the end leave the mean loss of the last record in `by_hand.json`.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     images, labels = (torch.from_numpy(np.load(data / f"train-{what}.npy")).to(device) for what in ("images", "labels"))
     rows = torch.from_numpy(np.load(order)).to(device)

@@ -1,7 +1,9 @@
-"""The order of samples by itself: the time to the first index, of a whole epoch in batches, and the memory that it takes.
+"""The order of samples by itself.
 
-`--way ddpexp|distributed|random --samples N --world W`; prints JSON, of the epochs the fastest, as what else runs on a machine only
-makes them slower. Nothing that can be imported before is timed.
+The time to the first index, of a whole epoch in batches, and the memory that it takes.
+
+`--way ddpexp|distributed|random --samples N --world W`; prints JSON, of the epochs the fastest, as what else runs on a
+machine only makes them slower. Nothing that can be imported before is timed.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def main() -> None:
     step = words.samples // 64 * 4 // 5
     data = Numbers(words.samples)
     if words.way == "ddpexp":
-        list(TrainBatches(Numbers(10_000), plan_batches(64, "auto", 1), 0, 1, torch.device("cpu")).steps(3, 4))  # loads numpy
+        list(
+            TrainBatches(Numbers(10_000), plan_batches(64, "auto", 1), 0, 1, torch.device("cpu")).steps(3, 4)
+        )  # loads numpy
         begin = time.perf_counter()
         batches = TrainBatches(data, plan_batches(64, "auto", 1), 0, 0, torch.device("cpu"))
         next(batches.steps(step, step + 1_000_000))

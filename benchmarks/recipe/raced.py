@@ -37,7 +37,10 @@ class Turns(Loss):
     """
 
     def __init__(self, by_hand: Iterator[None], folder: str, block: int) -> None:
-        """Take the other loop, which yields after each step, and how many steps a block has; the times go into the folder."""
+        """Take the other loop, which yields after each step, and how many steps a block has.
+
+        The times go into the folder.
+        """
         self._by_hand, self._block, self._calls, self._began = by_hand, block, 0, 0.0
         self._file = Path(folder) / "blocks.jsonl"
 

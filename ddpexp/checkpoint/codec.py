@@ -15,7 +15,9 @@ _KIND = "$"  # marks what JSON has no form for
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """Return `value` as what JSON can hold; its tensors go into `tensors` under the names of their places, such as `a/b/0`.
+    """Return `value` as what JSON can hold.
+
+    Its tensors go into `tensors` under the names of their places, such as `a/b/0`.
 
     Numbers come back to the bit, tuples as tuples and keys as they were.
 
@@ -43,7 +45,8 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
     if hasattr(value, "item") and callable(value.item):  # a number of numpy
         return encode(value.item(), tensors, where)
     raise DdpexpError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it keeps tensors, "
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it keeps "
+        "tensors, "
         f"numbers, texts, lists and mappings, for anything else could run code when it is read."
     )
 

@@ -1,4 +1,6 @@
-"""What a checkpoint is on the disk: a folder whose every byte is under a hash. Free of torch, so the command can ask, too.
+"""What a checkpoint is on the disk: a folder whose every byte is under a hash.
+
+Free of torch, so the command can ask, too.
 
     step-00000500/
       <model>.safetensors        parameters and buffers, one file a model
@@ -9,9 +11,10 @@
       config.yaml                the configuration that wrote it
       checkpoint.json            the manifest: facts, and size and hashes of every file
 
-A part is a tree of plain values and tensors (`ddpexp.checkpoint.codec`). A reader ignores parts that it does not know and sees
-None for those that are missing, so new kinds of state are new parts, not a new format. The manifest ends with the SHA-256 of all
-its bytes before that. Format 1 had `manifest.json`, without a hash of itself, and other files (`ddpexp.checkpoint.format_1`).
+A part is a tree of plain values and tensors (`ddpexp.checkpoint.codec`). A reader ignores parts that it does not know
+and sees None for those that are missing, so new kinds of state are new parts, not a new format. The manifest ends with
+the SHA-256 of all its bytes before that. Format 1 had `manifest.json`, without a hash of itself, and other files
+(`ddpexp.checkpoint.format_1`).
 """
 
 from __future__ import annotations
@@ -82,7 +85,9 @@ class Checkpoint:
     @property
     def weights(self) -> list[str]:
         """Return the names of the files of models and of their averages."""
-        return [name for name in self.files if name.endswith(".safetensors") and not name.startswith(("state.", "rank-"))]
+        return [
+            name for name in self.files if name.endswith(".safetensors") and not name.startswith(("state.", "rank-"))
+        ]
 
     @property
     def config(self) -> str | None:
@@ -97,7 +102,9 @@ class Checkpoint:
         wrong = self.wrong_size(files)
         if wrong is not None:
             return wrong
-        pieces = [(name, piece) for name in (self.files if files is None else files) for piece in self.files[name].pieces]
+        pieces = [
+            (name, piece) for name in (self.files if files is None else files) for piece in self.files[name].pieces
+        ]
         try:
             for name, piece in pieces[rank::world_size]:
                 if _sha256(self.folder / name, piece) != piece.sha256:
@@ -327,7 +334,9 @@ def _check_file(name: str, file: File) -> None:
     end = 0
     for piece in file.pieces:
         if not isinstance(piece.num_bytes, int) or piece.offset != end or piece.num_bytes < 0:
-            raise ValueError(f"a piece of {name} has {piece.num_bytes} bytes at {piece.offset}, and the one before ends at {end}")
+            raise ValueError(
+                f"a piece of {name} has {piece.num_bytes} bytes at {piece.offset}, and the one before ends at {end}"
+            )
         end += piece.num_bytes
     if end != file.num_bytes:
         raise ValueError(f"the pieces of {name} have {end} bytes, and the file {file.num_bytes}")

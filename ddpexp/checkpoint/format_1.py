@@ -1,4 +1,6 @@
-"""Checkpoints of format 1 as parts of today's: `state.json` and `state.safetensors` held everything, optimizers by position.
+"""Checkpoints of format 1 as parts of today's.
+
+`state.json` and `state.safetensors` held everything, optimizers by position.
 
 Written until November 2026. Model files are the same, averages had the parameters' own type.
 """
@@ -34,7 +36,9 @@ def read_part(one: Checkpoint, name: str) -> Any:
         return {"train_seconds": position.get("train_seconds", 0.0), "since_record": since}
     if name == "progress":
         position.pop("train_seconds", None)
-        window = [{key: value for key, value in entry.items() if key != "seconds"} for entry in position.pop("window", [])]
+        window = [
+            {key: value for key, value in entry.items() if key != "seconds"} for entry in position.pop("window", [])
+        ]
         return {**position, "window": window, "precision": state["precision"]}
     if name == "modules":
         names = {*state["hidden_buffers"], *state["extra"]}
@@ -55,7 +59,10 @@ def _state(one: Checkpoint) -> Mapping[str, Any]:
 
     try:
         found = decode(read_json(one.folder / "state.json"), known)
-        if not isinstance(found, Mapping) or not {"position", "precision", "hidden_buffers", "extra", "optimizers"} <= found.keys():
+        if (
+            not isinstance(found, Mapping)
+            or not {"position", "precision", "hidden_buffers", "extra", "optimizers"} <= found.keys()
+        ):
             raise ValueError("it is not the state of a run")
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RefusedError(f"{one.folder / 'state.json'} cannot be read: {error}.") from None

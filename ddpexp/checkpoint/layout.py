@@ -46,8 +46,9 @@ class TensorFile:
 def lay_out(name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
     """Decide every byte of a safetensors file but the tensors' own.
 
-    The order is one for the same names and types, however a model was built: the widest numbers first, which keeps each aligned,
-    then by name. A tensor that is another one (a tied weight) is written once; the file's metadata map the other names to it.
+    The order is one for the same names and types, however a model was built: the widest numbers first, which keeps each
+    aligned, then by name. A tensor that is another one (a tied weight) is written once; the file's metadata map the
+    other names to it.
 
     Raises:
         DdpexpError: a tensor of a type or layout that the safetensors format does not know.
@@ -90,7 +91,10 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def share(files: Iterable[TensorFile], rank: int, world_size: int) -> list[Span]:
-    """Return what one rank writes: of all files' bytes, one after the other, the rank-th of `world_size` equal parts."""
+    """Return what one rank writes.
+
+    Of all files' bytes, one after the other, the rank-th of `world_size` equal parts.
+    """
     cut = [(file, offset) for file in files for offset in range(0, file.num_bytes, _CUT)]
     mine = cut[rank * len(cut) // world_size : (rank + 1) * len(cut) // world_size]
     spans: list[Span] = []

@@ -88,7 +88,11 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where:
         if name in source and (source[name].shape, source[name].dtype) != (tensor.shape, tensor.dtype)
     ]
     if missing or extra or shapes:
-        parts = [*shapes, *([f"it lacks {_few(missing)}"] if missing else []), *([f"it has {_few(extra)} more"] if extra else [])]
+        parts = [
+            *shapes,
+            *([f"it lacks {_few(missing)}"] if missing else []),
+            *([f"it has {_few(extra)} more"] if extra else []),
+        ]
         raise RefusedError(f"{where} holds the weights of another model: {_few(parts, '; ')}.")
     with torch.no_grad():
         for name, tensor in target.items():
@@ -125,7 +129,9 @@ def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
     Tensors that the model has under several names (tied weights) may be there under one of them.
     """
     given = dict(tensors)
-    state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)}
+    state = {
+        name: value for name, value in module.state_dict().items() if isinstance(value, Tensor) and not is_lazy(value)
+    }
     tied = ties(state)
     for first in set(tied.values()):
         names = [first, *(name for name, other in tied.items() if other == first)]

@@ -21,7 +21,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         check_plain_file(path)
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-            same = {name: kept for name, kept in (file.metadata() or {}).items() if kept in tensors and name not in tensors}
+            same = {
+                name: kept for name, kept in (file.metadata() or {}).items() if kept in tensors and name not in tensors
+            }
     except (OSError, SafetensorError, ValueError) as error:
         raise RefusedError(f"{path} cannot be read as safetensors ({error}).") from None
     return {**tensors, **{name: tensors[kept] for name, kept in same.items()}}

@@ -1,4 +1,7 @@
-"""Which weights a path names: a file, the folder of a checkpoint, or the directory of a run, whose newest checkpoint it is."""
+"""Which weights a path names.
+
+A file, the folder of a checkpoint, or the directory of a run, whose newest checkpoint it is.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,10 @@ def check_usable(path: Path, asked: str) -> None:
         )
         typed = shlex.quote(code) if set(code) & set('"$`\\!') else f'"{code}"'
         raise RefusedError(
-            f"{asked}: {path.name} cannot be read as safetensors: torch.save has written it, and such a file can hold any code, so "
-            f"it is never loaded here. Convert it once, in its folder, and name {target} (where it holds more than a state_dict, "
+            f"{asked}: {path.name} cannot be read as safetensors: torch.save has written it, and such a file can hold "
+            "any code, so "
+            f"it is never loaded here. Convert it once, in its folder, and name {target} (where it holds more than a "
+            "state_dict, "
             f"take that part of `found`): python -c {typed}"
         )
 
@@ -69,4 +74,6 @@ def _is_pickled(path: Path) -> bool:
             begin = file.read(9)
     except OSError:
         return False  # whoever reads it says why
-    return begin[8:] != b"{" and (path.suffix in _PICKLED or begin.startswith(_MAGIC))  # safetensors: a length, then JSON
+    return begin[8:] != b"{" and (
+        path.suffix in _PICKLED or begin.startswith(_MAGIC)
+    )  # safetensors: a length, then JSON

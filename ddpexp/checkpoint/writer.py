@@ -1,7 +1,7 @@
 """Write checkpoints, by all ranks and asynchronously: atomic, each either complete or not there.
 
-Every rank knows the bytes of all files, for the ranks hold the same tensors, and writes its share of them. Rank zero then writes
-the manifest with the hash of every piece, and gives the folder its name.
+Every rank knows the bytes of all files, for the ranks hold the same tensors, and writes its share of them. Rank zero
+then writes the manifest with the hash of every piece, and gives the folder its name.
 """
 
 from __future__ import annotations
@@ -51,11 +51,15 @@ class Content:
     """What one checkpoint holds."""
 
     models: Files  # by the name of their file, without its ending
-    parts: Mapping[str, Any] = field(default_factory=dict)  # trees of plain values and tensors, by name; the same on all ranks
+    parts: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # trees of plain values and tensors, by name; the same on all ranks
     own: Any = None  # a tree that this rank alone has; tensors of rank zero alone belong here, too
     texts: Mapping[str, bytes] = field(default_factory=dict)  # whole small files, by name
     facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
-    records: Mapping[Path, int] = field(default_factory=dict)  # files that must be on the disk first, up to so many bytes
+    records: Mapping[Path, int] = field(
+        default_factory=dict
+    )  # files that must be on the disk first, up to so many bytes
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,8 @@ class Writer:
         for name, data in mine.items():
             if len(data) > JSON_BYTES and not name.endswith(".safetensors"):
                 raise CheckpointError(
-                    f"the plain values in {name} of the checkpoint of step {step} take {len(data):,} bytes, more than the "
+                    f"the plain values in {name} of the checkpoint of step {step} take {len(data):,} bytes, more than "
+                    "the "
                     f"{JSON_BYTES:,} that are read back: keep large states as tensors."
                 )
         self._number += 1
@@ -140,7 +145,8 @@ class Writer:
         """Re-raise an error of the writing thread, if there was one.
 
         Raises:
-            CheckpointError: a checkpoint could not be written, and that is to end the run. MovedError: the run directory is gone.
+            CheckpointError: a checkpoint could not be written, and that is to end the run. MovedError: the run
+            directory is gone.
         """
         self._look(self._stops)
 
@@ -170,7 +176,8 @@ class Writer:
 
     def _planned(self, files: Files) -> list[TensorFile]:
         signature = [
-            (name, [(key, t.dtype, t.shape) for key, t in tensors.items()], ties(tensors)) for name, tensors in files.items()
+            (name, [(key, t.dtype, t.shape) for key, t in tensors.items()], ties(tensors))
+            for name, tensors in files.items()
         ]
         if self._plan is None or self._plan[0] != signature:
             self._plan = signature, [lay_out(name, tensors) for name, tensors in files.items()]
@@ -197,7 +204,8 @@ class Writer:
     def _report(self, job: _Job, report: Mapping[str, Any], waits: bool = True) -> None:
         """Tell rank zero of this rank's share; rank zero completes the checkpoint when it has all of them.
 
-        Where its own has failed it waits for the others nonetheless, unless not to wait: they are writing into the same folder.
+        Where its own has failed it waits for the others nonetheless, unless not to wait: they are writing into the same
+        folder.
         """
         name = f"ddpexp/checkpoint/{job.number}"
         try:
@@ -206,8 +214,12 @@ class Writer:
                 return
             others = range(1, self._world.world_size) if waits else ()
             reports = [report, *(json.loads(self._awaited(f"{name}/{rank}")) for rank in others)]
-        except RuntimeError as error:  # of the ranks' store, which goes with the process that has it: mostly a consequence
-            self._problem = PeerError(f"the checkpoint of step {job.step} could not be completed: {type(error).__name__}: {error}")
+        except (
+            RuntimeError
+        ) as error:  # of the ranks' store, which goes with the process that has it: mostly a consequence
+            self._problem = PeerError(
+                f"the checkpoint of step {job.step} could not be completed: {type(error).__name__}: {error}"
+            )
             return
         failed = next((one for one in reports if "problem" in one), None)
         if failed is None:
@@ -294,8 +306,10 @@ class Writer:
             return str(error)
         remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
         return (
-            f"the checkpoint of step {job.step} could not be written in {self._folder}: {said_with_limit(error, self._folder)}; "
-            f"rank {self._world.rank} writes {human(job.copied.numel())} of it. The checkpoints before it are as they were.{remedy}"
+            f"the checkpoint of step {job.step} could not be written in {self._folder}: "
+            f"{said_with_limit(error, self._folder)}; "
+            f"rank {self._world.rank} writes {human(job.copied.numel())} of it. The checkpoints before it are as they "
+            f"were.{remedy}"
         )
 
 
@@ -315,7 +329,9 @@ class _Stage:
         begin = 0
         for span in spans:
             file = by_name[span.file]
-            copy_span(file, files[file.name.removesuffix(".safetensors")], span, self._buffer[begin : begin + span.num_bytes])
+            copy_span(
+                file, files[file.name.removesuffix(".safetensors")], span, self._buffer[begin : begin + span.num_bytes]
+            )
             begin += span.num_bytes
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
@@ -323,7 +339,10 @@ class _Stage:
 
 
 def _encoded(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Return each part as what JSON can hold, and the tensors of those that have any, by the names of the files without ending."""
+    """Return each part as what JSON can hold, and the tensors of those that have any.
+
+    By the names of the files without ending.
+    """
     plain, files = {}, {}
     for name, value in parts.items():
         tensors: dict[str, Tensor] = {}
@@ -344,11 +363,17 @@ def _files(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, found in report["files"].items():
             pieces.setdefault(name, []).extend(found)
     ordered = {name: sorted(found, key=lambda piece: piece["offset"]) for name, found in sorted(pieces.items())}
-    return {name: {"num_bytes": sum(piece["num_bytes"] for piece in found), "pieces": found} for name, found in ordered.items()}
+    return {
+        name: {"num_bytes": sum(piece["num_bytes"] for piece in found), "pieces": found}
+        for name, found in ordered.items()
+    }
 
 
 def _check_complete(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raise OSError where a file that ranks have written is not there as a whole: a host may write to a disk of its own."""
+    """Raise OSError where a file that ranks have written is not there as a whole.
+
+    A host may write to a disk of its own.
+    """
     for name, file in files.items():
         size = (folder / name).stat().st_size
         if size != file["num_bytes"]:

@@ -1,4 +1,7 @@
-"""The command `ddpexp completion`: a shell's script, and the answers to what that asks: which words can stand at the cursor."""
+"""The command `ddpexp completion`: a shell's script, and the answers to what that asks.
+
+Which words can stand at the cursor.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +103,10 @@ def _give_up(_number: int, _frame: FrameType | None) -> None:
 
 
 def parse(text: str, breaks: str = "") -> Line:
-    """Take a line apart as a shell does; `breaks` are the characters behind which only the rest of a word is replaced."""
+    """Take a line apart as a shell does.
+
+    `breaks` are the characters behind which only the rest of a word is replaced.
+    """
     words: list[str] = []
     current, before, kept, quote, started, escaped = "", "", "", "", False, False
     for char in text:
@@ -132,7 +138,10 @@ def _behind_the_program(line: Line) -> tuple[Sequence[str], str]:
 
 
 def _written(word: Word, line: Line, shell: str) -> str:
-    """Write a word as the script of a shell reads it: in bash and zsh quoted, with a blank where nothing can be added."""
+    """Write a word as the script of a shell reads it.
+
+    In bash and zsh quoted, with a blank where nothing can be added.
+    """
     about = re.sub(r"\s+", " ", word.about)
     about = about if len(about) <= _LONGEST else f"{about[: _LONGEST - 3]}..."
     if shell == "fish":
@@ -150,7 +159,11 @@ def _written(word: Word, line: Line, shell: str) -> str:
 def candidates(words: Sequence[str], current: str) -> list[Word]:
     """Return what can stand at the cursor, behind the words; nothing where that cannot be told."""
     try:
-        found = [word for word in _candidates(list(words), current) if word.text.startswith(current) and word.text.isprintable()]
+        found = [
+            word
+            for word in _candidates(list(words), current)
+            if word.text.startswith(current) and word.text.isprintable()
+        ]
     except (RefusedError, OSError, ValueError, yaml.YAMLError):
         return []
     return list({word.text: word for word in found}.values())
@@ -167,7 +180,9 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
         return _behind(f"{option}=", _paths(current[len(option) + 1 :]))
     if current.startswith("-"):
         return map(Word, (*_own_options(name), *_OPTIONS[name]))
-    named = [word for place, word in enumerate(words) if place and word[0:1] != "-" and words[place - 1] not in _FOLDERS]
+    named = [
+        word for place, word in enumerate(words) if place and word[0:1] != "-" and words[place - 1] not in _FOLDERS
+    ]
     if name == "completion":
         return [] if named else map(Word, SCRIPTS)
     if name == "status":

@@ -58,7 +58,8 @@ def first() -> str:
 def answer(argv: Sequence[str], by_name: bool) -> str:
     """Return every group and key as the words would have them, or the parts that are among the words.
 
-    `by_name` is for `ddpexp help`, where every word names a part, `launcher=slurm` too; behind `--help` one without = does.
+    `by_name` is for `ddpexp help`, where every word names a part, `launcher=slurm` too; behind `--help` one without =
+    does.
 
     Raises:
         RefusedError: words that cannot be composed, or a part that is not known.
@@ -120,7 +121,9 @@ def _group(catalogue: Catalogue, name: str) -> str:
         return _section(catalogue, name)
     head = _lines(f"{name}: a group; {name}=OPTION chooses one of {', '.join(_marked(catalogue, name))}.", indent="")
     of_options = {key.name for one in options for key in one.keys}
-    common = [key for key in catalogue.keys(name) if key.name not in of_options] if is_section and name != "recipe" else []
+    common = (
+        [key for key in catalogue.keys(name) if key.name not in of_options] if is_section and name != "recipe" else []
+    )
     whatever = [_titled("Whichever is chosen", "", common)] if common else []
     return "\n\n".join([head, *whatever, *(_option(one, is_section) for one in options)])
 

@@ -24,9 +24,17 @@ from ddpexp.sweep.settings import Settings
 
 # What is typed first comes first.
 ORDER = (
-    "recipe", "trainer", "model", "data", "optimizer", "scheduler", "task", "run", "launcher", "strategy", "logger", "sweep",
+    "recipe", "trainer", "model", "data", "optimizer", "scheduler", "task", "run", "launcher", "strategy", "logger",
+    "sweep",
 )  # fmt: skip
-_SECTIONS = {"recipe": Recipe, "trainer": Trainer, "run": Run, "strategy": Strategy, "logger": Logger, "sweep": Settings}
+_SECTIONS = {
+    "recipe": Recipe,
+    "trainer": Trainer,
+    "run": Run,
+    "strategy": Strategy,
+    "logger": Logger,
+    "sweep": Settings,
+}
 _CALLED = ("launcher", "scheduler")  # sections whose class has typed fields and is free of torch
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
@@ -98,7 +106,11 @@ class Catalogue:
     def keys(self, section: str) -> list[Key]:
         """Return the keys of a section as the words compose it, in the order of its files."""
         found = list(self._keys(section, self.values[section], self._overview.choices))
-        return [*found, *self._keys("hydra", self._overview.of_hydra, self._overview.choices)] if section == "sweep" else found
+        return (
+            [*found, *self._keys("hydra", self._overview.of_hydra, self._overview.choices)]
+            if section == "sweep"
+            else found
+        )
 
     def about(self, section: str) -> str:
         """Return what the comments say of a section: of the option that was chosen for it, else of its name."""
@@ -130,7 +142,10 @@ class Catalogue:
                 yield Key(name, None, _SECTION, (), meaning)
 
     def _in_tree(self, choices: Mapping[str, str]) -> dict[str, str]:
-        """Return what the comments say of each key: those of its own group and of config.yaml first, then of recipes."""
+        """Return what the comments say of each key.
+
+        Those of its own group and of config.yaml first, then of recipes.
+        """
         known = self._said.setdefault(frozenset(choices.items()), {})
         if known:
             return known
@@ -195,7 +210,10 @@ def _comments(path: Path | None) -> Comments:
 
 
 def _bases(path: Path | None) -> list[str]:
-    """Return the files of the same folder that a file is made of: those that its list of defaults names without a group."""
+    """Return the files of the same folder that a file is made of.
+
+    Those that its list of defaults names without a group.
+    """
     try:
         values = yaml.load(_text(path), Loader=_LOADER) if "defaults" in _text(path) else None
     except (ValueError, yaml.YAMLError):

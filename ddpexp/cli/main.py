@@ -27,7 +27,9 @@ _NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    if os.environ.get(SAFE_PATH) == OURS:  # of the command that has started this one; not meant for what a recipe starts
+    if (
+        os.environ.get(SAFE_PATH) == OURS
+    ):  # of the command that has started this one; not meant for what a recipe starts
         del os.environ[SAFE_PATH]
     os.environ["PATH"] = safe_path()  # libraries start programs too: Python's own `platform` asks uname
     sys.argv[1:] = _take_secrets(sys.argv[1:])
@@ -42,8 +44,8 @@ def main() -> int:
 def _answer(argv: list[str], leaving: ExitStack) -> int:
     """Do what the words ask for.
 
-    Until there is something to undo a signal ends this process where it is (`start`): as an error it would go through imports
-    and through Hydra, and libraries catch more than they know.
+    Until there is something to undo a signal ends this process where it is (`start`): as an error it would go through
+    imports and through Hydra, and libraries catch more than they know.
     """
     if (wrong := secrets.unusable()) is not None:
         raise RefusedError(wrong)
@@ -155,7 +157,9 @@ def _train(argv: list[str], server: Server | None) -> int:
 
     from ddpexp.run.jobs import Training
 
-    return outcome.launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+    return outcome.launch(
+        experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server
+    )
 
 
 _COMMANDS = {
@@ -179,7 +183,10 @@ def _take_local_rank(argv: list[str]) -> list[str]:
 
 
 def _take_secrets(argv: list[str]) -> list[str]:
-    """Put references for the secrets that the shell has put into `key=$TOKEN`: what is typed is written down in many places."""
+    """Put references for the secrets that the shell has put into `key=$TOKEN`.
+
+    What is typed is written down in many places.
+    """
     words, said = secrets.referenced(argv)
     for text in said if os.environ.get("RANK", "0") == "0" else ():
         say(f"ddpexp: {text}: the value stays out of the run's files")
@@ -190,12 +197,18 @@ def _will_fork(argv: list[str]) -> bool:
     """Guess from the words alone whether workers will be forked here; a wrong guess costs time, nothing else."""
     if argv[:1] == ["member"]:
         return True
-    if not argv or argv[0] in ("table", "status", "plan", "help", "completion") or commands.unknown(argv[0]) is not None:
+    if (
+        not argv
+        or argv[0] in ("table", "status", "plan", "help", "completion")
+        or commands.unknown(argv[0]) is not None
+    ):
         return False
     chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
     if argv[:1] == ["resume"]:
         chosen = chosen or _launcher_of_run(argv[1:])
-    fresh = any(word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv)
+    fresh = any(
+        word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv
+    )
     here = all(name in _FORK_HERE or (name == "slurm" and "SLURM_STEP_ID" in os.environ) for name in chosen)
     if argv[:1] in (["evaluate"], ["resume"]):
         return here and not fresh and len(argv) > 1 and not _HELP & set(argv)
@@ -204,7 +217,10 @@ def _will_fork(argv: list[str]) -> bool:
 
 
 def _launcher_of_run(words: list[str]) -> list[str]:
-    """Read from the run directory among the words which launcher it was started with; nothing where that is not plain to see."""
+    """Read from the run directory among the words which launcher it was started with.
+
+    Nothing where that is not plain to see.
+    """
     for word in words:
         path = os.path.join(word, "config.yaml")
         try:

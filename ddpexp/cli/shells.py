@@ -1,7 +1,7 @@
 """What a shell evaluates to complete ddpexp's words: functions that ask `ddpexp completion SHELL` with the line so far.
 
-The line travels in the environment, which no other user sees. The function for Python leaves every other module to what completed
-it before.
+The line travels in the environment, which no other user sees. The function for Python leaves every other module to what
+completed it before.
 """
 
 from __future__ import annotations
@@ -110,5 +110,8 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 def script(shell: str, pythons: str) -> str:
-    """Return what the shell evaluates; `pythons` are the names under which Python is typed, with blanks between them."""
+    """Return what the shell evaluates.
+
+    `pythons` are the names under which Python is typed, with blanks between them.
+    """
     return SCRIPTS[shell].replace("@PYTHONS@", pythons)

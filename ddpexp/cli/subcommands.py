@@ -46,18 +46,24 @@ trainer.epochs=4 or optimizer.lr=0.01. A run with code of your own needs
 
 
 def member(argv: list[str]) -> tuple[Launcher, Training]:
-    """Return the job that the launcher of another command has sent this one to: a run directory, or a JSON file of a job.
+    """Return the job that the launcher of another command has sent this one to.
+
+    A run directory, or a JSON file of a job.
 
     Raises:
         RefusedError: neither is there, or its launcher does not work that way.
     """
     if len(argv) != 1:
-        raise RefusedError("ddpexp member is for launchers: it takes the run directory, or the file, that they have made.")
+        raise RefusedError(
+            "ddpexp member is for launchers: it takes the run directory, or the file, that they have made."
+        )
     place = Path(argv[0])
     if place.is_dir():
         run = RunDir(place)
         if run.config.is_file() and run.config.stat().st_uid != os.getuid():
-            raise RefusedError(f"{place} is another user's: its configuration says whose code runs, so it must be your own.")
+            raise RefusedError(
+                f"{place} is another user's: its configuration says whose code runs, so it must be your own."
+            )
         try:
             files.check_yaml(run.config)
             files.check_yaml(run.overrides)
@@ -110,21 +116,31 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         raise RefusedError(f"{moved}: resume goes on in {source} itself.")
     values, text = override_file(run.config, words, goes_on=True)
     _check_code_is_typed(run, values, command)
-    typed = [word for i, word in enumerate(words) if "=" in word and word[0] != "-" and (i == 0 or words[i - 1] not in _OPTIONS)]
+    typed = [
+        word
+        for i, word in enumerate(words)
+        if "=" in word and word[0] != "-" and (i == 0 or words[i - 1] not in _OPTIONS)
+    ]
     experiment = parse(values)
     _check_words_are_typed(run, experiment.launcher, typed, command)
-    return experiment.launcher, Training(experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run)
+    return experiment.launcher, Training(
+        experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run
+    )
 
 
 def _check_options(words: Sequence[str]) -> None:
     for place, word in enumerate(words):
         known = word in _OPTIONS or word.startswith("--config-dir=") or (place and words[place - 1] in _OPTIONS)
         if word.startswith("-") and not known:
-            raise RefusedError(f"resume {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else.")
+            raise RefusedError(
+                f"resume {word}: it takes a run directory, key=value and --config-dir DIR, and nothing else."
+            )
 
 
 def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
-    """Refuse code outside ddpexp that is not trusted in this command, or that another user's directory would have resumed.
+    """Refuse code outside ddpexp that is not trusted in this command, or.
+
+    That another user's directory would have resumed.
 
     Raises:
         RefusedError: with what to type.
@@ -139,16 +155,21 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
         if command[1:2] == ["evaluate"]:
             return  # its code is refused as that of any configuration is
         key, target = next(iter(foreign.items()))
-        raise RefusedError(f"{run.path} is another user's, and it names code outside ddpexp ({key}={target}): it must be your own.")
+        raise RefusedError(
+            f"{run.path} is another user's, and it names code outside ddpexp ({key}={target}): it must be your own."
+        )
     trust = Trust(tuple(values["run"]["trust"] or ()), Path(values["run"]["code"]) if values["run"]["code"] else None)
     for key, target in foreign.items():
         if trust.allows(target, key.removesuffix("._target_")):
             continue
         recorded = going_on.trusted_words(run)
         if recorded:
-            words = " ".join(shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)])
+            words = " ".join(
+                shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)]
+            )
             raise RefusedError(
-                f"{run.path} names code of its own ({key}={target}), which runs only when its place is typed again. If it is "
+                f"{run.path} names code of its own ({key}={target}), which runs only when its place is typed again. If "
+                "it is "
                 f"yours: python -m ddpexp {words}"
             )
 
@@ -164,7 +185,8 @@ def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str]
     if missing and "launcher" not in keys:  # a typed launcher brings its own settings
         words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(
-            f"{run.path} says itself what its launcher runs or connects to ({missing[0]}), which counts only when it is typed "
+            f"{run.path} says itself what its launcher runs or connects to ({missing[0]}), which counts only when it "
+            "is typed "
             f"again. If it is yours: python -m ddpexp {words}"
         )
 
@@ -209,7 +231,9 @@ def _of_run(home: Path, words: list[str], command: Sequence[str]) -> tuple[str, 
 
 def _of_words(source: Path, words: list[str]) -> tuple[str, Experiment]:
     if not words:
-        raise RefusedError(f"evaluate {source}: it lies in no run directory, so name its recipe, for example recipe=mnist.")
+        raise RefusedError(
+            f"evaluate {source}: it lies in no run directory, so name its recipe, for example recipe=mnist."
+        )
     composed = compose(words)
     if composed is None:
         raise RefusedError(f"evaluate {source}: {' '.join(words)} is no configuration.")

@@ -51,7 +51,10 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "", suffix: str 
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:
-    """Return the known word that `word` may be meant for: one that is near to it, or the only one that begins with it."""
+    """Return the known word that `word` may be meant for.
+
+    One that is near to it, or the only one that begins with it.
+    """
     plain = {name.lower().replace("-", "_"): name for name in known}
     word = word.lower().replace("-", "_")
     if word in plain:
@@ -61,10 +64,13 @@ def nearest(word: str, known: Iterable[str], cutoff: float = _NEAR) -> str | Non
     return plain[near[0]] if near else plain[longer[0]] if len(longer) == 1 else None
 
 
-def unknown_key(key: str, known: Iterable[str], where: str, keys: Iterable[str] = (), kind: str = "key") -> RefusedError:
+def unknown_key(
+    key: str, known: Iterable[str], where: str, keys: Iterable[str] = (), kind: str = "key"
+) -> RefusedError:
     """Refuse a key that the section at `where` does not have, with what may be meant.
 
-    That is what is typed here for another framework's word, a key of this section or, as whole keys in `keys`, of another one.
+    That is what is typed here for another framework's word, a key of this section or, as whole keys in `keys`, of
+    another one.
     """
     known, keys = [name for name in known if not name.startswith("_")], list(keys)
     typed = f"{where}.{key}" if where else key

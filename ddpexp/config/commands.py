@@ -25,7 +25,8 @@ class Command:
 
 
 COMMANDS = (
-    Command("resume", "RUN_DIR [key=value ...]", "continue an interrupted run or sweep", ("continue", "restart", "restore")),
+    Command("resume", "RUN_DIR [key=value ...]", "continue an interrupted run or sweep", ("continue", "restart",
+        "restore")),
     Command(
         "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...]", "evaluate the weights of a run, or of a file",
         ("eval", "test", "valid", "validate"),
@@ -36,10 +37,14 @@ COMMANDS = (
         ("compare", "list", "ls", "runs", "results"),
     ),
     Command(
-        "plan", "[key=value ...] [--config-dir DIR] [options]", "what a run would take, in memory and in time, on any machines",
+        "plan", "[key=value ...] [--config-dir DIR] [options]", (
+            "what a run would take, in memory and in time, on any "
+            "machines"
+        ),
         ("estimate", "profile", "dry-run"),
     ),
-    Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man", "doc")),
+    Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man",
+        "doc")),
     Command("completion", "bash | zsh | fish", "print the script that lets a shell complete ddpexp", ("complete",)),
 )  # fmt: skip
 NAMES = tuple(command.name for command in COMMANDS)
@@ -61,7 +66,9 @@ def listed() -> list[str]:
 def unknown(word: str) -> str | None:
     """Say that a first word is no command, and which there are; None where it is not written like one."""
     named = shlex.quote(word)
-    directory = f"{word} is a directory: say first what to do with it, such as ddpexp status {named} or ddpexp resume {named}."
+    directory = (
+        f"{word} is a directory: say first what to do with it, such as ddpexp status {named} or ddpexp resume {named}."
+    )
     if "/" in word and os.path.isdir(word):
         return directory
     if not _WORD.fullmatch(word) or word in NAMES:

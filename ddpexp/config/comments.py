@@ -25,8 +25,8 @@ class Comments:
 def comments_of(text: str) -> Comments:
     """Read the comments of a YAML file.
 
-    A comment is about the key below it, or the one before it in the same line. The first comment of a file is about the file where
-    a blank line follows it, or a key that says what the file is.
+    A comment is about the key below it, or the one before it in the same line. The first comment of a file is about the
+    file where a blank line follows it, or a key that says what the file is.
 
     Raises: yaml.YAMLError.
     """
@@ -51,7 +51,9 @@ def comments_of(text: str) -> Comments:
 
 def _first(lines: Sequence[str]) -> int:
     """Return the number of the first line that is neither blank nor a comment."""
-    return next((number for number, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), len(lines))
+    return next(
+        (number for number, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), len(lines)
+    )
 
 
 def _entries(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.ScalarNode, yaml.Node]]:
@@ -70,7 +72,9 @@ def _above(lines: Sequence[str], number: int, column: int) -> list[str]:
     if lines[number][:column].strip():
         return []  # within {a: 1, b: 2}: what stands above is about the first
     first = number
-    while first and lines[first - 1].startswith(f"{' ' * column}#") and not _PACKAGE.fullmatch(lines[first - 1].strip()):
+    while (
+        first and lines[first - 1].startswith(f"{' ' * column}#") and not _PACKAGE.fullmatch(lines[first - 1].strip())
+    ):
         first -= 1
     return [line.strip() for line in lines[first:number]]
 

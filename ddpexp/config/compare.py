@@ -1,4 +1,7 @@
-"""Whether a run can go on under another configuration: what two trees differ in, and what such a difference would do."""
+"""Whether a run can go on under another configuration.
+
+What two trees differ in, and what such a difference would do.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,12 @@ UNSET = object()  # the value of a key that one of the trees does not have
 _FREE = (
     "launcher", "logger", "run", "data.root", "data.num_workers", "data.on_device", "trainer.timeout",
     *(f"trainer.{name}" for name in (
-        "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every", "checkpoint_every_seconds",
+        "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every",
+        "checkpoint_every_seconds",
         "keep_last", "keep_best", "on_save_error", "grace_seconds",
     )),
-    *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view", "find_unused_parameters")),
+    *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view",
+        "find_unused_parameters")),
 )  # fmt: skip
 # What the steps so far were made of, and why it stays.
 _FIXED = {
@@ -31,7 +36,13 @@ _FIXED = {
     "model._target_": "the weights in the checkpoint belong to the old one",
 }
 LENGTH = ("trainer.epochs", "trainer.max_steps")
-_OBJECTS = ("task", "model", "data", "optimizer", "scheduler")  # sections with the arguments of a call; the others have known keys
+_OBJECTS = (
+    "task",
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+)  # sections with the arguments of a call; the others have known keys
 
 
 @dataclass(frozen=True)
@@ -49,12 +60,14 @@ class Change:
         return f"{self.key} {_said(self.old)} -> {_said(self.new)}{f' ({self.remark})' if self.remark else ''}"
 
 
-def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str], before: Sequence[str] = ()) -> list[Change]:
+def compare(
+    old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str], before: Sequence[str] = ()
+) -> list[Change]:
     """Return what differs between the stored tree and the new one.
 
-    `typed` are the words of this command and `before` those that the run was started with: an option of a group counts as typed
-    when it was not typed before, for a file that has changed since was not asked for. `run.allow_changes=[data]` in the new tree
-    makes the keys of `data` overridable.
+    `typed` are the words of this command and `before` those that the run was started with: an option of a group counts
+    as typed when it was not typed before, for a file that has changed since was not asked for.
+    `run.allow_changes=[data]` in the new tree makes the keys of `data` overridable.
     """
     chosen = _keys(typed, before, old, new)
     fixed = tuple(name for name in _FIXED if name != "data" or "data" not in (new["run"].get("allow_changes") or ()))
@@ -78,7 +91,9 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], typed: Sequence[str]
 
 
 def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) -> None:
-    """Refuse what the run called `run` cannot be resumed with; `edited` are the keys that were changed in its config.yaml.
+    """Refuse what the run called `run` cannot be resumed with.
+
+    `edited` are the keys that were changed in its config.yaml.
 
     Raises:
         RefusedError: a key that stays as it is for as long as a run lasts, or one that has changed without being typed.
@@ -115,7 +130,9 @@ def list_changes(changes: Sequence[Change]) -> list[str]:
     """Return a line for what was typed to be different, and one for what may be."""
     typed = [str(change) for change in changes if change.kind == "typed"]
     free = [str(change) for change in changes if change.kind == "free"]
-    return [f"{title}: {', '.join(part)}" for title, part in (("changed", typed), ("also other than before", free)) if part]
+    return [
+        f"{title}: {', '.join(part)}" for title, part in (("changed", typed), ("also other than before", free)) if part
+    ]
 
 
 def _keys(typed: Sequence[str], before: Sequence[str], old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -151,7 +168,10 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 
 def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
-    """Tell whether a key that the stored tree lacks came with another version of ddpexp: its default changes nothing."""
+    """Tell whether a key that the stored tree lacks came with another version of ddpexp.
+
+    Its default changes nothing.
+    """
     section = key.partition(".")[0]
     if section not in _OBJECTS:
         return True

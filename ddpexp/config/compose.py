@@ -61,14 +61,30 @@ _ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE)  # what Hydra takes for no text
 # A typed `_target_` of a section that is called with its other keys, or of a node in it.
 _TARGET = re.compile(r"\+{0,2}((?:task|model|data|optimizer|scheduler)(?:\.\w+)*)\._target_=(.*)")
-_TYPED_SECTIONS: Mapping[str, Any] = {"trainer": Trainer, "run": Run, "strategy": Strategy, "logger": Logger, "recipe": Recipe}
+_TYPED_SECTIONS: Mapping[str, Any] = {
+    "trainer": Trainer,
+    "run": Run,
+    "strategy": Strategy,
+    "logger": Logger,
+    "recipe": Recipe,
+}
 
 
 def _dirname_of_job(conf: Any, words: Sequence[str]) -> str:
     return dirname(words, conf["kv_sep"], conf["item_sep"], conf["exclude_keys"])
 
 
-_OPTIONS = ("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--multirun", "--config-dir", "--info")
+_OPTIONS = (
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "--resolve",
+    "--package",
+    "--multirun",
+    "--config-dir",
+    "--info",
+)
 
 
 class SweepInFileError(RefusedError):
@@ -119,7 +135,9 @@ def compose(argv: list[str]) -> Composed | None:
     _check_words(words.overrides, bool(for_hydra), in_sweep=may_sweep)
     with one_sentence(), bounded_interpolations():
         if for_hydra:
-            asked = _without_inherited(words.overrides, added_folder(words.config_dir)) if words.cfg else words.overrides
+            asked = (
+                _without_inherited(words.overrides, added_folder(words.config_dir)) if words.cfg else words.overrides
+            )
             _let_hydra_answer([*(word for word in argv if word not in words.overrides), *asked])
             return None
         added = added_folder(words.config_dir)
@@ -132,7 +150,9 @@ def compose(argv: list[str]) -> Composed | None:
         if of_sweeps is not None:
             raise RefusedError(f"{of_sweeps} is for sweeps: add -m, or leave it out.")
         typed = [word for word in words.overrides if not _ONE_RUN.match(word)]
-        unused = ("hydra.sweeper.params in a config file is for sweeps: add -m",) if cfg.hydra.sweeper.get("params") else ()
+        unused = (
+            ("hydra.sweeper.params in a config file is for sweeps: add -m",) if cfg.hydra.sweeper.get("params") else ()
+        )
         composed = _composed(_Base.of(cfg), typed, added)
         return replace(composed, warnings=(*composed.warnings, *unused))
 
@@ -187,15 +207,21 @@ def compose_sweep(argv: list[str]) -> Swept:
         parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
         cfg = _composed_for_sweep(found, overrides, added)
         _check_nothing_ignored(cfg, overrides, added)
-        trusted = next((one.value() for one in reversed(parsed) if one.get_key_element().lstrip("+") == "run.trust"), None)
+        trusted = next(
+            (one.value() for one in reversed(parsed) if one.get_key_element().lstrip("+") == "run.trust"), None
+        )
         prefixes = tuple(map(str, trusted)) if isinstance(trusted, list) else ()
         check_code_of_sweeper(cfg.hydra.sweeper, Trust(prefixes, added.parent if added else None))
         of_sweeper = cfg.hydra.sweeper.get("params") or {}
         chosen = OmegaConf.to_container(cfg.hydra.sweep, resolve=False) != _default_sweep()
         with answered(answers_of(cfg)):
             settings = OmegaConf.to_container(cfg.sweep, resolve=True)
-            cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolved here, where what is wrong with it becomes a sentence
-        of_file = OverridesParser.create(found.config_loader).parse_overrides([f"{key}={one}" for key, one in of_sweeper.items()])
+            cfg.hydra.sweep.dir = str(
+                cfg.hydra.sweep.dir
+            )  # resolved here, where what is wrong with it becomes a sentence
+        of_file = OverridesParser.create(found.config_loader).parse_overrides(
+            [f"{key}={one}" for key, one in of_sweeper.items()]
+        )
     swept = {one.get_key_element() for one in parsed if one.is_sweep_override()}
     for key in swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
@@ -218,7 +244,11 @@ def _composed_for_sweep(found: Hydra, overrides: list[str], added: Path | None) 
     """Compose with Hydra as it does for a sweep: words that give several values are left to the jobs."""
     words = _forced(overrides, _typed_targets(overrides))
     cfg = found.compose_config(
-        "config", [*_searched(added), *words], RunMode.MULTIRUN, with_log_configuration=False, validate_sweep_overrides=False
+        "config",
+        [*_searched(added), *words],
+        RunMode.MULTIRUN,
+        with_log_configuration=False,
+        validate_sweep_overrides=False,
     )
     cfg.hydra.overrides.task = overrides  # what sweepers read
     return cfg
@@ -226,7 +256,9 @@ def _composed_for_sweep(found: Hydra, overrides: list[str], added: Path | None) 
 
 def _default_sweep() -> Any:
     """Return what ddpexp's own configuration says of a sweep's directory, and Hydra of its parts."""
-    written = yaml.load((conf_folder() / "config.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    written = yaml.load(
+        (conf_folder() / "config.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
     return {"subdir": "${hydra.job.num}", **written["hydra"]["sweep"]}
 
 
@@ -261,7 +293,10 @@ class JobComposer:
         self._parser = OverridesParser.create(swept.loader)
 
     def _is_value(self, word: str) -> bool:
-        """Tell whether a word is swept and sets a value: what has a dot is the key of one, groups are paths with slashes."""
+        """Tell whether a word is swept and sets a value.
+
+        What has a dot is the key of one, groups are paths with slashes.
+        """
         key = word.partition("=")[0]
         return key in self._swept.keys and re.match(r"\w+\.", key) is not None
 
@@ -291,9 +326,13 @@ class JobComposer:
 def _asks_hydra(words: Namespace) -> bool:
     """Tell whether the words are a question to Hydra; refuse its options that do not apply."""
     if words.config_path or words.config_name or words.experimental_rerun:
-        raise RefusedError("--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME.")
+        raise RefusedError(
+            "--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME."
+        )
     if words.shell_completion:
-        raise RefusedError('--shell-completion is Hydra\'s own: type eval "$(ddpexp completion bash)" (ddpexp help completion).')
+        raise RefusedError(
+            '--shell-completion is Hydra\'s own: type eval "$(ddpexp completion bash)" (ddpexp help completion).'
+        )
     return bool(words.hydra_help or words.cfg or words.info)
 
 
@@ -303,9 +342,13 @@ def _check_outside_sweep(word: str) -> None:
         example = {"sweep": "sweep.slots=2", "hydra.sweeper": "hydra.sweeper.n_trials=20"}[key]
         raise RefusedError(f"{word}: {key} is a section: set its keys, such as {example}.")
     if key == "hydra/sweeper" and (value == "null" or _NO_NAME.fullmatch(value)):
-        raise RefusedError(f"{word}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed.")
+        raise RefusedError(
+            f"{word}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed."
+        )
     if key == "run.dir":
-        raise RefusedError(f"{word}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... .")
+        raise RefusedError(
+            f"{word}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... ."
+        )
     if _ONE_RUN.match(word):
         raise RefusedError(f"{word} is one run, and -m a sweep: leave one of them out.")
 
@@ -352,12 +395,16 @@ def _check_words(overrides: list[str], question: bool, in_sweep: bool = False) -
             _check_no_deletion(word, key)
         several = re.fullmatch(r"\[(.*,.*)\]", value)
         if several is not None and key in groups([conf_folder()]):
-            raise RefusedError(f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each.")
+            raise RefusedError(
+                f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
+            )
         if value == "null" and key in groups([conf_folder()]):
             raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(key, [conf_folder()]))}.")
         number = next((part for part in value.split(",") if _NO_NAME.fullmatch(part.strip())), None)
         if number is not None and key in groups([conf_folder()]):
-            raise RefusedError(f"{key}={number} is not a known option. Known here: {', '.join(options(key, [conf_folder()]))}.")
+            raise RefusedError(
+                f"{key}={number} is not a known option. Known here: {', '.join(options(key, [conf_folder()]))}."
+            )
 
 
 def _check_no_deletion(word: str, key: str) -> None:
@@ -369,7 +416,9 @@ def _check_no_deletion(word: str, key: str) -> None:
     if typed is None or name not in typed.__dataclass_fields__:
         return
     instead = (
-        f"{key}=null switches it off" if type(None) in get_args(get_type_hints(typed)[name]) else f"write {key}=... to change it"
+        f"{key}=null switches it off"
+        if type(None) in get_args(get_type_hints(typed)[name])
+        else f"write {key}=... to change it"
     )
     raise RefusedError(f"{word}: every run has this key, so it cannot be removed: {instead}.")
 
@@ -459,7 +508,10 @@ def _check_nothing_ignored(cfg: DictConfig, overrides: list[str], added: Path | 
 
 
 def _check_package_header(overrides: Sequence[str], added: Path | None) -> None:
-    """Look at the first line of the user's recipe: without it all that the recipe says would be about `recipe` itself."""
+    """Look at the first line of the user's recipe.
+
+    Without it all that the recipe says would be about `recipe` itself.
+    """
     name = next((word.partition("=")[2] for word in reversed(overrides) if re.match(r"\+*recipe=", word)), None)
     path = added / "recipe" / f"{name}.yaml" if added is not None and name else None
     if path is None or not path.is_file() or (conf_folder() / "recipe" / path.name).is_file():
@@ -468,7 +520,9 @@ def _check_package_header(overrides: Sequence[str], added: Path | None) -> None:
     if text.startswith("\ufeff"):
         raise RefusedError(f"{path} begins with a byte order mark, which Hydra does not read: save it as plain UTF-8.")
     if not re.match(r"(\s*#.*\n)*?\s*#\s*@package\s", text):
-        raise RefusedError(f"{path} does not begin with the line # @package _global_, by which its keys count for the whole run.")
+        raise RefusedError(
+            f"{path} does not begin with the line # @package _global_, by which its keys count for the whole run."
+        )
 
 
 def _nothing_to_delete(key: str, overrides: list[str], added: Path | None) -> RefusedError:
@@ -490,7 +544,9 @@ def _is_sweep_in_file(overrides: list[str], added: Path | None) -> bool:
 
 
 def _sweep_in_file() -> SweepInFileError:
-    return SweepInFileError("A config file sets hydra.mode=MULTIRUN, which makes this a sweep: add hydra.mode=RUN for one run.")
+    return SweepInFileError(
+        "A config file sets hydra.mode=MULTIRUN, which makes this a sweep: add hydra.mode=RUN for one run."
+    )
 
 
 def _typed_targets(overrides: Sequence[str]) -> dict[str, str]:
@@ -558,9 +614,14 @@ def _composed(base: _Base, overrides: Sequence[str], added: Path | None, run: Pa
 
 
 def _offered(values: Mapping[str, Any]) -> list[str]:
-    """Return the names in a configuration that count as trusted because an installed package offers them by its own configs."""
+    """Return the names in a configuration that count.
+
+    As trusted because an installed package offers them by its own configs.
+    """
     trust = _trust(values)
-    foreign = {str(name) for key, name in named(values).items() if not trust.allows(str(name), key.removesuffix("._target_"))}
+    foreign = {
+        str(name) for key, name in named(values).items() if not trust.allows(str(name), key.removesuffix("._target_"))
+    }
     return sorted(foreign & offered_targets()) if foreign else []
 
 
@@ -626,14 +687,17 @@ def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> No
         raise RefusedError(f"run.trust={run['trust']} stands in a file: it counts only when typed on the command line.")
     if run.get("allow_changes") and not any(word.lstrip("+").startswith("run.allow_changes=") for word in typed):
         raise RefusedError(
-            f"run.allow_changes={run['allow_changes']} stands in a file: it is for one start, so it counts only when typed on the "
+            f"run.allow_changes={run['allow_changes']} stands in a file: it is for one start, so it counts only when "
+            "typed on the "
             f"command line."
         )
     if run.get("code"):
         raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
 
 
-def _check_types(values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path], typed_targets: Iterable[str]) -> None:
+def _check_types(
+    values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path], typed_targets: Iterable[str]
+) -> None:
     """Compare the values of the sections that name an object with the types in the chosen option's own file.
 
     The other sections have fields with types, which `parse` holds against them. What `typed_targets` take no file says.
@@ -649,7 +713,11 @@ def _check_types(values: Mapping[str, Any], choices: Mapping[str, str], folders:
             default = written.get(section) if group == "recipe" else written
             if isinstance(default, dict):
                 typed_here = DATA_KEYS if section == "data" else ()
-                _compare({key: inner for key, inner in default.items() if key not in typed_here}, values.get(section), section)
+                _compare(
+                    {key: inner for key, inner in default.items() if key not in typed_here},
+                    values.get(section),
+                    section,
+                )
 
 
 def _compare(default: Any, value: Any, key: str) -> None:
@@ -693,8 +761,8 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
     """Read a run directory's config.yaml and override it with `key=value` words; also return it as text.
 
     What the file says of whose code to trust does not count: run.trust and --config-dir are typed again. Nor does
-    run.allow_changes, which was for the start that it was typed for. A run that `goes_on` keeps its launcher unless another one
-    is typed, and may take other options of its groups.
+    run.allow_changes, which was for the start that it was typed for. A run that `goes_on` keeps its launcher unless
+    another one is typed, and may take other options of its groups.
 
     Raises:
         RefusedError: the file is damaged, or a word is no override of it.
@@ -709,7 +777,9 @@ def override_file(path: Path, argv: list[str], goes_on: bool = False) -> tuple[M
         raise RefusedError(f"{path} is not the configuration of a run.")
     added = added_folder(words.config_dir)
     check_override(words.overrides)
-    chosen_from = groups([folder for folder in (conf_folder(), added) if folder is not None]) if goes_on else ["launcher"]
+    chosen_from = (
+        groups([folder for folder in (conf_folder(), added) if folder is not None]) if goes_on else ["launcher"]
+    )
     chosen = {key: name for key, _, name in (word.partition("=") for word in words.overrides) if key in chosen_from}
     if not goes_on:
         chosen.setdefault("launcher", "spawn")  # how that run was started does not matter here
@@ -748,7 +818,10 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
 
 
 def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
-    """Remove what a configuration says of another `_target_` than the typed one; return the nodes that have another one."""
+    """Remove what a configuration says of another `_target_` than the typed one.
+
+    Return the nodes that have another one.
+    """
     others = []
     for name, target in typed.items():
         node = OmegaConf.select(cfg, name)
@@ -766,7 +839,9 @@ def _override(cfg: DictConfig, word: str, adds: bool = False) -> None:
     try:
         value = yaml.load(text, Loader=get_yaml_loader())
         if isinstance(OmegaConf.select(cfg, key), DictConfig):
-            raise RefusedError(f"{word}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2.")
+            raise RefusedError(
+                f"{word}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."
+            )
         OmegaConf.update(cfg, key, value, force_add=adds)
     except yaml.YAMLError:
         raise RefusedError(f"{word} is not an override: its value is no YAML.") from None

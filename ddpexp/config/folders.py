@@ -39,7 +39,9 @@ def added_folder(typed: str | None) -> Path | None:
     if typed is None:
         return None
     if not typed:
-        raise RefusedError("--config-dir is empty: it takes the folder of your configs, such as --config-dir mine/conf.")
+        raise RefusedError(
+            "--config-dir is empty: it takes the folder of your configs, such as --config-dir mine/conf."
+        )
     folder = Path(typed).resolve()
     if not folder.is_dir():
         raise RefusedError(f"--config-dir {typed} is not a directory.{_not_a_folder(folder, typed)}")
@@ -64,9 +66,14 @@ def _not_a_folder(folder: Path, typed: str) -> str:
     """Say what may be meant by something else than a folder."""
     if folder.is_file() and folder.suffix == ".yaml" and folder.parent.name in groups([conf_folder()]):
         return (
-            f" Type the folder of its group's folder: --config-dir {Path(typed).parent.parent} {folder.parent.name}={folder.stem}."
+            f" Type the folder of its group's folder: --config-dir {Path(typed).parent.parent} "
+            f"{folder.parent.name}={folder.stem}."
         )
-    return " The shell makes a folder of ~ only where it begins a word: --config-dir ~/..." if typed.startswith("~") else ""
+    return (
+        " The shell makes a folder of ~ only where it begins a word: --config-dir ~/..."
+        if typed.startswith("~")
+        else ""
+    )
 
 
 def _meant(folder: Path, ours: list[str]) -> Iterator[Path]:

@@ -1,4 +1,7 @@
-"""Words of Lightning, Hugging Face, Accelerate, torchrun and of templates for Hydra: what is typed here in their place."""
+"""Words of Lightning, Hugging Face, Accelerate, torchrun and of templates for Hydra.
+
+What is typed here in their place.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ _KEYS = {
     "trainer.precision": "mixed_precision amp",
     "trainer.clip_grad_norm": "gradient_clip_val max_grad_norm clip_grad grad_clip",
     "trainer.log_every": "log_every_n_steps logging_steps log_interval",
-    "trainer.eval_every": "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_strategy evaluation_strategy",
+    "trainer.eval_every": (
+        "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_strategy evaluation_strategy"
+    ),
     "trainer.checkpoint_every": "save_steps save_interval save_strategy",
     "trainer.keep_last": "save_total_limit save_top_k",
     "trainer.seed": "random_seed seed_everything manual_seed",
@@ -32,15 +37,21 @@ _REMARKS = {
     "gradient_accumulation_steps": "from which the number of accumulated passes follows",
 }
 _RESUME = "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."
-_WHOLE = "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves evaluations out."
+_WHOLE = (
+    "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves evaluations out."
+)
 _SENTENCES = {
     "ckpt_path resume_from_checkpoint": _RESUME,
     "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
     "limit_val_batches limit_test_batches limit_eval_batches limit_predict_batches": _WHOLE,
     "fast_dev_run": "There is nothing like it: trainer.max_steps=2 ends a run after two steps.",
     "overfit_batches": "There is nothing like it.",
-    "callbacks early_stopping patience": "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint.",
-    "warmup_steps warmup_ratio num_warmup_steps": "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps).",
+    "callbacks early_stopping patience": (
+        "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."
+    ),
+    "warmup_steps warmup_ratio num_warmup_steps": (
+        "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps)."
+    ),
 }
 _VALUES = {
     "trainer.precision": {
@@ -67,7 +78,10 @@ _SENTENCE_OF = {word: sentence for words, sentence in _SENTENCES.items() for wor
 
 
 def advice_on_key(word: str) -> str:
-    """Say what is typed here for another framework's `word`, with a space in front; empty where it is none that we know."""
+    """Say what is typed here for another framework's `word`, with a space in front.
+
+    Empty where it is none that we know.
+    """
     if (key := _KEY_OF.get(word)) is not None:
         remark = f", {_REMARKS[word]}" if word in _REMARKS else ""
         return f" Did you mean {key}{remark}?"
@@ -75,5 +89,8 @@ def advice_on_key(word: str) -> str:
 
 
 def value_here(key: str, value: str) -> str | None:
-    """Return the value that means here what `value` of the key means in another framework; None where we know of none."""
+    """Return the value that means here what `value` of the key means in another framework.
+
+    None where we know of none.
+    """
     return next((here for here, words in _VALUES.get(key, {}).items() if value in words.split()), None)

@@ -1,4 +1,7 @@
-"""Hydra's own section: what of it counts here, what is refused because it would have no effect, what `${hydra:...}` stands for."""
+"""Hydra's own section: what of it counts here, what is refused because it would have no effect.
+
+What `${hydra:...}` stands for.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Trust, targets
 from ddpexp.errors import RefusedError
 
-# Settings with an effect, wherever they are written. Of the others what Hydra fills in itself differs from command to command.
+# Settings with an effect, wherever they are written. Of the others what Hydra fills in itself differs from command to
+# command.
 _OBEYED = re.compile(
     r"hydra[./](mode$|sweep\.dir$|sweeper\b|help\b|job\.name$|job\.config\.override_dirname\.)|"
     r"hydra\.(hydra_help|searchpath|overrides|runtime|job\.(override_dirname|config_name|num|id))\b"
@@ -45,7 +49,10 @@ _HERE: Mapping[str, Any] = {
 }
 _ADVICE = (
     ("sweep.subdir", "The jobs' directories are named by their number and what is their own."),
-    ("launcher", "ddpexp starts the jobs of a sweep itself. sweep.slots=... says how many at once, launcher=slurm submits them."),
+    (
+        "launcher",
+        "ddpexp starts the jobs of a sweep itself. sweep.slots=... says how many at once, launcher=slurm submits them.",
+    ),
     ("run", "run.dir=... names the run directory."),
     ("output_subdir", "run.dir=... names the run directory, which holds all of it."),
     ("searchpath", "--config-dir DIR adds your configs."),
@@ -79,15 +86,19 @@ def check_not_typed(word: str, in_sweep: bool) -> None:
 def no_effect(said: str, key: str) -> str:
     """Return the sentence for what sets a key of Hydra's section that has no effect."""
     name = key[len("hydra.") :].replace("/", ".")
-    advice = next((advice for start, advice in _ADVICE if name.startswith(start)), "Use run.dir=... and --config-dir DIR.")
+    advice = next(
+        (advice for start, advice in _ADVICE if name.startswith(start)), "Use run.dir=... and --config-dir DIR."
+    )
     return f"{said}: Hydra's own settings have no effect here. {advice}"
 
 
-def check_nothing_ignored(cfg: DictConfig, plain: Callable[[], DictConfig], files: Callable[[], Sequence[Path]]) -> None:
+def check_nothing_ignored(
+    cfg: DictConfig, plain: Callable[[], DictConfig], files: Callable[[], Sequence[Path]]
+) -> None:
     """Look at what config files set in Hydra's own section, as it is composed in `cfg`.
 
-    `plain` composes the same without anybody's files but ours, and `files` lists those that were read: both take time, and are only
-    called where something is other than it should be.
+    `plain` composes the same without anybody's files but ours, and `files` lists those that were read: both take time,
+    and are only called where something is other than it should be.
 
     Raises:
         RefusedError: one of them sets what would have no effect.
@@ -120,22 +131,31 @@ def check_no_ignored_options(files: Sequence[Path]) -> None:
         for entry in written.get("defaults") or () if isinstance(written, dict) else ():
             for key, option in entry.items() if isinstance(entry, dict) else ():
                 group = str(key).removeprefix("override").strip().lstrip("/").partition("@")[0]
-                if group.startswith("hydra/") and not _OBEYED.match(group) and option not in (None, "none", "default", "basic"):
+                if (
+                    group.startswith("hydra/")
+                    and not _OBEYED.match(group)
+                    and option not in (None, "none", "default", "basic")
+                ):
                     raise RefusedError(no_effect(f"{path} chooses {group}={option}", group))
 
 
 def check_code_of_sweeper(sweeper: Any, trust: Trust) -> None:
-    """Look at every `_target_` of a sweeper: its own class and those of its settings, which are called in the command's process.
+    """Look at every `_target_` of a sweeper.
+
+    Its own class and those of its settings, which are called in the command's process.
 
     Raises:
         RefusedError: one that neither an installed plugin has brought nor anybody has trusted.
     """
     plain = OmegaConf.to_container(sweeper, resolve=True) if OmegaConf.is_config(sweeper) else sweeper
     for key, target in targets(plain, "hydra.sweeper"):
-        itself = key == "hydra.sweeper._target_" and str(target).startswith("hydra_plugins.")  # Hydra sees that it is a sweeper
+        itself = key == "hydra.sweeper._target_" and str(target).startswith(
+            "hydra_plugins."
+        )  # Hydra sees that it is a sweeper
         if not (itself or target in _of_plugins() or trust.allows(str(target), key.removesuffix("._target_"))):
             raise RefusedError(
-                f"{key}={target} is not allowed: a configuration may name what an installed plugin of Hydra's offers for sweeps, "
+                f"{key}={target} is not allowed: a configuration may name what an installed plugin of Hydra's offers "
+                "for sweeps, "
                 f"modules beside a typed --config-dir and prefixes typed as run.trust=[...]."
             )
 
@@ -178,13 +198,17 @@ def answers_of(cfg: DictConfig) -> dict[str, Any]:
     known: dict[str, Any] = {name: reduce(getitem, name.split("."), plain) for name in _ANSWERED}
     known["mode"] = known["mode"] or "RUN"
     conf = cfg.hydra.job.config.override_dirname
-    known["job.override_dirname"] = dirname(plain["overrides"]["task"], conf.kv_sep, conf.item_sep, list(conf.exclude_keys))
+    known["job.override_dirname"] = dirname(
+        plain["overrides"]["task"], conf.kv_sep, conf.item_sep, list(conf.exclude_keys)
+    )
     return known
 
 
 def dirname(words: Sequence[str], between: str = "=", joint: str = ",", left_out: Sequence[str] = ()) -> str:
     """Return what was typed as part of a path, as Hydra does; what may have such a part itself is left out."""
-    kept = [word for word in words if "${" not in word and word.partition("=")[0].lstrip("+~") not in ("run.dir", *left_out)]
+    kept = [
+        word for word in words if "${" not in word and word.partition("=")[0].lstrip("+~") not in ("run.dir", *left_out)
+    ]
     return joint.join(sorted(kept)).replace("=", between)
 
 
@@ -219,7 +243,8 @@ def _answer(answers: Mapping[str, Any], path: str) -> Any:
         raise ValueError(f"${{hydra:{path}}} has no value: no option of {rest} is chosen")
     if path in ("runtime.output_dir", "run.dir", "sweep.subdir"):
         raise ValueError(
-            f"${{hydra:{path}}} has no value: the run directory is made when the configuration is accepted. Type run.dir=..., and "
+            f"${{hydra:{path}}} has no value: the run directory is made when the configuration is accepted. Type "
+            "run.dir=..., and "
             f"write ${{run.dir}}"
         )
     if path in ("job.num", "sweep.dir"):

@@ -23,7 +23,8 @@ _RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours 
 
 _OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "NAdam", "RAdam", "RMSprop", "SGD")
 _MODULES = (
-    "AdaptiveAvgPool1d AdaptiveAvgPool2d AvgPool1d AvgPool2d BCEWithLogitsLoss BatchNorm1d BatchNorm2d Conv1d Conv2d Conv3d "
+    "AdaptiveAvgPool1d AdaptiveAvgPool2d AvgPool1d AvgPool2d BCEWithLogitsLoss BatchNorm1d BatchNorm2d Conv1d Conv2d "
+    "Conv3d "
     "ConvTranspose2d CrossEntropyLoss Dropout Dropout2d ELU Embedding Flatten GELU GroupNorm GRU HuberLoss Identity "
     "L1Loss LayerNorm LeakyReLU Linear LSTM MSELoss MaxPool1d MaxPool2d ModuleDict ModuleList MultiheadAttention "
     "RMSNorm RNN ReLU Sequential SiLU Sigmoid SmoothL1Loss Softmax Softplus SyncBatchNorm Tanh TransformerEncoder "
@@ -57,7 +58,10 @@ class Trust:
         return self.code is not None and _lies_in(self.code, parts[0])
 
     def make_importable(self) -> None:
-        """Have Python find the modules: beside the configs first, and last in the current folder, for a prefix's module there."""
+        """Have Python find the modules.
+
+        Beside the configs first, and last in the current folder, for a prefix's module there.
+        """
         if self.code is not None and str(self.code) not in sys.path:
             sys.path.insert(0, str(self.code))
         here = Path.cwd()
@@ -111,7 +115,8 @@ def check_target(target: Any, trust: Trust, key: str) -> None:
     if not isinstance(target, str) or not trust.allows(target, key.removesuffix("._target_")):
         raise RefusedError(
             f"{key}={target} is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, "
-            f"modules beside a typed --config-dir and prefixes typed as run.trust=[...].{_advice(str(target), trust, key)}"
+            f"modules beside a typed --config-dir and prefixes typed as "
+            f"run.trust=[...].{_advice(str(target), trust, key)}"
         )
     module, _, name = target.rpartition(".")
     if target.startswith(_RECIPES):
@@ -150,7 +155,10 @@ def _advice(target: str, trust: Trust, key: str) -> str:
 
 
 def _public_names(module: str) -> list[str] | None:
-    """Read which classes and functions a module of ours defines, without importing it; None when there is no such module."""
+    """Read which classes and functions a module of ours defines, without importing it.
+
+    None when there is no such module.
+    """
     parts = module.split(".")[1:]
     for place in ddpexp.__path__:
         for path in (Path(place, *parts[:-1], f"{parts[-1]}.py"), Path(place, *parts, "__init__.py")):
@@ -222,7 +230,8 @@ def _check_no_namesake(module: types.ModuleType, target: str, trust: Trust, wher
     file = Path(module.__file__ or "")
     if not (file.is_relative_to(trust.code) or file.resolve().is_relative_to(trust.code)):
         raise RefusedError(
-            f"{where}._target_: the module {module.__name__} is {module.__file__ or 'built in'}, not the one in {trust.code}: "
+            f"{where}._target_: the module {module.__name__} is {module.__file__ or 'built in'}, not the one in "
+            f"{trust.code}: "
             f"give yours another name."
         )
 

@@ -1,4 +1,7 @@
-"""Interpolations within bounds: a few lines of `${...}` can stand for more values, more text and more time than there are."""
+"""Interpolations within bounds.
+
+A few lines of `${...}` can stand for more values, more text and more time than there are.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,10 @@ from omegaconf.errors import OmegaConfBaseException
 from ddpexp.errors import RefusedError
 
 _RESOLVED, _NODES = 10_000, 200_000
-_CHARACTERS, _LONGEST = 8 << 20, 1 << 16  # of all texts, and of one: of that the next is made of, before it can be counted
+_CHARACTERS, _LONGEST = (
+    8 << 20,
+    1 << 16,
+)  # of all texts, and of one: of that the next is made of, before it can be counted
 _SECONDS = 3.0  # of this process's own work, however busy the machine is
 
 
@@ -49,7 +55,8 @@ def bounded_interpolations() -> Iterator[None]:
         yield
     except (_Excess, RecursionError):
         raise RefusedError(
-            f"The configuration refers to itself with ${{...}} so often, or so deeply, that this may have no end: more than "
+            f"The configuration refers to itself with ${{...}} so often, or so deeply, that this may have no end: more "
+            "than "
             f"{_RESOLVED:,} times, for a text of more than {_LONGEST:,} characters, or for more than {_SECONDS:g} s. "
             f"Write the values themselves."
         ) from None

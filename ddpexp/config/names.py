@@ -1,4 +1,7 @@
-"""Whether the classes and functions that a configuration names are there: their modules' files are read, nothing is imported."""
+"""Whether the classes and functions that a configuration names are there.
+
+Their modules' files are read, nothing is imported.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,9 @@ def _homes(root: str) -> list[Path]:
     except (ImportError, ValueError):
         return []
     places = [Path(place) for place in spec.submodule_search_locations or ()] if spec is not None else []
-    return [place.parent for place in places] or ([Path(spec.origin).parent] if spec is not None and spec.origin else [])
+    return [place.parent for place in places] or (
+        [Path(spec.origin).parent] if spec is not None and spec.origin else []
+    )
 
 
 @lru_cache(maxsize=32)
@@ -99,7 +104,9 @@ def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
         elif isinstance(one, (ast.Import, ast.ImportFrom)):
             yield from ((alias.asname or alias.name).partition(".")[0] for alias in one.names)
         elif isinstance(one, (ast.Assign, ast.AnnAssign, ast.For, ast.With, ast.Delete)):
-            yield from (name.id for name in ast.walk(one) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
+            yield from (
+                name.id for name in ast.walk(one) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+            )
         for part in ("body", "orelse", "finalbody"):
             if not isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 yield from _names(getattr(one, part, []))

@@ -117,7 +117,9 @@ def _data(values: Mapping[str, Any], trust: Trust) -> Data:
 def _schedule(values: Mapping[str, Any]) -> Schedule | Node:
     """Build a schedule of ours, which checks itself; a user's own may import torch."""
     node = _node(values, "scheduler")
-    found: Schedule | Node = _call(values, "scheduler", Schedule) if registry.key_of("scheduler", node.target) is not None else node
+    found: Schedule | Node = (
+        _call(values, "scheduler", Schedule) if registry.key_of("scheduler", node.target) is not None else node
+    )
     return found
 
 
@@ -130,7 +132,8 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
         raise
     except Exception as error:
         raise RefusedError(
-            f"{where}._target_={node.target} cannot be imported: {type(error).__name__}: {error}. Is its package complete?"
+            f"{where}._target_={node.target} cannot be imported: {type(error).__name__}: {error}. Is its package "
+            "complete?"
         ) from error
     if contract is Launcher:
         found = _as_launcher(found)
@@ -140,13 +143,17 @@ def _call(values: Mapping[str, Any], where: str, contract: type) -> Any:
 
 
 def _as_launcher(found: Any) -> Any:
-    """Return a class that has `launch` as a subclass of Launcher; version 0.1 did not ask launchers to derive from it."""
+    """Return a class that has `launch` as a subclass of Launcher.
+
+    Version 0.1 did not ask launchers to derive from it.
+    """
     if not dataclasses.is_dataclass(found) or not isinstance(found, type) or issubclass(found, Launcher):
         return found
     if not callable(getattr(found, "launch", None)):
         return found
     warnings.warn(
-        f"{found.__module__}.{found.__qualname__} should derive from {Launcher.__module__}.Launcher: the next version requires it",
+        f"{found.__module__}.{found.__qualname__} should derive from {Launcher.__module__}.Launcher: the next version "
+        "requires it",
         DeprecationWarning,
         stacklevel=2,
     )
@@ -158,7 +165,8 @@ def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> di
     parameters = {
         name: one
         for name, one in inspect.signature(function).parameters.items()
-        if isinstance(function, type) or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
+        if isinstance(function, type)
+        or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
     }
     hints = typing.get_type_hints(vars(function)["__init__"] if isinstance(function, type) else function)
     for key in kwargs:
@@ -166,7 +174,9 @@ def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> di
             raise unknown_key(key, parameters, where)
     missing = [name for name, one in parameters.items() if one.default is one.empty and name not in kwargs]
     if missing:
-        raise RefusedError(f"{where}.{missing[0]} is missing: give it a value, for example as {where}.{missing[0]}=... .")
+        raise RefusedError(
+            f"{where}.{missing[0]} is missing: give it a value, for example as {where}.{missing[0]}=... ."
+        )
     return {key: convert(value, hints[key], f"{where}.{key}") for key, value in kwargs.items()}
 
 

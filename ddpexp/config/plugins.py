@@ -20,7 +20,10 @@ GROUP = "ddpexp.launchers"  # of entry points: `name = package.module:Class`
 @cache
 def installed_launchers() -> dict[str, str]:
     """Return the full name of each launcher class that an installed package offers, by the name of its entry point."""
-    return {point.name: point.value.partition("[")[0].strip().replace(":", ".") for point in metadata.entry_points(group=GROUP)}
+    return {
+        point.name: point.value.partition("[")[0].strip().replace(":", ".")
+        for point in metadata.entry_points(group=GROUP)
+    }
 
 
 def launcher_name(kind: type) -> str:
@@ -42,11 +45,16 @@ def plugin_folders() -> list[Path]:
 
 
 def searched_packages() -> dict[Path, str]:
-    """Return the folders that installed packages have Hydra search, by a SearchPathPlugin, each with its top-level package.
+    """Return the folders that installed packages have Hydra search, by a SearchPathPlugin.
 
-    Of a folder outside of any package that is empty. The plugins have been imported by then: Hydra does so whenever it starts.
+    Each with its top-level package.
+
+    Of a folder outside of any package that is empty. The plugins have been imported by then: Hydra does so whenever it
+    starts.
     """
-    from hydra._internal.utils import create_config_search_path  # workers, which have no use for Hydra, import this module too
+    from hydra._internal.utils import (
+        create_config_search_path,
+    )  # workers, which have no use for Hydra, import this module too
 
     found: dict[Path, str] = {}
     for element in create_config_search_path("pkg://ddpexp.conf").get_path():
@@ -77,7 +85,9 @@ def offered_targets() -> frozenset[str]:
     for folder, package in searched_packages().items():
         for path in sorted(folder.rglob("*.yaml")) if package else ():
             with suppress(OSError, ValueError, yaml.YAMLError):
-                found |= set(_named(yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), package))
+                found |= set(
+                    _named(yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), package)
+                )
     return frozenset(found)
 
 

@@ -73,7 +73,10 @@ def key_of_class(section: str, kind: type) -> str | None:
 
 
 def with_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with our own parts named by their keys, which an earlier version may have named otherwise."""
+    """Return a configuration with our own parts named by their keys.
+
+    Which an earlier version may have named otherwise.
+    """
     found = dict(values)
     for where in _PARTS:
         section, _, name = where.partition(".")

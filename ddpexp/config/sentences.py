@@ -85,11 +85,15 @@ def check_override(words: Sequence[str]) -> None:
         empty = word.endswith("=") and word.strip("=") and (not follows or re.search("[=~]", follows))  # as in run.dir=
         if "=" in word.strip("=") or word.startswith("~") or empty:
             continue
-        open_before = next((one for one in words[:place] if any(one.count(a) > one.count(b) for a, b in _BRACKETS)), None)
+        open_before = next(
+            (one for one in words[:place] if any(one.count(a) > one.count(b) for a, b in _BRACKETS)), None
+        )
         if open_before is not None and any(b in word for _, b in _BRACKETS):
             whole = " ".join(words[words.index(open_before) : place + 1])
             parts = re.sub(r",?\s+", ",", whole)
-            raise RefusedError(f"{whole} has spaces, at which the shell cuts it into words: write {shlex.quote(parts)}.")
+            raise RefusedError(
+                f"{whole} has spaces, at which the shell cuts it into words: write {shlex.quote(parts)}."
+            )
         raise RefusedError(_no_override(word, words[place - 1] if place else "", [*words[place + 1 :], "", ""]))
 
 
@@ -97,7 +101,9 @@ def _no_override(word: str, before: str, after: Sequence[str]) -> str:
     known = groups([conf_folder()])
     if word[:1] and word[0] in _DASHES:
         return f"{word} begins with a dash from a formatted text: type --{word.lstrip(_DASHES)}."
-    apart = re.fullmatch(r"([A-Za-z_][\w./]*) *([=:]) *(\S*)", f"{word} {after[0]} {after[1]}".strip().replace("= =", "="))
+    apart = re.fullmatch(
+        r"([A-Za-z_][\w./]*) *([=:]) *(\S*)", f"{word} {after[0]} {after[1]}".strip().replace("= =", "=")
+    )
     if word.startswith("=") and _KEY.fullmatch(before):
         apart = re.fullmatch(r"([A-Za-z_][\w./]*) *(=) *(\S*)", f"{before} = {word.lstrip('=') or after[0]}")
     if apart is not None:
@@ -112,11 +118,17 @@ def _no_override(word: str, before: str, after: Sequence[str]) -> str:
     if group is not None:
         return f"{word} is not an override: write {group}={word}."
     if re.search(r"\.(py|ya?ml)$", word):
-        return f"{word} is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR recipe=NAME."
+        return (
+            f"{word} is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR "
+            "recipe=NAME."
+        )
     if (Path(word) / "config.yaml").is_file():
         return f"{word} is not an override: a run is resumed with python -m ddpexp resume {shlex.quote(word)}."
     if word in _TRAINS:
-        return f"{word} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist trainer.gpus=2."
+        return (
+            f"{word} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist "
+            "trainer.gpus=2."
+        )
     if not re.search(r"\w", word) or word.startswith("="):
         return f"{word} is not an override: {_EXAMPLE}."
     near = nearest(word, commands.NAMES)
@@ -144,7 +156,9 @@ def _unread(word: str) -> str:
     if called is not None and called[1] in _FUNCTIONS:
         return f"{word} is not read: {called[1]} is written as in {shlex.quote(f'{key}={_FUNCTIONS[called[1]]}')}."
     if value.startswith("~"):
-        return f"{word} is not read: neither the shell nor Hydra makes a folder of ~ there. Write {key}=$HOME{value[1:]}."
+        return (
+            f"{word} is not read: neither the shell nor Hydra makes a folder of ~ there. Write {key}=$HOME{value[1:]}."
+        )
     if value[:1] == "(" and value[-1:] == ")" and _is_read(f"{key}=[{value[1:-1]}]"):
         return f"{word} is not read: a list is written in brackets, {shlex.quote(f'{key}=[{value[1:-1]}]')}."
     for opening, closing in _BRACKETS:
@@ -155,7 +169,10 @@ def _unread(word: str) -> str:
             )
     quoted = '{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"'))
     if _is_read(quoted):
-        return f"{word} is not read: its value has characters that mean something to Hydra. Quote it twice: {shlex.quote(quoted)}."
+        return (
+            f"{word} is not read: its value has characters that mean something to Hydra. Quote it twice: "
+            f"{shlex.quote(quoted)}."
+        )
     return f"{word} is not an override: {_EXAMPLE}."
 
 
@@ -179,7 +196,10 @@ def sentence(error: Exception) -> str:
         return f"{error.full_key} is missing: give it a value, for example as {error.full_key}=... ."
     unset = re.search(r"Environment variable '(\w+)' not found", str(error))
     if unset and isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... first."
+        return (
+            f"{error.full_key} is read from the environment, and {unset[1]} is not set there: export {unset[1]}=... "
+            "first."
+        )
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {first_line(error)}{_interpolated(error)}"
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
@@ -211,11 +231,20 @@ def _unknown_option(file: str, known: Sequence[str]) -> str:
     ours = groups([conf_folder()])
     head, _, inner = group.partition("/")
     if head == "recipe" and inner in ours:
-        return f"{inner}={option} in a recipe's defaults is looked for in the folder recipe: write - override /{inner}: {option}."
+        return (
+            f"{inner}={option} in a recipe's defaults is looked for in the folder recipe: write - override "
+            f"/{inner}: {option}."
+        )
     if head in ours and inner:  # a path
         name = option.removesuffix(".yaml")
-        others = f"--config-dir {inner.removesuffix(f'/{head}')} " if Path(inner).is_dir() and head not in options(head, []) else ""
-        return f"{head}={inner}/{option} is a path, and options are named: {'' if name in known else others}{head}={name}."
+        others = (
+            f"--config-dir {inner.removesuffix(f'/{head}')} "
+            if Path(inner).is_dir() and head not in options(head, [])
+            else ""
+        )
+        return (
+            f"{head}={inner}/{option} is a path, and options are named: {'' if name in known else others}{head}={name}."
+        )
     if group.startswith("hydra/") and group.partition("/")[2].partition("/")[0] != "sweeper":
         return no_effect(f"{group}={option}", group)
     known = known or options(group, [conf_folder(), *plugin_folders()])
@@ -239,7 +268,10 @@ def _composition(error: ConfigCompositionException) -> str:
     unchosen = re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error))
     if unchosen:
         added = re.search(r"use (\+\S+)", str(error))
-        return f"Of {unchosen[1]} no option is chosen by default, so one is added: {added[1] if added else '+' + unchosen[1]}."
+        return (
+            f"Of {unchosen[1]} no option is chosen by default, so one is added: "
+            f"{added[1] if added else '+' + unchosen[1]}."
+        )
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown and isinstance(error.__cause__, OmegaConfBaseException):
         return str(unknown_key_of(unknown[1], error.__cause__))
@@ -249,12 +281,18 @@ def _composition(error: ConfigCompositionException) -> str:
     twice = re.match(r"Multiple values for ([\w/]+)\. To override a value use 'override [^:]+: (.+)'", str(error))
     if twice:
         name = twice[1]
-        return f"{name} is chosen already: leave the + out, {name}={twice[2]}; in a config's defaults write override /{name}."
+        return (
+            f"{name} is chosen already: leave the + out, {name}={twice[2]}; in a config's defaults write override "
+            f"/{name}."
+        )
     unmatched = re.match(r"In '([^']+)': Could not override '(?:[\w/]+/)?(\w+)(?:@[\w.]+)?'\.", str(error))
     if unmatched:
         group = unmatched[2]
         way = f"override /{group}" if group in groups([conf_folder()]) else f"/{group}, without override"
-        return f"{unmatched[1]}.yaml overrides {group}, which is not chosen before it under that name: write - {way}: ... ."
+        return (
+            f"{unmatched[1]}.yaml overrides {group}, which is not chosen before it under that name: write - {way}: "
+            "... ."
+        )
     in_file = re.match(r"In '([^']+)': \w+ raised while composing config:\n(.*)\n.*?full_key: (\S+)", str(error), re.S)
     if in_file:
         if in_file[3].startswith("hydra."):
@@ -269,7 +307,10 @@ def _composition(error: ConfigCompositionException) -> str:
 
 
 def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
-    """Say which key is nearest to the typed one, at the level where it leaves the tree, or what it is called elsewhere."""
+    """Say which key is nearest to the typed one, at the level where it leaves the tree.
+
+    Or what it is called elsewhere.
+    """
     parent, key, full_key = cause.parent_node, str(cause.key), str(cause.full_key)
     if not isinstance(parent, DictConfig) or not full_key.endswith(key):
         return RefusedError(f"{typed} is not a known key.")
@@ -285,7 +326,11 @@ def _options_with(group: str, key: str) -> list[str]:
     """Return the other options of a group that have a key, as they are typed."""
     folders = [conf_folder(), *plugin_folders()]
     paths = [folder / group / f"{name}.yaml" for folder in folders for name in options(group, folders)] if group else []
-    return [f"{group}={path.stem}" for path in paths if path.is_file() and re.search(f"^{re.escape(key)}:", path.read_text(), re.M)]
+    return [
+        f"{group}={path.stem}"
+        for path in paths
+        if path.is_file() and re.search(f"^{re.escape(key)}:", path.read_text(), re.M)
+    ]
 
 
 def _keys(tree: Any) -> list[str]:

@@ -23,11 +23,15 @@ def check_layout(experiment: Experiment, found: Layout) -> None:
     batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
     if experiment.strategy.static_graph and batch.gradient_accumulation_steps > 1:
         raise RefusedError(
-            f"strategy.static_graph=true does not go with {batch.gradient_accumulation_steps} accumulated passes a step: torch "
-            f"would reduce other passes than it planned. Use strategy.static_graph=false or a larger trainer.micro_batch_size."
+            f"strategy.static_graph=true does not go with {batch.gradient_accumulation_steps} accumulated passes a "
+            "step: torch "
+            f"would reduce other passes than it planned. Use strategy.static_graph=false or a larger "
+            "trainer.micro_batch_size."
         )
     if experiment.strategy.comm_hook == "bf16" and found.backend == "gloo":
-        raise RefusedError("strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none.")
+        raise RefusedError(
+            "strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none."
+        )
     if experiment.strategy.sync_batchnorm and found.device == "cpu":
         raise RefusedError(
             "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
@@ -51,7 +55,11 @@ def _check(experiment: Experiment) -> None:
         value = getattr(trainer, name)
         if value is not None and value < 1:
             raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
-    if isinstance(trainer.nodes, str) and trainer.nodes != "auto" and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", trainer.nodes):
+    if (
+        isinstance(trainer.nodes, str)
+        and trainer.nodes != "auto"
+        and not re.fullmatch(r"[1-9]\d*:[1-9]\d*", trainer.nodes)
+    ):
         raise RefusedError(f"trainer.nodes={trainer.nodes}: use auto, a number of machines, or a range such as 1:4.")
     for name in Timeout.__dataclass_fields__:
         seconds = getattr(trainer.timeout, name)
@@ -64,11 +72,17 @@ def _check(experiment: Experiment) -> None:
     if trainer.eval_every != "epoch" and trainer.eval_every < 0:
         raise RefusedError(f"trainer.eval_every={trainer.eval_every}: use epoch, a number of steps, or 0 for never.")
     if trainer.checkpoint_every != "epoch" and trainer.checkpoint_every < 0:
-        raise RefusedError(f"trainer.checkpoint_every={trainer.checkpoint_every}: use epoch, a number of steps, or 0 for never.")
+        raise RefusedError(
+            f"trainer.checkpoint_every={trainer.checkpoint_every}: use epoch, a number of steps, or 0 for never."
+        )
     if trainer.checkpoint_every_seconds is not None and not trainer.checkpoint_every_seconds > 0:
-        raise RefusedError(f"trainer.checkpoint_every_seconds={trainer.checkpoint_every_seconds}: use a number above 0, or null.")
+        raise RefusedError(
+            f"trainer.checkpoint_every_seconds={trainer.checkpoint_every_seconds}: use a number above 0, or null."
+        )
     if trainer.keep_last is not None and trainer.keep_last < 1:
-        raise RefusedError(f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all.")
+        raise RefusedError(
+            f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all."
+        )
     if trainer.keep_best is not None:
         if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
             raise RefusedError(
@@ -76,9 +90,13 @@ def _check(experiment: Experiment) -> None:
                 f"such as max:eval/accuracy."
             )
         if trainer.eval_every == 0:
-            raise RefusedError(f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none.")
+            raise RefusedError(
+                f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
+            )
     if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
-        raise RefusedError(f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null.")
+        raise RefusedError(
+            f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null."
+        )
     if not 0 < trainer.grace_seconds < math.inf:
         raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
     _check_exact(experiment)
@@ -89,12 +107,15 @@ def _check(experiment: Experiment) -> None:
     rate = experiment.optimizer.kwargs.get("lr")
     if rate is None:
         raise RefusedError(
-            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example optimizer.lr=0.01."
+            "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example "
+            "optimizer.lr=0.01."
         )
     if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
         raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
     if Path(experiment.recipe.name).name != experiment.recipe.name:
-        raise RefusedError(f"recipe.name={experiment.recipe.name}: use a plain name, for it names the folder of the runs.")
+        raise RefusedError(
+            f"recipe.name={experiment.recipe.name}: use a plain name, for it names the folder of the runs."
+        )
     if experiment.run.dir == "":
         raise RefusedError("run.dir= is empty: give it a folder, or null for one under outputs.")
     if re.search(r"[\x00-\x1f\x7f]", experiment.run.dir or ""):
@@ -103,13 +124,15 @@ def _check(experiment: Experiment) -> None:
         )
     if not 0 <= experiment.data.validation_fraction < 1:
         raise RefusedError(
-            f"data.validation_fraction={experiment.data.validation_fraction}: use a share from 0 to below 1, such as 0.1."
+            f"data.validation_fraction={experiment.data.validation_fraction}: use a share from 0 to below 1, such as "
+            "0.1."
         )
     if experiment.data.num_workers < 0:
         raise RefusedError(f"data.num_workers={experiment.data.num_workers}: use 0 or more.")
     if experiment.data.num_workers > _MOST_LOADERS:
         raise RefusedError(
-            f"data.num_workers={experiment.data.num_workers} is more processes for each worker than a machine can start: use "
+            f"data.num_workers={experiment.data.num_workers} is more processes for each worker than a machine can "
+            "start: use "
             f"{_MOST_LOADERS} or fewer."
         )
     if experiment.strategy.bucket_cap_mb <= 0:
@@ -117,15 +140,18 @@ def _check(experiment: Experiment) -> None:
     if experiment.strategy.reduce_through == "shared_memory" and experiment.strategy.comm_hook != "none":
         raise RefusedError(
             f"strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
-            f"strategy.comm_hook={experiment.strategy.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
+            f"strategy.comm_hook={experiment.strategy.comm_hook}. Use strategy.reduce_through=auto or "
+            "strategy.comm_hook=none."
         )
     if experiment.strategy.powersgd_rank < 1:
         raise RefusedError(f"strategy.powersgd_rank={experiment.strategy.powersgd_rank}: use 1 or more.")
     scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
     if experiment.strategy.comm_hook == "powersgd" and scaled:
         raise RefusedError(
-            f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not finite. "
-            f"Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and {trainer.nonfinite}."
+            f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not "
+            "finite. "
+            f"Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and "
+            f"{trainer.nonfinite}."
         )
     if experiment.strategy.static_graph and experiment.strategy.find_unused_parameters:
         raise RefusedError(
@@ -151,10 +177,15 @@ def _check_exact(experiment: Experiment) -> None:
         )
     if strategy.sync_batchnorm:
         raise RefusedError(
-            f"{why} does not go with strategy.sync_batchnorm=true: its statistics are those of all workers' micro-batches of a "
+            f"{why} does not go with strategy.sync_batchnorm=true: its statistics are those of all workers' "
+            "micro-batches of a "
             f"pass, which another number of workers cuts in another way. Use strategy.sync_batchnorm=false."
         )
     if strategy.static_graph:
-        raise RefusedError(f"{why} does without DDP, whose option strategy.static_graph=true is. Use strategy.static_graph=false.")
+        raise RefusedError(
+            f"{why} does without DDP, whose option strategy.static_graph=true is. Use strategy.static_graph=false."
+        )
     if not strategy.broadcast_buffers:
-        raise RefusedError(f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true.")
+        raise RefusedError(
+            f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true."
+        )

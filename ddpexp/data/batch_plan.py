@@ -41,7 +41,8 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
         sizes = [size for size in range(1, 65) if total % (micro * size) == 0]
         also = f" Or use {_either(sizes)} workers." if sizes and total % micro == 0 else ""
         raise RefusedError(
-            f"{asked} does not split over {world_size} workers with trainer.micro_batch_size={micro} ({one_pass} a pass). "
+            f"{asked} does not split over {world_size} workers with trainer.micro_batch_size={micro} ({one_pass} a "
+            "pass). "
             f"Use a multiple of {one_pass}, for example trainer.global_batch_size={_round_up(total, one_pass)}.{also}"
         )
     return BatchPlan(total, micro, total // one_pass, world_size)

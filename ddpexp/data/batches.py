@@ -20,8 +20,9 @@ from ddpexp.data.samples import called, user_code_error
 from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
 from ddpexp.errors import RefusedError
 
-# Indices computed at once: few at first, so that a start does not wait; then enough to amortise numpy's calls, and few enough that
-# their arrays come from memory that the process keeps (with twice as many the kernel clears new pages every time).
+# Indices computed at once: few at first, so that a start does not wait; then enough to amortise numpy's calls, and few
+# enough that their arrays come from memory that the process keeps (with twice as many the kernel clears new pages every
+# time).
 _FIRST_BLOCK, _BLOCK = 8192, 32768
 
 
@@ -29,8 +30,8 @@ _FIRST_BLOCK, _BLOCK = 8192, 32768
 class TrainBatches:
     """The training data as this rank sees it: step k is the same samples at every world size.
 
-    The global batch of step k is positions k * G .. (k + 1) * G - 1 of its epoch's permutation; rank r of w computes the
-    r-th of w equal contiguous parts, in micro-batches. The rest of an epoch that fills no global batch is dropped.
+    The global batch of step k is positions k * G .. (k + 1) * G - 1 of its epoch's permutation; rank r of w computes
+    the r-th of w equal contiguous parts, in micro-batches. The rest of an epoch that fills no global batch is dropped.
     """
 
     data: Any
@@ -46,7 +47,8 @@ class TrainBatches:
         """Refuse a batch larger than the data."""
         if self.steps_per_epoch == 0:
             raise RefusedError(
-                f"trainer.global_batch_size={self.plan.global_batch_size} is more than the {len(self.data)} training samples. "
+                f"trainer.global_batch_size={self.plan.global_batch_size} is more than the {len(self.data)} training "
+                "samples. "
                 f"Use at most {len(self.data)}."
             )
 
@@ -58,8 +60,8 @@ class TrainBatches:
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
         """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1).
 
-        Random numbers that the data set draws are a function of seed, step and micro-batch; what a set that has an `of_epoch`
-        does to a sample follows from seed, epoch and sample, however the batch is cut.
+        Random numbers that the data set draws are a function of seed, step and micro-batch; what a set that has an
+        `of_epoch` does to a sample follows from seed, epoch and sample, however the batch is cut.
         """
         if isinstance(self.data, IndexData):
             seeded, begun = may_draw(self.data), -1
@@ -83,7 +85,10 @@ class TrainBatches:
             yield from block
 
     def _blocks(self, from_step: int, to_step: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield some steps of one epoch at a time: the first step's number, and the indices. Shapes: (steps, as in `indices`)."""
+        """Yield some steps of one epoch at a time: the first step's number, and the indices. Shapes.
+
+        (steps, as in `indices`).
+        """
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
         step, block = from_step, _FIRST_BLOCK

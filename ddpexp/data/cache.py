@@ -1,4 +1,7 @@
-"""A cache folder of memory-mappable `.npy` files that is complete or not there, whatever process dies or disk is full."""
+"""A cache folder of memory-mappable `.npy` files that is complete or not there.
+
+Whatever process dies or disk is full.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +144,11 @@ def alone(seconds: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not said:
-                    print("ddpexp: waiting for another command, which is downloading the data", file=sys.stderr, flush=True)
+                    print(
+                        "ddpexp: waiting for another command, which is downloading the data",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 said = True
                 time.sleep(_POLL_SECONDS)
             except OSError:  # a file system without such locks

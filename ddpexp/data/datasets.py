@@ -37,7 +37,10 @@ class DeviceData(Protocol):
         ...
 
     def to(self, device: torch.device) -> IndexData:
-        """Return the same set in the memory of the device, whose gather takes its indices there and waits for nothing."""
+        """Return the same set in the memory of the device, whose gather takes its indices there and waits.
+
+        For nothing.
+        """
         ...
 
 
@@ -123,7 +126,10 @@ def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor of the host without waiting for what the GPU still has to do: a copy from pages that are not locked would."""
+    """Move a tensor of the host without waiting for what the GPU still has to do.
+
+    A copy from pages that are not locked would.
+    """
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
@@ -139,7 +145,8 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
     for name, part in parts.items():
         if not isinstance(_whole(part), DeviceData):
             raise RefusedError(
-                f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot lie in the memory of a device. "
+                f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot lie in the memory of "
+                "a device. "
                 f"Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave data.on_device=false."
             )
     wholes = {id(whole): whole for whole in map(_whole, parts.values())}
@@ -147,7 +154,8 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
         size, (free, _) = device_bytes(splits), torch.cuda.mem_get_info(device)
         if size > free:
             raise RefusedError(
-                f"data.on_device=true: the samples take {size / 1e9:,.1f} GB, and of GPU {device.index} {free / 1e9:,.1f} GB are "
+                f"data.on_device=true: the samples take {size / 1e9:,.1f} GB, and of GPU {device.index} "
+                f"{free / 1e9:,.1f} GB are "
                 f"free. Leave data.on_device=false."
             )
     there = {number: whole.to(device) for number, whole in wholes.items()}

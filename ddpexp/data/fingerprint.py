@@ -1,4 +1,7 @@
-"""What tells a run's data from other data, cheaply: the number of samples, and a few of them where nothing else says it."""
+"""What tells a run's data from other data, cheaply.
+
+The number of samples, and a few of them where nothing else says it.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ _WORKER_SECONDS = 5  # for a DataLoader worker to give one
 def fingerprint(splits: Splits, known: bool, num_workers: int) -> dict[str, dict[str, Any]]:
     """Return for each set its number of samples, and a hash for each part of a sample.
 
-    Samples are read as training reads them: in this process, or with DataLoader workers in one of those, so that no set meets
-    what it would not meet anyway. All random numbers are restored. With `known`, something else tells the content and nothing
-    is read. Waits 0.5 s at most, and for the sample that is being read then.
+    Samples are read as training reads them: in this process, or with DataLoader workers in one of those, so that no set
+    meets what it would not meet anyway. All random numbers are restored. With `known`, something else tells the content
+    and nothing is read. Waits 0.5 s at most, and for the sample that is being read then.
     """
     until = time.monotonic() + _SECONDS
     found = {}
@@ -58,33 +61,52 @@ def _content(part: Any, name: str, num_workers: int, until: float) -> dict[str, 
 
 
 def carried_over(before: Any, now: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return `now` with the content that was known before, where a set of as many samples could not be read this time."""
+    """Return `now` with the content that was known before, where a set of.
+
+    As many samples could not be read this time.
+    """
     found = {}
     for name, one in now.items():
         was = before.get(name) if isinstance(before, Mapping) else None
-        keeps = isinstance(was, Mapping) and was.get("samples") == one["samples"] and "content" in was and "content" not in one
+        keeps = (
+            isinstance(was, Mapping)
+            and was.get("samples") == one["samples"]
+            and "content" in was
+            and "content" not in one
+        )
         found[name] = {**one, **({"content": was["content"]} if keeps and isinstance(was, Mapping) else {})}
     return found
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what has changed between two results, a phrase for each set; content only where both have the same parts of it."""
+    """Return what has changed between two results, a phrase for each set.
+
+    Content only where both have the same parts of it.
+    """
     found = []
     for name in [*now, *(name for name in before if name not in now)]:
         was, is_now = before.get(name), now.get(name)
         if not isinstance(was, Mapping) or not isinstance(is_now, Mapping):
             found.append(f"`{name}` is {'gone' if is_now is None else 'new'}")
         elif was.get("samples") != is_now.get("samples"):
-            found.append(f"`{name}` had {_counted(was.get('samples'))} samples and has {_counted(is_now.get('samples'))} now")
+            found.append(
+                f"`{name}` had {_counted(was.get('samples'))} samples and has {_counted(is_now.get('samples'))} now"
+            )
         else:
             old, new = was.get("content"), is_now.get("content")
-            if isinstance(old, Mapping) and isinstance(new, Mapping) and any(old[key] != new[key] for key in new if key in old):
+            if (
+                isinstance(old, Mapping)
+                and isinstance(new, Mapping)
+                and any(old[key] != new[key] for key in new if key in old)
+            ):
                 found.append(f"`{name}` has as many samples as before, and others")
     return found
 
 
 def contents(part: Any, name: str = "train", num_workers: int = 0, until: float = math.inf) -> dict[str, str]:
-    """Return a hash for each part of a sample, over a few samples of a set; not of parts that are random. Seeds everything.
+    """Return a hash for each part of a sample, over a few samples of a set; not of parts that are random.
+
+    Seeds everything.
 
     Nothing where that takes longer than `until`, in seconds of the monotonic clock.
     """
@@ -120,7 +142,10 @@ def _rows(part: Arrays) -> dict[str, str]:
     """Return the same for rows of tensors, as they are stored."""
     indices = torch.tensor(_indices(part))
     try:
-        return {f"[{place}]": _hashed(one.index_select(0, indices.to(one.device))).hex() for place, one in enumerate(part.tensors)}
+        return {
+            f"[{place}]": _hashed(one.index_select(0, indices.to(one.device))).hex()
+            for place, one in enumerate(part.tensors)
+        }
     except (IndexError, RuntimeError):  # tensors of several lengths: the run itself will say it
         return {}
 

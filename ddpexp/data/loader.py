@@ -47,7 +47,9 @@ def load(
         CodeError: the data set raised an error. LoaderError: a worker died, hangs, or has no room for its batches.
     """
     asked: deque[list[int]] = deque()
-    page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast("q")  # shared: of each worker its process and its sample
+    page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast(
+        "q"
+    )  # shared: of each worker its process and its sample
     pids, places = page[:num_workers], page[num_workers:]
     loader: DataLoader[Any] = DataLoader(
         _Fetch(data, name, places),  # type: ignore[arg-type]
@@ -77,7 +79,8 @@ def load(
                 return
             except (RuntimeError, OSError, EOFError) as error:
                 if "timed out" not in str(error):
-                    # A worker that died while it handed over a batch is noticed, and waited for, before its signal comes.
+                    # A worker that died while it handed over a batch is noticed, and waited for, before its signal
+                    # comes.
                     for worker, process in enumerate(getattr(batches, "_workers", ())):
                         if process.exitcode:
                             raise _lost(worker, _ended(process.exitcode)) from None
@@ -92,7 +95,9 @@ def load(
                 try:
                     raise batch
                 finally:
-                    del batch  # its traceback holds this frame, and with that the workers, until somebody collects garbage
+                    del (
+                        batch
+                    )  # its traceback holds this frame, and with that the workers, until somebody collects garbage
             yield batch
 
 
@@ -192,7 +197,10 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _in_shared_memory(batch: Any) -> Any:
-    """Move what a worker hands over into shared memory here: in torch's own thread a lack of room would only be printed."""
+    """Move what a worker hands over into shared memory here.
+
+    In torch's own thread a lack of room would only be printed.
+    """
     if get_worker_info() is None:
         return batch
     for tensor in tensors_of(batch):
@@ -206,7 +214,11 @@ def _is_no_room(error: Exception) -> bool:
 
 def _no_room() -> LoaderError:
     size, free = _shared_memory()
-    found = f"{size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB of it free" if size is not None and free is not None else "too little"
+    found = (
+        f"{size / 1e6:,.1f} MB, {free / 1e6:,.1f} MB of it free"
+        if size is not None and free is not None
+        else "too little"
+    )
     return LoaderError(
         f"the batches of the DataLoader workers do not fit into shared memory: {_SHARED} of this host has {found}. "
         f"Enlarge it (docker run --shm-size=1g), or use data.num_workers=0, or a smaller trainer.micro_batch_size."
@@ -215,7 +227,10 @@ def _no_room() -> LoaderError:
 
 @contextmanager
 def _deaths(pids: memoryview) -> Iterator[None]:
-    """Raise an error in this process as soon as one of its workers dies; torch's own text knows neither its number nor why."""
+    """Raise an error in this process as soon as one of its workers dies.
+
+    Torch's own text knows neither its number nor why.
+    """
     if not pids.nbytes or threading.current_thread() is not threading.main_thread():  # signals are for the main thread
         yield
         return
@@ -243,7 +258,9 @@ def _death(pid: int) -> str | None:
     """Say how a child ended that should be alive; leaves it to be waited for."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if pid else None
-    except ChildProcessError:  # waited for already, or that of another process: a worker's own children have this handler too
+    except (
+        ChildProcessError
+    ):  # waited for already, or that of another process: a worker's own children have this handler too
         return None
     if found is None or (found.si_code == os.CLD_EXITED and found.si_status == 0):
         return None
@@ -257,8 +274,10 @@ def _ended(code: int) -> str:
 
 def _silent(worker: int, samples: str, seconds: float) -> LoaderError:
     return LoaderError(
-        f"DataLoader worker {worker} has given nothing for {seconds:g} s (trainer.timeout.data_seconds={seconds:g}): it is at "
-        f"{samples}, and its stack is in the log of this rank. Raise trainer.timeout.data_seconds if a batch takes that long."
+        f"DataLoader worker {worker} has given nothing for {seconds:g} s (trainer.timeout.data_seconds={seconds:g}): "
+        "it is at "
+        f"{samples}, and its stack is in the log of this rank. Raise trainer.timeout.data_seconds if a batch takes "
+        "that long."
     )
 
 
@@ -284,11 +303,14 @@ def _address_without_file(family: str) -> Any:
 
 
 def _start_worker(parent: int, pids: memoryview, worker: int) -> None:
-    """Live as long as the rank, whatever schedulers send to all processes of a job: it is the rank that is asked to stop."""
+    """Live as long as the rank, whatever schedulers send to all processes of a job.
+
+    It is the rank that is asked to stop.
+    """
     die_with_parent(parent)
     pids[worker] = os.getpid()
-    # Batches are handed over through a socket, whose file would outlive a worker that is killed: give it a name without a file.
-    # Who connects must know the key that only the rank and its workers have.
+    # Batches are handed over through a socket, whose file would outlive a worker that is killed: give it a name without
+    # a file. Who connects must know the key that only the rank and its workers have.
     _sockets.arbitrary_address = _address_without_file
     faulthandler.disable()  # torch's handlers for crashes, which have no stack to show, came after the rank's
     faulthandler.enable()

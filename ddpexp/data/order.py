@@ -59,7 +59,9 @@ class Permutation:
         """
         flat = np.asarray(positions).astype(np.int64, casting="same_kind", copy=False).ravel()
         if flat.size and (flat.min() < 0 or flat.max() >= self.length):
-            raise ValueError(f"Positions must be in [0, {self.length}), but these reach from {flat.min()} to {flat.max()}.")
+            raise ValueError(
+                f"Positions must be in [0, {self.length}), but these reach from {flat.min()} to {flat.max()}."
+            )
         indices = self._table[flat] if self.length <= _TABLE_LENGTH else self._walk(flat)
         return indices.reshape(np.shape(positions))
 

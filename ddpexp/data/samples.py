@@ -21,7 +21,10 @@ def user_code_error(error: Exception, called: str) -> CodeError:
 
 
 def called(data: Any, indices: Sequence[int], name: str) -> str:
-    """Return what samples of a set are called in a message: their numbers in it, and in the set that it is a part of."""
+    """Return what samples of a set are called in a message.
+
+    Their numbers in it, and in the set that it is a part of.
+    """
     text = f"{'sample' if len(indices) == 1 else 'samples'} {_few(indices)} of {len(data):,} in `{name}`"
     whole, places = origin(data, indices)
     if whole is data:

@@ -48,7 +48,8 @@ def seed_everything(value: int) -> None:
 class HostRandom:
     """The generators of numpy and Python in one rank's process, which code outside torch may draw from.
 
-    Seeding them takes longer than a small step, so it happens once; a checkpoint holds their state if somebody has drawn.
+    Seeding them takes longer than a small step, so it happens once; a checkpoint holds their state if somebody has
+    drawn.
     """
 
     def __init__(self, seed: int, rank: int) -> None:

@@ -83,7 +83,8 @@ class World:
             number = int(environ.get("DDPEXP_GPU", local_rank))
             if number >= torch.cuda.device_count():
                 raise RefusedError(
-                    f"rank {rank} wants GPU {number}, but it sees {torch.cuda.device_count()}. Is trainer.gpus too large?"
+                    f"rank {rank} wants GPU {number}, but it sees {torch.cuda.device_count()}. Is trainer.gpus too "
+                    "large?"
                 )
             torch.cuda.set_device(number)
             device = torch.device("cuda", number)
@@ -91,7 +92,9 @@ class World:
             device = torch.device("cpu")
         available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
         if not available[layout.backend]():
-            raise RefusedError(f"trainer.backend={layout.backend}: this torch was built without {layout.backend}. Use auto.")
+            raise RefusedError(
+                f"trainer.backend={layout.backend}: this torch was built without {layout.backend}. Use auto."
+            )
         if size > 1:
             if is_loopback(environ["MASTER_ADDR"]):
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"

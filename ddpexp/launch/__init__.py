@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 _NOT_ELSEWHERE = (
-    "this launcher starts commands of its own, which only a training can have: use launcher=spawn, or start the ranks yourself "
+    "this launcher starts commands of its own, which only a training can have: use launcher=spawn, or start the ranks "
+    "yourself "
     "(srun or torchrun) with launcher=slurm or launcher=torchrun-env."
 )
 
@@ -70,7 +71,8 @@ class Participants:
 class Job:
     """What the workers are to do: call `entry` with `arguments` in every process.
 
-    A job may run from several commands (one a node, or one a rank): the first begins it, the others enter what it has begun.
+    A job may run from several commands (one a node, or one a rank): the first begins it, the others enter what it has
+    begun.
     """
 
     name: str = "ddpexp"  # in the lists of a scheduler
@@ -80,7 +82,9 @@ class Job:
     request: WorkerRequest = WorkerRequest()
     identity: Mapping[str, Any] = {}  # what must be the same for all commands of the job
     leads: bool = True  # this command begins the job; False once it has entered what another one began
-    vacant: Callable[[], None] | None = None  # raises RefusedError while somebody else has the folder; asked when all have met
+    vacant: Callable[[], None] | None = (
+        None  # raises RefusedError while somebody else has the folder; asked when all have met
+    )
     needs: object = None  # what `prepare` makes ready; of jobs that need the same one prepares. None: not known
     folder: Path = Path()  # one that every host sees, where the commands of several hosts find one another
 

@@ -12,7 +12,10 @@ _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW  # 
 
 
 class Appending:
-    """Append to a file. What cannot be written now is tried again with the next record: training does not end for it."""
+    """Append to a file. What cannot be written now is tried again with the next record.
+
+    Training does not end for it.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file, or leave that for later where it cannot be."""

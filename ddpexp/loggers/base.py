@@ -116,5 +116,8 @@ class Many:
 
 @lru_cache(1024)
 def _masked(name: str) -> str:
-    """Leave secrets out of a name; to look through the environment for each name of each record would take as long as steps."""
+    """Leave secrets out of a name.
+
+    To look through the environment for each name of each record would take as long as steps.
+    """
     return masked(name)

@@ -26,7 +26,9 @@ class Progress(Null):
         if any(name.startswith("train/") for name in values):
             shown = "  ".join(_shown(name.removeprefix("train/"), value) for name, value in values.items())
             line = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}"
-            brief = "  ".join(_shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values)
+            brief = "  ".join(
+                _shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values
+            )
             self._log.info(line, extra={"watched": self._control.watched, "printable": True})
             after = os.fstat(1).st_size  # what this process has written so far belongs above it
             self._control.send_nowait("progress", done=step, total=self._num_steps, text=brief, line=line, after=after)

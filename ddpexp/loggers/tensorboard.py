@@ -59,7 +59,8 @@ class TensorBoard:
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Write for the HParams tab.
 
-        The start of a session alone, without the description of an experiment that torch's own function writes into every run:
+        The start of a session alone, without the description of an experiment that torch's own function writes into
+        every run:
         the plugin takes the first one that it finds for all of them, and no other run's columns then.
         """
         session = plugin_data_pb2.SessionStartInfo(start_time_secs=time.time())
@@ -87,7 +88,9 @@ class TensorBoard:
         self._file.close()
 
     def _add_session(self, tag: str, data: Any) -> None:
-        self._add(Summary(value=[Summary.Value(tag=tag, metadata=create_summary_metadata(data), tensor=NULL_TENSOR)]), 0)
+        self._add(
+            Summary(value=[Summary.Value(tag=tag, metadata=create_summary_metadata(data), tensor=NULL_TENSOR)]), 0
+        )
 
     def _add(self, what: Any, step: int) -> None:
         self._write(Event(wall_time=time.time(), step=step, summary=what))

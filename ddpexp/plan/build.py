@@ -1,6 +1,9 @@
-"""Learn what a run holds by building it without memory: the model, its optimizers and one forward pass on torch's meta device.
+"""Learn what a run holds by building it without memory.
 
-A process of its own does that, which trusts just the code that the run's workers would: it loads the same configuration.
+The model, its optimizers and one forward pass on torch's meta device.
+
+A process of its own does that, which trusts just the code that the run's workers would: it loads the same
+configuration.
 """
 
 from __future__ import annotations
@@ -43,7 +46,10 @@ _ALONE = World(0, 0, 0, 1, 1, _CPU)
 
 
 def answer(parent: int, answers: int) -> None:
-    """Be the other process: read what is asked from the standard input, write what was found to the descriptor `answers`."""
+    """Be the other process: read what is asked from the standard input.
+
+    Write what was found to the descriptor `answers`.
+    """
     die_with_parent(parent)
     asked = json.load(sys.stdin)
     try:
@@ -76,7 +82,9 @@ def learn(
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     batches = TrainBatches(train, plan, 0, trainer.seed, _CPU)
     steps = {"steps_per_epoch": batches.steps_per_epoch, "num_steps": count_steps(trainer, batches.steps_per_epoch)}
-    notes = {"data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"}
+    notes = {
+        "data": "measured: what each worker has for itself" if data_bytes is not None else "left out: --num_samples"
+    }
     models, single, device = _models(experiment, notes)
     named = _named(models)
     optimizer_bytes = _optimizer_bytes(experiment, models, single, notes)
@@ -92,7 +100,9 @@ def learn(
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
     facts = Facts(
         parameters=[
-            Parameter(name, p.numel(), p.numel() * p.element_size(), str(p.dtype).removeprefix("torch."), p.requires_grad)
+            Parameter(
+                name, p.numel(), p.numel() * p.element_size(), str(p.dtype).removeprefix("torch."), p.requires_grad
+            )
             for name, p in named
         ],
         buffers_bytes=_num_bytes([buffer for module in models.values() for buffer in module.buffers()]),
@@ -118,7 +128,9 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     except RefusedError:
         raise
     except Exception as error:
-        notes["model"] = f"really built, for its code does not work on torch's meta device ({type(error).__name__}: {error})"
+        notes["model"] = (
+            f"really built, for its code does not work on torch's meta device ({type(error).__name__}: {error})"
+        )
         device = _CPU
         _bound_memory()
         built = instantiate(experiment.model, experiment.trust, "model")
@@ -150,11 +162,17 @@ def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes
     try:
         for optimizer in made.values():
             optimizer.step()
-        tensors = [value for optimizer in made.values() for state in optimizer.state.values() for value in tensors_of(state)]
-        notes["optimizer"] = "measured after a step on the meta device" if "model" not in notes else "measured after a step"
+        tensors = [
+            value for optimizer in made.values() for state in optimizer.state.values() for value in tensors_of(state)
+        ]
+        notes["optimizer"] = (
+            "measured after a step on the meta device" if "model" not in notes else "measured after a step"
+        )
         return _num_bytes(tensors)
     except Exception as error:
-        notes["optimizer"] = f"assumed: two numbers a trained one, for a step was not possible ({type(error).__name__}: {error})"
+        notes["optimizer"] = (
+            f"assumed: two numbers a trained one, for a step was not possible ({type(error).__name__}: {error})"
+        )
         return 2 * _num_bytes([p for p in parameters if p.requires_grad])
     finally:
         for p in parameters:
@@ -167,7 +185,9 @@ def _activations(experiment: Experiment, models: Models, single: bool, batch: An
     if isinstance(task, HasTrainStep):
         notes["activations"] = "left out: the task's own train_step says what a step is"
         return None
-    known = {t.untyped_storage()._cdata for module in models.values() for t in (*module.parameters(), *module.buffers())}
+    known = {
+        t.untyped_storage()._cdata for module in models.values() for t in (*module.parameters(), *module.buffers())
+    }
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other gets the same address
 
     def keep(tensor: Tensor) -> Tensor:
@@ -182,7 +202,9 @@ def _activations(experiment: Experiment, models: Models, single: bool, batch: An
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             task.step(models["model"] if single else models, batch)
     except Exception as error:
-        notes["activations"] = f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"
+        notes["activations"] = (
+            f"left out: a forward pass without memory is not possible ({type(error).__name__}: {error})"
+        )
         return None
     notes["activations"] = "kept for backward; temporary memory comes on top"
     if experiment.trainer.precision != "fp32":
@@ -190,7 +212,9 @@ def _activations(experiment: Experiment, models: Models, single: bool, batch: An
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _with_reduction(facts: Facts, experiment: Experiment, layout: Layout, parameters: Sequence[Tensor], models: Models) -> Facts:
+def _with_reduction(
+    facts: Facts, experiment: Experiment, layout: Layout, parameters: Sequence[Tensor], models: Models
+) -> Facts:
     """Add the memory of the sums over micro-batches and over workers."""
     trainer = experiment.trainer
     trained = [p for p in parameters if p.requires_grad]

@@ -1,4 +1,7 @@
-"""Measure on this machine what a step's time is made of: ordinary short runs, with one worker and with two, and their records."""
+"""Measure on this machine what a step's time is made of.
+
+Ordinary short runs, with one worker and with two, and their records.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +59,18 @@ def run_words(
     kept = [word for word in typed if not word.lstrip("+").startswith(_OF_THE_RUN)]
     return [
         *kept, "launcher=spawn", "logger=none", f"run.dir={folder}", "run.resume=never", f"trainer.gpus={workers}",
-        f"trainer.threads={threads}", f"trainer.micro_batch_size={micro}", f"trainer.global_batch_size={micro * passes * workers}",
+        f"trainer.threads={threads}", f"trainer.micro_batch_size={micro}",
+        f"trainer.global_batch_size={micro * passes * workers}",
         "trainer.epochs=null", f"trainer.max_steps={steps}", f"trainer.log_every={log_every}",
-        "trainer.eval_every=0", "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=null", "trainer.keep_best=null",
+        "trainer.eval_every=0", "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=null",
+        "trainer.keep_best=null",
     ]  # fmt: skip
 
 
 def step_ms(records: Sequence[Mapping[str, float]], global_batch_size: int) -> float:
-    """Return the time of a step in a run's records: the lower quartile of its windows, without the first. Units: milliseconds.
+    """Return the time of a step in a run's records: the lower quartile of its windows, without the first. Units.
+
+    Milliseconds.
 
     What else runs on the machine makes a window longer, never shorter.
     """
@@ -84,12 +91,15 @@ def calibrate(
     gpus = count_gpus() if layout.device == "cuda" else 2
     if gpus == 0:
         raise RefusedError(
-            "plan --calibrate measures on this machine, which shows no GPU: give --compute_ms, --alpha_us and --bandwidth_gbps."
+            "plan --calibrate measures on this machine, which shows no GPU: give --compute_ms, --alpha_us and "
+            "--bandwidth_gbps."
         )
     notes: list[str] = []
     two, on_cpu = layout.world_size > 1 and gpus > 1, layout.device == "cpu"
     if two and layout.nodes > 1:
-        notes.append("alpha and bandwidth are those between two workers of this machine, not of a network: type those of yours")
+        notes.append(
+            "alpha and bandwidth are those between two workers of this machine, not of a network: type those of yours"
+        )
     others = _Others()
     with tempfile.TemporaryDirectory(prefix="ddpexp-plan-") as name:
         by_backend = ["strategy.reduce_through=backend"] if on_cpu and place.way != "shared_memory" else []
@@ -102,7 +112,9 @@ def calibrate(
             small = replace(small, crowded=bench.measure(2, bench.fewer_cores()), crowded_turns=bench.fewer_turns())
     busy = others.share()
     if busy > _BUSY:
-        notes.append(f"other programs took {busy:.0%} of this machine while it was measured: measure again when it is quiet")
+        notes.append(
+            f"other programs took {busy:.0%} of this machine while it was measured: measure again when it is quiet"
+        )
     if on_cpu and place.cores != usable_cores():
         notes.append(f"measured with the {usable_cores()} cores of this machine")
     return Calibration(fit(own, small, num_bytes, _SMALL_BYTES, place), own, small, tuple(notes))
@@ -148,7 +160,8 @@ class _Bench:
         """Return the time of a step of one run, on some cores alone."""
         where = f" on {len(cores)} core{'s' if len(cores) > 1 else ''}" if cores else ""
         self.say(
-            f"measuring {workers} worker{'s' if workers > 1 else ''}{where}, {passes} pass{'es' if passes > 1 else ''}{self.name}"
+            f"measuring {workers} worker{'s' if workers > 1 else ''}{where}, {passes} "
+            f"pass{'es' if passes > 1 else ''}{self.name}"
         )
         folder = self._folder()
         with _started(self._words(workers, passes, self.steps, folder), folder, cores) as run:

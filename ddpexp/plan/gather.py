@@ -17,7 +17,9 @@ from ddpexp.plan.memory import Facts, Parameter
 from ddpexp.system.programs import python
 
 
-def gather(text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None) -> tuple[Facts, dict[str, int]]:
+def gather(
+    text: str, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
+) -> tuple[Facts, dict[str, int]]:
     """Return the facts, and the steps of the run: `steps_per_epoch` and `num_steps`.
 
     `text` is the configuration; what the user's code prints goes to the standard error.

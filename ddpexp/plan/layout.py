@@ -29,7 +29,9 @@ class Assumed:
 
 
 def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
-    """Decide the layout from the words, and from this machine what they leave open; a missing device is told, not refused.
+    """Decide the layout from the words, and from this machine what they leave open.
+
+    A missing device is told, not refused.
 
     `cores` are those of a machine; None takes as many as this one has.
 
@@ -56,7 +58,9 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         notes.append(f"trainer.device=auto is planned as {device}, which this machine has")
     present = count_gpus() if gpus == "auto" else gpus
     if device == "cuda" and gpus == "auto" and not present:
-        raise RefusedError("trainer.gpus=auto is what a machine shows, and this one shows no GPU: type how many a machine has.")
+        raise RefusedError(
+            "trainer.gpus=auto is what a machine shows, and this one shows no GPU: type how many a machine has."
+        )
     if cores is None:
         cores = usable_cores()
         notes.append(f"each machine is taken to have {cores} cores, as this one: --cores says otherwise")
@@ -70,7 +74,9 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
             job.check(replace(each, nodes=nodes, world_size=nodes * each.world_size))
         except RefusedError as error:
             raise (
-                error if len(sizes) == 1 else RefusedError(f"with {nodes} of trainer.nodes={job.request.nodes}: {error}")
+                error
+                if len(sizes) == 1
+                else RefusedError(f"with {nodes} of trainer.nodes={job.request.nodes}: {error}")
             ) from None
     if len(sizes) > 1:
         notes.append(f"trainer.nodes={job.request.nodes} is planned as {sizes[-1]}")

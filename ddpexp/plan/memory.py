@@ -67,9 +67,10 @@ class Part:
 def buckets(parameters: Iterable[Parameter], options: Strategy, rebuilt: bool = True) -> list[Bucket]:
     """Cut the trained parameters into DDP's buckets, those first whose gradients are ready first.
 
-    A bucket closes as soon as it holds `strategy.bucket_cap_mb` or more, so a large parameter may overflow it; each kind of
-    number has its own. `rebuilt` is DDP's layout from the second step on, in the order in which gradients become ready, for
-    which the reverse of the models' order stands in; without it the buckets are cut in the models' order.
+    A bucket closes as soon as it holds `strategy.bucket_cap_mb` or more, so a large parameter may overflow it; each
+    kind of number has its own. `rebuilt` is DDP's layout from the second step on, in the order in which gradients
+    become ready, for which the reverse of the models' order stands in; without it the buckets are cut in the models'
+    order.
     Source: torch, csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size and Reducer::rebuild_buckets.
     """
     cap = int(options.bucket_cap_mb * _MIB)
@@ -102,7 +103,9 @@ def layout_stays(trainer: Trainer, options: Strategy, layout: Layout) -> bool:
     return (options.find_unused_parameters or fixed) and not options.static_graph
 
 
-def reducer(trainer: Trainer, options: Strategy, layout: Layout) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
+def reducer(
+    trainer: Trainer, options: Strategy, layout: Layout
+) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
     """Return what carries the gradients: see `ddpexp.strategy.comm.reduce`, and `exchange` for the exact reduction."""
     if layout.world_size == 1:
         return "none"
@@ -119,7 +122,8 @@ def exchange_bytes(sizes: Iterable[int], world_size: int) -> int:
     A small bucket is gathered from all ranks; of a large one this rank sends all chunks and receives its own from all.
     """
     return sum(
-        world_size * size if (world_size - 2) * size < _GATHERED else 2 * -(-size // world_size) * world_size for size in sizes
+        world_size * size if (world_size - 2) * size < _GATHERED else 2 * -(-size // world_size) * world_size
+        for size in sizes
     )
 
 
@@ -143,14 +147,22 @@ def parts(facts: Facts, trainer: Trainer, options: Strategy, layout: Layout) -> 
         found.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
     way = reducer(trainer, options, layout)
     if way == "shared_memory":
-        found.append(Part("shared memory", facts.shared_bytes // local, f"{human(facts.shared_bytes)} for {local} workers"))
+        found.append(
+            Part("shared memory", facts.shared_bytes // local, f"{human(facts.shared_bytes)} for {local} workers")
+        )
     elif way == "in_rank_order":
         if trainer.reduction == "exact":
             sizes = [facts.sums_bytes]
         else:
-            sizes = [one.num_bytes for one in buckets(facts.parameters, options, not layout_stays(trainer, options, layout))]
+            sizes = [
+                one.num_bytes for one in buckets(facts.parameters, options, not layout_stays(trainer, options, layout))
+            ]
         found.append(
-            Part("exchange", exchange_bytes(sizes, layout.world_size), "what the ranks send one another, in the order of the sum")
+            Part(
+                "exchange",
+                exchange_bytes(sizes, layout.world_size),
+                "what the ranks send one another, in the order of the sum",
+            )
         )
     elif way == "backend" and options.comm_hook == "powersgd":
         found.append(Part("PowerSGD's memory", trained, "the error that it feeds back, and its factors beside that"))
@@ -163,7 +175,9 @@ def parts(facts: Facts, trainer: Trainer, options: Strategy, layout: Layout) -> 
         found.append(Part("samples", facts.device_data_bytes, "data.on_device=true"))
     found.append(Part("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
     saved = sum(checkpoint_files(facts, trainer).values())
-    found.append(Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True))
+    found.append(
+        Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True)
+    )
     return [one for one in found if one.num_bytes != 0]
 
 
@@ -176,7 +190,10 @@ def checkpoint_files(facts: Facts, trainer: Trainer) -> dict[str, int]:
 
 
 def checkpoints_at_once(trainer: Trainer, num_checkpoints: int) -> int:
-    """Return how many checkpoints are on the disk at most: the oldest goes when the newest is complete, the best stays."""
+    """Return how many checkpoints are on the disk at most.
+
+    The oldest goes when the newest is complete, the best stays.
+    """
     kept = num_checkpoints if trainer.keep_last is None else trainer.keep_last + 1
     return min(num_checkpoints, kept + (trainer.keep_best is not None))
 

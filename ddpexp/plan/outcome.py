@@ -45,7 +45,9 @@ class Outcome:
         """Return where the run would lie."""
         asked = self.experiment.run.dir
         return (
-            files.relative(self.goes_on.path) if self.goes_on else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
+            files.relative(self.goes_on.path)
+            if self.goes_on
+            else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
         )
 
     @property
@@ -87,7 +89,9 @@ class Outcome:
         if self.place.way == "none":
             return []
         half = self.experiment.strategy.comm_hook in ("fp16", "bf16") and self.experiment.trainer.reduction == "fast"
-        sizes = [one.num_bytes for one in self.buckets()] or [one.num_bytes for one in self.facts.parameters if one.trained]
+        sizes = [one.num_bytes for one in self.buckets()] or [
+            one.num_bytes for one in self.facts.parameters if one.trained
+        ]
         sizes = sizes if self.buckets() else [sum(sizes)]
         return [size // 2 if half else size for size in sizes]
 
@@ -148,7 +152,10 @@ class Outcome:
         }
 
     def _step_as_dict(self) -> dict[str, Any]:
-        """Return the time of a step as plain values. Units: milliseconds, but for those with another unit in their name."""
+        """Return the time of a step as plain values. Units.
+
+        Milliseconds, but for those with another unit in their name.
+        """
         found = self.step()
         costs = {"costs": None if self.costs is None else asdict(self.costs)}
         measured = {} if self.calibration is None else {"measured": asdict(self.calibration.measured)}

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _CARRIERS = {
-    "none": "", "shared_memory": ", gradients through shared memory", "in_rank_order": ", gradients in the order of the ranks",
+    "none": "", "shared_memory": ", gradients through shared memory", "in_rank_order": (
+        ", gradients in the order of "
+        "the ranks"
+    ),
     "backend": "",
 }  # fmt: skip
 _UNCOUNTED = "Not counted: Python and torch themselves, what the allocator keeps in reserve"
-_OF_GPUS = "Not counted: Python and torch themselves, CUDA's context, NCCL's buffers, what the allocator keeps in reserve"
+_OF_GPUS = (
+    "Not counted: Python and torch themselves, CUDA's context, NCCL's buffers, what the allocator keeps in reserve"
+)
 
 
 def show(outcome: Outcome) -> None:
@@ -54,7 +59,9 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     busy = outcome.assumed.workers * layout.threads
     crowded = f"; {busy} threads share {outcome.assumed.cores} cores" if busy > outcome.assumed.cores else ""
     threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
-    cut = f"{batch.micro_batch_size:,} x {batch.gradient_accumulation_steps} accumulated x {layout.world_size:,} workers"
+    cut = (
+        f"{batch.micro_batch_size:,} x {batch.gradient_accumulation_steps} accumulated x {layout.world_size:,} workers"
+    )
     parameters = sum(one.num_elements for one in outcome.facts.parameters)
     model = experiment.model.target.rpartition(".")[2]
     data = outcome.facts.notes.get("samples", experiment.data.target)
@@ -64,7 +71,8 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "model": f"{model}, {parameters:,} parameters, {experiment.trainer.precision}",
         "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.reducer]}), {threads} each{crowded}",
         "batch": f"{batch.global_batch_size:,} = {cut}",
-        "steps": f"{outcome.num_steps:,}: {outcome.num_steps / outcome.steps_per_epoch:.3g} epochs of {outcome.steps_per_epoch:,}, "
+        "steps": f"{outcome.num_steps:,}: {outcome.num_steps / outcome.steps_per_epoch:.3g} epochs of "
+        f"{outcome.steps_per_epoch:,}, "
         f"each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which goes on" if outcome.goes_on else ""),
     }
@@ -84,7 +92,10 @@ def _memory(outcome: Outcome) -> RenderableType:
         where = "on the host; " if outcome.is_on_host(part) else ""
         size = "?" if part.num_bytes is None else human(part.num_bytes)
         found.add_row(
-            part.name, size, f"{where}{one_line(part.note)}".removesuffix("; "), style="dim" if part.num_bytes is None else ""
+            part.name,
+            size,
+            f"{where}{one_line(part.note)}".removesuffix("; "),
+            style="dim" if part.num_bytes is None else "",
         )
     on_gpu = outcome.assumed.layout.device == "cuda"
     found.add_row("together", human(outcome.rank_bytes(on_host=False)), "on a GPU" if on_gpu else "", style="bold")
@@ -99,7 +110,8 @@ def _rest(outcome: Outcome) -> dict[str, str]:
     split = " + ".join(f"{name} {human(size)}" for name, size in files.items() if size)
     lines = {"buckets": _buckets(outcome.buckets(), outcome.experiment.strategy.bucket_cap_mb)}
     lines["checkpoint"] = (
-        f"{human(sum(files.values()))} = {split}; {made:,} made, at most {at_once:,} there: {human(at_once * sum(files.values()))}"
+        f"{human(sum(files.values()))} = {split}; {made:,} made, at most {at_once:,} there: "
+        f"{human(at_once * sum(files.values()))}"
     )
     lines |= _step(outcome)
     return {name: text for name, text in lines.items() if text}
@@ -114,9 +126,14 @@ def _step(outcome: Outcome) -> dict[str, str]:
     stretch = crowd(costs, outcome.place)
     rate = 1e3 * outcome.batch.global_batch_size / found.total_ms
     terms = f"{stretch:.3g} x ({passes} x {costs.pass_ms:.3g} + {costs.update_ms:.3g})"
-    lines = {"model": "step = crowding x (passes x pass + update) + reduction - what of it hides behind backward (docs/plan.md)"}
+    lines = {
+        "model": (
+            "step = crowding x (passes x pass + update) + reduction - what of it hides behind backward (docs/plan.md)"
+        )
+    }
     lines["step"] = (
-        f"{found.total_ms:.3g} ms = {terms} + {found.reduction_ms:.3g} - {found.hidden_ms:.3g} ms: {rate:,.0f} samples/s"
+        f"{found.total_ms:.3g} ms = {terms} + {found.reduction_ms:.3g} - {found.hidden_ms:.3g} ms: {rate:,.0f} "
+        "samples/s"
     )
     if outcome.place.way != "none":
         lines["reduction"] = f"alpha {costs.alpha_us:.3g} us, bandwidth {costs.bandwidth_gbps:.3g} Gb/s"
@@ -129,5 +146,9 @@ def _buckets(found: list[Bucket], cap: float) -> str:
     if not found:
         return ""
     sizes = [one.num_bytes for one in found]
-    spread = human(sizes[0]) if len(sizes) == 1 else f"{human(min(sizes))} to {human(max(sizes))}, the last one {human(sizes[-1])}"
+    spread = (
+        human(sizes[0])
+        if len(sizes) == 1
+        else f"{human(min(sizes))} to {human(max(sizes))}, the last one {human(sizes[-1])}"
+    )
     return f"{len(found):,} of {cap:g} MiB: {human(sum(sizes))} a step, {spread}"

@@ -1,12 +1,14 @@
-"""How long a step takes at any number of workers: formulas, and what they are fitted to. Pure, and free of torch and clocks.
+"""How long a step takes at any number of workers: formulas, and what they are fitted to.
+
+Pure, and free of torch and clocks.
 
 A step is `passes` forward and backward passes, the sum of the gradients, and the update:
 
     step = crowd * (passes * pass + update) + reduction - what of the reduction hides behind the last backward pass
 
-Through shared memory the reduction is computing too: it is crowded as well, and nothing of it hides. `crowd` is how much longer
-a worker computes beside the others of its machine: where they have more threads than there are cores
-they take turns, and beside busy cores the caches and the memory are slower.
+Through shared memory the reduction is computing too: it is crowded as well, and nothing of it hides. `crowd` is how
+much longer a worker computes beside the others of its machine: where they have more threads than there are cores they
+take turns, and beside busy cores the caches and the memory are slower.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-_BACKWARD = 2 / 3  # of a pass: it computes two products where forward computes one. Source: Kaplan et al., 2020, section 2.1
+_BACKWARD = (
+    2 / 3
+)  # of a pass: it computes two products where forward computes one. Source: Kaplan et al., 2020, section 2.1
 _CHUNKED, _GATHERED, _SLOT = 1 << 20, 128 << 10, 1 << 20  # of ddpexp.strategy.comm.reduce, which a test holds these to
 _MOST_CROWDED = 2.0  # of two workers with cores of their own: more is the noise of the measurement
 
@@ -91,9 +95,9 @@ def crowd(costs: Costs, place: Place) -> float:
 def through_memory(num_bytes: int, world_size: int) -> tuple[int, float]:
     """Return how often the ranks meet, and how many bytes each reads and writes.
 
-    A rank writes its gradients into its slot and, when all have met, reads all n slots: n + 1 times the gradients. Where that is
-    much it sums a chunk of all slots, writes it back, and after a second meeting takes the chunks of the others: three times the
-    gradients, however many ranks there are. What a slot does not hold goes in further rounds.
+    A rank writes its gradients into its slot and, when all have met, reads all n slots: n + 1 times the gradients.
+    Where that is much it sums a chunk of all slots, writes it back, and after a second meeting takes the chunks of the
+    others: three times the gradients, however many ranks there are. What a slot does not hold goes in further rounds.
     Source: `ddpexp.strategy.comm.reduce.SharedMemoryReducer`.
     """
     rounds = max(1, -(-num_bytes // _SLOT))
@@ -105,11 +109,11 @@ def through_memory(num_bytes: int, world_size: int) -> tuple[int, float]:
 def through_backend(num_bytes: int, place: Place, alpha: float, per_byte: float) -> float:
     """Return the time of one bucket's reduction, in the unit of `alpha` and of `per_byte`.
 
-    Ring: 2 (n - 1) alpha + 2 (n - 1) / n bytes. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
-    operations in MPICH", 2005; NVIDIA/nccl-tests, doc/PERFORMANCE.md. Gloo has that alone.
-    Double binary tree: 2 log2(n) alpha + 2 bytes; NCCL takes what is faster. Source: Sanders, Speck and Traeff, "Two-tree
-    algorithms for full bandwidth broadcast, reduction and scan", 2009; NVIDIA's announcement of NCCL 2.4.
-    In the order of the ranks: a small bucket is gathered whole, (n - 1) (alpha + bytes); a large one goes as a ring's two halves.
+    Ring: 2 (n - 1) alpha + 2 (n - 1) / n bytes. Source: Thakur, Rabenseifner and Gropp, "Optimization of collective
+    communication operations in MPICH", 2005; NVIDIA/nccl-tests, doc/PERFORMANCE.md. Gloo has that alone. Double binary
+    tree: 2 log2(n) alpha + 2 bytes; NCCL takes what is faster. Source: Sanders, Speck and Traeff, "Two-tree algorithms
+    for full bandwidth broadcast, reduction and scan", 2009; NVIDIA's announcement of NCCL 2.4. In the order of the
+    ranks: a small bucket is gathered whole, (n - 1) (alpha + bytes); a large one goes as a ring's two halves.
     """
     n = place.world_size
     ring = 2 * (n - 1) * alpha + 2 * (n - 1) / n * num_bytes * per_byte
@@ -135,7 +139,8 @@ class Measured:
 def fit(own: Measured, small: Measured | None, num_bytes: int, small_bytes: int, place: Place) -> Costs:
     """Return the costs that the measured steps tell; without two workers nothing of the reduction.
 
-    `small` are steps of a model with fewer gradients: two sizes tell latency from bandwidth, without them all is latency.
+    `small` are steps of a model with fewer gradients: two sizes tell latency from bandwidth, without them all is
+    latency.
     """
     each = own.alone if own.alone_twice is None else max(0.0, min(own.alone_twice - own.alone, own.alone))
     slower = 1.0 if own.beside is None else max(1.0, min(own.beside / own.alone, _MOST_CROWDED))
@@ -161,7 +166,9 @@ def _reduction(found: Measured, slower: float, pair: Place) -> float:
 
 
 def fit_reduction(times: Sequence[tuple[float, int]], pair: Place) -> tuple[float, float]:
-    """Return alpha in microseconds and the bandwidth in gigabits a second, from what two workers took to sum so many bytes.
+    """Return alpha in microseconds and the bandwidth in gigabits a second.
+
+    From what two workers took to sum so many bytes.
 
     The first is met whatever the noise of the second, of a smaller size. Units: milliseconds, bytes.
     """

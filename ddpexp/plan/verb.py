@@ -43,7 +43,8 @@ def plan(argv: Sequence[str]) -> int:
     """Print the plan of the run that `argv` describes, and return the exit code.
 
     Raises:
-        RefusedError: what a run would refuse. FinishedError: so is the run in `run.dir`. DdpexpError: the model's code failed.
+        RefusedError: what a run would refuse. FinishedError: so is the run in `run.dir`. DdpexpError: the model's code
+        failed.
     """
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
@@ -51,7 +52,9 @@ def plan(argv: Sequence[str]) -> int:
     words = Words.of(argv)
     composed = compose(list(words.run))
     if composed is None:
-        raise RefusedError(f"plan {' '.join(words.run)}: that is a question about the configuration: ask it without plan.")
+        raise RefusedError(
+            f"plan {' '.join(words.run)}: that is a question about the configuration: ask it without plan."
+        )
     experiment = parse(composed.values)
     for warning in composed.warnings:
         say(f"ddpexp: warning: {warning}")

@@ -49,7 +49,9 @@ class Words:
             elif word.startswith("--") and key not in _OF_RUNS:
                 raise RefusedError(f"plan {word}: no such option.{did_you_mean(key, (*NUMBERS, *SWITCHES, *_OF_RUNS))}")
             elif word in ("-m", "-cn", "-cp"):
-                raise RefusedError(f"plan {word}: it looks at one run, as python -m ddpexp would start it: leave that out.")
+                raise RefusedError(
+                    f"plan {word}: it looks at one run, as python -m ddpexp would start it: leave that out."
+                )
             else:
                 run.append(word)
         whole: dict[str, int] = {}

@@ -231,7 +231,10 @@ def has_trained(run: RunDir) -> bool:
 
 
 def remove(run: RunDir, made: Sequence[Path]) -> None:
-    """Remove the files of a run that was refused, and those of the folders in `made`, the innermost first, that are empty then."""
+    """Remove the files of a run that was refused, and those of the folders in `made`, the innermost first.
+
+    That are empty then.
+    """
     for path, _ in [*_written(run), (run.ranks, ()), (run.tensorboard, ()), (run.checkpoints, ())]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -257,7 +260,10 @@ def _taken(path: Path) -> RefusedError:
 
 
 def owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:
-    """Return the unfinished run that one of `owners` has begun, which started the commands of this run and starts them again."""
+    """Return the unfinished run that one of `owners` has begun, which started the commands of this run.
+
+    And starts them again.
+    """
     if not owners:
         return None
     candidates = [Path(asked)] if asked else sorted((Path("outputs") / recipe).glob("*"), reverse=True)[:_LATEST]
@@ -272,7 +278,10 @@ def owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | Non
 
 
 def is_ours(path: Path) -> bool:
-    """Tell whether a run of ours lies in a folder, or what a start leaves there that is killed before it has written much."""
+    """Tell whether a run of ours lies in a folder, or what a start leaves there.
+
+    That is killed before it has written much.
+    """
     run = RunDir(path)
     if run.config.is_file() and run.manifest.is_file():
         return True
@@ -296,7 +305,8 @@ def check_no_links(run: RunDir, name: str) -> None:
     """Look at everything that a start writes through: a directory that somebody else has made may lead anywhere.
 
     Raises:
-        RefusedError: there is a link or a pipe where a file or a folder of ours belongs; `name` is what the run is called.
+        RefusedError: there is a link or a pipe where a file or a folder of ours belongs; `name` is what the run is
+        called.
     """
     check_kinds(run.path, _written(run), name)
 
@@ -315,9 +325,12 @@ def check_kinds(folder: Path, places: Iterable[tuple[Path, Sequence[str]]], name
         kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else None
         if kind is not None and kind in wanted:
             continue
-        what = f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
+        what = (
+            f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
+        )
         raise RefusedError(
-            f"{name}: {path.relative_to(folder)} is {what}, where this start would write to {' or '.join(wanted)} of its "
+            f"{name}: {path.relative_to(folder)} is {what}, where this start would write to {' or '.join(wanted)} of "
+            "its "
             f"own: remove it, or copy it without its links."
         )
 

@@ -55,9 +55,9 @@ class Training(Job):
     ) -> None:
         """Take the experiment, its YAML, the words that it was asked with, and the whole command line.
 
-        `run` is the directory that a command before this one has made for it; `goes_on` one that was typed to be gone on with.
-        `typed` are the words of this command alone, where a run has older ones. A run that is refused when its directory is made
-        already leaves it behind only where `keeps_refused` says so.
+        `run` is the directory that a command before this one has made for it; `goes_on` one that was typed to be gone
+        on with. `typed` are the words of this command alone, where a run has older ones. A run that is refused when its
+        directory is made already leaves it behind only where `keeps_refused` says so.
         """
         self.experiment, self.request = experiment, worker_request(experiment)
         self.name = experiment.recipe.name
@@ -129,7 +129,9 @@ class Training(Job):
         """Write a result that says how far the job is."""
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
-        command = {"command": list(self._argv)} if resume.config_words(self._argv) else {}  # for a job that begins elsewhere
+        command = (
+            {"command": list(self._argv)} if resume.config_words(self._argv) else {}
+        )  # for a job that begins elsewhere
         files.write(self.run.result, files.dumps({"status": status, **facts, **command, **notes}))
 
     def begin(self, layout: Layout, participants: Participants) -> None:
@@ -156,7 +158,9 @@ class Training(Job):
         diff, path = manifest.diff_of(run, snapshot, before)
         start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes)
         with self._refusing(run):
-            self._write_down(run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {})
+            self._write_down(
+                run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {}
+            )
         self._worker_args = {"notes": notes, "config": _digest(run.config), **first_weights}
         self._enter(run, data)
 
@@ -184,7 +188,8 @@ class Training(Job):
         while _digest(run.manifest) != shared["manifest"] or _digest(run.config) != self._worker_args["config"]:
             if time.monotonic() > deadline:
                 raise RefusedError(
-                    f"run.dir={run.path}, made on the first host, is not seen on {directory.host()}: put it where all hosts see it."
+                    f"run.dir={run.path}, made on the first host, is not seen on {directory.host()}: put it where all "
+                    "hosts see it."
                 )
             time.sleep(0.1)
         self._enter(run, prepare(self.experiment.data, self.experiment.trust))
@@ -243,10 +248,16 @@ class Training(Job):
         except OSError as error:
             if run.path.exists():  # else that is the end itself, which is reported
                 why = said_with_limit(error, run.path)
-                say(f"ddpexp: warning: {self._called(run)} cannot be written ({why}): this end could not be recorded there")
+                say(
+                    f"ddpexp: warning: {self._called(run)} cannot be written ({why}): this end could not be recorded "
+                    "there"
+                )
 
     def _there(self, owners: Sequence[str]) -> RunDir | None:
-        """Return the run directory that is there already: made for this command, typed, or begun by what starts it again."""
+        """Return the run directory that is there already.
+
+        Made for this command, typed, or begun by what starts it again.
+        """
         if self._home is not None:
             return self._home
         place = self.experiment.run.dir
@@ -255,7 +266,10 @@ class Training(Job):
         return directory.owned(place, self.experiment.recipe.name, owners)
 
     def _claim(self, owners: Sequence[str]) -> tuple[RunDir, resume.Earlier | None]:
-        """Take the lock of the run directory, which is made where there is none; return what there is of a run in it."""
+        """Take the lock of the run directory, which is made where there is none.
+
+        Return what there is of a run in it.
+        """
         there = self._there(owners)
         if there is not None:
             directory.check_no_links(there, self._called(there))
@@ -263,7 +277,9 @@ class Training(Job):
             self._lock = lock.take(there.path, there.ranks, self._called(there))
             return there, self._look(there, owners)  # it may have gone on until the lock was had
         self._check_required_checkpoint()
-        missing = directory.missing_folders(Path(self.experiment.run.dir) if self.experiment.run.dir else self._parent())
+        missing = directory.missing_folders(
+            Path(self.experiment.run.dir) if self.experiment.run.dir else self._parent()
+        )
         run = directory.create(self.experiment.run.dir, self.experiment.recipe.name)
         self._lock = lock.take(run.path, run.ranks, self._called(run))
         if not directory.is_fresh(run):
@@ -299,14 +315,17 @@ class Training(Job):
     ) -> None:
         """Leave in the directory what is asked now; from here on it is this command's.
 
-        The manifest, where there is one yet, says what config.yaml is to be before it is replaced: a start that is killed between
-        the two must not look like somebody who has edited it. `facts` are for the manifest, `more` are files that it names.
+        The manifest, where there is one yet, says what config.yaml is to be before it is replaced: a start that is
+        killed between the two must not look like somebody who has edited it. `facts` are for the manifest, `more` are
+        files that it names.
         """
         self.run, self._began = run, True
         goes_on = earlier is not None and earlier.manifest is not None
         if earlier is not None:
             self._before = {
-                path: path.read_text() for path in (run.config, run.overrides, run.manifest, run.result) if path.is_file()
+                path: path.read_text()
+                for path in (run.config, run.overrides, run.manifest, run.result)
+                if path.is_file()
             }
             directory.reopen(run)
             if goes_on:
@@ -340,7 +359,11 @@ class Training(Job):
     def _how_to_resume(self, run: RunDir) -> str:
         """Return where to type what, the command in a line of its own."""
         launcher = self.experiment.launcher
-        words = ["resume", files.shortest(run.path), *(resume.config_words(self._argv) or resume.trusted_words(run)[:2])]
+        words = [
+            "resume",
+            files.shortest(run.path),
+            *(resume.config_words(self._argv) or resume.trusted_words(run)[:2]),
+        ]
         words += [word for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
         words += launcher.restated_words()
         typed_here = self._is_member and started_by.BY_SALLOC not in os.environ
@@ -394,7 +417,9 @@ class Evaluation(Job):
             "layout": asdict(layout),
             "data": prepare(self.experiment.data, self.experiment.trust),
             "weights": str(self._weights.resolve()),
-            "batch_size": plan_batches(trainer.global_batch_size, trainer.micro_batch_size, layout.world_size).micro_batch_size,
+            "batch_size": plan_batches(
+                trainer.global_batch_size, trainer.micro_batch_size, layout.world_size
+            ).micro_batch_size,
         }
         self.arguments = [json.dumps(described)]
 

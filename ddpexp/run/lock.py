@@ -79,7 +79,9 @@ class Lock:
 
 
 def take(folder: Path, ranks: Path, name: str) -> Lock:
-    """Take the lock of a run directory; `name` is what it is called in errors, and `ranks` the folder of the ranks' logs.
+    """Take the lock of a run directory.
+
+    `name` is what it is called in errors, and `ranks` the folder of the ranks' logs.
 
     A command that was killed has ranks that go a moment later: they are waited for.
 
@@ -155,7 +157,8 @@ def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> 
                 raise RefusedError(_in_use(name, owner)) from None
             if time.monotonic() > deadline:
                 raise RefusedError(
-                    f"{name} is still in use after {_WAIT_SECONDS:.0f} s: {path} is locked, and {owner or 'whoever did that'} "
+                    f"{name} is still in use after {_WAIT_SECONDS:.0f} s: {path} is locked, and "
+                    f"{owner or 'whoever did that'} "
                     f"cannot be seen from here. Wait for its end, or end it there."
                 ) from None
         said = _say_that_we_wait(said, f"{name} is locked by a command that is gone: waiting for its rest to go")
@@ -168,7 +171,8 @@ def _check_gone(descriptor: int, path: Path, name: str) -> None:
     lives = owner is not None and owner.lives()
     if owner is not None and lives is None:
         raise RefusedError(
-            f"{name} was taken by {owner} at {owner.since}, and whether that lives cannot be told from here (this file system has "
+            f"{name} was taken by {owner} at {owner.since}, and whether that lives cannot be told from here (this file "
+            "system has "
             f"no locks): end it there, or remove {path} when nothing runs in it any more."
         )
     if lives:
@@ -181,10 +185,13 @@ def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
         if time.monotonic() > deadline:
             numbers = ", ".join(path.stem for path in held)
             raise RefusedError(
-                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that is gone lives and writes to "
+                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that is gone lives "
+                "and writes to "
                 f"{held[0]}. End it (fuser -k {held[0]})."
             )
-        said = _say_that_we_wait(said, f"{name}: ranks of a command that is gone are still alive: waiting for them to go")
+        said = _say_that_we_wait(
+            said, f"{name}: ranks of a command that is gone are still alive: waiting for them to go"
+        )
         time.sleep(_POLL_SECONDS)
 
 

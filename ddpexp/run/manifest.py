@@ -36,11 +36,15 @@ class Start:
 
 
 def describe(
-    start: Start, data: Mapping[str, Any] | None, before: Mapping[str, Any] | None = None, diff: Mapping[str, Any] | None = None
+    start: Start,
+    data: Mapping[str, Any] | None,
+    before: Mapping[str, Any] | None = None,
+    diff: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Collect what manifest.json says of the newest start, and in `earlier` in what those before it were different.
 
-    `before` is what it said until this start, of this version or an older one; `diff` is what it says of the code's patch.
+    `before` is what it said until this start, of this version or an older one; `diff` is what it says of the code's
+    patch.
     """
     restart = os.environ.get("SLURM_RESTART_COUNT")
     facts = {
@@ -78,7 +82,10 @@ def _other(one: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def diff_of(run: RunDir, code: Snapshot, before: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, Path | None]:
-    """Return what manifest.json says of the patch of a start's code, and where that is to be written: None where it is there."""
+    """Return what manifest.json says of the patch of a start's code, and where that is to be written.
+
+    None where it is there.
+    """
     if not code.diff:
         return None, None
     digest = hashlib.sha256(code.diff).hexdigest()
@@ -111,9 +118,12 @@ def packages(path: Sequence[str]) -> dict[str, str]:
 
 
 def accepted(text: str, replaced: str | None = None) -> dict[str, Any]:
-    """Return what manifest.json says of the config.yaml that a start has accepted, to tell whether somebody edits it later.
+    """Return what manifest.json says of the config.yaml that a start has accepted.
 
-    `replaced` is what the file held before: a start that is killed before it has replaced it leaves that, which is no edit.
+    To tell whether somebody edits it later.
+
+    `replaced` is what the file held before: a start that is killed before it has replaced it leaves that, which is no
+    edit.
     """
     texts = [text] if replaced is None else [text, replaced]
     return {"sha256": list(dict.fromkeys(map(sha256, texts))), "text": text}

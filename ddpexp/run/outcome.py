@@ -87,7 +87,9 @@ def _record(job: Job, error: WorkerError | RefusedError) -> None:
         if error.leader is None:
             job.fail(error.failure)
     elif not error.quiet:
-        job.fail(Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code))
+        job.fail(
+            Failure(rank=0, host=platform.node(), kind="RefusedError", message=str(error), exit_code=error.exit_code)
+        )
 
 
 def _tell_torchrun(error: End) -> None:
@@ -106,7 +108,9 @@ def _tell_torchrun(error: End) -> None:
 
 
 def stop_on_signals() -> None:
-    """Turn stop signals into an error, inside of `exit_code_of`; while workers run, their watch hears the signals instead.
+    """Turn stop signals into an error, inside of `exit_code_of`.
+
+    While workers run, their watch hears the signals instead.
 
     One that follows within two seconds is the same: what the first one undoes is not cut short by it.
     """

@@ -23,7 +23,9 @@ DIFF_BYTES = 1 << 20
 """The size of a patch at most."""
 
 _SECONDS = 4.0  # for all that git is asked
-_MARGIN_BYTES = 1 << 16  # behind the end of a patch that is cut: more than a secret has, which must not be cut before it is masked
+_MARGIN_BYTES = (
+    1 << 16
+)  # behind the end of a patch that is cut: more than a secret has, which must not be cut before it is masked
 _PATHS = 1000  # that are compared
 _FILTERS = r"^filter\..*\.(clean|process|required)$"
 _SETTINGS = (
@@ -47,10 +49,12 @@ class Snapshot:
 
 
 def snapshot(folder: Path | None, files: Sequence[str]) -> Snapshot:
-    """Look at the repository that `folder` lies in, None for the current folder, and at `files`, the modules of the recipe.
+    """Look at the repository that `folder` lies in, None for the current folder, and at `files`.
 
-    The patch has every change of a file that git knows, and those of `files` that it does not know as new ones. Secrets of the
-    environment are masked. What takes too long, or would run a program of the repository, is left out.
+    The modules of the recipe.
+
+    The patch has every change of a file that git knows, and those of `files` that it does not know as new ones. Secrets
+    of the environment are masked. What takes too long, or would run a program of the repository, is left out.
     """
     git = _Git(folder, time.monotonic() + _SECONDS)
     try:
@@ -69,7 +73,9 @@ def snapshot(folder: Path | None, files: Sequence[str]) -> Snapshot:
         if len(state.compared) > _PATHS:
             parts.append(f"# {len(state.compared) - _PATHS} more changed files are left out\n")
     if state is not None and state.translated:
-        parts.append(f"# not compared, for a program of the repository translates it: {one_line(', '.join(state.translated))}\n")
+        parts.append(
+            f"# not compared, for a program of the repository translates it: {one_line(', '.join(state.translated))}\n"
+        )
     diff, is_cut = _cut(masked("".join(parts)), is_whole)
     return Snapshot(None if state is None else {"commit": state.commit, "dirty": state.dirty}, diff, is_cut)
 
@@ -93,11 +99,15 @@ class _Git:
     deadline: float
 
     def says(self, *words: str) -> list[str]:
-        """Return what git answers, without letting it run another program. Raises OSError, subprocess.SubprocessError."""
+        """Return what git answers, without letting it run another program.
+
+        Raises OSError, subprocess.SubprocessError.
+        """
         command, environ = _command(*words)
         left = max(0.0, self.deadline - time.monotonic())
         done = subprocess.run(
-            command, env=environ, cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=left, text=True,
+            command, env=environ, cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=left,
+            text=True,
             errors="surrogateescape",
         )  # fmt: skip
         if done.returncode > ("config" in words):  # 1: there is no such setting
@@ -106,7 +116,10 @@ class _Git:
 
     @cached_property
     def at_top(self) -> _Git:
-        """Return what asks git in the repository's topmost folder, where the paths begin that it has said. Raises like `says`."""
+        """Return what asks git in the repository's topmost folder, where the paths begin that it has said.
+
+        Raises like `says`.
+        """
         [top] = self.says("rev-parse", "--show-toplevel")
         return replace(self, folder=Path(top.rstrip("\n")))
 
@@ -115,7 +128,12 @@ class _Git:
         command, environ = _command(*words)
         found = b""
         with subprocess.Popen(
-            command, env=environ, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            command,
+            env=environ,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         ) as process:
             assert process.stdout is not None
             try:
@@ -151,13 +169,16 @@ def _state(git: _Git) -> _State | None:
     none = [f"{name}.{what}" for name in sorted(filters) for what in ("clean=", "process=", "required=false")]
     options = [part for setting in none for part in ("-c", setting)]
     said = git.says(
-        *options, "status", "-z", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty", "--no-renames"
+        *options, "status", "-z", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty",
+        "--no-renames"
     )  # fmt: skip
     changed = [line for line in said if not line.startswith("#")]
     commit = next((line.split()[-1] for line in said if line.startswith("# branch.oid")), None)
     # 1 XY sub mH mI mW hH hI path, and u XY sub m1 m2 m3 mW h1 h2 h3 path for what is not merged. See git-status(1).
     paths = [line.split(" ", 10 if line.startswith("u ") else 8)[-1] for line in changed]
-    attributes = git.at_top.says("check-attr", "-z", "filter", "--", *paths)[2::3] if filters and paths else [""] * len(paths)
+    attributes = (
+        git.at_top.says("check-attr", "-z", "filter", "--", *paths)[2::3] if filters and paths else [""] * len(paths)
+    )
     translated = [path for path, name in zip(paths, attributes, strict=True) if f"filter.{name}" in filters]
     # 1 .M: an ordinary file, the same in the index, other content.
     unknown = changed and len(translated) == len(paths) and all(line.startswith("1 .M ") for line in changed)
@@ -174,7 +195,9 @@ def _new_files(git: _Git, state: _State | None, folder: Path | None, files: Sequ
             top = str(git.at_top.folder)
             inside = [path for path in map(os.path.realpath, files) if path.startswith(f"{top}{os.sep}")]
             known = (
-                {os.path.join(top, name) for name in git.says("ls-files", "-z", "--full-name", "--", *inside)} if inside else set()
+                {os.path.join(top, name) for name in git.says("ls-files", "-z", "--full-name", "--", *inside)}
+                if inside
+                else set()
             )
         except (OSError, ValueError, subprocess.SubprocessError):
             pass

@@ -45,7 +45,9 @@ class Earlier:
 
     manifest: Mapping[str, Any] | None  # None: it was stopped before it began
     changes: Sequence[Change] = ()
-    notes: Sequence[str] = field(default_factory=list)  # for the log: of a submission that became this job, of edits, of code
+    notes: Sequence[str] = field(
+        default_factory=list
+    )  # for the log: of a submission that became this job, of edits, of code
     replaces: bool = False  # config.yaml is not what this start trains
 
 
@@ -75,7 +77,8 @@ def look(run: RunDir, start: Start) -> Earlier:
         raise FinishedError(_finished(start.name, result, changes))
     if start.resume == "never" and not start.again:
         raise RefusedError(
-            f"{start.name} holds a run that is not finished, and run.resume=never refuses to go on with it: choose another "
+            f"{start.name} holds a run that is not finished, and run.resume=never refuses to go on with it: choose "
+            "another "
             f"run.dir, or use run.resume=auto."
         )
     if status == "submitted" and not start.again:
@@ -87,7 +90,9 @@ def look(run: RunDir, start: Start) -> Earlier:
     notes += _said_of_edits(edits, _tree(run), new)
     notes += check_same_code(run, manifest, new, start.name)
     if lost is not None:
-        notes.append(f"the run was finished at step {result.get('step')}, but its final checkpoint cannot be used ({lost})")
+        notes.append(
+            f"the run was finished at step {result.get('step')}, but its final checkpoint cannot be used ({lost})"
+        )
     return Earlier(manifest, changes, list(dict.fromkeys(notes)), bool(changes) or (bool(edits) and _tree(run) != new))
 
 
@@ -171,7 +176,10 @@ def _accepted(run: RunDir, manifest: Mapping[str, Any] | None, now: str) -> str 
 
 
 def _said_of_edits(edits: Sequence[Change], tree: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
-    """Return a line for edits of config.yaml that this start follows, and one for the others: a whole command says all itself."""
+    """Return a line for edits of config.yaml that this start follows, and one for the others.
+
+    A whole command says all itself.
+    """
     others = {change.key for change in compare(tree, new, ())} if edits and tree is not None else set()
     follows = [str(edit) for edit in edits if edit.key not in others]
     ignores = [str(edit) for edit in edits if edit.key in others]
@@ -239,7 +247,10 @@ def _targets(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _path(tree: Mapping[str, Any]) -> list[str]:
-    """Return where modules are looked for, as Trust.make_importable has it: those of run.trust in the current folder, too."""
+    """Return where modules are looked for, as Trust.make_importable has it.
+
+    Those of run.trust in the current folder, too.
+    """
     return [*sys.path, os.curdir] if tree["run"].get("trust") else sys.path
 
 
@@ -256,7 +267,8 @@ def require(run: RunDir, name: str) -> None:
     """
     if not has_checkpoint(run):
         raise RefusedError(
-            f"{name} holds no complete checkpoint, and run.resume=require starts from nothing else: use run.resume=auto."
+            f"{name} holds no complete checkpoint, and run.resume=require starts from nothing else: use "
+            "run.resume=auto."
         )
 
 
@@ -283,7 +295,8 @@ def check_same_data(
         return [f"data: {_data(before)} -> {_data(data)} (run.allow_changes=[data])"]
     raise RefusedError(
         f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
-        f"samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with this, or start a "
+        f"samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with this, or "
+        "start a "
         f"new run with another run.dir."
     )
 
@@ -328,7 +341,10 @@ def trusted_words(run: RunDir) -> list[str]:
     words = []
     if isinstance(code, str):
         typed = config_words(run.command())
-        words += ["--config-dir", shortest(Path(code) / (Path(typed[-1].partition("=")[2] or typed[-1]).name if typed else "conf"))]
+        words += [
+            "--config-dir",
+            shortest(Path(code) / (Path(typed[-1].partition("=")[2] or typed[-1]).name if typed else "conf")),
+        ]
     if isinstance(prefixes, list) and prefixes:
         words.append(f"run.trust=[{','.join(map(str, prefixes))}]")
     return words
@@ -345,7 +361,10 @@ def config_words(command: Sequence[str]) -> list[str]:
 
 
 def merged(run: RunDir, typed: Sequence[str]) -> list[str]:
-    """Return the words that a run was started with, and those that change it; what one start was allowed to is none of them."""
+    """Return the words that a run was started with, and those that change it.
+
+    What one start was allowed to is none of them.
+    """
     keys = {"run.allow_changes", *map(_key, typed)}
     return [word for word in run.words() if _key(word) not in keys] + list(typed)
 
@@ -405,7 +424,9 @@ def _metric(metrics: Any) -> str:
 def _check_not_queued(name: str, job_id: Any) -> None:
     """Refuse a run whose job waits in the queue or runs: it would be trained twice."""
     if isinstance(job_id, str) and is_id(job_id) and job_id not in (own_id(), exact_id()) and is_over(job_id) is False:
-        raise RefusedError(f"{name} was submitted as job {job_id}, which is in the queue: wait for it, or scancel {job_id} first.")
+        raise RefusedError(
+            f"{name} was submitted as job {job_id}, which is in the queue: wait for it, or scancel {job_id} first."
+        )
 
 
 def _data(data: Mapping[str, Any]) -> str:

@@ -1,6 +1,9 @@
-"""The code that a run's numbers come from, as hashes: the modules that `_target_` names and what they import beside them.
+"""The code that a run's numbers come from, as hashes.
 
-Nothing is imported for that: the files are found where Python would find them, and their imports are read from their syntax.
+The modules that `_target_` names and what they import beside them.
+
+Nothing is imported for that: the files are found where Python would find them, and their imports are read from their
+syntax.
 """
 
 from __future__ import annotations
@@ -37,9 +40,10 @@ class Code:
 def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code:
     """Return what the code of `targets` is.
 
-    Modules are looked for as a worker would: in `code` (run.code) first, then along `path` (sys.path). Counted are those that
-    `targets` name, ddpexp's own recipes among them, and what they import from the same folder tree or top-level package. Of an
-    installed package its version counts. torch and the rest of ddpexp do not: the manifest has their versions.
+    Modules are looked for as a worker would: in `code` (run.code) first, then along `path` (sys.path). Counted are
+    those that `targets` name, ddpexp's own recipes among them, and what they import from the same folder tree or
+    top-level package. Of an installed package its version counts. torch and the rest of ddpexp do not: the manifest has
+    their versions.
     """
     wanted = sorted({target for target in targets if _is_of_others(target)})
     roots = ([str(code)] if code is not None else []) + [folder or os.curdir for folder in path]
@@ -53,8 +57,8 @@ def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return what has changed between two fingerprints, a phrase for each module: those of targets first.
 
-    Two files are the same when their bytes are, or when the same Python reads the same code in them: a comment, a blank line or a
-    docstring changes nothing.
+    Two files are the same when their bytes are, or when the same Python reads the same code in them: a comment, a blank
+    line or a docstring changes nothing.
     """
     old, new = _modules(before), _modules(now)
     same_python = before.get("python") == now.get("python")
@@ -70,14 +74,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found.append(f"{_called(name, is_now)} is new")
         elif was.get("version") != is_now.get("version"):
             found.append(f"{name} is {_version(is_now)} instead of {_version(was)}")
-        elif was.get("sha256") != is_now.get("sha256") and not (same_python and was.get("syntax") == is_now.get("syntax", "none")):
+        elif was.get("sha256") != is_now.get("sha256") and not (
+            same_python and was.get("syntax") == is_now.get("syntax", "none")
+        ):
             found.append(f"{_called(name, is_now)} has changed")
     return found
 
 
 def _of_others(fingerprint: Mapping[str, Any]) -> list[str]:
     targets = fingerprint.get("targets")
-    return [target for target in targets if isinstance(target, str) and _is_of_others(target)] if isinstance(targets, list) else []
+    return (
+        [target for target in targets if isinstance(target, str) and _is_of_others(target)]
+        if isinstance(targets, list)
+        else []
+    )
 
 
 def _is_of_others(target: str) -> bool:
@@ -89,7 +99,11 @@ def _is_of_others(target: str) -> bool:
 def _modules(fingerprint: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the modules of a fingerprint that anybody may have stored."""
     modules = fingerprint.get("modules")
-    return {str(name): one for name, one in modules.items() if isinstance(one, Mapping)} if isinstance(modules, Mapping) else {}
+    return (
+        {str(name): one for name, one in modules.items() if isinstance(one, Mapping)}
+        if isinstance(modules, Mapping)
+        else {}
+    )
 
 
 def _called(name: str, module: Mapping[str, Any] | None) -> str:
@@ -130,7 +144,9 @@ class _Walk:
     def add_target(self, target: str) -> None:
         """Add the module that defines a target, and what that imports."""
         parts = target.split(".")[:-1]
-        places = [place for end in range(len(parts), 0, -1) if (place := self._place(".".join(parts[:end]))) is not None]
+        places = [
+            place for end in range(len(parts), 0, -1) if (place := self._place(".".join(parts[:end]))) is not None
+        ]
         first = next((place for place in places if place.file is not None), None)
         if first is None or (parts[0] == "ddpexp" and not first.name.startswith(f"{_RECIPES}.")):
             return
@@ -165,7 +181,9 @@ class _Walk:
     def _is_counted(self, place: _Place, by: str) -> bool:
         if place.name.partition(".")[0] == "ddpexp":
             return place.name.startswith(f"{_RECIPES}.")
-        return place.root in self._own or (not place.is_installed and place.name.partition(".")[0] == by.partition(".")[0])
+        return place.root in self._own or (
+            not place.is_installed and place.name.partition(".")[0] == by.partition(".")[0]
+        )
 
     def _hash(self, place: _Place) -> ast.Module | None:
         """Add what a file is; return its syntax, None where it cannot be read as Python."""
@@ -207,7 +225,9 @@ class _Walk:
 
     def _top(self, top: str) -> _Place | None:
         if top == "ddpexp":
-            return _Place(top, ddpexp.__file__, list(ddpexp.__path__), os.path.dirname(os.path.dirname(ddpexp.__file__)))
+            return _Place(
+                top, ddpexp.__file__, list(ddpexp.__path__), os.path.dirname(os.path.dirname(ddpexp.__file__))
+            )
         for root in self.roots:
             found = _look(top, [root])
             if found is not None and found[0] is not None:
@@ -231,7 +251,10 @@ def _installed_editable(top: str) -> _Place | None:
 
 
 def _look(name: str, folders: Sequence[str]) -> tuple[str | None, list[str]] | None:
-    """Look for a module in folders: its file, None where it is a folder without one, and the folders of its submodules."""
+    """Look for a module in folders.
+
+    Its file, None where it is a folder without one, and the folders of its submodules.
+    """
     portions = []
     for folder in folders:
         base = os.path.join(folder, name)
@@ -275,7 +298,11 @@ def _without_docstrings(tree: ast.Module) -> str:
     for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+            if (
+                isinstance(first, ast.Expr)
+                and isinstance(first.value, ast.Constant)
+                and isinstance(first.value.value, str)
+            ):
                 del node.body[0]
     return ast.dump(tree)
 

@@ -12,7 +12,10 @@ from ddpexp.strategy.comm.shared_memory import SharedMemory
 
 
 class Strategy(Protocol):
-    """How the replicas of a model work together: owns wrapping, the borders of micro-batches, the reduction and its norm."""
+    """How the replicas of a model work together.
+
+    Owns wrapping, the borders of micro-batches, the reduction and its norm.
+    """
 
     single: bool  # the model is one module, not a mapping of them
     modules: dict[str, nn.Module]  # the modules themselves, which no forward pass communicates through

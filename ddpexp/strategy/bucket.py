@@ -1,7 +1,7 @@
 """A small model's gradients in one bucket, which the workers of one host sum when a micro-batch ends.
 
-DDP's reducer sums while backward goes on, for which it watches every gradient. Of a model that fits into one bucket nothing can
-be summed before the last gradient is there, and the watching takes longer than the sum.
+DDP's reducer sums while backward goes on, for which it watches every gradient. Of a model that fits into one bucket
+nothing can be summed before the last gradient is there, and the watching takes longer than the sum.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Bucket:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], reducer: SharedMemoryReducer, world: World) -> None:
         """Lay the gradients out, those of each kind of number in a flat tensor of their own."""
-        self.last: bool | None = None  # whether the micro-batch that is going on is a step's last one; None: between them
+        self.last: bool | None = (
+            None  # whether the micro-batch that is going on is a step's last one; None: between them
+        )
         self.training = True
         self.reducer, self._world = reducer, world
         self._kinds = [_Kind(group) for group in _by_kind(parameters.values())]
@@ -64,7 +66,8 @@ class Bucket:
     def _check_inside_micro_batch(self, _parameter: nn.Parameter) -> None:
         if self.last is None and self.training:
             raise DdpexpError(
-                "the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose end the workers sum "
+                "the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose end the "
+                "workers sum "
                 "their gradients: these would stay each worker's own. Enclose it."
             )
 

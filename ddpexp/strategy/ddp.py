@@ -40,7 +40,9 @@ class DDP:
         `prepare` sees the bare modules before they are wrapped (to load weights into them).
         Ranks: all; communicates rank zero's weights to the others.
         """
-        self._replica = Replica.build(options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare)
+        self._replica = Replica.build(
+            options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare
+        )
         self.single, self.modules = self._replica.single, self._replica.modules
         self._world = world
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
@@ -57,12 +59,18 @@ class DDP:
             if isinstance(reducer, SharedMemoryReducer):
                 self.memory = reducer.memory
                 self._world = replace(world, memory=self.memory)
-            fixed = world.world_size > 2 and (options.comm_hook != "none" or (world.device.type == "cuda" and deterministic))
+            fixed = world.world_size > 2 and (
+                options.comm_hook != "none" or (world.device.type == "cuda" and deterministic)
+            )
             for name, parameters in trained.items():
                 module = self._replica.compiled[name]
-                if isinstance(reducer, SharedMemoryReducer) and Bucket.fits(parameters, options, reducer.memory.slot_bytes):
+                if isinstance(reducer, SharedMemoryReducer) and Bucket.fits(
+                    parameters, options, reducer.memory.slot_bytes
+                ):
                     self._buckets.append(Bucket(parameters, reducer, world))
-                    take_rank_zeros([tensor.detach() for tensor in (*module.parameters(), *module.buffers())], self._world)
+                    take_rank_zeros(
+                        [tensor.detach() for tensor in (*module.parameters(), *module.buffers())], self._world
+                    )
                     if self._shares_buffers and next(module.buffers(), None) is not None:
                         self.wrapped[name] = WithRankZerosBuffers(module, self._buckets[-1], self._world)
                     continue
@@ -97,7 +105,10 @@ class DDP:
         yield from self._replica.parameters
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same value on all, without communication."""
+        """Return the 2-norm of the reduced gradient, on the device. Ranks.
+
+        The same value on all, without communication.
+        """
         return self._replica.gradient_norm(parameters)
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
@@ -114,7 +125,9 @@ class DDP:
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
-        """Give the bare model in evaluation mode, with rank zero's buffers on every rank; training goes on as if nothing was.
+        """Give the bare model in evaluation mode, with rank zero's buffers on every rank.
+
+        Training goes on as if nothing was.
 
         Ranks: all; communicates where there are buffers.
         """
@@ -141,20 +154,27 @@ class DDP:
                 buffers[name].copy_(kept)
 
     def local_buffers(self) -> Mapping[str, Tensor]:
-        """Return the buffers that are not shared, by name: with `strategy.broadcast_buffers=false`, or in a frozen model."""
+        """Return the buffers that are not shared, by name.
+
+        With `strategy.broadcast_buffers=false`, or in a frozen model.
+        """
         if self._world.world_size == 1:
             return {}
         return {
             f"{name}.{key}": buffer
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
-            if not (self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel | WithRankZerosBuffers))
+            if not (
+                self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel | WithRankZerosBuffers)
+            )
         }
 
     def _buffers(self) -> dict[str, Tensor]:
         if self._world.world_size == 1:
             return {}
-        return {f"{name}.{key}": buffer for name, module in self.modules.items() for key, buffer in module.named_buffers()}
+        return {
+            f"{name}.{key}": buffer for name, module in self.modules.items() for key, buffer in module.named_buffers()
+        }
 
     @torch.no_grad()
     def _reduce(self) -> None:
@@ -199,8 +219,9 @@ def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
 def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> DistributedDataParallel:
     """Wrap a module; `fixed` keeps its buckets as they are from the first step on.
 
-    After its first step DDP lays the buckets out anew, and where the backend chooses the order of a sum by their layout, the
-    first step after a resume would differ from that of the undisturbed run. It does not where it looks for unused parameters.
+    After its first step DDP lays the buckets out anew, and where the backend chooses the order of a sum by their
+    layout, the first step after a resume would differ from that of the undisturbed run. It does not where it looks for
+    unused parameters.
     """
     looks_in_vain = fixed and not (options.find_unused_parameters or options.static_graph)
     wrapped = DistributedDataParallel(
@@ -217,7 +238,10 @@ def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> Dis
 
 
 class _WithUnused(nn.Module):
-    """A model beside a parameter that no forward pass reaches: DDP warns when it looks for such parameters and finds none."""
+    """A model beside a parameter that no forward pass reaches.
+
+    DDP warns when it looks for such parameters and finds none.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -245,7 +269,9 @@ def _register_hook(module: DistributedDataParallel, options: Options) -> None:
 
     if options.comm_hook == "powersgd":
         try:
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=options.powersgd_rank, start_powerSGD_iter=2)
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=options.powersgd_rank, start_powerSGD_iter=2
+            )
         except ValueError as error:
             raise RefusedError(f"strategy.comm_hook=powersgd: {error}.") from None
         module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)

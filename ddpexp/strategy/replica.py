@@ -38,7 +38,10 @@ class Replica:
         compile: bool,
         prepare: Callable[[Models], None],
     ) -> Replica:
-        """Build the models on this rank's device; `prepare` sees them before they are wrapped (to load weights into them)."""
+        """Build the models on this rank's device.
+
+        `prepare` sees them before they are wrapped (to load weights into them).
+        """
         built = factory()
         bare: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
         for name, module in bare.items():
@@ -50,9 +53,15 @@ class Replica:
         prepare(bare)
         called = dict(bare)
         if compile:
-            # Not `module.compile()`: torch 2.13 then leaves a class alone whose forward is torch's own, such as nn.Sequential.
+            # Not `module.compile()`: torch 2.13 then leaves a class alone whose forward is torch's own, such as
+            # nn.Sequential.
             called = {name: cast(nn.Module, torch.compile(module)) for name, module in bare.items()}
-        return cls(isinstance(built, nn.Module), bare, called, tuple(p for module in bare.values() for p in module.parameters()))
+        return cls(
+            isinstance(built, nn.Module),
+            bare,
+            called,
+            tuple(p for module in bare.values() for p in module.parameters()),
+        )
 
     def of(self, models: Models) -> Any:
         """Return the one module, or the mapping of them, as the factory gave it."""
@@ -72,7 +81,9 @@ class Replica:
         values = gradient_values(parameters)
         if not values:
             return torch.tensor(0.0, device=parameters[0].device if parameters else None)
-        with torch.no_grad():  # what `nn.utils.get_total_norm` does on one device, without the questions where each of them is
+        with (
+            torch.no_grad()
+        ):  # what `nn.utils.get_total_norm` does on one device, without the questions where each of them is
             kinds = {value.dtype for value in values}
             if kinds == {torch.float32}:
                 norms = torch._foreach_norm(values)
@@ -139,7 +150,8 @@ def check_same_models(models: Models, world: World) -> None:
     mark = torch.tensor(list(sha256(repr(own).encode()).digest()), dtype=torch.uint8, device=world.device)
     if not torch.equal(world.broadcast(mark.clone()), mark):
         raise DdpexpError(
-            f"rank {world.rank} has built another model than rank zero: its parameters or buffers have other names, shapes or "
+            f"rank {world.rank} has built another model than rank zero: its parameters or buffers have other names, "
+            "shapes or "
             f"kinds of number. Let model._target_ build the same one on every rank."
         )
 
@@ -148,7 +160,10 @@ _SEEN = "_ddpexp_version_seen"  # a gradient's, when the last look was taken
 
 
 class Gradients:
-    """Which trained parameters of a model a micro-batch gives a gradient: all of them or none, on any number of workers."""
+    """Which trained parameters of a model a micro-batch gives a gradient.
+
+    All of them or none, on any number of workers.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Watch these parameters; the names are for errors."""
@@ -161,7 +176,11 @@ class Gradients:
         Raises:
             DdpexpError: some parameters have got a gradient, and others have not.
         """
-        if last and not self._accumulated and all(parameter.grad is not None for parameter in self._parameters.values()):
+        if (
+            last
+            and not self._accumulated
+            and all(parameter.grad is not None for parameter in self._parameters.values())
+        ):
             return
         missing, reached = [], False
         for name, parameter in self._parameters.items():

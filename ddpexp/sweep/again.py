@@ -34,7 +34,8 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     if missing:
         again = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(
-            f"{files.typed(folder.path)} says itself what code runs, where, or from which weights ({' '.join(missing[:2])}), "
+            f"{files.typed(folder.path)} says itself what code runs, where, or from which weights "
+            f"({' '.join(missing[:2])}), "
             f"which counts only when it is typed again. If it is yours: python -m ddpexp {again}"
         )
     now = {key_of(word): word for word in typed if "=" in word and word[0] != "-"}

@@ -49,14 +49,18 @@ class Arguments:
                 values[word] = word
             elif word.startswith("-"):
                 raise RefusedError(f"{verb} {word}: no such option.{did_you_mean(key, [*VALUED, *FLAGS, '--help'])}")
-            elif equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists():  # a job's directory has = in its name too
+            elif (
+                equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists()
+            ):  # a job's directory has = in its name too
                 if key not in _KEYS:
                     raise RefusedError(f"{verb} {word}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
                 values[key] = value
             else:
                 places.append(Path(word))
         if not places:
-            raise RefusedError(f"{verb} of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.")
+            raise RefusedError(
+                f"{verb} of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist."
+            )
         mode = values.get("sweep.mode")
         if mode not in (None, "min", "max"):
             raise RefusedError(f"sweep.mode={mode} is not one of min, max.")

@@ -18,15 +18,21 @@ Curve = Sequence[tuple[int, float]]
 
 
 def why_hopeless(
-    rule: Literal["median", "halving"], mode: Literal["min", "max"], after: int, factor: int, job: int, curves: Mapping[int, Curve]
+    rule: Literal["median", "halving"],
+    mode: Literal["min", "max"],
+    after: int,
+    factor: int,
+    job: int,
+    curves: Mapping[int, Curve],
 ) -> str | None:
     """Return why a job should be stopped, None where it may go on; `curves` are those of all jobs, by number.
 
-    median: its best value is worse than the median of the others' best values up to the same step.
-    halving: at the steps after, after * factor, after * factor^2, ... only the best of each `factor` jobs that have come there
-    so far go on.
+    median: its best value is worse than the median of the others' best values up to the same step. halving: at the
+    steps after, after * factor, after * factor^2, ... only the best of each `factor` jobs that have come there so far
+    go on.
 
-    Source: median, Golovin et al., Google Vizier, KDD 2017, 3.2.2; halving, Li et al., ASHA, MLSys 2020, without its queue:
+    Source: median, Golovin et al., Google Vizier, KDD 2017, 3.2.2; halving, Li et al., ASHA, MLSys 2020, without its
+    queue:
     every job starts, and is judged by those that came to a step before it.
     """
     curve = curves.get(job) or ()
@@ -36,17 +42,26 @@ def why_hopeless(
     sign = 1.0 if mode == "min" else -1.0
     if rule == "median":
         step = reached[-1]
-        others = [_best(other, step, sign) for number, other in curves.items() if number != job and other and other[-1][0] >= step]
+        others = [
+            _best(other, step, sign)
+            for number, other in curves.items()
+            if number != job and other and other[-1][0] >= step
+        ]
         mine = _best(curve, step, sign)
         if len(others) >= _OTHERS and mine > (median := statistics.median(others)):
-            return f"{sign * mine:.4g} at step {step} is worse than the median {sign * median:.4g} of {len(others)} others"
+            return (
+                f"{sign * mine:.4g} at step {step} is worse than the median {sign * median:.4g} of {len(others)} others"
+            )
         return None
     rung = after
     while rung <= reached[-1]:
         values = {number: value for number, other in curves.items() if (value := _at(other, rung, sign)) is not None}
         place = sorted(values.values()).index(values[job])
         if len(values) >= factor and place >= len(values) // factor:
-            return f"{sign * values[job]:.4g} at step {rung} is number {place + 1} of {len(values)}: one in {factor} goes on"
+            return (
+                f"{sign * values[job]:.4g} at step {rung} is number {place + 1} of {len(values)}: one in {factor} "
+                "goes on"
+            )
         rung *= factor
     return None
 

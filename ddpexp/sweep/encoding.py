@@ -46,13 +46,15 @@ class Encoding:
     def of(cls, rows: Sequence[Row]) -> Encoding:
         """Choose them.
 
-        The colour is the key that tells most jobs apart, the style another one with few values, at last the seed. Where jobs that
-        differ in more than their seed would look alike, and are few, each has a colour of its own.
+        The colour is the key that tells most jobs apart, the style another one with few values, at last the seed. Where
+        jobs that differ in more than their seed would look alike, and are few, each has a colour of its own.
         """
         keys = [key for key in varying(rows) if key != SEED]
         values = {key: ordered(row.overrides.get(key, "") for row in rows) for key in (*keys, SEED)}
         shown = [key for key in keys if len(values[key]) <= LEGEND or len(numbers(values[key])) == len(values[key])]
-        color_key = max(shown or keys, key=lambda key: told_apart(rows, key), default=SEED if len(values[SEED]) > 1 else None)
+        color_key = max(
+            shown or keys, key=lambda key: told_apart(rows, key), default=SEED if len(values[SEED]) > 1 else None
+        )
         if color_key is None:
             return cls({row.path: Look() for row in rows})
         few = [key for key in (*keys, SEED) if key != color_key and 1 < len(values[key]) <= len(STYLES)]

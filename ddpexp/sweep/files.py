@@ -107,7 +107,10 @@ def curve(path: Path, metric: str) -> list[tuple[int, float]]:
 
 
 def records(metrics: Path, metric: str | None = None) -> Iterator[dict[str, Any]]:
-    """Yield what a metrics.jsonl records, where a metric is named only what may have it; nothing where it cannot be read."""
+    """Yield what a metrics.jsonl records, where a metric is named only what may have it.
+
+    Nothing where it cannot be read.
+    """
     name, size = b"" if metric is None else json.dumps(metric).encode(), 0
     with suppress(OSError, ValueError), _open(metrics) as file:
         while (line := file.readline(_LINE_BYTES)) and (size := size + len(line)) < files.JSON_BYTES:

@@ -68,13 +68,16 @@ class SweepDir:
         """Look at everything that a start writes through, and at the size of what it reads: anybody may have made it.
 
         Raises:
-            RefusedError: there is a link or a pipe where a file or a folder of ours belongs, or a record that no sweep writes.
+            RefusedError: there is a link or a pipe where a file or a folder of ours belongs, or a record that no sweep
+            writes.
         """
         name = files.relative(self.path)
         directory.check_kinds(self.path, self._written(), name)
         size = self.record.stat().st_size if self.record.exists() else 0
         if size > files.JSON_BYTES:
-            raise RefusedError(f"{name}: {self.record.name} has {size:,} bytes, more than {files.JSON_BYTES:,}: start a new sweep.")
+            raise RefusedError(
+                f"{name}: {self.record.name} has {size:,} bytes, more than {files.JSON_BYTES:,}: start a new sweep."
+            )
 
     def _written(self) -> Iterator[tuple[Path, Sequence[str]]]:
         """Yield what a start may write to or through, with what it must be where it is there."""
@@ -92,7 +95,9 @@ class SweepDir:
         try:
             yield
         except OSError as error:
-            raise RefusedError(f"hydra.sweep.dir={self.path} cannot be written: {said_with_limit(error, self.path)}.") from None
+            raise RefusedError(
+                f"hydra.sweep.dir={self.path} cannot be written: {said_with_limit(error, self.path)}."
+            ) from None
 
     def log(self, number: int) -> Path:
         """Return the file of what a job's command has printed."""
@@ -140,7 +145,10 @@ class Record:
             self._file.flush()
         except OSError as error:  # the jobs' own files say how far they are
             if not self._failed:
-                say(f"ddpexp: warning: {self._file.name} cannot be written ({error.strerror}): what happens is not recorded")
+                say(
+                    f"ddpexp: warning: {self._file.name} cannot be written ({error.strerror}): what happens is not "
+                    "recorded"
+                )
             self._failed = True
 
     def close(self) -> None:
@@ -216,7 +224,8 @@ def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RefusedError(
-            f"{folder.asked} cannot be read ({reason}): type the sweep's own words again, with hydra.sweep.dir={folder.path}."
+            f"{folder.asked} cannot be read ({reason}): type the sweep's own words again, with "
+            f"hydra.sweep.dir={folder.path}."
         ) from None
     if not all(isinstance(part, list) and all(isinstance(word, str) for word in part) for part in (words, options)):
         raise RefusedError(f"{folder.asked} cannot be read: it holds no words.")

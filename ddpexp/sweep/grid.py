@@ -88,7 +88,9 @@ def _table(grid: Grid) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     for name, right in zip(grid.header, grid.right, strict=True):
         gives_way = name == DIRECTORY
-        table.add_column(Text(name), justify="right" if right else "left", no_wrap=not gives_way, overflow="ellipsis", min_width=4)
+        table.add_column(
+            Text(name), justify="right" if right else "left", no_wrap=not gives_way, overflow="ellipsis", min_width=4
+        )
     status = grid.header.index("status") if "status" in grid.header else None
     for number, line in enumerate(grid.lines):
         cells = [Text(cell) for cell in line]
@@ -99,7 +101,10 @@ def _table(grid: Grid) -> Table:
 
 
 def _widths(grid: Grid) -> list[int]:
-    """Return how many characters the columns need, each with its distance to the next; directories are cut to what is left."""
+    """Return how many characters the columns need, each with its distance to the next.
+
+    Directories are cut to what is left.
+    """
     from rich.cells import cell_len
 
     widths = []
@@ -115,7 +120,9 @@ def _shortened(grid: Grid) -> Grid:
     """Leave out the first parts of keys where the last part tells them apart, and the middle of long values."""
     short = [name.rpartition(".")[2] for name in grid.header]
     header = [last if short.count(last) == 1 else name for name, last in zip(grid.header, short, strict=True)]
-    lines = [[*(without_middle(value, _SHORT) for value in line[: grid.values]), *line[grid.values :]] for line in grid.lines]
+    lines = [
+        [*(without_middle(value, _SHORT) for value in line[: grid.values]), *line[grid.values :]] for line in grid.lines
+    ]
     return replace(grid, header=header, lines=lines)
 
 

@@ -66,10 +66,13 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     cfg, loader, plugins = swept.cfg, swept.loader, Plugins.instance()
     with open_dict(cfg):
         cfg.hydra.sweep.dir = str(folder)
-    launcher = _Launcher(run_batch, counts_failures=not is_grid(swept))  # a grid goes on whatever fails, batch after batch
+    launcher = _Launcher(
+        run_batch, counts_failures=not is_grid(swept)
+    )  # a grid goes on whatever fails, batch after batch
     # Sweepers ask for a launcher by name, of an installed package in a namespace of Hydra's: they get this one.
     plugins.instantiate_launcher = lambda **_: launcher  # type: ignore[method-assign,assignment]
-    # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of them.
+    # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of
+    # them.
     loader.load_sweep_config = lambda master_config, sweep_overrides: master_config  # type: ignore[method-assign]
     words = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
     assert isinstance(words, list)
@@ -82,11 +85,15 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
         except OSError as error:
             if launcher.began:
                 raise
-            raise RefusedError(f"hydra.sweep.dir={folder} cannot be written: {said_with_limit(error, folder)}.") from None
+            raise RefusedError(
+                f"hydra.sweep.dir={folder} cannot be written: {said_with_limit(error, folder)}."
+            ) from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
         except (AssertionError, ValueError) as error:
-            if launcher.has_run:  # Optuna, whose best trial of none that went well this is: the sweep itself says what failed
+            if (
+                launcher.has_run
+            ):  # Optuna, whose best trial of none that went well this is: the sweep itself says what failed
                 return
             if launcher.began:
                 raise
@@ -101,7 +108,9 @@ def _refusal(swept: Swept, error: Exception) -> str:
 
 
 def check_ends(swept: Swept) -> None:
-    """Look at how many jobs a grid has before Hydra makes a list of them, which a typo in a range makes larger than memory.
+    """Look at how many jobs a grid has before Hydra makes a list of them.
+
+    Which a typo in a range makes larger than memory.
 
     Raises:
         RefusedError: more than any machine trains.
@@ -120,7 +129,9 @@ def check_ends(swept: Swept) -> None:
                 values = iter(value.range()) if isinstance(value, RangeSweep) else one.sweep_iterator()
                 count *= sum(1 for _ in islice(values, _MOST + 1))
             if count > _MOST:
-                raise RefusedError(f"{one.input_line} makes this a sweep of more than {_MOST:,} jobs: use fewer values.")
+                raise RefusedError(
+                    f"{one.input_line} makes this a sweep of more than {_MOST:,} jobs: use fewer values."
+                )
 
 
 def is_grid(swept: Swept) -> bool:

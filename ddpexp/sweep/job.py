@@ -47,7 +47,10 @@ class Planned:
 
     @property
     def modules(self) -> set[str]:
-        """Return what its workers import beyond what every worker does, of ours and torch's alone: a user's may keep state."""
+        """Return what its workers import beyond what every worker does, of ours and torch's alone.
+
+        A user's may keep state.
+        """
         experiment = self.experiment
         targets = [node.target for node in (experiment.task, experiment.model, experiment.optimizer)]
         for where, target in (("data", experiment.data.target), ("data.prepare", experiment.data.prepare)):
@@ -55,12 +58,17 @@ class Planned:
             targets.append(path_of(where, key) if key is not None else target or "")
         found = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
         logs = (
-            ("ddpexp.loggers.tensorboard", "tensorboard.plugins.hparams.summary") if experiment.logger.kind == "tensorboard" else ()
+            ("ddpexp.loggers.tensorboard", "tensorboard.plugins.hparams.summary")
+            if experiment.logger.kind == "tensorboard"
+            else ()
         )
         return {*found, *logs, type(experiment.launcher).__module__}
 
     def training(self, options: Sequence[str]) -> Training:
-        """Return what its launcher runs; `options` are the words of the sweep's command line that say where configs are."""
+        """Return what its launcher runs.
+
+        `options` are the words of the sweep's command line that say where configs are.
+        """
         command = ["ddpexp", *options, *self.words, f"run.dir={self.run.path}"]
         return Training(self.experiment, self.text, self.words, command, keeps_refused=True)
 
@@ -83,7 +91,9 @@ class Started:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def start(job: Planned, options: Sequence[str], server: Server | None, environ: Mapping[str, str], log: Path) -> Started:
+def start(
+    job: Planned, options: Sequence[str], server: Server | None, environ: Mapping[str, str], log: Path
+) -> Started:
     """Start the process of a job: a fork of this one, which has everything imported and no torch.
 
     `server` forks it a server of its own, where its launcher can use one; what it prints goes to `log`.
@@ -99,7 +109,9 @@ def start(job: Planned, options: Sequence[str], server: Server | None, environ: 
     waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the new process hears them itself
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a thread that writes to a terminal nobody reads is no harm
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # a thread that writes to a terminal nobody reads is no harm
             pid = os.fork()
         if pid == 0:
             _be(job, options, channel, environ, log, parent)
@@ -116,7 +128,12 @@ def start(job: Planned, options: Sequence[str], server: Server | None, environ: 
 
 
 def _be(
-    job: Planned, options: Sequence[str], channel: socket.socket | None, environ: Mapping[str, str], log: Path, parent: int
+    job: Planned,
+    options: Sequence[str],
+    channel: socket.socket | None,
+    environ: Mapping[str, str],
+    log: Path,
+    parent: int,
 ) -> NoReturn:
     """Be the process: away from the terminal, with an environment of its own."""
     code = 1
@@ -148,7 +165,10 @@ def _be(
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process whatever becomes of its last words: what this one went on with would be the sweep, a second time."""
+    """End the process whatever becomes of its last words.
+
+    What this one went on with would be the sweep, a second time.
+    """
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

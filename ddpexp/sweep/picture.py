@@ -1,4 +1,7 @@
-"""A picture of a sweep: the curves of its jobs, and what each swept value did; `python -m ddpexp.sweep.picture DIR` draws it."""
+"""A picture of a sweep: the curves of its jobs, and what each swept value did.
+
+`python -m ddpexp.sweep.picture DIR` draws it.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +76,9 @@ def draw(rows: Sequence[Row], objective: str, mode: Literal["min", "max"] | None
 
     Raises: OSError.
     """
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that cannot be written, which does not matter
+    logging.getLogger("matplotlib").setLevel(
+        logging.ERROR
+    )  # it warns of a home that cannot be written, which does not matter
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fonts without a character, and the like
         _import_matplotlib()
@@ -165,7 +170,12 @@ def _draw_curves(figure: SubFigure, drawn: _Sweep) -> None:
     values = [value for row in rows for _, value in curves[row.path]]
     if not values:
         axes.text(
-            0.5, 0.5, f"no job has recorded {_label(drawn.objective)} yet", transform=axes.transAxes, ha="center", color=_FAINT
+            0.5,
+            0.5,
+            f"no job has recorded {_label(drawn.objective)} yet",
+            transform=axes.transAxes,
+            ha="center",
+            color=_FAINT,
         )
     _Limits.of(values, drawn.mode).apply(axes, drawn.objective)
     axes.margins(x=0.02)
@@ -174,15 +184,22 @@ def _draw_curves(figure: SubFigure, drawn: _Sweep) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == int(value) else "")
     axes.set_ylabel(_label(drawn.objective))
     axes.set_title(_title(drawn), loc="left", pad=10, fontsize=10)
-    _explain(figure, axes, drawn.encoding, drawn.encoding.looks[drawn.best.path] if drawn.best is not None and best else None)
+    _explain(
+        figure, axes, drawn.encoding, drawn.encoding.looks[drawn.best.path] if drawn.best is not None and best else None
+    )
 
 
 def _draw_best(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> None:
-    """Draw the best job's curve over the others: in its own colour and style, thicker, with an edge and a star at its end."""
+    """Draw the best job's curve over the others.
+
+    In its own colour and style, thicker, with an edge and a star at its end.
+    """
     from matplotlib.patheffects import Normal, Stroke
 
     edge = [Stroke(linewidth=4.6, foreground="white", alpha=0.8), Stroke(linewidth=3.4, foreground=_INK), Normal()]
-    axes.plot(*zip(*points, strict=True), color=look.color, linestyle=look.style, linewidth=2.2, path_effects=edge, zorder=4)
+    axes.plot(
+        *zip(*points, strict=True), color=look.color, linestyle=look.style, linewidth=2.2, path_effects=edge, zorder=4
+    )
     axes.plot(*points[-1], color=look.color, zorder=5, **_STAR)
 
 
@@ -207,7 +224,12 @@ def _explain(figure: SubFigure, axes: Axes, encoding: Encoding, best: Look | Non
     top = 1.02
     for title, entries in parts:
         labels = [without_middle(one_line(value), _LEGEND_LABEL) or "-" for value in entries]
-        place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, top), "alignment": "left", "handlelength": 2.8}
+        place: dict[str, Any] = {
+            "loc": "upper left",
+            "bbox_to_anchor": (1.0, top),
+            "alignment": "left",
+            "handlelength": 2.8,
+        }
         legend = Legend(axes, list(entries.values()), labels, title=_label(title) or None, **place)
         axes.add_artist(legend)  # axes.legend() keeps one alone
         legend.set_clip_on(False)
@@ -226,7 +248,11 @@ def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
     known = numbers(values)
     is_numeric = len(known) == len(values) > 2
     is_scaled = is_numeric and (len(known) > _TICKS or is_geometric(known) or _are_apart(known))
-    at = dict(zip(values, known, strict=True)) if is_scaled else {value: float(place) for place, value in enumerate(values)}
+    at = (
+        dict(zip(values, known, strict=True))
+        if is_scaled
+        else {value: float(place) for place, value in enumerate(values)}
+    )
     limits, shaken = _limits(drawn), random.Random(0)
     jobs_with = Counter(row.overrides.get(key, "") for row in drawn.rows)
     size, alpha = (24, 0.85) if len(drawn.rows) <= 60 else (13, 0.55)
@@ -249,7 +275,9 @@ def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
     for (marker, is_full), some in dots.items():
         xs, ys, colors = zip(*some, strict=True)
         faces: Any = colors if is_full else "none"
-        axes.scatter(xs, ys, size, marker=marker, facecolors=faces, edgecolors=colors, alpha=alpha, linewidths=0.9, zorder=3)
+        axes.scatter(
+            xs, ys, size, marker=marker, facecolors=faces, edgecolors=colors, alpha=alpha, linewidths=0.9, zorder=3
+        )
     if sum(map(len, found.values())) >= 1.5 * len(found):
         means = [(at[value], sum(found[value]) / len(found[value])) for value in values if value in found]
         means = [(x, y if limits.holds(y) else math.nan) for x, y in means]

@@ -1,4 +1,7 @@
-"""What is in directories, as rows: one a job of a sweep, or one for a run, with how it was asked for and how far it is."""
+"""What is in directories, as rows.
+
+One a job of a sweep, or one for a run, with how it was asked for and how far it is.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +81,10 @@ class Row:
 
 
 def rows_of(path: Path, objective: str | None = None) -> list[Row]:
-    """Return the rows of a sweep's directory, or the one row of a run's; `objective` is a metric other than the sweep's own."""
+    """Return the rows of a sweep's directory, or the one row of a run's.
+
+    `objective` is a metric other than the sweep's own.
+    """
     return Reader(path, objective).rows()
 
 
@@ -90,7 +96,10 @@ def goal_of(path: Path) -> Goal:
 
 
 def directories(path: Path, depth: int = 3) -> Iterator[Path]:
-    """Yield the sweeps and runs in a folder, itself or below it, in the order of their names; those inside a sweep are its own."""
+    """Yield the sweeps and runs in a folder, itself or below it, in the order of their names.
+
+    Those inside a sweep are its own.
+    """
     if SweepDir(path).is_sweep() or directory.is_ours(path):
         yield path
     elif depth:
@@ -147,7 +156,9 @@ class Reader:
             self._record = (now, _events(self._path))
         return self._record[1]
 
-    def _row(self, number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], now: _Now) -> Row:
+    def _row(
+        self, number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], now: _Now
+    ) -> Row:
         if path not in self._runs:
             self._runs[path] = Watched(path)
         return _judged(number, name, path, words, event, self._runs[path].files(now.metric, now.mask), now)
@@ -195,7 +206,8 @@ def _times(
 ) -> tuple[float | None, float | None, float | None]:
     """Return when a job's newest start began and ended, and the seconds between, or until now where it runs.
 
-    The sweep's record knows both moments, unless a command of its own, or Slurm, has started the job since: then its files do.
+    The sweep's record knows both moments, unless a command of its own, or Slurm, has started the job since: then its
+    files do.
     """
     started, ended = number_of(event.get("started", False)), number_of(event.get("ended", False))
     if started is None or (ended is not None and files.started is not None and files.started > ended):
@@ -207,7 +219,9 @@ def _times(
         ended = None  # that was the start before
     if not is_ended:
         seconds = (
-            max(0.0, (time.time() if ended is None else ended) - started) if status == "running" and started is not None else None
+            max(0.0, (time.time() if ended is None else ended) - started)
+            if status == "running" and started is not None
+            else None
         )
         return started, None, seconds
     if by_record is None and number_of(files.result.get("ended_at", False)) is None:
@@ -251,7 +265,10 @@ def _queued(job_id: Any, queue: _Queue) -> tuple[Status, str | None]:
 
 
 class _Queue:
-    """The states of jobs in Slurm's queue: asked at once, when needed, and not again for much longer than the answer took."""
+    """The states of jobs in Slurm's queue.
+
+    Asked at once, when needed, and not again for much longer than the answer took.
+    """
 
     def __init__(self) -> None:
         self._wanted: set[str] = set()
@@ -277,7 +294,10 @@ class _Queue:
 
 
 def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
-    """Tell whether the command that has a directory is there, and which one that is; None: it cannot be told from here."""
+    """Tell whether the command that has a directory is there, and which one that is; None.
+
+    It cannot be told from here.
+    """
     owner = lock.read(path / lock.NAME)
     if owner is None:
         return False, ""
@@ -313,7 +333,10 @@ def _start(path: Path) -> dict[str, Any]:
 
 
 def _newest(events: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return each job's newest event of what became of it, with the times of its start and its end as `started` and `ended`."""
+    """Return each job's newest event of what became of it, with the times of its start and its end as `started`.
+
+    And `ended`.
+    """
     found: dict[int, dict[str, Any]] = {}
     for event in events:
         number, kind = event.get("job"), event["event"]
@@ -348,7 +371,10 @@ def _short(text: str) -> str:
 
 
 def with_defaults(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
-    """Give each row the values that others were typed and it was not, and those of `named`, from its own configuration."""
+    """Give each row the values that others were typed and it was not, and those of `named`.
+
+    From its own configuration.
+    """
     keys = dict.fromkeys([*(key for row in rows for key in row.overrides), *named])
     filled = []
     for row in rows:

@@ -76,17 +76,21 @@ def _check_sweeper(swept: Swept, settings: Settings) -> None:
     if is_grid(swept):
         if swept.intervals:
             raise RefusedError(
-                f"{swept.intervals[0]} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the values."
+                f"{swept.intervals[0]} wants a sweeper that chooses values: add hydra/sweeper=optuna, or list the "
+                "values."
             )
         return
     if settings.objective is None:
         raise RefusedError(
-            "hydra/sweeper chooses jobs by their results: say by which with sweep.objective=eval/accuracy sweep.mode=max."
+            "hydra/sweeper chooses jobs by their results: say by which with sweep.objective=eval/accuracy "
+            "sweep.mode=max."
         )
     direction = swept.cfg.hydra.sweeper.get("direction")
     name = getattr(direction, "name", direction)
     if name in ("minimize", "maximize") and not name.startswith(settings.mode):
-        raise RefusedError(f"hydra.sweeper.direction={name} and sweep.mode={settings.mode} contradict: type both, to the same end.")
+        raise RefusedError(
+            f"hydra.sweeper.direction={name} and sweep.mode={settings.mode} contradict: type both, to the same end."
+        )
 
 
 def _folder(swept: Swept) -> tuple[SweepDir, bool]:
@@ -104,7 +108,9 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
         ) from None
     folder = SweepDir(path)
     if not folder.is_sweep() and any(entry.name not in (lock.NAME, "multirun.yaml") for entry in path.iterdir()):
-        raise RefusedError(f"hydra.sweep.dir={path} holds something else than a sweep: choose another one, or remove it.")
+        raise RefusedError(
+            f"hydra.sweep.dir={path} holds something else than a sweep: choose another one, or remove it."
+        )
     return folder, made
 
 
@@ -130,5 +136,6 @@ def _told_end(sweep: Scheduler) -> int:
 def _how_to_go_on(sweep: Scheduler) -> str:
     done = sum(ended.status in _FINAL for ended in sweep.ended.values())
     return (
-        f"{done} of {len(sweep.planned)} jobs are done; resume the sweep with:\npython -m ddpexp {shlex.join(sweep.words_again())}"
+        f"{done} of {len(sweep.planned)} jobs are done; resume the sweep with:\npython -m ddpexp "
+        f"{shlex.join(sweep.words_again())}"
     )

@@ -77,7 +77,11 @@ class Scheduler:
         self._loaded: set[str] = set()  # what that has imported beyond what every server does
         self._earlier = list(folder.events())
         # The names are made again: the record may be somebody else's, and they are paths.
-        planned = {job: words for job, event in latest(self._earlier, "planned").items() if (words := words_of(event)) is not None}
+        planned = {
+            job: words
+            for job, event in latest(self._earlier, "planned").items()
+            if (words := words_of(event)) is not None
+        }
         self._numbers = {_key(words): job for job, words in planned.items()}
         self._names = {job: job_name(job, words) for job, words in planned.items()}
         self._record: Record | None = None
@@ -109,7 +113,9 @@ class Scheduler:
             raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
         submitter = self._submitter(jobs)
         if submitter is not None and submitter.dry_run:
-            submitter.submit(self._trainings([job for job in jobs if job.submits]), self.folder.path, lambda place, job_id: None)
+            submitter.submit(
+                self._trainings([job for job in jobs if job.submits]), self.folder.path, lambda place, job_id: None
+            )
             return [Ended("submitted") for _ in batch]
         there = self._submitted_before(jobs)
         waiting: deque[Planned] = deque()
@@ -135,16 +141,31 @@ class Scheduler:
         return [self.ended.get(self._plan(words).number, Ended("waiting")) for words in batch]
 
     def lost_objective(self) -> str | None:
-        """Say that none of the jobs that ended well reports the objective; None where one does, or none was asked for."""
+        """Say that none of the jobs that ended well reports the objective.
+
+        None where one does, or none was asked for.
+        """
         done = [self.planned[number] for number, ended in self.ended.items() if ended.status == "done"]
-        if self.settings.objective is None or not done or any(self.ended[job.number].objective is not None for job in done):
+        if (
+            self.settings.objective is None
+            or not done
+            or any(self.ended[job.number].objective is not None for job in done)
+        ):
             return None
         place = files.typed(self.folder.path)
-        return f"{self._no_objective(done[0])} The jobs are done: python -m ddpexp table {place} sweep.objective=... shows them."
+        return (
+            f"{self._no_objective(done[0])} The jobs are done: python -m ddpexp table {place} sweep.objective=... "
+            "shows them."
+        )
 
     def forgotten(self) -> list[str]:
-        """Return the names of jobs of earlier starts that are not finished and that this start has not been asked for."""
-        ended = {job for job, event in latest(self._earlier, "ended").items() if event.get("status") in ("done", "stopped")}
+        """Return the names of jobs of earlier starts that are not finished.
+
+        And that this start has not been asked for.
+        """
+        ended = {
+            job for job, event in latest(self._earlier, "ended").items() if event.get("status") in ("done", "stopped")
+        }
         return [name for job, name in self._names.items() if job not in self.planned and job not in ended]
 
     def _no_objective(self, job: Planned) -> str:
@@ -206,14 +227,16 @@ class Scheduler:
         kind = launcher_name(type(launcher))
         if launcher.ranks_started_externally:
             raise RefusedError(
-                f"launcher={kind} does not go with -m: there every rank is a command of its own, and each would run the whole "
+                f"launcher={kind} does not go with -m: there every rank is a command of its own, and each would run "
+                "the whole "
                 f"sweep. Use launcher=spawn, or launcher=slurm on the login node"
             )
         if kind not in ("spawn", "elastic"):
             return None, False
         if trainer.nodes not in ("auto", 1):
             raise RefusedError(
-                f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is one "
+                f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is "
+                "one "
                 f"command. Use launcher=slurm for jobs of several machines"
             )
         layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
@@ -234,7 +257,11 @@ class Scheduler:
                 self._record = Record(self.folder)
             facts = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
             self._record.add(
-                "sweep", words=list(self._swept.words), **facts, objective=self.settings.objective, mode=self.settings.mode
+                "sweep",
+                words=list(self._swept.words),
+                **facts,
+                objective=self.settings.objective,
+                mode=self.settings.mode,
             )
         for job in jobs:
             if job.number not in self.planned:
@@ -258,7 +285,8 @@ class Scheduler:
                 return None  # its own command says so
             drift = ", ".join(str(change) for change in resume.changes_of(job.run, asked) if change.kind != "free")
             say(
-                f"ddpexp: warning: {job.name} is finished, and its configuration would be another now ({drift}): it stays as it is."
+                f"ddpexp: warning: {job.name} is finished, and its configuration would be another now ({drift}): it "
+                "stays as it is."
             )
             return Ended("done", self._objective(job))
         return None
@@ -289,12 +317,14 @@ class Scheduler:
             value = getattr(settings, key)
             if value != default:
                 raise RefusedError(
-                    f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to a scheduler: "
+                    f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to a "
+                    "scheduler: "
                     f"leave it out, or run the sweep inside an allocation."
                 )
         if not self._grid and not found.wait and not found.dry_run:
             raise RefusedError(
-                f"launcher={name} only submits, and hydra/sweeper chooses jobs by their results: add launcher.wait=true."
+                f"launcher={name} only submits, and hydra/sweeper chooses jobs by their results: add "
+                "launcher.wait=true."
             )
         return found
 
@@ -315,7 +345,9 @@ class Scheduler:
     def _submitted_before(self, jobs: Sequence[Planned]) -> dict[int, Ended]:
         """Return the jobs that an earlier start has submitted and that are still in the queue, or run."""
         before = {number: event["job_id"] for number, event in latest(self._earlier, "submitted").items()}
-        asked = {job.number: before[job.number] for job in jobs if job.number in before and job.number not in self.ended}
+        asked = {
+            job.number: before[job.number] for job in jobs if job.number in before and job.number not in self.ended
+        }
         if not asked:
             return {}
         found = states(asked.values())
@@ -332,7 +364,9 @@ class Scheduler:
             code = EXIT_DONE if job.run.status() == "done" else code or EXIT_FAILED
             found = self._judge(job, code)
             if job.run.status() == "submitted":
-                found = Ended("failed", None, f"Slurm job {self._job_ids[job.number]} ended as {state} before its command began")
+                found = Ended(
+                    "failed", None, f"Slurm job {self._job_ids[job.number]} ended as {state} before its command began"
+                )
             self._write_end(job, found, code, None)
 
         submitter.follow([self._job_ids[job.number] for job in left], ended)
@@ -440,7 +474,12 @@ class Scheduler:
         for number, running in self._running.items():
             if running.pruned is None:
                 running.pruned = why_hopeless(
-                    settings.early_stop, settings.mode, settings.early_stop_after, settings.early_stop_factor, number, self._curves
+                    settings.early_stop,
+                    settings.mode,
+                    settings.early_stop_after,
+                    settings.early_stop_factor,
+                    number,
+                    self._curves,
                 )
                 if running.pruned is not None:
                     running.process.send(signal.SIGTERM)
@@ -453,7 +492,12 @@ class Scheduler:
         if ended.status == "interrupted" and running.pruned is not None and self._stopped_by is None:
             ended = Ended("stopped", ended.objective, running.pruned)
         self._curves.pop(job.number, None)  # it may have grown since
-        if ended.status == "failed" and code != EXIT_REFUSED and running.attempt <= self.settings.retries and not self._stops:
+        if (
+            ended.status == "failed"
+            and code != EXIT_REFUSED
+            and running.attempt <= self.settings.retries
+            and not self._stops
+        ):
             waiting.append(job)
         self._write_end(job, ended, code, time.monotonic() - running.since)
         if ended.status == "failed" and self.settings.on_failure == "stop" and not self._stops:
@@ -465,17 +509,25 @@ class Scheduler:
         self.ended[job.number] = ended
         assert self._record is not None
         self._record.add(
-            "ended", job=job.number, status=ended.status, exit_code=code, objective=ended.objective, message=ended.message,
+            "ended", job=job.number, status=ended.status, exit_code=code, objective=ended.objective,
+            message=ended.message,
             **({"seconds": round(seconds, 3)} if seconds is not None else {}),
         )  # fmt: skip
         self._view.ended(self._line(job, ended, seconds))
-        if ended.status == "done" and ended.objective is None and self.settings.objective is not None and not self._warned:
+        if (
+            ended.status == "done"
+            and ended.objective is None
+            and self.settings.objective is not None
+            and not self._warned
+        ):
             self._warned = True
             say(f"ddpexp: warning: {self._no_objective(job)}")
 
     def _line(self, job: Planned, ended: Ended, seconds: float | None) -> str:
         metric = self.settings.objective
-        value = f"  {metric} {shown(metric, ended.objective)}" if metric is not None and ended.objective is not None else ""
+        value = (
+            f"  {metric} {shown(metric, ended.objective)}" if metric is not None and ended.objective is not None else ""
+        )
         took = f"  {duration(seconds)}" if seconds is not None else ""
         why = f": {ended.message}" if ended.message else ""
         return f"{len(self.ended)}/{len(self.planned)}  {job.name}  {ended.status}{why}{value}{took}"
@@ -508,7 +560,10 @@ class Scheduler:
         return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")
 
     def _objective(self, job: Planned) -> float | None:
-        """Return the objective as of the last evaluation; of other metrics, the last record. Nan where it was not finite."""
+        """Return the objective as of the last evaluation; of other metrics, the last record.
+
+        Nan where it was not finite.
+        """
         name = self.settings.objective
         if name is None:
             return None

@@ -37,7 +37,9 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
     if settings.retries < 0:
         raise RefusedError(f"sweep.retries={settings.retries}: use 0 or more.")
     if settings.early_stop is not None and settings.objective is None:
-        raise RefusedError(f"sweep.early_stop={settings.early_stop} compares objectives: say which with sweep.objective=eval/loss.")
+        raise RefusedError(
+            f"sweep.early_stop={settings.early_stop} compares objectives: say which with sweep.objective=eval/loss."
+        )
     if settings.early_stop_after < 1:
         raise RefusedError(f"sweep.early_stop_after={settings.early_stop_after}: use a step from 1.")
     if settings.early_stop_factor < 2:

@@ -12,8 +12,12 @@ from ddpexp.system.hardware import CORES, usable_cores, visible_gpus
 class Slots:
     """The slots of a machine, and who has them."""
 
-    def __init__(self, count: Literal["auto"] | int = "auto", gpus: Sequence[str] | None = None, cores: int | None = None) -> None:
-        """Make `count` slots; `gpus` are the GPUs' names as CUDA_VISIBLE_DEVICES has them, and `cores` how many cores there are.
+    def __init__(
+        self, count: Literal["auto"] | int = "auto", gpus: Sequence[str] | None = None, cores: int | None = None
+    ) -> None:
+        """Make `count` slots; `gpus` are the GPUs' names as CUDA_VISIBLE_DEVICES has them.
+
+        And `cores` how many cores there are.
 
         With more slots than GPUs several share one.
         """
@@ -39,10 +43,15 @@ class Slots:
                 f"trainer.gpus={workers} takes {workers} slots at once, and there are {self}: use {more}fewer workers."
             )
         if on_gpus and workers > len(self.gpus):
-            raise RefusedError(f"trainer.gpus={workers} wants as many GPUs, and this machine shows {len(self.gpus)}: use fewer.")
+            raise RefusedError(
+                f"trainer.gpus={workers} wants as many GPUs, and this machine shows {len(self.gpus)}: use fewer."
+            )
 
     def take(self, workers: int | None, on_gpus: bool) -> list[int] | None:
-        """Take a slot for each worker, on GPUs of their own; None while there are too few. `workers` None takes all slots."""
+        """Take a slot for each worker, on GPUs of their own; None while there are too few.
+
+        `workers` None takes all slots.
+        """
         wanted = self.count if workers is None else workers
         if not on_gpus or workers is None:
             taken = self._free[:wanted]

@@ -64,10 +64,11 @@ def varying(rows: Sequence[Row]) -> list[str]:
     """
     keys = dict.fromkeys(key for row in rows for key in row.overrides)
     known = [row for row in rows if row.status not in ("waiting", "submitted")]
-    return [
-        key for key in keys
-        if len({row.overrides[key] for row in rows if key in row.overrides} | {row.overrides.get(key) for row in known}) > 1
-    ]  # fmt: skip
+    found: dict[str, set[str | None]] = {key: {row.overrides.get(key) for row in known} for key in keys}
+    for row in rows:
+        for key, value in row.overrides.items():
+            found[key].add(value)
+    return [key for key in keys if len(found[key]) > 1]
 
 
 def told_apart(rows: Sequence[Row | Group], key: str) -> int:
@@ -85,7 +86,10 @@ def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
 
 
 def over_seeds(rows: Sequence[Row]) -> list[Group]:
-    """Return what the seeds have in common, for each combination of the other values; nothing where the seed does not vary."""
+    """Return what the seeds have in common, for each combination of the other values.
+
+    Nothing where the seed does not vary.
+    """
     keys = varying(rows)
     if SEED not in keys:
         return []
@@ -104,7 +108,11 @@ def over_seeds(rows: Sequence[Row]) -> list[Group]:
 
 
 def jobs_grid(
-    rows: Sequence[Row], goal: Goal, every: Sequence[Row] | None = None, full: bool = False, columns: Sequence[str] | None = None
+    rows: Sequence[Row],
+    goal: Goal,
+    every: Sequence[Row] | None = None,
+    full: bool = False,
+    columns: Sequence[str] | None = None,
 ) -> Grid:
     """Lay out some rows, with the columns that all of them (`every`) need, or with those that are named in `columns`.
 
@@ -122,7 +130,11 @@ def jobs_grid(
             return "best" if row is best else ""
         if name == goal.metric or (name not in row.overrides and name in row.metrics):
             return shown(name, row.objective if name == goal.metric else row.metrics.get(name))
-        facts = {"status": row.status, "step": "" if row.step is None else f"{row.step:,}", "time": duration(row.seconds)}
+        facts = {
+            "status": row.status,
+            "step": "" if row.step is None else f"{row.step:,}",
+            "time": duration(row.seconds),
+        }
         if name in facts:
             return facts[name]
         if name == DIRECTORY:
@@ -144,8 +156,8 @@ def jobs_grid(
 def _leaves(every: Sequence[Row], names: Sequence[str], keys: int, metrics: int, repeats: bool) -> list[int]:
     """Return the columns that a narrow terminal may do without, the first one first.
 
-    The time, the step, the directory where its name only repeats values, further metrics, the keys that tell fewest jobs apart.
-    The key that tells most apart, the first metric and the status stay.
+    The time, the step, the directory where its name only repeats values, further metrics, the keys that tell fewest
+    jobs apart. The key that tells most apart, the first metric and the status stay.
     """
     at = {name: place for place, name in enumerate(names)}
     weak = sorted(range(keys), key=lambda place: (told_apart(every, names[place]), -place))
@@ -214,7 +226,10 @@ def render(
 
 
 def live(rows: Sequence[Row], goal: Goal, height: int) -> RenderableType:
-    """Return what fits into `height` lines: what runs, what has ended last, what comes next, and how many there are of all."""
+    """Return what fits into `height` lines.
+
+    What runs, what has ended last, what comes next, and how many there are of all.
+    """
     from rich.console import Group as Lines
 
     below = summary(rows, goal, _LIVE_MESSAGES if height > _SMALL else 0, cut=True)
@@ -235,8 +250,21 @@ def as_csv(rows: Sequence[Row]) -> str:
     facts = ("step", "seconds", "started", "ended", "job_id", "message", "directory")
     writer.writerow(map(_plain, ("job", "status", *keys, *metrics, *facts)))
     for row in rows:
-        last = (row.step, row.seconds, _iso(row.started), _iso(row.ended), row.job_id, row.message, os.path.abspath(row.path))
-        cells = (row.number, row.status, *(row.overrides.get(key) for key in keys), *(row.metrics.get(name) for name in metrics))
+        last = (
+            row.step,
+            row.seconds,
+            _iso(row.started),
+            _iso(row.ended),
+            row.job_id,
+            row.message,
+            os.path.abspath(row.path),
+        )
+        cells = (
+            row.number,
+            row.status,
+            *(row.overrides.get(key) for key in keys),
+            *(row.metrics.get(name) for name in metrics),
+        )
         writer.writerow(_plain(cell) if isinstance(cell, str) else cell for cell in (*cells, *last))
     return text.getvalue()
 
@@ -260,7 +288,10 @@ def save(folder: Path, rows: Sequence[Row], goal: Goal) -> None:
 
 
 def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool = False) -> list[RenderableType]:
-    """Return what stands below a table: how many of each status, the best, at most `limit` messages; `cut` to one line each."""
+    """Return what stands below a table: how many of each status, the best, at most `limit` messages.
+
+    `cut` to one line each.
+    """
     from rich.text import Text
 
     said = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
@@ -363,7 +394,10 @@ def _count(group: Group) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text as it may stand in a line; a row's texts have their secrets masked already, so plain ones are ready."""
+    """Return a text as it may stand in a line.
+
+    A row's texts have their secrets masked already, so plain ones are ready.
+    """
     return text if text.isascii() and text.isprintable() else one_line(text)
 
 

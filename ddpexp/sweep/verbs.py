@@ -1,4 +1,7 @@
-"""The verbs that look at directories: `ddpexp table` and `ddpexp status`. They read, and start nothing but the drawing."""
+"""The verbs that look at directories: `ddpexp table` and `ddpexp status`.
+
+They read, and start nothing but the drawing.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,9 @@ _DRAWING_SECONDS = 120.0
 
 
 def table(argv: Sequence[str]) -> int:
-    """Print the table of the directories in `argv`, and write it to files where that is asked for or it is of one sweep.
+    """Print the table of the directories in `argv`, and write it to files where that is asked.
+
+    For or it is of one sweep.
 
     Raises:
         RefusedError: words that do not fit, or nothing there.
@@ -69,7 +74,8 @@ def table(argv: Sequence[str]) -> int:
     known = tables.metrics_of(rows)
     if goal.metric is not None and known and all(row.objective is None for row in rows):
         raise RefusedError(
-            f"sweep.objective={goal.metric}: none of these has recorded that.{did_you_mean(goal.metric, known, 'sweep.objective=')}"
+            f"sweep.objective={goal.metric}: none of these has recorded "
+            f"that.{did_you_mean(goal.metric, known, 'sweep.objective=')}"
         )
     if asked.csv:
         say(tables.as_csv(rows).rstrip("\n"), sys.stdout)
@@ -79,7 +85,9 @@ def table(argv: Sequence[str]) -> int:
     whole = asked.whole or asked.columns is not None
     show(tables.render(chosen, goal, limit(), columns=asked.columns, again=again), whole)
     if goal.metric is None and known:
-        say(f"to have the best marked: sweep.objective={known[0]}, with sweep.mode=max where more is better", sys.stdout)
+        say(
+            f"to have the best marked: sweep.objective={known[0]}, with sweep.mode=max where more is better", sys.stdout
+        )
     folder = asked.out or asked.sweep
     if folder is not None:
         _save(folder, asked, rows, goal)
@@ -103,10 +111,14 @@ def status(argv: Sequence[str]) -> int:
     found = look(place)
     if found != [place]:
         one = files.typed(found[-1])
-        raise RefusedError(f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table.")
+        raise RefusedError(
+            f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table."
+        )
     rows = rows_of(place)
     queue = states([row.job_id for row in rows if row.status == "submitted" and row.job_id is not None])
-    show(_sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue))
+    show(
+        _sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue)
+    )
     return EXIT_DONE
 
 
@@ -121,7 +133,8 @@ def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
     for name in columns:
         if name not in known:
             raise RefusedError(
-                f"--columns {name}: none of these has such a key or metric.{did_you_mean(name, sorted(known), '--columns ')}"
+                f"--columns {name}: none of these has such a key or "
+                f"metric.{did_you_mean(name, sorted(known), '--columns ')}"
             )
     return filled
 
@@ -132,7 +145,10 @@ def _save(folder: Path, asked: Arguments, rows: Sequence[Row], goal: Goal) -> No
         folder.mkdir(parents=True, exist_ok=True)
         tables.save(folder, rows, goal)
     except OSError as error:
-        say(f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with --out FOLDER.")
+        say(
+            f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with "
+            "--out FOLDER."
+        )
         return
     names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, asked, goal) else [])]
     say(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
@@ -144,7 +160,9 @@ def _draw(folder: Path, asked: Arguments, goal: Goal) -> bool:
     words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
     program = python("ddpexp.sweep.picture:main", words)
     try:
-        done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS)
+        done = subprocess.run(
+            program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         say(f"ddpexp: sweep.png is left out: {error}")
         return False

@@ -1,1 +1,4 @@
-"""The machine and the texts that go to it: processes, limits, network, hardware, the terminal, secrets, schedulers' commands."""
+"""The machine and the texts that go to it.
+
+Processes, limits, network, hardware, the terminal, secrets, schedulers' commands.
+"""

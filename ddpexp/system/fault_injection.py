@@ -15,10 +15,10 @@ from pathlib import Path
 VARIABLE = "DDPEXP_FAULT"
 """`point:action[:rank[:nth time]]`, without a rank on every one; `*` as the time means every time.
 
-Points: joined, data, forward, backward, step, evaluate, record, save, leave, and those of a checkpoint's write, all with the
-names that `fault_point` is called with. Actions: raise, exit=CODE (sys.exit), leave=CODE (at once), abort, segv, kill, stop,
-term, int, sleep (for ever), spin (for ever, with the interpreter lock held), ignore (signals from here on), pause=FILE (sleep,
-once the file is there), late=FILE (a second, once the file is there), enospc, eio.
+Points: joined, data, forward, backward, step, evaluate, record, save, leave, and those of a checkpoint's write, all
+with the names that `fault_point` is called with. Actions: raise, exit=CODE (sys.exit), leave=CODE (at once), abort,
+segv, kill, stop, term, int, sleep (for ever), spin (for ever, with the interpreter lock held), ignore (signals from
+here on), pause=FILE (sleep, once the file is there), late=FILE (a second, once the file is there), enospc, eio.
 """
 _ASKED = os.environ.get(VARIABLE, "")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}

@@ -32,7 +32,10 @@ _VALUES = 50_000  # of one YAML file, which a run's hundred keys and their lists
 _DIGITS = 1000
 
 
-_VALUE_CHARACTERS, _INTERPOLATION_CHARACTERS = 1 << 16, 1 << 14  # of one value; of all that hold ${...}, which are slow to parse
+_VALUE_CHARACTERS, _INTERPOLATION_CHARACTERS = (
+    1 << 16,
+    1 << 14,
+)  # of one value; of all that hold ${...}, which are slow to parse
 
 
 _TAIL_BYTES = 1 << 16
@@ -64,7 +67,8 @@ class Anchor:
             return
         if not same:
             raise MovedError(
-                f"the run directory {relative(self._path)} was moved or removed while the run was writing to it, so nothing more "
+                f"the run directory {relative(self._path)} was moved or removed while the run was writing to it, so "
+                "nothing more "
                 f"can be saved there. What was written before is in it: resume it where it is now."
             )
 
@@ -75,7 +79,10 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def whole_lines(path: Path) -> int:
-    """Return how many bytes of a file are whole lines: a write that was cut short leaves a torn one at the end. Raises OSError."""
+    """Return how many bytes of a file are whole lines: a write that was cut short leaves a torn one at the end.
+
+    Raises OSError.
+    """
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end:
@@ -149,7 +156,10 @@ def is_shallow(tree: Any, depth: int) -> bool:
         if not level:
             return True
         level = [
-            inner for one in level if isinstance(one, list | dict) for inner in (one.values() if isinstance(one, dict) else one)
+            inner
+            for one in level
+            if isinstance(one, list | dict)
+            for inner in (one.values() if isinstance(one, dict) else one)
         ]
     return not level
 
@@ -179,7 +189,8 @@ def check_yaml_text(text: str) -> None:
                 raise ValueError(f"it holds a number of {len(event.value):,} digits")
             if values > _VALUES or len(event.value) > _VALUE_CHARACTERS or interpolations > _INTERPOLATION_CHARACTERS:
                 raise ValueError(
-                    f"it holds more than {_VALUES:,} values, one of more than {_VALUE_CHARACTERS:,} characters, or more than "
+                    f"it holds more than {_VALUES:,} values, one of more than {_VALUE_CHARACTERS:,} characters, or "
+                    "more than "
                     f"{_INTERPOLATION_CHARACTERS:,} characters with ${{...}}"
                 )
         if depth > _DEPTH:

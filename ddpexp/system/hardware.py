@@ -26,8 +26,8 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
     present = _nvml_device_count() if _torch_has_cuda() else 0
     if visible is None or present == 0:
         return [str(number) for number in range(present)]
-    # CUDA stops at the first entry that names no device, so `0,1,-1,2` shows two and Slurm's `NoDevFiles` none; an entry
-    # that comes twice hides all.
+    # CUDA stops at the first entry that names no device, so `0,1,-1,2` shows two and Slurm's `NoDevFiles` none; an
+    # entry that comes twice hides all.
     shown: list[str] = []
     for entry in (part.strip() for part in visible.split(",")):
         if entry in shown:

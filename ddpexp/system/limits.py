@@ -29,7 +29,10 @@ _TEXTS = {
 
 
 def raise_files() -> None:
-    """Take all descriptors that the hard limit allows: shells leave 1,024, which is a compatibility for select(2) alone."""
+    """Take all descriptors that the hard limit allows.
+
+    Shells leave 1,024, which is a compatibility for select(2) alone.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -48,7 +51,8 @@ def check_open_files(workers: int, world_size: int) -> None:
     wanted = max(_OF_THE_COMMAND + _OF_A_WORKER * workers, _OF_A_RANK + _OF_A_PEER * world_size)
     if limit != resource.RLIM_INFINITY and limit < wanted:
         raise RefusedError(
-            f"{world_size} worker{'s' if world_size > 1 else ''} need {wanted} open files, and this shell allows {limit} "
+            f"{world_size} worker{'s' if world_size > 1 else ''} need {wanted} open files, and this shell allows "
+            f"{limit} "
             f"(ulimit -n): raise it with ulimit -n {wanted} or more, or use fewer workers."
         )
 
@@ -56,8 +60,8 @@ def check_open_files(workers: int, world_size: int) -> None:
 def reason(error: BaseException | str, place: Path | None = None) -> str | None:
     """Return which limit an error means, with its value and how it is raised; None for an error that means none.
 
-    Errors of libraries keep only the text of the system's error. `place` is what could not be written, where the error does not
-    name it.
+    Errors of libraries keep only the text of the system's error. `place` is what could not be written, where the error
+    does not name it.
     """
     number = error.errno if isinstance(error, OSError) else None
     text = str(error).lower() if isinstance(error, str | RuntimeError | ImportError | MemoryError | OSError) else ""
@@ -122,7 +126,10 @@ def _said(what: str, which: int, letter: str, unit: int) -> str | None:
 def _open_files() -> str | None:
     with suppress(OSError, ValueError):
         used, _, most = map(int, Path("/proc/sys/fs/file-nr").read_text().split())
-        return f"fs.file-max allows {most:,} open files on this machine, and {used:,} are open: raise it with sysctl, as root"
+        return (
+            f"fs.file-max allows {most:,} open files on this machine, and {used:,} are open: raise it with sysctl, "
+            "as root"
+        )
     return None
 
 
@@ -135,10 +142,13 @@ def _disk(place: Path, is_quota: bool) -> str | None:
             continue
         free = human(found.f_bavail * found.f_frsize)
         if is_quota:
-            return f"a quota on the file system of {folder} is used up, though {free} are free there: quota -s shows yours"
+            return (
+                f"a quota on the file system of {folder} is used up, though {free} are free there: quota -s shows yours"
+            )
         if found.f_files and not found.f_favail:
             return (
-                f"no inodes are left: the file system of {folder} holds all {found.f_files:,} files that it can, though {free} are "
+                f"no inodes are left: the file system of {folder} holds all {found.f_files:,} files that it can, "
+                f"though {free} are "
                 f"free: remove files"
             )
         size, reserved = found.f_blocks * found.f_frsize, (found.f_bfree - found.f_bavail) * found.f_frsize
@@ -178,7 +188,9 @@ def _processes(root: Path = Path("/")) -> str | None:
         return None
     if bounds[0].share >= _REACHED:
         return f"{bounds[0]}: {bounds[0].cure}"
-    if (memory := _said("KiB of address space", resource.RLIMIT_AS, "v", 1024)) is not None:  # a thread's stack is of that
+    if (
+        memory := _said("KiB of address space", resource.RLIMIT_AS, "v", 1024)
+    ) is not None:  # a thread's stack is of that
         return memory
     return f"which limit it was cannot be seen any more; the fullest is now: {bounds[0]}: {bounds[0].cure}"
 
@@ -204,7 +216,10 @@ def _counted(proc: Path) -> Iterator[tuple[int, int]]:
     for entry in proc.glob("[0-9]*/status"):
         with suppress(OSError):
             text = entry.read_text()
-            user, threads = re.search(r"^Uid:\s+(\d+)", text, re.MULTILINE), re.search(r"^Threads:\s+(\d+)", text, re.MULTILINE)
+            user, threads = (
+                re.search(r"^Uid:\s+(\d+)", text, re.MULTILINE),
+                re.search(r"^Threads:\s+(\d+)", text, re.MULTILINE),
+            )
             if user is not None:
                 yield int(user[1]), int(threads[1]) if threads is not None else 1
 
@@ -224,7 +239,10 @@ def _number(path: Path, pattern: str, base: int = 10) -> int | None:
 
 
 def _pids(root: Path) -> Iterator[_Bound]:
-    """Yield the control groups that limit processes and threads. Source: the kernel's description of the pids controller."""
+    """Yield the control groups that limit processes and threads. Source.
+
+    The kernel's description of the pids controller.
+    """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 _UNLIMITED = 1 << 60  # bytes; version 1 shows no limit as the largest number of pages
 _KILLS = r"^oom_kill (\d+)$"
-_CURE = "Use a smaller trainer.micro_batch_size or data.num_workers, fewer workers, or more memory (launcher.mem=... under Slurm)."
+_CURE = (
+    "Use a smaller trainer.micro_batch_size or data.num_workers, fewer workers, or more memory (launcher.mem=... "
+    "under Slurm)."
+)
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,16 @@ class Memory:
         self._before = {counter: counter.read() for counter in counters}
 
     def verdict(self) -> str | None:
-        """Say that the kernel has killed for want of memory meanwhile, and what to do; None when it has counted no such kill."""
+        """Say that the kernel has killed for want of memory meanwhile, and what to do.
+
+        None when it has counted no such kill.
+        """
         if any(map(self._rose, (group.kills for group in self._groups))):
             for group in self._groups:  # the nearest first
                 if 0 < group.limit.read() < _UNLIMITED and self._rose(group.full):
-                    return f"out of memory: the control group {group.folder} may use {_human(group.limit.read())}. {_CURE}"
+                    return (
+                        f"out of memory: the control group {group.folder} may use {_human(group.limit.read())}. {_CURE}"
+                    )
         if self._rose(self._machine):
             return f"out of memory: the kernel has killed for want of memory on this machine. {_CURE}"
         return None
@@ -73,7 +81,9 @@ def _groups(root: Path) -> Iterator[_Group]:
             for top in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
                 for folder in _up(root / top, path, "memory.events"):
                     full = _Counter(folder / "memory.events.local", r"^oom (\d+)$")
-                    yield _Group(folder, _Counter(folder / "memory.max"), full, _Counter(folder / "memory.events", _KILLS))
+                    yield _Group(
+                        folder, _Counter(folder / "memory.max"), full, _Counter(folder / "memory.events", _KILLS)
+                    )
         elif "memory" in controllers.split(","):
             for folder in _up(root / "sys/fs/cgroup/memory", path, "memory.oom_control"):
                 full, kills = _Counter(folder / "memory.failcnt"), _Counter(folder / "memory.oom_control", _KILLS)

@@ -19,8 +19,8 @@ _LOOK_SECONDS = 0.25
 def stat(pid: int) -> list[str] | None:
     """Return what the kernel says of a process, from its state on; None when it is gone. Source: proc(5), stat.
 
-    Index 0 is its state, a letter; 11 and 12 are the ticks that it has used itself and the kernel for it, 13 and 14 those of its
-    children that it has waited for; 19 is when it began; 49 is how it has ended.
+    Index 0 is its state, a letter; 11 and 12 are the ticks that it has used itself and the kernel for it, 13 and 14
+    those of its children that it has waited for; 19 is when it began; 49 is how it has ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -29,7 +29,10 @@ def stat(pid: int) -> list[str] | None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process has started and not waited for; none when it is gone. Source: proc(5), children."""
+    """Return the processes that a process has started and not waited for; none when it is gone. Source.
+
+    Proc(5), children.
+    """
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
@@ -79,13 +82,17 @@ def die_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def end_with_parent(code: int, report: Callable[[int], None], parent: int, was_lost: Callable[[], bool] = lambda: False) -> None:
+def end_with_parent(
+    code: int, report: Callable[[int], None], parent: int, was_lost: Callable[[], bool] = lambda: False
+) -> None:
     """End this process with `code` soon after its parent has ended, `report` first: it gets the parent's process id.
 
-    `parent` is the process id expected, and `was_lost` tells whether that was another process already: it is asked once.
+    `parent` is the process id expected, and `was_lost` tells whether that was another process already: it is asked
+    once.
 
-    For what other programs start. The kernel's own signal comes when the *thread* ends that has forked, and programs fork from
-    threads that they end (Open MPI does with many ranks). A thread of ours looks, whatever the main one waits for.
+    For what other programs start. The kernel's own signal comes when the *thread* ends that has forked, and programs
+    fork from threads that they end (Open MPI does with many ranks). A thread of ours looks, whatever the main one waits
+    for.
     """
 
     def look() -> None:

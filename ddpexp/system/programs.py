@@ -1,4 +1,7 @@
-"""Programs that ddpexp starts: a Python that calls a function of ours, and others by name. None is of the current folder."""
+"""Programs that ddpexp starts: a Python that calls a function of ours, and others by name.
+
+None is of the current folder.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +15,24 @@ from typing import Any, NoReturn
 
 # What `python -c` would look for in the current folder leaves the path before anything is imported.
 _PROGRAM = (
-    "import sys; sys.path[:] = filter(None, sys.path); import json; path, entry, arguments = json.loads(sys.argv.pop(1)); "
+    "import sys; sys.path[:] = filter(None, sys.path); import json; path, entry, arguments = "
+    "json.loads(sys.argv.pop(1)); "
     "sys.path[:] = path; import importlib; module, _, name = entry.partition(':'); "
     "sys.exit(getattr(importlib.import_module(module), name)(*arguments))"
 )
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the folder that holds ddpexp
 
-# A Python that another program starts as `python -m ddpexp` gets it from the environment. Python 3.10 does not know it yet.
+# A Python that another program starts as `python -m ddpexp` gets it from the environment. Python 3.10 does not know it
+# yet.
 SAFE_PATH = "PYTHONSAFEPATH"
 OURS = "ddpexp"
 """The value of `SAFE_PATH` where it is ours: it is not meant for what a recipe starts."""
 
 
 def python(entry: str, *arguments: Any, argv: Sequence[str] = ()) -> list[str]:
-    """Return the command of a Python that calls `entry`, module:function, with plain values and leaves with what that returns.
+    """Return the command of a Python that calls `entry`, module:function, with plain values and leaves with what.
+
+    That returns.
 
     It finds the modules that this process finds, but never one of the current folder; `argv` becomes its sys.argv[1:].
     """
@@ -39,7 +46,9 @@ def find(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
 
 def safe_path(environ: Mapping[str, str] = os.environ) -> str:
     """Return PATH without entries that lead to the current folder."""
-    return os.pathsep.join(folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder))
+    return os.pathsep.join(
+        folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)
+    )
 
 
 def located(name: str) -> str:

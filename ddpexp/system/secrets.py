@@ -1,4 +1,7 @@
-"""Secrets of the environment: kept out of what is written and shown, and put back as references where they were typed."""
+"""Secrets of the environment.
+
+Kept out of what is written and shown, and put back as references where they were typed.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,16 @@ from typing import Any
 LISTED = "DDPEXP_SECRETS"
 """The variable with further names, such as `MY_DSN,CORP_*`."""
 
-# Words that stand for themselves between the separators of a name, and those that stand for a secret wherever they occur in
-# one: PGPASSWORD, AUTHTOKEN. They are what scanners of source code look for (detect-secrets, gitleaks, trufflehog).
+# Words that stand for themselves between the separators of a name, and those that stand for a secret wherever they
+# occur in one: PGPASSWORD, AUTHTOKEN. They are what scanners of source code look for (detect-secrets, gitleaks,
+# trufflehog).
 _BEFORE_KEY = (
     "API|APP|ACCESS|ACCOUNT|ADMIN|AES|AUTH|CLIENT|CONSUMER|CRYPT|DEPLOY|ENC|ENCRYPTION|GPG|HMAC|LICENSE|MASTER|PGP|PRIVATE|PRIV|RSA|"
     "SECRET|SERVICE|SHARED|SIGNING|SSH|STORAGE|SUBSCRIPTION|USER"
 )
 _BEFORE_PASS = (
-    "ADMIN|DB|FTP|HTTP|IMAP|KEY|LDAP|MAIL|MONGO|MQ|MSSQL|MY|MYSQL|ORACLE|PG|POSTGRES|PROXY|REDIS|ROOT|SMTP|SQL|SSH|STORE|SUDO|USER"
+    "ADMIN|DB|FTP|HTTP|IMAP|KEY|LDAP|MAIL|"
+    "MONGO|MQ|MSSQL|MY|MYSQL|ORACLE|PG|POSTGRES|PROXY|REDIS|ROOT|SMTP|SQL|SSH|STORE|SUDO|USER"
 )
 _WORDS = (
     rf"(?:{_BEFORE_KEY})?KEYS?|(?:{_BEFORE_PASS})?(?:PASS|PASSWDS?|PW)|(?:{_BEFORE_PASS})PWD|PASSCODE|PASSKEY|CREDS?|O?AUTH|AUTHORIZATION|"
@@ -40,7 +45,9 @@ _SHAPES = re.compile(
     r"(?:[\s\S]*;)?(?:AccountKey|SharedAccessKey|SharedAccessSignature|Password|Pwd)=[^;]{8,}[\s\S]*"
 )
 _HEXADECIMAL = re.compile(r"[0-9a-f]{40}")  # a key of wandb, unless its name says that it is a hash
-_OF_HASHES = re.compile(r"SHA|COMMIT|REV|HASH|DIGEST|CHECKSUM|HEAD|TREE|REF|GIT|BUILD|VERSION|(?:^|_)ID(?:_|$)", re.IGNORECASE)
+_OF_HASHES = re.compile(
+    r"SHA|COMMIT|REV|HASH|DIGEST|CHECKSUM|HEAD|TREE|REF|GIT|BUILD|VERSION|(?:^|_)ID(?:_|$)", re.IGNORECASE
+)
 _OF_URL = re.compile(
     r"[A-Za-z][\w+.-]*://[^/\s:@?#]*:([^/\s]+)@[^\s]+|[A-Za-z][\w+.-]*://\S*[?&](?:sig|X-Amz-Signature|[\w-]*token)=\S+"
 )
@@ -57,12 +64,14 @@ def unusable(environ: Mapping[str, str] = os.environ) -> str | None:
     for pattern in _listed(environ):
         if not _PATTERN.fullmatch(pattern):
             return (
-                f"{LISTED}={environ[LISTED]}: {pattern!r} is no name of a variable. Write names separated by commas, with * for "
+                f"{LISTED}={environ[LISTED]}: {pattern!r} is no name of a variable. Write names separated by commas, "
+                "with * for "
                 f"any characters, such as {LISTED}=MY_DSN,CORP_*."
             )
         if 0 < len(environ.get(pattern, "")) < _LEAST_LISTED:
             return (
-                f"{LISTED}={environ[LISTED]}: the value of {pattern} has fewer than {_LEAST_LISTED} characters, and hiding those "
+                f"{LISTED}={environ[LISTED]}: the value of {pattern} has fewer than {_LEAST_LISTED} characters, and "
+                "hiding those "
                 f"would make every text unreadable. Leave {pattern} out, or give it another value."
             )
     return None
@@ -71,14 +80,15 @@ def unusable(environ: Mapping[str, str] = os.environ) -> str | None:
 def found(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """Return (value, name) of the variables that hold secrets, the longest value first.
 
-    Those are the ones that the user has listed in DDPEXP_SECRETS; those whose names look secret, unless the value is a path, a
-    number or short; and those whose values look like one of a well-known service, or are a URL with a password.
+    Those are the ones that the user has listed in DDPEXP_SECRETS; those whose names look secret, unless the value is a
+    path, a number or short; and those whose values look like one of a well-known service, or are a URL with a password.
     """
     listed = _listed(environ)
     known = [
         (value, name)
         for name, value in environ.items()
-        if (len(value) >= _LEAST_LISTED and _is_listed(name, listed)) or (len(value) >= _LEAST and _is_secret(name, value))
+        if (len(value) >= _LEAST_LISTED and _is_listed(name, listed))
+        or (len(value) >= _LEAST and _is_secret(name, value))
     ]
     return sorted(known, key=lambda one: (-len(one[0]), one[1]))
 
@@ -119,7 +129,10 @@ def masked_tree(tree: Any, mask: Callable[[str], str] | None = None) -> Any:
 
 
 def referenced(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Undo what the shell does to `key=$TOKEN`: return the words with `${oc.env:TOKEN}` for the value, and what to say of that."""
+    """Undo what the shell does to `key=$TOKEN`.
+
+    Return the words with `${oc.env:TOKEN}` for the value, and what to say of that.
+    """
     known, changed, said = found(environ), [], []
     for word in words:
         start = _OVERRIDE.match(word)
@@ -160,7 +173,10 @@ def _parts(value: str) -> Iterator[str]:
 
 
 def _is_path(value: str) -> bool:
-    """Tell whether a value names a place on the disk; a secret may begin with a slash too, but then nothing is there."""
+    """Tell whether a value names a place on the disk.
+
+    A secret may begin with a slash too, but then nothing is there.
+    """
     place = os.path.expanduser(value)
     if "\0" in place or os.sep not in place:
         return False

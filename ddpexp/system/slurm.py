@@ -15,7 +15,8 @@ from ddpexp.system.programs import environ_of_others, find, located
 from ddpexp.system.terminal import say
 
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
-ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+    "TIMEOUT",
          "FORGOTTEN")  # fmt: skip
 _ANSWER_SECONDS = 15.0
 _ARRAY_SIZE = 1001  # of a Slurm that says nothing else. Source: slurm.conf(5), MaxArraySize
@@ -38,8 +39,8 @@ def own_id(environ: Mapping[str, str] = os.environ) -> str | None:
 def exact_id(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the job that this process belongs to, so that Slurm takes it for no other.
 
-    A task of an array has a number of its own, but for one, which has that of the array and thus of all. And a job that was
-    submitted from inside a task has inherited the task's name.
+    A task of an array has a number of its own, but for one, which has that of the array and thus of all. And a job that
+    was submitted from inside a task has inherited the task's name.
     """
     number = environ.get("SLURM_JOB_ID")
     return own_id(environ) if number == environ.get("SLURM_ARRAY_JOB_ID") else number
@@ -59,7 +60,9 @@ def sbatch(script: Path) -> str:
         words, env=environ_of_others(environ), capture_output=True, text=True, errors="replace", start_new_session=True
     )
     if done.returncode:
-        raise RefusedError(f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})")
+        raise RefusedError(
+            f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})"
+        )
     if done.stderr.strip():  # what the cluster has to say
         say(done.stderr.rstrip())
     return done.stdout.strip().split(";")[0]
@@ -104,8 +107,8 @@ def state(job_id: str) -> tuple[str, int]:
 def states(job_ids: Iterable[str]) -> dict[str, str]:
     """Ask Slurm once for the states of many jobs and tasks of arrays: PENDING, RUNNING, COMPLETED, FAILED and so on.
 
-    FORGOTTEN: ended, long ago (MinJobAge of the cluster, five minutes by default). UNKNOWN: Slurm is not here, does not answer,
-    or the text names no job.
+    FORGOTTEN: ended, long ago (MinJobAge of the cluster, five minutes by default). UNKNOWN: Slurm is not here, does not
+    answer, or the text names no job.
     """
     asked = list(job_ids)
     found = dict.fromkeys(asked, "UNKNOWN")
@@ -117,7 +120,9 @@ def states(job_ids: Iterable[str]) -> dict[str, str]:
     if done is None or (done.returncode and "Invalid job id" not in done.stderr):
         return found
     rows = [line.split() for line in done.stdout.splitlines()]
-    shown = {row[1]: row[2] for row in rows} | {row[0]: row[2] for row in rows}  # a task of an array has a number of its own too
+    shown = {row[1]: row[2] for row in rows} | {
+        row[0]: row[2] for row in rows
+    }  # a task of an array has a number of its own too
     return {text: shown.get(text, "FORGOTTEN") if is_id(text) else "UNKNOWN" for text in asked}
 
 
@@ -142,7 +147,12 @@ def _ask(words: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     try:
         return subprocess.run(
-            [program, *words[1:]], env=environ, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS
+            [program, *words[1:]],
+            env=environ,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
         )
     except subprocess.TimeoutExpired:  # they look for a controller that is down for a minute
         return None

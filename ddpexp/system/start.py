@@ -1,4 +1,7 @@
-"""The first lines of a command, before the imports that take time: what has started it, and signals that count from here on."""
+"""The first lines of a command, before the imports that take time.
+
+What has started it, and signals that count from here on.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ def _name(pid: int) -> str:
         return ""
 
 
-# A process whose parent has ended gets another one, so the first look counts. A fork of this process has its own parent.
+# A process whose parent has ended gets another one, so the first look counts. A fork of this process has its own
+# parent.
 _ME, _PARENT = os.getpid(), os.getppid()
 _PARENT_NAME = _name(_PARENT)
 
@@ -32,7 +36,10 @@ def parent_name() -> str:
 
 
 def stop_on_signals() -> None:
-    """End this process in one sentence and with the right exit code at a stop signal, as long as there is nothing to undo."""
+    """End this process in one sentence and with the right exit code at a stop signal, as long.
+
+    As there is nothing to undo.
+    """
 
     def stop(number: int, _frame: FrameType | None) -> None:
         try:

@@ -25,7 +25,8 @@ _LEFT_OUT = "... {count:,} lines are left out here, for nobody read them; the ru
 class Terminal:
     """Standard output of the command; on a TTY the last line is a live bar.
 
-    A thread of its own writes: a terminal that is stopped (Ctrl-S, a full pipe that nobody reads) must not stop the watch.
+    A thread of its own writes: a terminal that is stopped (Ctrl-S, a full pipe that nobody reads) must not stop the
+    watch.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,9 @@ class _Screen:
 
     def __init__(self) -> None:
         # A dumb terminal cannot redraw a line; Open MPI gives rank zero a terminal whatever its own output is.
-        self._live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
+        self._live = (
+            sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
+        )
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
@@ -121,7 +124,10 @@ class _Screen:
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             else:
                 print(text, flush=True)
-        except (OSError, ValueError):  # the reader has gone (`| head`, a closed terminal): the run goes on, its log has every line
+        except (
+            OSError,
+            ValueError,
+        ):  # the reader has gone (`| head`, a closed terminal): the run goes on, its log has every line
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             self._live, self._bar = False, None
 

@@ -1,4 +1,7 @@
-"""Texts that others had a hand in, as they may be shown and kept: without secrets, without control characters, not too long."""
+"""Texts that others had a hand in, as they may be shown and kept.
+
+Without secrets, without control characters, not too long.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,10 @@ def one_line(text: str) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """Keep the first and the last part of a text that is too long, and say how much was between. Units: bytes of UTF-8."""
+    """Keep the first and the last part of a text that is too long, and say how much was between. Units.
+
+    Bytes of UTF-8.
+    """
     if len(text) <= limit // 4:
         return text
     raw = text.encode("utf-8", "surrogatepass")

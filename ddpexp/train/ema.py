@@ -12,8 +12,9 @@ from torch import Tensor, nn
 class EMA:
     """Exponential moving average of the parameters: every step moves it by a share of `1 - decay` towards them.
 
-    Averages of 16-bit parameters are kept in fp32: a share of a thousandth is less than what 16 bits can tell apart. Buffers are
-    not averaged, and of parameters of whole numbers, which have no average, it holds the values of the last step.
+    Averages of 16-bit parameters are kept in fp32: a share of a thousandth is less than what 16 bits can tell apart.
+    Buffers are not averaged, and of parameters of whole numbers, which have no average, it holds the values of the last
+    step.
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992.
     """
 
@@ -38,7 +39,9 @@ class EMA:
         if self._alike:
             torch._foreach_lerp_([a for _, a in self._alike], [p.detach() for p, _ in self._alike], self._share)
         if self._wider:
-            torch._foreach_lerp_([a for _, a in self._wider], [p.detach().to(a.dtype) for p, a in self._wider], self._share)
+            torch._foreach_lerp_(
+                [a for _, a in self._wider], [p.detach().to(a.dtype) for p, a in self._wider], self._share
+            )
         for parameter, average in self._copied:
             average.copy_(parameter.detach())
 
@@ -58,7 +61,9 @@ class EMA:
         weights = [parameter.data for parameter in self._parameters]
         try:
             for parameter, average in zip(self._parameters, self._averages, strict=True):
-                parameter.data = average.to(parameter.dtype)  # the average's own memory, where it is of that kind already
+                parameter.data = average.to(
+                    parameter.dtype
+                )  # the average's own memory, where it is of that kind already
             yield
         finally:
             for parameter, weight in zip(self._parameters, weights, strict=True):

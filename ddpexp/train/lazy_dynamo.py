@@ -1,10 +1,10 @@
 """Keep torch's compiler out of runs that do not compile: half of torch's import time, for calls that do nothing.
 
-Every optimizer step, every DistributedDataParallel and more say `import torch._dynamo`, to ask it for a graph break or to
-keep a function out of compiled graphs. Without compilation the answers are known, and a stand-in gives them. It gives way to the
-real module at any other question, and before any module of torch is imported that is not there yet. So no module of torch ever
-sees it while being imported: each finds the compiler as in a program that has made an optimizer before. What a later torch asks
-differently costs the time of that import, and nothing else.
+Every optimizer step, every DistributedDataParallel and more say `import torch._dynamo`, to ask it for a graph break or
+to keep a function out of compiled graphs. Without compilation the answers are known, and a stand-in gives them. It
+gives way to the real module at any other question, and before any module of torch is imported that is not there yet. So
+no module of torch ever sees it while being imported: each finds the compiler as in a program that has made an optimizer
+before. What a later torch asks differently costs the time of that import, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ import torch
 
 _NAME = "torch._dynamo"
 _PACKAGES = ("torch", "functorch", "triton")  # what the compiler imports, or is imported by, begins with one of these
-_FIRST_STEP = ("torch.profiler._cupti_monitor", "torch.nested._internal.nested_tensor")  # what any training imports there
+_FIRST_STEP = (
+    "torch.profiler._cupti_monitor",
+    "torch.nested._internal.nested_tensor",
+)  # what any training imports there
 
 
 def defer() -> None:
@@ -95,7 +98,9 @@ class _StandIn(types.ModuleType):
         return importlib.import_module(_NAME)  # waits while another thread imports it
 
     def give_way(self) -> None:
-        """Import the real module in place of this one, and let torch ask it about the functions that it has asked us about.
+        """Import the real module in place of this one, and let torch ask it about the functions.
+
+        That it has asked us about.
 
         Of several threads the first one imports; the others continue, as where no stand-in was.
         """

@@ -64,7 +64,9 @@ class Checkpointer(Protocol):
     def save(
         self, position: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
     ) -> str | None:
-        """Save the run, with the state of its optimizers and of its gradient scale; at the `end` return the hash of the weights.
+        """Save the run, with the state of its optimizers and of its gradient scale.
+
+        At the `end` return the hash of the weights.
 
         Ranks: all. Training may go on when this returns.
         """
@@ -114,7 +116,8 @@ class Loop:
         self._rates = rates_by_name(self.optimizers)
         self._by_hand = self.task if isinstance(self.task, HasTrainStep) else None  # asked once: the question is slow
         self._update = Update(
-            self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan, self.options.seed,
+            self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
+            self.options.seed,
             self.options.reduction, self.options.clip_grad_norm, self._by_hand is not None,
             None if self._by_hand is None else partial(check_loss, step=self._by_hand.train_step),
         )  # fmt: skip
@@ -179,7 +182,8 @@ class Loop:
         """
         if optimizers.keys() != self.optimizers.keys():
             raise RefusedError(
-                f"the checkpoint holds the optimizers {', '.join(optimizers)}, and the run has {', '.join(self.optimizers)}."
+                f"the checkpoint holds the optimizers {', '.join(optimizers)}, and the run has "
+                f"{', '.join(self.optimizers)}."
             )
         for name, optimizer in self.optimizers.items():
             restore_optimizer(optimizer, optimizers[name], self._names, name)
@@ -195,7 +199,8 @@ class Loop:
             self.position.step, self.position.window = done, window.pending(clock.since_record())
             self.position.train_seconds = clock.total()
             optimizers = {
-                name: {**optimizer_state(one, self._names), "built": self._built[name]} for name, one in self.optimizers.items()
+                name: {**optimizer_state(one, self._names), "built": self._built[name]}
+                for name, one in self.optimizers.items()
             }
             epoch = done / self.train.steps_per_epoch
             digest = self.checkpointer.save(self.position, optimizers, self.precision.state(), epoch, end)
@@ -234,7 +239,10 @@ class Loop:
         return every is not None and self.checkpointer is not None and clock.since_save() > every
 
     def _window(self) -> MetricAccumulator:
-        """Make the window of training sums: a place for each micro-batch of the global batch, or by hand for each rank."""
+        """Make the window of training sums.
+
+        A place for each micro-batch of the global batch, or by hand for each rank.
+        """
         each, size = self.train.plan.gradient_accumulation_steps, self.world.world_size
         if self._by_hand is not None:
             window = MetricAccumulator(self.world, [self.world.rank], size, self._by_hand.train_step)
@@ -267,7 +275,9 @@ class Loop:
 
     def _warn_of_a_mean(self, batch: Any) -> None:
         """Warn of a task that seems to return a mean for a sum, once in the life of a run. Ranks: all."""
-        found = mean_for_a_sum(self.task, self.strategy.eval_model, self.strategy.modules, batch, self.precision, self.world.device)
+        found = mean_for_a_sum(
+            self.task, self.strategy.eval_model, self.strategy.modules, batch, self.precision, self.world.device
+        )
         if found is not None and self.world.is_rank_zero:
             logging.getLogger("ddpexp").warning(found)
 
@@ -308,7 +318,9 @@ class Loop:
             if metrics is None:
                 return False
             self.tracker.scalars(done, done / self.train.steps_per_epoch, metrics)
-            bad = [(name, value) for name, value in metrics.items() if name.endswith("/loss") and not math.isfinite(value)]
+            bad = [
+                (name, value) for name, value in metrics.items() if name.endswith("/loss") and not math.isfinite(value)
+            ]
             if bad and self.options.nonfinite == "stop":
                 raise _not_finite(*bad[0], done)
             if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
@@ -325,7 +337,8 @@ class Loop:
         mode, _, name = self.options.keep_best.partition(":")
         if name not in metrics:
             raise DdpexpError(
-                f"trainer.keep_best={self.options.keep_best} names no metric of the evaluation: there are {', '.join(metrics)}."
+                f"trainer.keep_best={self.options.keep_best} names no metric of the evaluation: there are "
+                f"{', '.join(metrics)}."
             )
         value, best = metrics[name], self.position.best
         if not math.isnan(value) and (best is None or (value > best if mode == "max" else value < best)):
@@ -355,7 +368,9 @@ def evaluate(
     return metrics
 
 
-def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, control: Control) -> Mapping[str, float] | None:
+def _evaluate(
+    task: Task, model: Any, batches: EvalBatches, world: World, control: Control
+) -> Mapping[str, float] | None:
     seen: list[Sums] = []
     stopped = False
     for batch in batches:
@@ -382,12 +397,17 @@ def _evaluate(task: Task, model: Any, batches: EvalBatches, world: World, contro
 class MetricAccumulator:
     """Sums since the last record; a GPU's are left there, and one wait brings all of them to the host.
 
-    Every micro-batch has a place of its own in the reduction, where the other ranks hold zeros: so the sums over micro-batches
-    have one order, whichever ranks computed them, and are the same to the bit at every number of workers.
+    Every micro-batch has a place of its own in the reduction, where the other ranks hold zeros: so the sums over
+    micro-batches have one order, whichever ranks computed them, and are the same to the bit at every number of workers.
     """
 
-    def __init__(self, world: World, places: Sequence[int], num_places: int, source: Callable[..., Any] | None = None) -> None:
-        """`places` are those of this rank's sums in a step, of `num_places` over all ranks; `source` is what returns them."""
+    def __init__(
+        self, world: World, places: Sequence[int], num_places: int, source: Callable[..., Any] | None = None
+    ) -> None:
+        """`places` are those of this rank's sums in a step, of `num_places` over all ranks.
+
+        `source` is what returns them.
+        """
         self._world = world
         self._keep = _read if _is_host(world.device) else _detached
         self._places = places
@@ -412,7 +432,10 @@ class MetricAccumulator:
         return self._means(range(len(self._rows)))
 
     def pending(self, seconds: float) -> list[dict[str, Any]]:
-        """Return, as plain values, what waits since `seconds` for the next record, and keep it. Ranks: all; communicates."""
+        """Return, as plain values, what waits since `seconds` for the next record, and keep it. Ranks: all.
+
+        Communicates.
+        """
         self._reduce()
         return [{"names": self._known_names(), "rows": self._rows.copy(), "seconds": seconds}] if self._rows else []
 
@@ -455,8 +478,12 @@ class MetricAccumulator:
 
     def _means(self, rows: Sequence[int]) -> dict[str, float]:
         names = ["loss", *self._known_names()]
-        totals = [sum(column) for column in zip(*(self._rows[row] for row in rows), strict=True)] or [0.0] * (2 * len(names))
-        return {name: _share(*pair) for name, pair in zip(names, zip(totals[::2], totals[1::2], strict=True), strict=True)}
+        totals = [sum(column) for column in zip(*(self._rows[row] for row in rows), strict=True)] or [0.0] * (
+            2 * len(names)
+        )
+        return {
+            name: _share(*pair) for name, pair in zip(names, zip(totals[::2], totals[1::2], strict=True), strict=True)
+        }
 
     def _reduce(self, stopped: bool = False) -> bool:
         """Bring the sums of the added steps together; tell whether one rank was `stopped`. Ranks: all; communicates."""
@@ -491,7 +518,8 @@ class MetricAccumulator:
             places = {name: 2 * number for number, name in enumerate(self._before, start=1)}
             columns = [places.get(name) for name in self._names]  # the recipe may have changed since an earlier start
             self._rows = [
-                row[:2] + [value for place in columns for value in ((0.0, 0.0) if place is None else row[place : place + 2])]
+                row[:2]
+                + [value for place in columns for value in ((0.0, 0.0) if place is None else row[place : place + 2])]
                 for row in self._rows
             ]
         known = set(self._names)
@@ -500,12 +528,15 @@ class MetricAccumulator:
                 now, then = (", ".join(names) or "none" for names in (sorted(rest), self._names))
                 source = "the task" if self._source is None else named(self._source)
                 raise DdpexpError(
-                    f"{source} returned the metrics {now} after {then}, and those of several steps are added up by name. Return "
+                    f"{source} returned the metrics {now} after {then}, and those of several steps are added up by "
+                    "name. Return "
                     f"the same names every time, with a count of 0 where there is nothing."
                 )
         return self._names
 
-    def _over_ranks(self, own: Sequence[Sequence[Sequence[float]]], stopped: bool) -> tuple[list[list[list[float]]], bool]:
+    def _over_ranks(
+        self, own: Sequence[Sequence[Sequence[float]]], stopped: bool
+    ) -> tuple[list[list[list[float]]], bool]:
         """Return for each step the sums at all places, and whether one rank was `stopped`. Ranks: all; communicates."""
         packed = torch.zeros(len(own) * self._num_places * len(own[0][0]) + 1, dtype=torch.float64)
         table = packed[:-1].view(len(own), self._num_places, -1)

@@ -1,4 +1,7 @@
-"""The state of optimizers by the names of their parameters, so that it does not depend on the order they were given in."""
+"""The state of optimizers by the names of their parameters, so.
+
+That it does not depend on the order they were given in.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from ddpexp.errors import RefusedError
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return every parameter under each of its names, such as `model.0.weight`, sorted; a tied one goes by its first."""
+    """Return every parameter under each of its names, such as `model.0.weight`, sorted.
+
+    A tied one goes by its first.
+    """
     named = {
         f"{model}.{name}": parameter
         for model, module in models.items()
@@ -29,14 +35,16 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 def rates_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     """Return the learning rates that there are, by what is added to `lr` for each in a record.
 
-    Nothing where there is one, `/head` for that of the optimizer `head` of several, `/head/1` for that of its group 1 where its
-    groups have different ones.
+    Nothing where there is one, `/head` for that of the optimizer `head` of several, `/head/1` for that of its group 1
+    where its groups have different ones.
     """
     found: dict[str, float] = {}
     for name, optimizer in optimizers.items():
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         own = f"/{name}" if len(optimizers) > 1 else ""
-        found |= {f"{own}/{number}": rate for number, rate in enumerate(rates)} if len(set(rates)) > 1 else {own: rates[0]}
+        found |= (
+            {f"{own}/{number}": rate for number, rate in enumerate(rates)} if len(set(rates)) > 1 else {own: rates[0]}
+        )
     return found
 
 
@@ -44,7 +52,9 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> dict[s
     """Return the state of an optimizer: its groups with the names of their parameters, and what it keeps for each."""
     saved = optimizer.state_dict()
     by_position = _names_in_order(optimizer, names)
-    groups = [{**group, "params": sorted(by_position[index] for index in group["params"])} for group in saved["param_groups"]]
+    groups = [
+        {**group, "params": sorted(by_position[index] for index in group["params"])} for group in saved["param_groups"]
+    ]
     state = {by_position[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
     others = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     return {"groups": groups, "state": dict(sorted(state.items(), key=lambda item: str(item[0]))), "others": others}
@@ -53,7 +63,8 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> dict[s
 def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str) -> None:
     """Give a newly built optimizer the state that it had.
 
-    Its settings are as they were, too, where they are built as they were built then: what the user has changed since stays.
+    Its settings are as they were, too, where they are built as they were built then: what the user has changed since
+    stays.
 
     Raises:
         RefusedError: the state of another kind of optimizer, or of other parameters.
@@ -64,7 +75,8 @@ def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Map
     found = [len(group["params"]) for group in state["param_groups"]]
     if sizes != found:
         raise RefusedError(
-            f"the checkpoint's {name} holds groups of {found} parameters, and this run's has {sizes}: it is of another model."
+            f"the checkpoint's {name} holds groups of {found} parameters, and this run's has {sizes}: it is of another "
+            "model."
         )
     groups = []
     for now, then, built in zip(fresh, state["param_groups"], saved["built"], strict=True):
@@ -81,11 +93,17 @@ def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Map
         restored: dict[str, Any] = optimizer.state.get(parameters[index]) or {}
         for key, value in values.items():
             # torch casts to the parameter's type what some optimizers keep in a better one.
-            if isinstance(value, Tensor) and isinstance(restored.get(key), Tensor) and restored[key].dtype != value.dtype:
+            if (
+                isinstance(value, Tensor)
+                and isinstance(restored.get(key), Tensor)
+                and restored[key].dtype != value.dtype
+            ):
                 restored[key] = value.to(restored[key].device, copy=True)
 
 
-def _by_position(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str) -> dict[str, Any]:
+def _by_position(
+    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str
+) -> dict[str, Any]:
     """Return the state in torch's own form, by the positions that this optimizer's parameters have.
 
     Raises:
@@ -102,7 +120,8 @@ def _by_position(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[
             other = next((key for key, index in zip(then["params"], held, strict=True) if index not in order), None)
             what = f"state for {other}" if other is not None else f"{len(held)} parameters"
             raise RefusedError(
-                f"the checkpoint's {name} holds {what} in a group that has {len(order)} other parameters in this run: it is of "
+                f"the checkpoint's {name} holds {what} in a group that has {len(order)} other parameters in this run: "
+                "it is of "
                 f"another model, or of other groups."
             )
         groups.append({**then, "params": order})
@@ -112,7 +131,10 @@ def _by_position(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[
 
 
 def _names_in_order(optimizer: Optimizer, names: Mapping[str, Tensor]) -> list[str]:
-    """Return the name of each parameter of an optimizer, in its order; one that is in no model is named by its position."""
+    """Return the name of each parameter of an optimizer, in its order.
+
+    One that is in no model is named by its position.
+    """
     first: dict[int, str] = {}
     for key, parameter in names.items():
         first.setdefault(id(parameter), key)

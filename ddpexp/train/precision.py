@@ -22,18 +22,22 @@ _CACHES_CASTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.11"
 class Precision:
     """Autocast around a micro-batch, a scaled gradient where the format needs one, and updates that are left out.
 
-    Whether one is, is asked of the reduced gradient, so all ranks leave out the same ones; the host waits for the device to
-    learn it. Not torch's GradScaler: that decides for each optimizer by itself, and knows neither optimizers without a gradient
-    nor complex gradients.
+    Whether one is, is asked of the reduced gradient, so all ranks leave out the same ones; the host waits for the
+    device to learn it. Not torch's GradScaler: that decides for each optimizer by itself, and knows neither optimizers
+    without a gradient nor complex gradients.
     """
 
     def __init__(
-        self, name: Literal["fp32", "bf16", "fp16"], device: torch.device, skip_nonfinite: bool, gradient_weight: float = 1.0
+        self,
+        name: Literal["fp32", "bf16", "fp16"],
+        device: torch.device,
+        skip_nonfinite: bool,
+        gradient_weight: float = 1.0,
     ) -> None:
         """Choose the format; `skip_nonfinite` leaves out updates in fp32 and bf16 too, fp16 always does.
 
-        `gradient_weight` is the strategy's: it is taken out of the scale of fp16 again, so that what a backward pass computes,
-        and whether it overflows, is the same at any number of workers.
+        `gradient_weight` is the strategy's: it is taken out of the scale of fp16 again, so that what a backward pass
+        computes, and whether it overflows, is the same at any number of workers.
         """
         self._device = device
         self._dtype = _DTYPES.get(name)
@@ -56,19 +60,25 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Enclose a forward pass."""
-        return nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype, cache_enabled=_CACHES_CASTS)
+        return (
+            nullcontext()
+            if self._dtype is None
+            else torch.autocast(self._device.type, self._dtype, cache_enabled=_CACHES_CASTS)
+        )
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss`, outside of autocast. Shapes: both are scalars."""
         if self._dtype is not None and torch.is_autocast_enabled(self._device.type):
-            with torch.autocast(self._device.type, enabled=False):  # each operation goes back in the format that it went forward
+            with torch.autocast(
+                self._device.type, enabled=False
+            ):  # each operation goes back in the format that it went forward
                 self.backward(loss, weight)
             return
         if self._scale is not None:
             weight = weight * (self._scale.value / self._gradient_weight)
         if type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
-            # What `torch.autograd.backward(loss, weight)` ends with. The questions that it begins with take longer than all of
-            # the run loop, and import sympy, a quarter of a second a worker.
+            # What `torch.autograd.backward(loss, weight)` ends with. The questions that it begins with take longer than
+            # all of the run loop, and import sympy, a quarter of a second a worker.
             _engine_run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         else:
             (loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -91,7 +101,8 @@ class Precision:
         else:
             if any(p.grad is not None and p.grad.dtype == torch.float16 for p in fresh):
                 raise DdpexpError(
-                    "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in fp16, whose "
+                    "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in fp16, "
+                    "whose "
                     "gradients would be too small for it. Build the model in fp32, or use trainer.precision=fp32."
                 )
             self._look(fresh, (self._gradient_weight / self._scale.value.double()).float())

@@ -67,15 +67,21 @@ def run_rank(work: Callable[[Control], None]) -> int:
         _report(control, type(error).__name__, str(error), code, "")
     except BaseException as error:
         limit = reason(error)
-        _report(control, type(error).__name__, message_of(error) + (f" ({limit})" if limit else ""), code, _traceback_of(error))
+        _report(
+            control,
+            type(error).__name__,
+            message_of(error) + (f" ({limit})" if limit else ""),
+            code,
+            _traceback_of(error),
+        )
     return _leave(code)
 
 
 def _leave(code: int) -> int:
     """End this process at once, with everything flushed.
 
-    torch 2.13 with gloo can abort or hang in its destructors after the work is done: the reducer's one joins a thread that
-    waits for the interpreter lock. Nothing of value happens in them.
+    torch 2.13 with gloo can abort or hang in its destructors after the work is done: the reducer's one joins a thread
+    that waits for the interpreter lock. Nothing of value happens in them.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -95,7 +101,9 @@ def _prepare_process(control: Control) -> None:
             raise _Stopped
 
     if control.signals is None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C: whoever started the workers coordinates the end
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # the terminal's Ctrl-C: whoever started the workers coordinates the end
         signal.signal(signal.SIGTERM, leave)
         return
     faulthandler.unregister(signal.SIGQUIT)
@@ -109,7 +117,9 @@ def _prepare_process(control: Control) -> None:
 
 
 def _forbid_debugger() -> None:
-    """Have pdb refuse to start where it would read from standard input, which is empty; one with its own connection may.
+    """Have pdb refuse to start where it would read from standard input, which is empty.
+
+    One with its own connection may.
 
     So breakpoint(), pdb.set_trace() and what is built on them end in a sentence, and not in BdbQuit.
     """
@@ -123,8 +133,10 @@ def _forbid_debugger() -> None:
         while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
             frame = frame.f_back
         raise DdpexpError(
-            f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type into. Print what "
-            f"you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 ignores every breakpoint(); a "
+            f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type "
+            "into. Print what "
+            f"you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 ignores every "
+            "breakpoint(); a "
             f"debugger with a connection of its own works, for example PYTHONBREAKPOINT=remote_pdb.set_trace."
         )
 
@@ -143,19 +155,27 @@ def _report(control: Control, kind: str, message: str, code: int, trace: str | N
     """Tell the watcher, who shows it once; without one, print it here."""
     kind, message = one_line(kind), sanitize(message, MESSAGE_BYTES)
     limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
-    control.send("error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code)
+    control.send(
+        "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code
+    )
     if not control.watched:
         print(limited or f"{kind}: {message}", file=sys.stderr)
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Format an exception with its causes; a text that is too long is cut where it stands, so that the causes stay readable."""
+    """Format an exception with its causes.
+
+    A text that is too long is cut where it stands, so that the causes stay readable.
+    """
     try:
         lines = list(traceback.TracebackException.from_exception(error, compact=True).format())
     except Exception as second:  # of a text that cannot be had, or of a class that lies about itself
         where = "".join(traceback.format_tb(error.__traceback__))
         text = f"{type(error).__name__}: {message_of(error)}"
-        lines = [f"Traceback (most recent call last):\n{where}{text}\n(and {type(second).__name__} while this was written down)\n"]
+        lines = [
+            f"Traceback (most recent call last):\n{where}{text}\n(and {type(second).__name__} while this was written "
+            "down)\n"
+        ]
     return "".join(cut(line, MESSAGE_BYTES) for line in lines)
 
 
@@ -201,7 +221,9 @@ def open_log(world: World, control: Control, path: Path | None) -> logging.Logge
 
 
 class _Printable(logging.Formatter):
-    """What is logged tells of names and errors that others have chosen, unless a record says that it was seen to already.
+    """What is logged tells of names and errors that others have chosen, unless a record says.
+
+    That it was seen to already.
 
     What a recipe prints itself passes as it is.
     """

@@ -50,7 +50,9 @@ class RunState:
     world: World
     loaded: int | None = None  # the step that this start resumed from
     inputs: Mapping[str, Any] = field(default_factory=dict)  # what this start trains with: configuration, code, data
-    recorded: Mapping[Path, int] = field(default_factory=dict)  # what earlier starts have recorded, in bytes of each file
+    recorded: Mapping[Path, int] = field(
+        default_factory=dict
+    )  # what earlier starts have recorded, in bytes of each file
     config: bytes | None = None  # config.yaml as this start has read it
 
     @classmethod
@@ -64,7 +66,11 @@ class RunState:
         """
         _check_models(strategy.modules)
         writer = Writer(
-            run.checkpoints, world, keep_last=trainer.keep_last, keep_best=trainer.keep_best, stops=trainer.on_save_error == "stop"
+            run.checkpoints,
+            world,
+            keep_last=trainer.keep_last,
+            keep_best=trainer.keep_best,
+            stops=trainer.on_save_error == "stop",
         )
         random = HostRandom(trainer.seed, world.rank)
         return cls(writer, strategy, average, random, tracker, world, config=run.config.read_bytes())
@@ -81,7 +87,9 @@ class RunState:
             states = {name: module.state_dict() for name, module in self.strategy.modules.items()}
             models = {name: _tensors(values) for name, values in states.items()}
             hidden = {name: _not_in_state(module, models[name]) for name, module in self.strategy.modules.items()}
-            modules = {name: _without_nothing({"buffers": hidden[name], "extra": _others(states[name])}) for name in states}
+            modules = {
+                name: _without_nothing({"buffers": hidden[name], "extra": _others(states[name])}) for name in states
+            }
             if self.average is not None:
                 models |= {f"{name}.ema": _tensors(self.average.tensors(name)) for name in states}
             progress, clock = _split(position)
@@ -120,12 +128,15 @@ class RunState:
 
 
 def choose(run: RunDir, world: World, required: bool) -> tuple[Checkpoint | None, list[Damaged]]:
-    """Return the newest checkpoint of which every byte is right, None where there is none, and the newer ones that are damaged.
+    """Return the newest checkpoint of which every byte is right, None where there is none, and the newer ones.
+
+    That are damaged.
 
     Ranks: all, each reads a share of the bytes; communicates. The damaged ones are known to rank zero alone.
 
     Raises:
-        RefusedError: with `required`, there is none, or the newest is damaged; or another rank reads other bytes than rank zero.
+        RefusedError: with `required`, there is none, or the newest is damaged; or another rank reads other bytes than
+        rank zero.
     """
     if world.is_rank_zero:
         on_disk.clean(run.checkpoints)
@@ -143,8 +154,10 @@ def choose(run: RunDir, world: World, required: bool) -> tuple[Checkpoint | None
         confirmed = (problem or found.complete[number].problem()) if world.is_rank_zero else None
         if not _agreed(world, int(confirmed is not None)):
             raise RefusedError(
-                f"the checkpoint of step {step} in {relative(run.path)} is whole where rank zero reads it, but not on every host "
-                f"({problem or 'see the other ranks'}): see that all hosts have the same file system there, then start again."
+                f"the checkpoint of step {step} in {relative(run.path)} is whole where rank zero reads it, but not on "
+                "every host "
+                f"({problem or 'see the other ranks'}): see that all hosts have the same file system there, then start "
+                "again."
             )
         if confirmed is not None:
             damaged.append(Damaged(found.complete[number].folder, confirmed))
@@ -160,7 +173,8 @@ def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer:
         latest = max(newer, key=lambda one: one.step) if newer else None
         what = _of_rank_zero(world, f"{latest.folder.name}: {latest.problem}" if latest else "")
         raise RefusedError(
-            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require takes no older one: "
+            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require takes no "
+            "older one: "
             f"use run.resume=auto."
         )
     if chosen is None:
@@ -184,12 +198,16 @@ def check_room(run: RunDir, trainer: Trainer, loop: Loop, average: EMA | None) -
         cure = "make room, or choose another place with run.dir=... ."
     elif disk.f_files and disk.f_favail < (num_files := sum(map(bool, files)) + _OTHER_FILES):
         problem = (
-            f"a checkpoint takes {num_files} files and the file system of {run.path} can hold {disk.f_favail:,} more of its "
+            f"a checkpoint takes {num_files} files and the file system of {run.path} can hold {disk.f_favail:,} more "
+            "of its "
             f"{disk.f_files:,} (inodes; {human(free)} are free)"
         )
         cure = "remove files, or choose another place with run.dir=... ."
     elif (allowed := resource.getrlimit(resource.RLIMIT_FSIZE)[0]) != resource.RLIM_INFINITY and largest > allowed:
-        problem = f"a file of a checkpoint takes {human(largest)} and this shell allows {allowed // 1024:,} KiB a file (ulimit -f)"
+        problem = (
+            f"a file of a checkpoint takes {human(largest)} and this shell allows {allowed // 1024:,} KiB a file "
+            "(ulimit -f)"
+        )
         cure = "raise that limit."
     if problem is not None and trainer.on_save_error == "stop":
         raise RefusedError(f"{problem}, so that nothing of this run could be saved: {cure}")
@@ -199,7 +217,10 @@ def check_room(run: RunDir, trainer: Trainer, loop: Loop, average: EMA | None) -
     if problem is not None:
         logging.getLogger("ddpexp").warning("%s: %s", problem, cure)
     elif free + there < kept * wanted:
-        text = "%s has %s free, and %d checkpoints of %s are there at the same time (trainer.keep_last=%s): saving will fail later"
+        text = (
+            "%s has %s free, and %d checkpoints of %s are there at the same time (trainer.keep_last=%s): saving "
+            "will fail later"
+        )
         shown = "null" if trainer.keep_last is None else trainer.keep_last
         logging.getLogger("ddpexp").warning(text, relative(run.path), human(free + there), kept, human(wanted), shown)
 
@@ -207,13 +228,17 @@ def check_room(run: RunDir, trainer: Trainer, loop: Loop, average: EMA | None) -
 def _expected_bytes(loop: Loop, average: EMA | None) -> list[int]:
     """Return how much each file of a checkpoint takes, at least. Units: bytes."""
     modules = [_num_bytes(_tensors(module.state_dict()).values()) for module in loop.strategy.modules.values()]
-    averaged = [_num_bytes(average.tensors(name).values()) for name in loop.strategy.modules] if average is not None else []
+    averaged = (
+        [_num_bytes(average.tensors(name).values()) for name in loop.strategy.modules] if average is not None else []
+    )
     return [*modules, *averaged, sum(map(_state_bytes, loop.optimizers.values()))]
 
 
 def _num_bytes(tensors: Iterable[Any]) -> int:
     """Add up tensors, of which some may be the same one."""
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor)}
+    sizes = {
+        tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, Tensor)
+    }
     return sum(sizes.values())
 
 
@@ -317,7 +342,8 @@ def _restore_own(one: Checkpoint, world_size: int, strategy: Strategy, checkpoin
     if world_size != world.world_size:
         if world.is_rank_zero and any(name.startswith(("state.rank-", "rank-")) for name in one.files):
             logging.getLogger("ddpexp").warning(
-                "the checkpoint was made by %s workers, so what each of them had for itself (random numbers of numpy and Python, "
+                "the checkpoint was made by %s workers, so what each of them had for itself (random numbers of numpy "
+                "and Python, "
                 "buffers that are not shared) starts afresh",
                 world_size,
             )
@@ -354,7 +380,8 @@ def _check_models(models: Mapping[str, torch.nn.Module]) -> None:
     for name, module in models.items():
         if not _MODEL_NAME.fullmatch(name):
             raise RefusedError(
-                f"the model section builds a model named {name!r}, and a checkpoint has a file for each: name it with letters, "
+                f"the model section builds a model named {name!r}, and a checkpoint has a file for each: name it with "
+                "letters, "
                 f"digits, - and _."
             )
         try:
@@ -373,7 +400,10 @@ def _without_nothing(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_rank_zero(world: World, text: str) -> str:
-    """Return rank zero's text, cut off where it is long: whichever rank is heard first says the same. Ranks: all; communicates."""
+    """Return rank zero's text, cut off where it is long: whichever rank is heard first says the same. Ranks: all.
+
+    Communicates.
+    """
     data = text.encode()[:_TEXT_BYTES] if world.is_rank_zero else b""
     numbers = torch.tensor([*data, *bytes(_TEXT_BYTES - len(data))], device=world.device)
     return bytes(world.broadcast(numbers).tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -55,7 +55,8 @@ def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
 def _problem(found: Any, trains: bool) -> str | None:
     if not isinstance(found, tuple | list) or len(found) != 3:
         return (
-            f"{_shown(found)}, where the loop expects {_SUMS}: the loss summed over the batch, what it is to be divided by (mostly "
+            f"{_shown(found)}, where the loop expects {_SUMS}: the loss summed over the batch, what it is to be "
+            "divided by (mostly "
             f"the number of samples), and the metrics, {{}} for none."
         )
     loss, count, metrics = found
@@ -69,15 +70,22 @@ def _problem(found: Any, trains: bool) -> str | None:
         return f"{_shown(metrics)} as the metrics, where {{name: (sum, count)}} belongs, {{}} for none."
     for name, pair in metrics.items():
         if not isinstance(name, str) or name == "loss":
-            return f"a metric named {name!r}: a name is a text, and `loss` is that of the loss itself. Give it another one."
+            return (
+                f"a metric named {name!r}: a name is a text, and `loss` is that of the loss itself. Give it another "
+                "one."
+            )
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             return (
-                f"{_shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count that the sum "
+                f"{_shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count "
+                "that the sum "
                 f"is divided by when it is recorded."
             )
         wrong = next((part for part in pair if not _is_number(part)), None)
         if wrong is not None:
-            return f"{_shown(wrong)} in the pair of the metric {name!r}, where one number belongs: add it up over the batch."
+            return (
+                f"{_shown(wrong)} in the pair of the metric {name!r}, where one number belongs: add it up over the "
+                "batch."
+            )
     return None
 
 
@@ -85,10 +93,14 @@ def _problem_of_loss(loss: Any, trains: bool) -> str | None:
     if not isinstance(loss, Tensor):
         return f"{_shown(loss)} as the loss, where a tensor of one number belongs: the loss summed over the batch."
     if loss.dim():
-        return f"{_shown(loss)} as the loss, where one number belongs: add it up over the batch, for example by loss.sum()."
+        return (
+            f"{_shown(loss)} as the loss, where one number belongs: add it up over the batch, for example by "
+            "loss.sum()."
+        )
     if trains and not loss.requires_grad:
         return (
-            "a loss that does not require a gradient, so nothing can be learned from it: return it as it was computed from the "
+            "a loss that does not require a gradient, so nothing can be learned from it: return it as it was computed "
+            "from the "
             "model's parameters, without detach() or torch.no_grad()."
         )
     return None
@@ -117,10 +129,11 @@ def mean_for_a_sum(
 ) -> str | None:
     """Tell, in a sentence, whether a task seems to return the mean of the loss where its sum belongs.
 
-    The loss of a batch is compared with those of its halves, in evaluation mode, of the bare `model`. Nothing is changed:
-    buffers and random numbers are put back, and what the task sets in itself is set in a copy. None too where that cannot be
-    decided: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step that fails, a task
-    that holds more than plain values (a file, a metric, a network).
+    The loss of a batch is compared with those of its halves, in evaluation mode, of the bare `model`. Nothing is
+    changed:
+    buffers and random numbers are put back, and what the task sets in itself is set in a copy. None too where that
+    cannot be decided: a batch that cannot be cut, a loss that is no sum, a count that does not follow the batch, a step
+    that fails, a task that holds more than plain values (a file, a metric, a network).
     Ranks: all, for a model may communicate.
     """
     halves = _halves(batch)
@@ -128,7 +141,9 @@ def mean_for_a_sum(
         return None
     try:
         with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
-            seen = [deepcopy(task).step(model, one)[:2] for one in (batch, *halves)]  # each on its own: a task may count its calls
+            seen = [
+                deepcopy(task).step(model, one)[:2] for one in (batch, *halves)
+            ]  # each on its own: a task may count its calls
             (whole, count), *parts = [(float(loss), float(count)) for loss, count in seen]
     except Exception:  # whatever it is, training continues without it
         return None
@@ -140,8 +155,10 @@ def mean_for_a_sum(
     if abs(whole - mean) > tolerance * abs(whole) or abs(whole - first - second) <= 0.25 * abs(whole):
         return None
     return (
-        f"{named(task.step)} seems to return the mean of the loss, not its sum: {whole:.4g} over a count of {count:g}, and "
-        f"{first:.4g} and {second:.4g} over its halves. The loop divides by the count itself, so the gradient is {count:g} times "
+        f"{named(task.step)} seems to return the mean of the loss, not its sum: {whole:.4g} over a count of {count:g}, "
+        "and "
+        f"{first:.4g} and {second:.4g} over its halves. The loop divides by the count itself, so the gradient is "
+        f"{count:g} times "
         f'too small: return the sum (reduction="sum"), or the mean times the count.'
     )
 

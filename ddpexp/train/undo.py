@@ -16,7 +16,9 @@ class Undo:
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
         """Copy them; a lazy module's buffers have no values yet."""
-        places = [(module._buffers, key) for root in models.values() for module in root.modules() for key in module._buffers]
+        places = [
+            (module._buffers, key) for root in models.values() for module in root.modules() for key in module._buffers
+        ]
         self._buffers = [
             (holder, key, buffer, None if buffer is None else buffer.detach().clone())
             for holder, key in places

@@ -28,8 +28,8 @@ _MOST_CALLS = 1 << 20  # of backward in a micro-batch
 class Update:
     """One optimizer step in the making: what a task's own `train_step` works with, and ours too.
 
-    It is made of rounds: micro-batches leave gradients, and one or several calls of `apply` use them. They are cleared when
-    the next micro-batch begins, or the step ends.
+    It is made of rounds: micro-batches leave gradients, and one or several calls of `apply` use them. They are cleared
+    when the next micro-batch begins, or the step ends.
     """
 
     strategy: Strategy
@@ -54,7 +54,9 @@ class Update:
     _numbers: dict[int, int] = field(default_factory=dict)  # the counts that are numbers, by position
     _has_numbers: bool = False  # in this round
     _counts: list[Tensor] = field(default_factory=list)  # those of this round that are tensors
-    _places: list[tuple[int, int]] = field(default_factory=list)  # which pass over the micro-batches, and position, each is of
+    _places: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # which pass over the micro-batches, and position, each is of
     _weights: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
     _applied: tuple[str, ...] = ()  # optimizers that have used this round's gradients
     _undo: Undo | None = None
@@ -85,7 +87,8 @@ class Update:
         if self._passes_in_round:
             if not self._applied and (self._counts or self._has_numbers):
                 raise DdpexpError(
-                    "the task's train_step calls update.backward without an update.apply behind it: gradients are cleared when the "
+                    "the task's train_step calls update.backward without an update.apply behind it: gradients are "
+                    "cleared when the "
                     "step ends, so these would be lost. Call update.apply() for the optimizers that are to use them."
                 )
             self._end_round()
@@ -93,17 +96,17 @@ class Update:
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Enclose forward and backward of one micro-batch; the gradient is reduced in the last one.
 
-        The forward pass is in this run's precision. Random numbers are a function of seed, step and micro-batch inside, not of
-        what happened before. Ranks: all, equally often; communicates in the last one.
+        The forward pass is in this run's precision. Random numbers are a function of seed, step and micro-batch inside,
+        not of what happened before. Ranks: all, equally often; communicates in the last one.
         """
         return _MicroBatch(self, self.strategy.micro_batch(last))
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`.
 
-        Of several calls in one micro-batch each has a count of its own, identified by their order. A count that is a number
-        must be the same in every micro-batch. One that is a tensor is known for the global batch only when all of it was seen,
-        so those of all calls must be the same in sum, and every rank makes as many calls.
+        Of several calls in one micro-batch each has a count of its own, identified by their order. A count that is a
+        number must be the same in every micro-batch. One that is a tensor is known for the global batch only when all
+        of it was seen, so those of all calls must be the same in sum, and every rank makes as many calls.
 
         Ranks: all.
 
@@ -113,7 +116,8 @@ class Update:
         fault_point("backward")
         if not self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end the workers "
+                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end "
+                "the workers "
                 "sum their gradients: it belongs to none of them. Enclose it."
             )
         if self.look_at is not None:
@@ -131,8 +135,10 @@ class Update:
             total = count * self.plan.gradient_accumulation_steps * self.plan.world_size
         if self._counts and self._has_numbers:
             raise DdpexpError(
-                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: what a tensor "
-                f"counts is known only when the whole gradient is there, and then it cannot be divided apart. Make all of them "
+                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: what "
+                "a tensor "
+                f"counts is known only when the whole gradient is there, and then it cannot be divided apart. Make all "
+                "of them "
                 f"tensors, or all numbers."
             )
         key = (total, loss_sum.dtype)
@@ -144,18 +150,22 @@ class Update:
         self.precision.backward(loss_sum, weight)
 
     def apply(self, *names: str) -> None:
-        """Step the named optimizers, or all, with the gradients of this round; several calls may use the same gradients.
+        """Step the named optimizers, or all, with the gradients of this round.
 
-        All gradients are cleared before the next round, those of other parameters too: what one network's loss leaves in
-        another must not reach that one's next step.
+        Several calls may use the same gradients.
+
+        All gradients are cleared before the next round, those of other parameters too: what one network's loss leaves
+        in another must not reach that one's next step.
         Ranks: all; communicates only where the task's counts are tensors, in the first call of a round.
 
         Raises:
-            DdpexpError: inside of `micro_batch`; an optimizer that there is not, or that has used these gradients already.
+            DdpexpError: inside of `micro_batch`; an optimizer that there is not, or that has used these gradients
+            already.
         """
         if self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end the workers sum "
+                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end the "
+                "workers sum "
                 "their gradients: the optimizer would see this worker's own. Call it after that."
             )
         chosen = names or self._names
@@ -187,7 +197,9 @@ class Update:
             self._numbers.clear()  # another pass over the micro-batches may count something else
         each = self.plan.gradient_accumulation_steps
         turn, number = divmod(self._passes, each)  # a task by hand may go through its micro-batches several times
-        value = seed_of(self.seed, MODEL, self._step, turn * each * self.plan.world_size + self.world.rank * each + number)
+        value = seed_of(
+            self.seed, MODEL, self._step, turn * each * self.plan.world_size + self.world.rank * each + number
+        )
         if self.reduction == "exact":
             seed_everything(value)
         seed_torch(value, self.world.device)
@@ -210,33 +222,46 @@ class Update:
         return "the task's train_step" if self.manual else "the task's step"
 
     def _check_number(self, count: int, position: int) -> None:
-        """Hold a task to its contract: a count that is a number is taken for that of every micro-batch on every rank."""
+        """Hold a task to its contract.
+
+        A count that is a number is taken for that of every micro-batch on every rank.
+        """
         if not count > 0:
             raise DdpexpError(
-                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for the count of "
-                f"every micro-batch, so nothing would be left. Return a tensor where a micro-batch may have nothing to count."
+                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for the "
+                "count of "
+                f"every micro-batch, so nothing would be left. Return a tensor where a micro-batch may have nothing to "
+                "count."
             )
         expected = self._numbers.setdefault(position, count)
         if count != expected:
             gave = "gave update.backward" if self.manual else "returned"
             raise DdpexpError(
-                f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every micro-batch. "
+                f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every "
+                "micro-batch. "
                 f"Return a tensor where it depends on the data."
             )
 
     def _scale_by_counts(self) -> None:
-        """Divide the gradient by what the tensors count, instead of by the size of the global batch. Ranks: all; communicates."""
+        """Divide the gradient by what the tensors count, instead of by the size of the global batch. Ranks: all.
+
+        Communicates.
+        """
         counted = _stack(self._counts, self.world.device)
         codes = torch.tensor([turn * _MOST_CALLS + position for turn, position in self._places], dtype=torch.float64)
         each = counted.new_zeros(2, self.world.world_size, len(counted))
-        each[:, self.world.rank] = torch.stack([counted, codes.to(counted.device)])  # a number of each rank stands alone, so
+        each[:, self.world.rank] = torch.stack(
+            [counted, codes.to(counted.device)]
+        )  # a number of each rank stands alone, so
         counts, places = self.world.sum(each).cpu().flatten(1)  # their sum has one order everywhere
         totals = [float(counts[places == place].cumsum(0)[-1]) for place in places.unique()]
         if any(total != totals[0] for total in totals[1:]):
             shown = ", ".join(f"{total:g}" for total in totals)
             raise DdpexpError(
-                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: that is known only "
-                f"when all gradients are added up, and they cannot be divided apart then. Call it once with the sum of the losses, "
+                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: that is "
+                "known only "
+                f"when all gradients are added up, and they cannot be divided apart then. Call it once with the sum of "
+                "the losses, "
                 f"weighted as you mean it, or give counts that are numbers."
             )
         # Where nothing was counted, padding alone, nothing is to be learned.
@@ -256,7 +281,8 @@ class Update:
         again = [name for number, name in enumerate(seen) if name in seen[:number]]
         if again:
             raise DdpexpError(
-                f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same gradients, which "
+                f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same "
+                "gradients, which "
                 f"would take the step twice. Go through a micro-batch in between, or call it once."
             )
 

@@ -96,7 +96,9 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     strategy = _strategy(experiment, world, plan, _init_from(experiment, newest, worker_args, log))
     if newest is not None and world.is_rank_zero:
-        inputs |= _check_same_data(run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log)
+        inputs |= _check_same_data(
+            run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log
+        )
     num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         raise RefusedError(
@@ -121,7 +123,9 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
         restore(newest, fit, checkpointer)
         log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")
         if experiment.strategy.comm_hook == "powersgd":
-            log.warning("what powersgd remembers of the gradients begins anew: the last bits will not be the undisturbed run's")
+            log.warning(
+                "what powersgd remembers of the gradients begins anew: the last bits will not be the undisturbed run's"
+            )
     set_aside(damaged)  # when nothing can refuse this start any more
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
@@ -148,7 +152,9 @@ def _configuration(run: RunDir, digest: str | None) -> str:
     """Read what the command has accepted: nobody else's words say whose code runs."""
     raw = run.config.read_bytes()
     if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
-        raise RefusedError(f"{run.config} is not what it was when the command read it: do not change it while a run starts.")
+        raise RefusedError(
+            f"{run.config} is not what it was when the command read it: do not change it while a run starts."
+        )
     return raw.decode()
 
 
@@ -213,18 +219,23 @@ def _import_all(experiment: Experiment, world: World) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep the memory of activations from step to step, instead of returning it and clearing new pages each time.
+    """Have glibc keep the memory of activations from step to step, instead of returning it.
 
-    Up to 32 MiB it keeps blocks as large as the largest that was ever freed. Programs that read their data into memory have
-    freed such a one by then; ours maps it, and a step with convolutions took a third longer. Nothing is written here, so it
-    costs no memory.
+    And clearing new pages each time.
+
+    Up to 32 MiB it keeps blocks as large as the largest that was ever freed. Programs that read their data into memory
+    have freed such a one by then; ours maps it, and a step with convolutions took a third longer. Nothing is written
+    here, so it costs no memory.
     """
     with suppress(RuntimeError):  # a limit on the address space is told where something needs it
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
 
 
 def _patience(experiment: Experiment) -> float:
-    """Return how long a rank waits for another one by itself: longer than the command, which knows who holds the others up."""
+    """Return how long a rank waits for another one by itself.
+
+    Longer than the command, which knows who holds the others up.
+    """
     timeout = experiment.trainer.timeout
     return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)
 
@@ -236,14 +247,25 @@ def _warn_of_little_room(experiment: Experiment, log: logging.Logger) -> None:
 
 
 def _inputs(run: RunDir, splits: Splits, prepared: Mapping[str, Any] | None, num_workers: int) -> dict[str, Any]:
-    """Return what tells this start's configuration and code, as the command has recorded them, and its data from others."""
+    """Return what tells this start's configuration and code, as the command has recorded them.
+
+    And its data from others.
+    """
     recorded = run.read(run.manifest).get("inputs")
     known = prepared is not None and any(key in prepared for key in fingerprint.IDENTITY)
-    return {**(recorded if isinstance(recorded, dict) else {}), "data": fingerprint.fingerprint(splits, known, num_workers)}
+    return {
+        **(recorded if isinstance(recorded, dict) else {}),
+        "data": fingerprint.fingerprint(splits, known, num_workers),
+    }
 
 
 def _check_same_data(
-    run: RunDir, newest: Checkpoint, now: Mapping[str, Any], allowed: Sequence[str], steps_per_epoch: int, log: logging.Logger
+    run: RunDir,
+    newest: Checkpoint,
+    now: Mapping[str, Any],
+    allowed: Sequence[str],
+    steps_per_epoch: int,
+    log: logging.Logger,
 ) -> dict[str, Any]:
     """Compare the data with that of the steps so far, where the checkpoint says. Ranks: rank zero.
 
@@ -261,8 +283,10 @@ def _check_same_data(
     what = f"since step {newest.step} the data has changed: {', '.join(changes)}"
     if "data" not in allowed:
         raise RefusedError(
-            f"{relative(run.path)}: {what}, so the steps to come would see other samples than the steps so far. Make the same "
-            f"data available, type run.allow_changes=[data] to resume with this, or start a new run with another run.dir."
+            f"{relative(run.path)}: {what}, so the steps to come would see other samples than the steps so far. Make "
+            "the same "
+            f"data available, type run.allow_changes=[data] to resume with this, or start a new run with another "
+            "run.dir."
         )
     log.info(f"{what} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")
     return {"data_changes": [*history, what]}
@@ -286,7 +310,9 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     else:
         splits = instantiate(Node(data.target), experiment.trust, "data", prepared)
     if not isinstance(splits, Splits):
-        raise RefusedError(f"data._target_={data.target} must return ddpexp.data.datasets.Splits, not {type(splits).__name__}.")
+        raise RefusedError(
+            f"data._target_={data.target} must return ddpexp.data.datasets.Splits, not {type(splits).__name__}."
+        )
     for name, part in {"train": splits.train, **splits.evals}.items():
         if not isinstance(part, Sized):
             raise RefusedError(
@@ -308,10 +334,13 @@ def _arranged(splits: Splits, data: Data, world: World) -> Splits:
 def _divided(splits: Splits, data: Data) -> Splits:
     """Hold a part of the training data out, to be evaluated."""
     if len(splits.train) < 2:
-        raise RefusedError(f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided.")
+        raise RefusedError(
+            f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided."
+        )
     if "validation" in splits.evals:
         raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: {data.target} has a `validation` set of its own. Use 0."
+            f"data.validation_fraction={data.validation_fraction}: {data.target} has a `validation` set of its own. "
+            "Use 0."
         )
     kept, held = hold_out(splits.train, data.validation_fraction)
     return Splits(kept, {**splits.evals, "validation": held})
@@ -327,7 +356,8 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
     first = world.broadcast(torch.tensor(own, device=world.device)).tolist()
     if own != first:
         raise RefusedError(
-            f"data._target_={target} gave rank {world.rank} {own[0]:,} samples to train and {own[1]:,} to evaluate, and rank zero "
+            f"data._target_={target} gave rank {world.rank} {own[0]:,} samples to train and {own[1]:,} to evaluate, "
+            "and rank zero "
             f"{first[0]:,} and {first[1]:,}: give every rank the same data, for each takes its own part of it."
         )
 
@@ -384,7 +414,9 @@ def _loop(
         return made
 
     model = strategy.eval_model
-    optimizers = task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(strategy.parameters())}
+    optimizers = (
+        task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(strategy.parameters())}
+    )
     return Loop(
         task=task,
         strategy=strategy,
@@ -415,14 +447,16 @@ def _schedule(experiment: Experiment, num_steps: int) -> Schedule:
     schedule = instantiate(node, experiment.trust, "scheduler")
     if not isinstance(schedule, Schedule):
         raise RefusedError(
-            f"scheduler._target_={node.target} gave a {type(schedule).__name__} without the method factor(step, num_steps), which "
+            f"scheduler._target_={node.target} gave a {type(schedule).__name__} without the method factor(step, "
+            "num_steps), which "
             f"returns what optimizer.lr is multiplied by at a step: see ddpexp.task.Schedule."
         )
     for step in (0, num_steps - 1):
         value: Any = schedule.factor(step, num_steps)
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise RefusedError(
-                f"scheduler._target_={node.target}: factor({step}, {num_steps}) returned {value!r}, where a number belongs: what "
+                f"scheduler._target_={node.target}: factor({step}, {num_steps}) returned {value!r}, where a number "
+                "belongs: what "
                 f"optimizer.lr is multiplied by at that step."
             )
     return schedule
@@ -432,14 +466,28 @@ def _evals(experiment: Experiment, splits: Splits, world: World, batch_size: int
     data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
     return {
         name: EvalBatches(
-            part, batch_size, world.rank, world.world_size, world.device, data.num_workers, seconds, name, data.on_device
+            part,
+            batch_size,
+            world.rank,
+            world.world_size,
+            world.device,
+            data.num_workers,
+            seconds,
+            name,
+            data.on_device,
         )
         for name, part in splits.evals.items()
     }
 
 
 def _tracker(
-    experiment: Experiment, run: RunDir, world: World, control: Control, log: logging.Logger, num_steps: int, from_step: int
+    experiment: Experiment,
+    run: RunDir,
+    world: World,
+    control: Control,
+    log: logging.Logger,
+    num_steps: int,
+    from_step: int,
 ) -> Tracker:
     if not world.is_rank_zero:
         return Null()

@@ -1,4 +1,7 @@
-"""Every byte of a checkpoint is under a hash, and what is not whole neither counts nor stands in the place of what is."""
+"""Every byte of a checkpoint is under a hash.
+
+And what is not whole neither counts nor stands in the place of what is.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,14 @@ def saved(folder: Path, step: int = 3, *, model: nn.Module | None = None, **opti
     """Write a checkpoint with everything that one can hold."""
     writer = Writer(folder, ALONE, **options)
     state = (model or nn.Linear(30, 20)).state_dict()
-    parts = {"progress": {"step": step, "rate": 0.1}, "optimizers": {"a": torch.ones(700)}, "callbacks": {"early": {"left": 3}}}
+    parts = {
+        "progress": {"step": step, "rate": 0.1},
+        "optimizers": {"a": torch.ones(700)},
+        "callbacks": {"early": {"left": 3}},
+    }
     content = Content(
-        {"model": state, "model.ema": state}, parts, {"random": {"numpy": torch.arange(9)}}, {"config.yaml": b"trainer: {}\n"},
+        {"model": state, "model.ema": state}, parts, {"random": {"numpy": torch.arange(9)}},
+        {"config.yaml": b"trainer: {}\n"},
         {"epoch": 0.5, "metrics": {"eval/loss": 0.25}, "evaluated_at": step},
     )  # fmt: skip
     writer.save(step, content)
@@ -82,7 +90,9 @@ def test_a_manifest_of_the_older_format_does_not_stand_in_for_a_damaged_one(tmp_
         ([(0, -5), (-5, 15)], "has -5 bytes at 0"),
     ],
 )
-def test_pieces_that_leave_a_gap_are_no_description_of_a_file(tmp_path: Path, pieces: list[tuple[int, int]], sentence: str) -> None:
+def test_pieces_that_leave_a_gap_are_no_description_of_a_file(
+    tmp_path: Path, pieces: list[tuple[int, int]], sentence: str
+) -> None:
     folder = tmp_path / "step-00000003"
     folder.mkdir()
     described = [{"offset": offset, "num_bytes": size, "sha256": "0" * 64} for offset, size in pieces]
@@ -216,7 +226,9 @@ def trained(models: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer) -
         optimizer.zero_grad()
         total = torch.zeros(())
         for module in models.values():
-            total = total + sum(((number + 1) * p.float().square().sum() for number, p in enumerate(module.parameters())), total)
+            total = total + sum(
+                ((number + 1) * p.float().square().sum() for number, p in enumerate(module.parameters())), total
+            )
         total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
@@ -227,7 +239,9 @@ def state_by_name(optimizer: torch.optim.Optimizer, models: Mapping[str, nn.Modu
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_the_state_of_an_optimizer_follows_the_names_in_whatever_order_it_is_given_them(kind: Any, tmp_path: Path) -> None:
+def test_the_state_of_an_optimizer_follows_the_names_in_whatever_order_it_is_given_them(
+    kind: Any, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     models = {"left": Tied(), "right": nn.Linear(2, 2)}
     parameters = [p for module in models.values() for p in module.parameters()]
@@ -243,7 +257,9 @@ def test_the_state_of_an_optimizer_follows_the_names_in_whatever_order_it_is_giv
     writer.save(1, Content({}, {"optimizers": kept}))
     writer.wait(end=True)
     [one] = scan(tmp_path).complete
-    other = kind([{"params": list(reversed(parameters[:3]))}, {"params": list(reversed(parameters[3:])), "lr": 0.5}], lr=0.1)
+    other = kind(
+        [{"params": list(reversed(parameters[:3]))}, {"params": list(reversed(parameters[3:])), "lr": 0.5}], lr=0.1
+    )
     restore_optimizer(other, read_part(one, "optimizers"), names, "optimizer")
     expected, found = state_by_name(optimizer, models), state_by_name(other, models)
     assert expected.keys() == found.keys()

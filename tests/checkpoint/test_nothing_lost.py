@@ -1,4 +1,7 @@
-"""Runs whose checkpoints or records are damaged, moved or cannot be written: nothing that was trained is lost in silence."""
+"""Runs whose checkpoints or records are damaged, moved or cannot be written.
+
+Nothing that was trained is lost in silence.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,9 @@ def test_a_torn_line_of_the_records_is_cut_off(recipe: Recipe, finished: Done, r
 
 
 @pytest.mark.parametrize("removed", [False, True], ids=["moved", "removed"])
-def test_a_run_directory_that_is_moved_ends_the_run_with_one_sentence(recipe: Recipe, tmp_path: Path, removed: bool) -> None:
+def test_a_run_directory_that_is_moved_ends_the_run_with_one_sentence(
+    recipe: Recipe, tmp_path: Path, removed: bool
+) -> None:
     words = (
         "task._target_=points.Slow",
         "trainer.epochs=null",
@@ -184,15 +189,25 @@ def test_a_run_directory_that_is_moved_ends_the_run_with_one_sentence(recipe: Re
         assert f"resumed after step {last} of {last + 1}" in finish(process, there).out
 
 
-@pytest.mark.parametrize(("rank", "memory"), [(0, False), (1, False), (1, True), pytest.param(0, True, marks=pytest.mark.slow)])
-def test_an_error_of_the_thread_that_writes_ends_the_run_with_its_cause(recipe: Recipe, rank: int, memory: bool) -> None:
+@pytest.mark.parametrize(
+    ("rank", "memory"), [(0, False), (1, False), (1, True), pytest.param(0, True, marks=pytest.mark.slow)]
+)
+def test_an_error_of_the_thread_that_writes_ends_the_run_with_its_cause(
+    recipe: Recipe, rank: int, memory: bool
+) -> None:
     done = recipe(
-        *SHORT, "task._target_=points.OutOfThreads", f"+task.rank={rank}", f"+task.memory={str(memory).lower()}", "trainer.gpus=2"
+        *SHORT,
+        "task._target_=points.OutOfThreads",
+        f"+task.rank={rank}",
+        f"+task.memory={str(memory).lower()}",
+        "trainer.gpus=2",
     )
     assert done.code == 1, (done.out, done.err)
     cause = "MemoryError" if memory else "RuntimeError: can't start new thread"
     place = re.escape(f"{done.run}/checkpoints")
-    assert re.search(rf"CheckpointError: the checkpoint of step [468] could not be written in {place}: {cause}", done.err)
+    assert re.search(
+        rf"CheckpointError: the checkpoint of step [468] could not be written in {place}: {cause}", done.err
+    )
     assert "Traceback" not in done.err
     assert json.loads((done.run / "error.json").read_text())["kind"] == "CheckpointError"
     assert all(one.problem() is None for one in scan(done.run / "checkpoints").complete)
@@ -202,7 +217,10 @@ def test_an_error_of_the_thread_that_writes_ends_the_run_with_its_cause(recipe: 
 def test_of_two_hundred_damages_none_is_accepted_with_another_value(
     recipe: Recipe, finished: Done, run: Path, tmp_path: Path
 ) -> None:
-    """One bit or byte changed, added or removed, spread over all files of a real checkpoint; every tenth through the command."""
+    """One bit or byte changed, added or removed, spread over all files of a real checkpoint.
+
+    Every tenth through the command.
+    """
     chance = random.Random(0)
     newest = run / "checkpoints/step-00000008"
     names = sorted(path.name for path in newest.iterdir())
@@ -248,11 +266,14 @@ def test_a_run_of_format_1_is_resumed_with_a_warning_and_ends_with_the_same_weig
     assert "was written by an older version of ddpexp (format 1" in done.out
     undisturbed = ddpexp(
         "--config-dir", str(kept / "project/conf"), "recipe=mine", "trainer.threads=1", "trainer.log_every=4",
-        "trainer.ema_decay=0.9", "trainer.checkpoint_every=3", "scheduler=cosine", "optimizer.lr=0.02", "trainer.gpus=2",
+        "trainer.ema_decay=0.9", "trainer.checkpoint_every=3", "scheduler=cosine", "optimizer.lr=0.02",
+        "trainer.gpus=2",
         "run.dir=undisturbed",
     )  # fmt: skip
     assert undisturbed.code == 0, undisturbed.err
-    results = [json.loads((run / "result.json").read_text()) for run in (kept / "stopped", ddpexp.folder / "undisturbed")]
+    results = [
+        json.loads((run / "result.json").read_text()) for run in (kept / "stopped", ddpexp.folder / "undisturbed")
+    ]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
     assert results[0]["metrics"] == results[1]["metrics"]
     # The averages, too, are what they would have been.

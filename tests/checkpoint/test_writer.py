@@ -35,7 +35,9 @@ ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=
 def save(folder: Path, models: Mapping[str, nn.Module], step: int = 4, **options: Any) -> Path:
     """Save models as the only worker does, and wait."""
     writer = Writer(folder, ALONE, **options)
-    writer.save(step, Content({name: module.state_dict() for name, module in models.items()}, {"progress": {"step": step}}))
+    writer.save(
+        step, Content({name: module.state_dict() for name, module in models.items()}, {"progress": {"step": step}})
+    )
     writer.wait(end=True)
     return folder / f"step-{step:08d}"
 
@@ -93,7 +95,8 @@ def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
     [one] = scan(folder.parent).complete
     files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != MANIFEST}
     assert {name: [asdict(piece) for piece in file.pieces] for name, file in one.files.items()} == {
-        name: [{"offset": 0, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}] for name, data in files.items()
+        name: [{"offset": 0, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}]
+        for name, data in files.items()
     }
     assert (one.version, one.step, one.manifest["format"]) == (FORMAT, 4, FORMAT)
     for source in (folder, folder / "model.safetensors"):
@@ -111,7 +114,9 @@ def test_several_models_have_a_file_each(tmp_path: Path) -> None:
     others = {"left": nn.Linear(2, 2), "right": nn.Linear(2, 3)}
     load_weights(others, folder, "evaluate")
     assert weights_sha256(others) == weights_sha256(models)
-    with pytest.raises(RefusedError, match=r"is one file, but there are several models: name the checkpoint's folder\.$"):
+    with pytest.raises(
+        RefusedError, match=r"is one file, but there are several models: name the checkpoint's folder\.$"
+    ):
         load_weights(others, folder / "left.safetensors", "evaluate")
 
 
@@ -137,7 +142,10 @@ def test_a_reader_never_sees_a_part_of_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_the_ranks_shares_are_every_byte_once_and_nearly_equal(world_size: int) -> None:
-    files = [lay_out("model", {f"w{i}": torch.empty(700_000 + i) for i in range(9)}), lay_out("state", {"m": torch.empty(3)})]
+    files = [
+        lay_out("model", {f"w{i}": torch.empty(700_000 + i) for i in range(9)}),
+        lay_out("state", {"m": torch.empty(3)}),
+    ]
     seen: dict[str, list[tuple[int, int]]] = {}
     sizes = []
     for rank in range(world_size):
@@ -156,7 +164,8 @@ def test_the_ranks_shares_are_every_byte_once_and_nearly_equal(world_size: int) 
 
 def test_plain_values_come_back_as_they_were() -> None:
     value = {
-        "betas": (0.9, 0.999), 3: [1, None, True, "x"], "odd": [math.inf, -math.inf, 0.1 + 0.2], "deep": {"t": torch.arange(3)},
+        "betas": (0.9, 0.999), 3: [1, None, True, "x"], "odd": [math.inf, -math.inf, 0.1 + 0.2],
+        "deep": {"t": torch.arange(3)},
         "$": "ours", ("a", 1): {}, "number": np.float32(0.5),
     }  # fmt: skip
     tensors: dict[str, Tensor] = {}
@@ -285,11 +294,15 @@ class Fails(Writer):
         raise MemoryError
 
 
-def test_a_folder_that_vanishes_before_it_counts_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_vanishes_before_it_counts_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ddpexp.checkpoint.writer._PAUSE_SECONDS", 0.01)
     writer = Lost(tmp_path, ALONE)
     writer.save(1, Content({"model": nn.Linear(2, 2).state_dict()}))
-    with pytest.raises(CheckpointError, match=r"^the checkpoint of step 1 could not be written in .*: No such file or directory"):
+    with pytest.raises(
+        CheckpointError, match=r"^the checkpoint of step 1 could not be written in .*: No such file or directory"
+    ):
         writer.wait(end=True)
     assert scan(tmp_path).complete == []
 

@@ -1,4 +1,7 @@
-"""What lies in the files of one checkpoint after another, and in which order they come to the disk: real files, real fsync."""
+"""What lies in the files of one checkpoint after another, and in which order they come to the disk.
+
+Real files, real fsync.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ def test_each_checkpoint_holds_its_own_tensors_whatever_the_one_before_held(tmp_
         for name, tensors in files.items():
             kept = load_file(one.folder / f"{name}.safetensors")
             assert kept.keys() == tensors.keys()
-            assert all(torch.equal(kept[key], value) and kept[key].dtype == value.dtype for key, value in tensors.items())
+            assert all(
+                torch.equal(kept[key], value) and kept[key].dtype == value.dtype for key, value in tensors.items()
+            )
 
 
 def test_a_weight_that_is_tied_no_more_is_written_by_itself(tmp_path: Path) -> None:
@@ -114,4 +119,6 @@ def test_records_and_shares_are_on_the_disk_before_a_checkpoint_counts_and_its_n
     assert {Path(where).name for where in before} >= files - {"checkpoint.json"}
     assert any("checkpoint.json" in where for where in before)
     assert ("sync", str(folder)) in order[counts:]  # without it a crash of the host may take the name back
-    assert any(Path(where).parent == folder for where in before)  # the folder's own list of files, before it has its name
+    assert any(
+        Path(where).parent == folder for where in before
+    )  # the folder's own list of files, before it has its name

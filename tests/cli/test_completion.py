@@ -59,7 +59,10 @@ def texts(typed: str) -> list[str]:
         ("launcher.part", []),
         ("++trainer.redu", ["++trainer.reduction="]),
         ("~trainer.redu", ["~trainer.reduction="]),
-        ("trainer.gpu=2 model=nothere trainer.redu", ["trainer.reduction="]),  # what is wrong before the cursor is not asked
+        (
+            "trainer.gpu=2 model=nothere trainer.redu",
+            ["trainer.reduction="],
+        ),  # what is wrong before the cursor is not asked
         ("sweep.", []),
         ("-m sweep.mo", ["sweep.mode="]),
         ("-m sweep.mode=", ["min ", "max "]),
@@ -147,7 +150,8 @@ def test_a_line_is_taken_apart_as_bash_does(text: str, line: Line) -> None:
 
 def asked(ddpexp: Ddpexp, shell: str, line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ddpexp", "completion", shell], env={**ddpexp.environ, LINE: line, "TRAP": "x"}, cwd=ddpexp.folder,
+        [sys.executable, "-m", "ddpexp", "completion", shell], env={**ddpexp.environ, LINE: line, "TRAP": "x"},
+        cwd=ddpexp.folder,
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
 
@@ -159,7 +163,9 @@ def test_what_is_typed_is_neither_run_nor_shown_and_torch_is_not_imported(ddpexp
     (place / "mine.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()\n")
     ddpexp.environ = {**ddpexp.environ, "PYTHONPATH": f"{trap}:{ROOT}"}
     done = asked(
-        ddpexp, "fish", "ddpexp --config-dir conf recipe=mine run.trust=[mine] model.token=hf_0123456789abcdefghij trainer.see"
+        ddpexp,
+        "fish",
+        "ddpexp --config-dir conf recipe=mine run.trust=[mine] model.token=hf_0123456789abcdefghij trainer.see",
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("trainer.seed=\t(0) Seeds initialisation")
@@ -175,7 +181,12 @@ def test_a_shell_waits_for_an_answer_for_a_limited_time(place: Path) -> None:
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), LINE: "ddpexp trainer."}
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", program],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -31,7 +31,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     """One run of two workers for all tests here, which leave it as it is."""
     folder = tmp_path_factory.mktemp("trained")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_"))}
-    done = Ddpexp(folder, {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")})(*SMALL, "trainer.gpus=2")
+    done = Ddpexp(folder, {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder / "cache")})(
+        *SMALL, "trainer.gpus=2"
+    )
     assert done.code == 0, done.err
     before = listing(done.run)
     yield done
@@ -74,7 +76,9 @@ def test_a_run_directory_gives_the_numbers_of_its_result(ddpexp: Ddpexp, trained
     assert list(ddpexp.folder.iterdir()) == []  # it writes nothing
 
 
-def test_a_checkpoint_and_its_file_give_the_same_numbers_at_any_number_of_workers(ddpexp: Ddpexp, trained: Done) -> None:
+def test_a_checkpoint_and_its_file_give_the_same_numbers_at_any_number_of_workers(
+    ddpexp: Ddpexp, trained: Done
+) -> None:
     checkpoint = trained.run / "checkpoints/step-00000010"
     for words in ((checkpoint, "trainer.gpus=1"), (checkpoint / "model.safetensors", "trainer.gpus=4")):
         assert metrics(evaluate(ddpexp, *words)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
@@ -83,7 +87,9 @@ def test_a_checkpoint_and_its_file_give_the_same_numbers_at_any_number_of_worker
 def test_bare_weights_are_evaluated_with_the_words_of_a_recipe(ddpexp: Ddpexp, trained: Done, tmp_path: Path) -> None:
     weights = shutil.copy(trained.run / "checkpoints/step-00000010/model.safetensors", tmp_path / "weights.safetensors")
     assert metrics(evaluate(ddpexp, weights, *WORDS)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
-    refused(evaluate(ddpexp, weights), r"it lies in no run directory, so name its recipe, for example recipe=mnist\.\n$")
+    refused(
+        evaluate(ddpexp, weights), r"it lies in no run directory, so name its recipe, for example recipe=mnist\.\n$"
+    )
     refused(evaluate(ddpexp, weights, *WORDS, "model=lenet"), r"holds the weights of another model: ")
     refused(evaluate(ddpexp, weights, "recipe=mnsit"), r"Did you mean recipe=mnist\?\n$")
 
@@ -105,7 +111,9 @@ def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Pa
     refused(evaluate(ddpexp, copied), r"holds no complete checkpoint\.\n$")
 
 
-def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_warning(ddpexp: Ddpexp, copied: Path) -> None:
+def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_warning(
+    ddpexp: Ddpexp, copied: Path
+) -> None:
     path = copied / "checkpoints/step-00000010/model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -114,7 +122,9 @@ def test_damaged_weights_are_refused_and_of_a_run_older_ones_evaluated_with_a_wa
     refused(evaluate(ddpexp, path.parent), r"its hash is not the one in the manifest")
     done = evaluate(ddpexp, copied)
     assert done.code == 0, done.err
-    assert re.search(r"warning: .*step-00000010 is damaged and not used: model\.safetensors is damaged: its hash", done.err)
+    assert re.search(
+        r"warning: .*step-00000010 is damaged and not used: model\.safetensors is damaged: its hash", done.err
+    )
     assert "the weights are those of step 5; resume the run" in done.err
     assert "step-00000005 " in done.out
 
@@ -133,7 +143,9 @@ def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path,
 def test_a_run_directorys_own_word_of_trust_is_not_believed(ddpexp: Ddpexp, copied: Path, tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()
-    (code / "stranger.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w').close()\nfrom ddpexp.recipes.mnist import *\n")
+    (code / "stranger.py").write_text(
+        f"open({str(tmp_path / 'imported')!r}, 'w').close()\nfrom ddpexp.recipes.mnist import *\n"
+    )
     text = (copied / "config.yaml").read_text()
     for old, new in [
         ("ddpexp.recipes.mnist.Linear", "stranger.Linear"),
@@ -144,7 +156,8 @@ def test_a_run_directorys_own_word_of_trust_is_not_believed(ddpexp: Ddpexp, copi
         text = text.replace(old, new)
     (copied / "config.yaml").write_text(text)
     refused(
-        evaluate(ddpexp, copied), r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when .* typed again"
+        evaluate(ddpexp, copied),
+        r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when .* typed again",
     )
     assert not (tmp_path / "imported").exists()
 
@@ -158,7 +171,9 @@ def test_a_run_directorys_own_word_of_trust_is_not_believed(ddpexp: Ddpexp, copi
         ("run: {trust: [], code: null}", r"is missing"),
     ],
 )
-def test_a_damaged_configuration_is_refused(ddpexp: Ddpexp, copied: Path, tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_damaged_configuration_is_refused(
+    ddpexp: Ddpexp, copied: Path, tmp_path: Path, text: str, sentence: str
+) -> None:
     (copied / "config.yaml").write_text(text)
     refused(evaluate(ddpexp, copied), sentence)
     assert not (tmp_path / "imported").exists()
@@ -170,9 +185,12 @@ def test_how_a_run_was_started_does_not_matter_to_its_evaluation(ddpexp: Ddpexp,
         re.sub(r"^launcher:\n(?:  .*\n)*", "launcher:\n  _target_: os.system\n", text, flags=re.MULTILINE)
     )
     assert evaluate(ddpexp, copied).code == 0
-    refused(evaluate(ddpexp, copied, "launcher=mpi"), r"^ddpexp: launcher=mpi is a process that mpirun starts, [^\n]*\n$")
     refused(
-        evaluate(ddpexp, copied, "launcher=mpl"), r"^ddpexp: launcher=mpl is not a known option\. Did you mean launcher=mpi\?\n$"
+        evaluate(ddpexp, copied, "launcher=mpi"), r"^ddpexp: launcher=mpi is a process that mpirun starts, [^\n]*\n$"
+    )
+    refused(
+        evaluate(ddpexp, copied, "launcher=mpl"),
+        r"^ddpexp: launcher=mpl is not a known option\. Did you mean launcher=mpi\?\n$",
     )
 
 
@@ -186,10 +204,18 @@ def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> N
 
 @pytest.mark.parametrize(
     "part",
-    [".", *(pytest.param(part, marks=pytest.mark.slow) for part in ("checkpoints/step-00000010/model.safetensors", "checkpoints"))],
+    [
+        ".",
+        *(
+            pytest.param(part, marks=pytest.mark.slow)
+            for part in ("checkpoints/step-00000010/model.safetensors", "checkpoints")
+        ),
+    ],
 )
 def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done, part: str) -> None:
-    done = ddpexp(*SMALL, f"run.init_from={trained.run / part}", "trainer.max_steps=1", "optimizer.lr=0", "trainer.gpus=2")
+    done = ddpexp(
+        *SMALL, f"run.init_from={trained.run / part}", "trainer.max_steps=1", "optimizer.lr=0", "trainer.gpus=2"
+    )
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == trained.result()["weights_sha256"]
     assert re.search(r"^run\.init_from=\S+: the weights of \S+/step-00000010", done.out, re.MULTILINE)
@@ -254,14 +280,19 @@ def test_tied_weights_are_there_under_any_of_their_names(tmp_path: Path, names: 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"head.weight": torch.zeros(5, 3)}, "embed.weight and head.weight are one tensor here and two different ones there"),
+        (
+            {"head.weight": torch.zeros(5, 3)},
+            "embed.weight and head.weight are one tensor here and two different ones there",
+        ),
         ({"tail.bias": None}, "it lacks tail.bias"),
         ({"tail.bias": None, "tail.bais": torch.zeros(5)}, "it lacks tail.bias; it has tail.bais more"),
         ({"embed.weight": None}, "it lacks embed.weight, head.weight, tail.weight"),
         ({"tail.bias": torch.zeros(4)}, "Error(s) in loading state_dict for Tied: size mismatch for tail.bias: "),
     ],
 )
-def test_weights_of_another_model_are_named(tmp_path: Path, change: dict[str, torch.Tensor | None], problem: str) -> None:
+def test_weights_of_another_model_are_named(
+    tmp_path: Path, change: dict[str, torch.Tensor | None], problem: str
+) -> None:
     state = {"embed.weight": torch.ones(5, 3), "tail.bias": torch.zeros(5), **change}
     save_file({name: value for name, value in state.items() if value is not None}, tmp_path / "model.safetensors")
     with pytest.raises(RefusedError, match=rf"^evaluate x holds the weights of another model: {re.escape(problem)}"):
@@ -288,7 +319,9 @@ def test_a_model_that_keeps_more_than_tensors_takes_weights(tmp_path: Path) -> N
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("delay", [0.9, pytest.param(0.3, marks=pytest.mark.slow)])
-def test_no_end_leaves_a_temporary_file(ddpexp: Ddpexp, trained: Done, tmp_path: Path, number: int, delay: float) -> None:
+def test_no_end_leaves_a_temporary_file(
+    ddpexp: Ddpexp, trained: Done, tmp_path: Path, number: int, delay: float
+) -> None:
     (tmp_path / "tmp").mkdir()
     process, _ = ddpexp.start("evaluate", str(trained.run), environ={"TMPDIR": str(tmp_path / "tmp")})
     time.sleep(delay)

@@ -50,7 +50,10 @@ trainer:
   max_steps: 7
 """)  # fmt: skip
     write(tmp_path / "conf/model/base.yaml", "# Units of a layer.\nhidden: 8\n")
-    write(tmp_path / "conf/model/deep.yaml", "# Many layers.\ndefaults: [base]\n_target_: mine.Net\n# How many.\ndepth: 3\n")
+    write(
+        tmp_path / "conf/model/deep.yaml",
+        "# Many layers.\ndefaults: [base]\n_target_: mine.Net\n# How many.\ndepth: 3\n",
+    )
     write(
         tmp_path / "conf/augment/noise.yaml",
         "# @package data\n# Noise on every sample.\n_target_: mine.load\nsigma: 1e-3 # Of it.\n",
@@ -58,7 +61,8 @@ trainer:
     return tmp_path / "conf"
 
 
-# --------------------------------------------------------------------------------------------------------------- every key
+# --------------------------------------------------------------------------------------------------------------- every
+# key
 
 
 @pytest.mark.parametrize("option", NAMES, ids=str)
@@ -73,7 +77,9 @@ def test_the_keys_of_the_command_are_explained_too() -> None:
     catalogue = Catalogue(overview([], None))
     for section in catalogue.sections:
         assert catalogue.about(section)
-        assert not [key.name for key in catalogue.keys(section) if not key.meaning and not key.name.endswith("._target_")]
+        assert not [
+            key.name for key in catalogue.keys(section) if not key.meaning and not key.name.endswith("._target_")
+        ]
 
 
 def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() -> None:
@@ -96,8 +102,12 @@ def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() 
 
 def test_what_is_typed_first_stands_first() -> None:
     text = answer([], by_name=False)
-    places = [text.index(word) for word in ("usage:", "recipe=mnist", "The commands", "  resume ", "--config-dir DIR  your own",
-                                            "  recipe  ", "  optimizer  ", "\n  trainer.gpus=", "\nsweep:")]  # fmt: skip
+    places = [text.index(word) for word in ("usage:", "recipe=mnist", "The commands", "  resume ", (
+        "--config-dir DIR  "
+        "your own"
+    ),
+                                            "  recipe  ", "  optimizer  ", "\n  trainer.gpus=",
+                                            "\nsweep:")]  # fmt: skip
     assert places == sorted(places)
 
 
@@ -139,7 +149,11 @@ def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> 
         ("launcher=slurm", "  launcher.partition=null                   a text or null\n      The partition.", "spawn"),
         ("launcher.partition", "with launcher=slurm:\n  launcher.partition=null ", "account"),
         ("data", "Whichever is chosen:\n  data.validation_fraction=0.0 ", "trainer.nodes"),
-        ("recipe=mnist", "It chooses model=lenet, data=mnist, optimizer=mnist_sgd, scheduler=onecycle.\n", "trainer.seed"),
+        (
+            "recipe=mnist",
+            "It chooses model=lenet, data=mnist, optimizer=mnist_sgd, scheduler=onecycle.\n",
+            "trainer.seed",
+        ),
         ("task", "task: The loss and the metrics", "trainer"),
         ("sweep", "  hydra.sweep.dir=", "trainer.seed"),
         ("trainer.seed optimizer.lr", "  optimizer.lr=0.1 ", "momentum"),
@@ -158,7 +172,10 @@ def test_help_explains_one_part(words: str, shown: str, hidden: str) -> None:
     [
         ("nonsense", "help nonsense: there is no such command, group, option or key. ddpexp --help shows all."),
         ("traner", "help traner: there is no such command, group, option or key. Did you mean ddpexp help trainer?"),
-        ("trainer.sed", "help trainer.sed: there is no such command, group, option or key. Did you mean ddpexp help trainer.seed?"),
+        (
+            "trainer.sed",
+            "help trainer.sed: there is no such command, group, option or key. Did you mean ddpexp help trainer.seed?",
+        ),
         ("evalute", "help evalute: there is no such command, group, option or key. Did you mean ddpexp help evaluate?"),
         ("launcher=slrm", "launcher=slrm is not a known option. Did you mean launcher=slurm?"),
         ("--config-dir=/not/there x", "--config-dir /not/there is not a directory."),
@@ -170,7 +187,9 @@ def test_what_help_does_not_know_is_refused_with_the_nearest(words: str, sentenc
     assert str(caught.value) == sentence
 
 
-def test_options_that_an_installed_package_adds_to_hydras_search_path_are_listed(ddpexp: Ddpexp, tmp_path: Path) -> None:
+def test_options_that_an_installed_package_adds_to_hydras_search_path_are_listed(
+    ddpexp: Ddpexp, tmp_path: Path
+) -> None:
     write(tmp_path / "site/hydra_plugins/toy.py", """\
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
@@ -189,7 +208,8 @@ class Toy(SearchPathPlugin):
     assert "\n  model.units=3                             a whole number\n      Its units.\n" in done.out
 
 
-# ---------------------------------------------------------------------------------------------------------------- commands
+# ----------------------------------------------------------------------------------------------------------------
+# commands
 
 
 def test_the_table_of_commands_is_what_is_dispatched() -> None:
@@ -217,7 +237,10 @@ def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.Capt
         ("ls", "ls is not a command. Did you mean ddpexp table?"),
         ("train", "train is not a command, for ddpexp trains when it gets none: leave it out, as in python -m ddpexp recipe=mnist "
          "trainer.gpus=2."),
-        ("./a b", "./a b is a directory: say first what to do with it, such as ddpexp status './a b' or ddpexp resume './a b'."),
+        ("./a b", (
+            "./a b is a directory: say first what to do with it, such as ddpexp status './a b' or ddpexp resume "
+            "'./a b'."
+        )),
         ("run", "run is a directory: say first what to do with it, such as ddpexp status run or ddpexp resume run."),
         ("resume", None),
         ("trainer.gpus", None),
@@ -244,7 +267,8 @@ def test_an_unknown_command_lists_the_commands(ddpexp: Ddpexp, tmp_path: Path) -
     code, out, lines = said(ddpexp("predict", "x", "run.dir=run"))
     assert (code, out) == (2, "")
     assert lines[0] == (
-        "ddpexp: predict is not a command. To train, write key=value, as in python -m ddpexp recipe=mnist trainer.gpus=2. "
+        "ddpexp: predict is not a command. To train, write key=value, as in python -m ddpexp recipe=mnist "
+        "trainer.gpus=2. "
         "The commands are:"
     )
     assert lines[1:] == commands.listed()
@@ -254,7 +278,12 @@ def test_an_unknown_command_lists_the_commands(ddpexp: Ddpexp, tmp_path: Path) -
 
 def test_nothing_typed_at_all_is_answered_with_what_to_type_first(ddpexp: Ddpexp) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "ddpexp"], cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-m", "ddpexp"],
+        cwd=ddpexp.folder,
+        env=ddpexp.environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"{first()}\n"
@@ -266,7 +295,12 @@ def test_a_reader_that_goes_away_is_no_trouble(ddpexp: Ddpexp) -> None:
     for words in ("--help", "--cfg job", "help launcher"):
         command = f"{sys.executable} -m ddpexp {words} | head -1; exit ${{PIPESTATUS[0]}}"
         done = subprocess.run(
-            ["bash", "-c", command], env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE, cwd=ddpexp.folder
+            ["bash", "-c", command],
+            env=ddpexp.environ,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            cwd=ddpexp.folder,
         )
         assert (done.returncode, done.stderr) == (0, ""), words
         assert done.stdout.count("\n") == 1

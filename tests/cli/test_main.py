@@ -34,7 +34,9 @@ def test_a_member_of_another_users_run_is_refused(ddpexp: Ddpexp) -> None:
     done = ddpexp(*SMALL)
     os.chown(done.run / "config.yaml", 65534, 65534)
     words = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
-    refused = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
+    refused = subprocess.run(
+        words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == (
         f"ddpexp: {done.run} is another user's: its configuration says whose code runs, so it must be your own.\n"

@@ -12,12 +12,16 @@ import pytest
 
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp
 
-# config/test_compose.py and config/test_sections.py hold every sentence; here are a few of each kind, with all around them.
+# config/test_compose.py and config/test_sections.py hold every sentence; here are a few of each kind, with all around
+# them.
 REFUSED = [
     ("trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
     ("optimizer=adam", "optimizer=adam is not a known option. Did you mean optimizer=adamw?"),
     ("model.hidden=wide", "model.hidden=wide is not a number (its default is 128)."),
-    ("trainer.device=cuda", "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers."),
+    (
+        "trainer.device=cuda",
+        "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu for CPU workers.",
+    ),
     (
         "trainer.gpus=8 trainer.global_batch_size=100 trainer.micro_batch_size=16",
         "trainer.global_batch_size=100 does not split over 8 workers with trainer.micro_batch_size=16 (128 a pass). "
@@ -117,7 +121,8 @@ def torch_trap(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "question",
     [
-        "--help", "-m --help", "hydra.mode=MULTIRUN --help", "help", "help trainer.seed launcher=slurm evaluate", "--cfg job",
+        "--help", "-m --help", "hydra.mode=MULTIRUN --help", "help", "help trainer.seed launcher=slurm evaluate",
+        "--cfg job",
         "--info", "--version", "evaluate --help", "completion bash",
     ],
 )  # fmt: skip
@@ -128,7 +133,11 @@ def test_a_question_is_answered_without_torch_and_writes_nothing(ddpexp: Ddpexp,
     assert (done.code, done.err) == (0, "")
     assert written(tmp_path) == before
     if question == "--help":
-        for line in ("model      lenet*, linear", "optimizer  adamw, mnist_sgd*, sgd", "scheduler  constant, cosine, onecycle*"):
+        for line in (
+            "model      lenet*, linear",
+            "optimizer  adamw, mnist_sgd*, sgd",
+            "scheduler  constant, cosine, onecycle*",
+        ):
             assert f"\n  {line}\n" in done.out
         assert "\n  trainer.global_batch_size=128 " in done.out
     if question == "--cfg job":

@@ -15,7 +15,8 @@ import pytest
 
 from tests.conftest import PATIENCE, ROOT
 
-# What a user has in the file that the shell reads at its start, and a key that writes the line as it stands into a file.
+# What a user has in the file that the shell reads at its start, and a key that writes the line as it stands into a
+# file.
 STARTS = {
     "bash": """
 PS1='> '
@@ -55,7 +56,8 @@ class Shell:
         self._line = home / "line"
         self._said = ""
         variables: Any = {
-            **environ, "HOME": str(home), "ZDOTDIR": str(home), "XDG_CONFIG_HOME": str(home / ".config"), "TERM": "xterm",
+            **environ, "HOME": str(home), "ZDOTDIR": str(home), "XDG_CONFIG_HOME": str(home / ".config"),
+            "TERM": "xterm",
             "XDG_DATA_HOME": str(home / "data"), "LINE_FILE": str(self._line), "SHELL": shutil.which(name),
             "BASH_COMPLETION": "/usr/share/bash-completion/bash_completion",
             "PATH": f"{os.path.dirname(sys.executable)}:{environ['PATH']}",
@@ -74,7 +76,10 @@ class Shell:
         return self._line.read_text()
 
     def completed(self, typed: str, wanted: str) -> str:
-        """Return the line after TAB; pressed again where the shell gave up waiting for the answer, as on a slow machine."""
+        """Return the line after TAB; pressed again where the shell gave up waiting for the answer.
+
+        As on a slow machine.
+        """
         self.process.send(CLEAR_LINE + typed)
         deadline = time.monotonic() + PATIENCE
         while True:

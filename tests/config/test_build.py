@@ -91,7 +91,9 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("inner", {"dept": 3}, "part.inner.dept is not a known key. Did you mean part.inner.depth?"),
     ],
 )
-def test_a_wrong_type_is_answered_with_the_key_the_value_and_what_it_should_be(key: str, value: Any, sentence: str) -> None:
+def test_a_wrong_type_is_answered_with_the_key_the_value_and_what_it_should_be(
+    key: str, value: Any, sentence: str
+) -> None:
     assert refusal(**{key: value}) == sentence
 
 

@@ -23,7 +23,10 @@ from ddpexp.config.comments import Comments, comments_of
         ("# Two\n# lines.\na: 1\n", Comments("", {"a": "Two lines."}, None)),
         ("# One.\n#\n# Another.\na: 1\n", Comments("", {"a": "One.\n\nAnother."}, None)),
         ("# As in\n#     ls x\n# or so.\na: 1\n", Comments("", {"a": "As in\n    ls x\nor so."}, None)),
-        ("# The section.\na:\n  # Its key.\n  b: 1\n  c: 2\n", Comments("", {"a": "The section.", "a.b": "Its key."}, None)),
+        (
+            "# The section.\na:\n  # Its key.\n  b: 1\n  c: 2\n",
+            Comments("", {"a": "The section.", "a.b": "Its key."}, None),
+        ),
         ("a:\n  b: 1\n  # At the end of a, not about c.\nc: 2\n", Comments("", {}, None)),
         ("# Of a alone.\na: {b: 1, c: 2}\n", Comments("", {"a": "Of a alone."}, None)),
         ("# Of a, not of d.\na: 1\n\nd: 2\n", Comments("", {"a": "Of a, not of d."}, None)),

@@ -112,7 +112,9 @@ def test_what_the_steps_so_far_were_made_of_stays_even_when_typed(
 def test_data_changes_when_that_is_allowed_and_typed(stored: dict[str, Any]) -> None:
     allowed = changed(stored, "run.allow_changes", ["data"])
     new = changed(allowed, "data.embedded_train", 7)
-    assert changes(allowed, new, "data.embedded_train=7", "run.allow_changes=[data]") == {"data.embedded_train": "typed"}
+    assert changes(allowed, new, "data.embedded_train=7", "run.allow_changes=[data]") == {
+        "data.embedded_train": "typed"
+    }
     assert changes(allowed, new, "run.allow_changes=[data]") == {"data.embedded_train": "untyped"}
     assert changes(stored, changed(changed(stored, "run.allow_changes", ["code"]), "data.embedded_train", 7)) == {
         "data.embedded_train": "fixed", "run.allow_changes": "free",
@@ -162,7 +164,9 @@ def test_a_recipe_whose_file_has_changed_is_not_typed(stored: dict[str, Any]) ->
 
 def test_a_word_that_is_left_out_is_named_with_both_ways(stored: dict[str, Any]) -> None:
     said = refused(tree("+model.dropout=0.5"), stored)
-    assert said.startswith("run.dir=x was started with model.dropout=0.5, and this is no model.dropout, which is not typed: ")
+    assert said.startswith(
+        "run.dir=x was started with model.dropout=0.5, and this is no model.dropout, which is not typed: "
+    )
     assert said.endswith("type ~model.dropout to change it, or +model.dropout=0.5 to keep it.")
     assert changes(tree("+model.dropout=0.5"), stored, "~model.dropout") == {"model.dropout": "typed"}
 
@@ -187,7 +191,9 @@ def test_a_new_key_of_the_users_own_code_must_be_typed(stored: dict[str, Any]) -
     for key, kind in {"model.dropout": "untyped", "data.crop": "fixed"}.items():
         assert changes(old, changed(old, key, 0.5)) == {key: kind}
     assert "was started with no data.crop, and this is data.crop=0.5" in refused(old, changed(old, "data.crop", 0.5))
-    assert "type +model.dropout=0.5 to change it, or ~model.dropout to keep it" in refused(old, changed(old, "model.dropout", 0.5))
+    assert "type +model.dropout=0.5 to change it, or ~model.dropout to keep it" in refused(
+        old, changed(old, "model.dropout", 0.5)
+    )
 
 
 def test_another_typed_target_sets_all_of_its_section() -> None:
@@ -196,7 +202,9 @@ def test_another_typed_target_sets_all_of_its_section() -> None:
     old, new = tree(*first), tree("scheduler=cosine", word)
     assert set(changes(old, new, word, before=first).values()) == {"typed"}
     assert changes(new, new, word, before=(word,)) == {}
-    kept = changes(tree("scheduler._target_=zoo.A", "scheduler.x=1"), tree("scheduler._target_=zoo.A"), "scheduler._target_=zoo.A")
+    kept = changes(
+        tree("scheduler._target_=zoo.A", "scheduler.x=1"), tree("scheduler._target_=zoo.A"), "scheduler._target_=zoo.A"
+    )
     assert kept == {"scheduler.x": "untyped"}
     assert changes(tree(), tree("model._target_=zoo.A"), "model._target_=zoo.A")["model._target_"] == "fixed"
 
@@ -239,4 +247,6 @@ def test_changes_are_listed_as_they_are_typed(stored: dict[str, Any]) -> None:
     ]
     assert list_changes([]) == []
     constant = changed(new, "scheduler._target_", "constant")
-    assert Change("trainer.epochs", 2, 4, "typed") in compare(stored, constant, ["trainer.epochs=4", "scheduler._target_=x"])
+    assert Change("trainer.epochs", 2, 4, "typed") in compare(
+        stored, constant, ["trainer.epochs=4", "scheduler._target_=x"]
+    )

@@ -48,8 +48,12 @@ def options(group: str) -> list[str]:
 def mine(tmp_path: Path) -> Path:
     """A user's config folder with a module beside it."""
     write(tmp_path / "conf/recipe/mine.yaml", MINE)
-    write(tmp_path / "conf/model/net.yaml", "_target_: mine.Net\nhidden: 8\nrate: 0.5\nwords: [a, b]\ninner: {depth: 2}\n")
-    write(tmp_path / "mine.py", "raise RuntimeError('composing must not import this')\nclass Net: ...\nclass Task: ...\n")
+    write(
+        tmp_path / "conf/model/net.yaml", "_target_: mine.Net\nhidden: 8\nrate: 0.5\nwords: [a, b]\ninner: {depth: 2}\n"
+    )
+    write(
+        tmp_path / "mine.py", "raise RuntimeError('composing must not import this')\nclass Net: ...\nclass Task: ...\n"
+    )
     return tmp_path / "conf"
 
 
@@ -112,7 +116,11 @@ GENERAL = {"validation_fraction": 0.0, "num_workers": 0, "on_device": False}
         ("model=linear model._target_=zoo.resnet model.classes=10", "model", {"classes": 10}),
         ("task._target_=zoo.Task", "task", {}),
         ("data._target_=zoo.load data.num_workers=2", "data", {**GENERAL, "num_workers": 2}),
-        ("data._target_=zoo.load data.prepare=zoo.prepare data.root=x", "data", {**GENERAL, "prepare": "zoo.prepare", "root": "x"}),
+        (
+            "data._target_=zoo.load data.prepare=zoo.prepare data.root=x",
+            "data",
+            {**GENERAL, "prepare": "zoo.prepare", "root": "x"},
+        ),
         ("optimizer._target_=torch.optim.Adam optimizer.lr=1", "optimizer", {"lr": 1}),
         ("scheduler._target_=zoo.Stable scheduler.decay=0.2", "scheduler", {"decay": 0.2}),
         (
@@ -157,7 +165,9 @@ def test_the_jobs_of_a_sweep_inherit_no_keys_of_another_target() -> None:
     job = composer.compose(["run.trust=[zoo]", "model._target_=zoo.resnet", "model.classes=20"], Path("/x"))
     assert job.values["model"] == {"_target_": "zoo.resnet", "classes": 20}
     with pytest.raises(RefusedError, match=r"^model\.classes is not a known key\. "):
-        composer.compose(["run.trust=[zoo]", "model._target_=ddpexp.recipes.mnist.LeNet", "model.classes=20"], Path("/x"))
+        composer.compose(
+            ["run.trust=[zoo]", "model._target_=ddpexp.recipes.mnist.LeNet", "model.classes=20"], Path("/x")
+        )
 
 
 def test_a_schedule_of_ones_own_is_left_to_the_workers() -> None:
@@ -200,7 +210,9 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
     assert compose_sweep(words).intervals == tuple(words[:2])
     params = "hydra: {sweeper: {params: {optimizer.lr: 'interval(0.1,0.2)', trainer.seed: '1,2'}}}\n"
     write(tmp_path / "conf/recipe/searched.yaml", f"# @package _global_\n{params}")
-    assert compose_sweep([f"--config-dir={tmp_path}/conf", "recipe=searched"]).intervals == ("optimizer.lr=interval(0.1,0.2)",)
+    assert compose_sweep([f"--config-dir={tmp_path}/conf", "recipe=searched"]).intervals == (
+        "optimizer.lr=interval(0.1,0.2)",
+    )
 
 
 # Refusals
@@ -252,7 +264,10 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("model=1", "model=1 is not a known option. Known here: lenet, linear."),
         ("optimizer=adamw,true", "optimizer=true is not a known option. Known here: adamw,"),
         ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
-        ("hydra.run.dir=x", "hydra.run.dir=x: Hydra's own settings have no effect here. run.dir=... names the run directory."),
+        (
+            "hydra.run.dir=x",
+            "hydra.run.dir=x: Hydra's own settings have no effect here. run.dir=... names the run directory.",
+        ),
         ("+hydra.searchpath=[x]", "+hydra.searchpath=[x]: Hydra's own settings have no effect here."),
         ("hydra/launcher=joblib", "hydra/launcher=joblib: Hydra's own settings have no effect here."),
         (
@@ -267,7 +282,8 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("optimizer.lr=${nope}", "optimizer.lr: Interpolation key 'nope' not found"),
         (
             "optimizer.lr=${oc.env:DDPEXP_NOT_SET}",
-            "optimizer.lr is read from the environment, and DDPEXP_NOT_SET is not set there: export DDPEXP_NOT_SET=... first.",
+            "optimizer.lr is read from the environment, and DDPEXP_NOT_SET is not set there: export DDPEXP_NOT_SET=... "
+            "first.",
         ),
         ("task._target_=os.system", "task._target_=os.system is not allowed: a configuration may name"),
         ("+model.a={b:[{_target_:os.system}]}", "model.a.b[0]._target_=os.system is not allowed"),
@@ -285,7 +301,10 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
             "launcher._target_=ddpexp.launch.workers.client.Server is not allowed",
         ),
         ("launcher._target_=ddpexp.launch.Layout", "launcher._target_=ddpexp.launch.Layout is not allowed"),
-        ("model._target_=ddpexp.launch.workers.server.call", "model._target_=ddpexp.launch.workers.server.call is not allowed"),
+        (
+            "model._target_=ddpexp.launch.workers.server.call",
+            "model._target_=ddpexp.launch.workers.server.call is not allowed",
+        ),
         ("scheduler._target_=ddpexp.task.Schedule", "scheduler._target_=ddpexp.task.Schedule is not allowed"),
         ("+hydra.x._target_=os.system", "+hydra.x._target_=os.system: Hydra's own settings have no effect here."),
     ],
@@ -299,7 +318,10 @@ def test_a_wrong_word_is_answered_in_one_sentence_with_the_right_one(words: str,
     [
         ('a: 1\nb: "2\n', "bad.yaml, line 3: found unexpected end of stream (a quote is not closed)."),
         ("_target_: mine.Net\na: 1\na: 2\n", "bad.yaml, line 3: found duplicate key a."),
-        ('_target_: mine.Net\na: !!python/object/apply:os.system ["x"]\n', "bad.yaml, line 2: could not determine a constructor"),
+        (
+            '_target_: mine.Net\na: !!python/object/apply:os.system ["x"]\n',
+            "bad.yaml, line 2: could not determine a constructor",
+        ),
         ("- a\n- b\n", "model=['a', 'b'] is not a section with keys."),
         ("", "model._target_ is missing: it names the class or function to call."),
         ("_target_: mine.Net\na: ???\n", "model.a is missing: give it a value, for example as model.a=... ."),
@@ -332,8 +354,13 @@ def test_a_value_that_a_recipe_sets_can_be_any_of_its_keys_values(mine: Path) ->
 
 
 def test_an_unknown_users_option_is_answered_with_the_nearest_of_both_folders(mine: Path) -> None:
-    assert refusal(f"--config-dir={mine}", "recipe=mien") == "recipe=mien is not a known option. Did you mean recipe=mine?"
-    assert refusal(f"--config-dir={mine}", "model=lenett") == "model=lenett is not a known option. Did you mean model=lenet?"
+    assert (
+        refusal(f"--config-dir={mine}", "recipe=mien") == "recipe=mien is not a known option. Did you mean recipe=mine?"
+    )
+    assert (
+        refusal(f"--config-dir={mine}", "model=lenett")
+        == "model=lenett is not a known option. Did you mean model=lenet?"
+    )
 
 
 # Trust
@@ -359,7 +386,9 @@ def test_typing_the_config_folder_is_what_trusts_the_code_beside_it(mine: Path) 
     assert "model._target_=mine.Net is not allowed" in refusal("model._target_=mine.Net")
 
 
-def test_a_relative_config_folder_is_written_down_as_an_absolute_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_config_folder_is_written_down_as_an_absolute_one(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(mine.parent)
     assert experiment("--config-dir", "conf", "recipe=mine").run.code == str(mine.parent)
 
@@ -368,7 +397,9 @@ def test_a_colliding_name_draws_a_warning_that_names_the_file(mine: Path) -> Non
     write(mine / "model/lenet.yaml", "_target_: mine.Net\n")
     made = composed(f"--config-dir={mine}", "recipe=mine", "model=lenet")
     assert made.values["model"]["_target_"] == "ddpexp.recipes.mnist.LeNet"
-    assert made.warnings == (f"{mine}/model/lenet.yaml is not used: ddpexp has its own model/lenet. Give yours another name.",)
+    assert made.warnings == (
+        f"{mine}/model/lenet.yaml is not used: ddpexp has its own model/lenet. Give yours another name.",
+    )
     assert composed(f"--config-dir={mine}", "recipe=mine").warnings == made.warnings
 
 
@@ -490,7 +521,12 @@ def written(tmp_path: Path) -> Path:
 def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> None:
     values, text = override_file(written, ["trainer.seed=5", "run.dir=null", "optimizer.lr=1e-3", "data.root=a=b"])
     made = parse(values)
-    assert (made.trainer.seed, made.run.dir, made.optimizer.kwargs["lr"], made.data.options["root"]) == (5, None, 0.001, "a=b")
+    assert (made.trainer.seed, made.run.dir, made.optimizer.kwargs["lr"], made.data.options["root"]) == (
+        5,
+        None,
+        0.001,
+        "a=b",
+    )
     assert parse(yaml.safe_load(text)) == replace(made)
 
 
@@ -511,8 +547,14 @@ def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Pat
         ("trainr.gpus=1", "trainr.gpus is not a known key. Did you mean trainer.gpus?"),
         ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
         ("trainer.gpus=[", "trainer.gpus=[ is not an override: its value is no YAML."),
-        ("model=lenet", "model=lenet: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."),
-        ("--gpus", "--gpus is not an option: write key=value, for example trainer.gpus=2. Did you mean trainer.gpus=...?"),
+        (
+            "model=lenet",
+            "model=lenet: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2.",
+        ),
+        (
+            "--gpus",
+            "--gpus is not an option: write key=value, for example trainer.gpus=2. Did you mean trainer.gpus=...?",
+        ),
     ],
 )
 def test_a_wrong_word_over_a_run_directorys_file_is_refused(written: Path, word: str, sentence: str) -> None:
@@ -532,7 +574,9 @@ def test_a_run_directorys_file_is_not_believed_in_matters_of_trust(written: Path
     assert (values["run"]["trust"], values["run"]["code"]) == (["mine"], str(mine.parent))
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "a: [1\n", "run: 3\n", "run:\n", "x: !!python/object/apply:os.system ['x']\n", "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "- a\n", "a: [1\n", "run: 3\n", "run:\n", "x: !!python/object/apply:os.system ['x']\n", "\0"]
+)
 def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(RefusedError, match=r"config\.yaml (cannot be read|is not the configuration of a run)"):
         override_file(write(tmp_path / "config.yaml", text), [])
@@ -541,7 +585,9 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_signal_while_hydra_composes_stops_the_command_when_it_is_done() -> None:
     # OmegaConf catches whatever is raised while it resolves and makes an error of its own of it.
     def interrupted(*_: object) -> str:
-        signal.raise_signal(signal.SIGTERM)  # not os.kill: libraries of other tests have threads, which take signals too
+        signal.raise_signal(
+            signal.SIGTERM
+        )  # not os.kill: libraries of other tests have threads, which take signals too
         return "run"
 
     def stop(number: int, _: object) -> None:

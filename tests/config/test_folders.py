@@ -1,4 +1,7 @@
-"""The folder that is typed as --config-dir: one of which nothing would be read is refused, with the one that is meant."""
+"""The folder that is typed as --config-dir.
+
+One of which nothing would be read is refused, with the one that is meant.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def refusal(typed: str) -> str:
 
 def test_a_folder_with_an_option_of_a_group_is_taken(tmp_path: Path) -> None:
     assert added_folder(None) is None
-    for number, name in enumerate(("recipe/mine.yaml", "model/net.yaml", "experiment/big.yaml", "hydra/sweeper/mine.yaml")):
+    for number, name in enumerate(
+        ("recipe/mine.yaml", "model/net.yaml", "experiment/big.yaml", "hydra/sweeper/mine.yaml")
+    ):
         folder = made(tmp_path / str(number), name)
         assert added_folder(str(folder)) == folder
 
@@ -40,15 +45,27 @@ def test_a_folder_with_an_option_of_a_group_is_taken(tmp_path: Path) -> None:
             "own",
             "own has no folder of options such as recipe, but own/conf has: type ",
         ),
-        (["own/conf/config.yaml", "own/conf/model/a.yaml"], "own", "own has no folder of options such as recipe, but own/conf has"),
-        (["own/recipe/mine.yaml"], "own/recipe", "own/recipe has no folder of options such as recipe, but own has: type "),
+        (
+            ["own/conf/config.yaml", "own/conf/model/a.yaml"],
+            "own",
+            "own has no folder of options such as recipe, but own/conf has",
+        ),
+        (
+            ["own/recipe/mine.yaml"],
+            "own/recipe",
+            "own/recipe has no folder of options such as recipe, but own has: type ",
+        ),
         (
             ["own/"],
             "own",
             "own adds nothing: it is empty. Options are files such as own/recipe/mine.yaml, which recipe=mine chooses.",
         ),
         (["own/mine.py"], "own", "own adds nothing: it has Python files, but no YAML of a group."),
-        (["own/mine.yaml"], "own", "own adds nothing: mine.yaml lies in no folder of a group, so Hydra does not read it."),
+        (
+            ["own/mine.yaml"],
+            "own",
+            "own adds nothing: mine.yaml lies in no folder of a group, so Hydra does not read it.",
+        ),
         (["own/recipe/mine.yml"], "own", "own adds nothing: of own/recipe/mine.yml the name must end in .yaml."),
         (["own/data/x.csv"], "own", "own adds nothing: no YAML in it belongs to a group."),
     ],

@@ -9,12 +9,22 @@ from typing import NoReturn
 import pytest
 import yaml
 
-from ddpexp.config.compose import Composed, JobComposer, SweepInFileError, Swept, compose, compose_command, override_file
+from ddpexp.config.compose import (
+    Composed,
+    JobComposer,
+    SweepInFileError,
+    Swept,
+    compose,
+    compose_command,
+    override_file,
+)
 from ddpexp.config.hydra_section import check_nothing_ignored
 from ddpexp.config.parse import load, parse
 from ddpexp.errors import RefusedError
 
-RECIPE = "# @package _global_\ndefaults:\n  - override /model: linear\ntask: {_target_: ddpexp.recipes.mnist.Classify}\n"
+RECIPE = (
+    "# @package _global_\ndefaults:\n  - override /model: linear\ntask: {_target_: ddpexp.recipes.mnist.Classify}\n"
+)
 TARGET = "_target_: ddpexp.recipes.mnist.Linear\n"
 
 
@@ -58,7 +68,8 @@ IGNORED = [
     ("hydra: {job: {env_set: {TOKEN: x}}}", "hydra.job.env_set.TOKEN=x", "Set variables in the shell."),
     ("hydra: {launcher: {_target_: x.Y}}", "hydra.launcher._target_=x.Y", "ddpexp starts the jobs of a sweep itself."),
     ("hydra: {sweep: {subdir: x}}", "hydra.sweep.subdir=x", "The jobs' directories are named by their number"),
-    ("hydra: {callbacks: {mine: {_target_: os.system}}}", "hydra.callbacks={'mine': {'_target_': 'os.system'}}", "There are no"),
+    ("hydra: {callbacks: {mine: {_target_: os.system}}}", "hydra.callbacks={'mine': {'_target_': 'os.system'}}",
+        "There are no"),
     ("hydra: {job_logging: {root: {level: DEBUG}}}", "hydra.job_logging.root.level=DEBUG", "A run's log is run.log"),
 ]  # fmt: skip
 
@@ -69,21 +80,34 @@ def test_a_setting_of_hydras_that_would_have_no_effect_is_refused_in_a_file(
 ) -> None:
     words = recipe(tmp_path, text)
     assert refusal(words).startswith(f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT} {advice}")
-    assert refusal([*words, "-m", "trainer.seed=1,2"]).startswith(f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT}")
+    assert refusal([*words, "-m", "trainer.seed=1,2"]).startswith(
+        f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT}"
+    )
 
 
 def test_so_is_one_that_an_option_of_another_group_or_a_package_header_sets(tmp_path: Path) -> None:
     words = recipe(tmp_path, "")
     write(tmp_path / "conf/experiment/big.yaml", "# @package hydra.run\ndir: elsewhere\n")
-    write(tmp_path / "conf/experiment/wide.yaml", "# @package _global_\ndefaults:\n  - override /hydra/job_logging: stdout\n")
-    assert refusal([*words, "+experiment=big"]).startswith(f"{tmp_path}/conf/experiment/big.yaml sets hydra.run.dir=elsewhere")
+    write(
+        tmp_path / "conf/experiment/wide.yaml",
+        "# @package _global_\ndefaults:\n  - override /hydra/job_logging: stdout\n",
+    )
+    assert refusal([*words, "+experiment=big"]).startswith(
+        f"{tmp_path}/conf/experiment/big.yaml sets hydra.run.dir=elsewhere"
+    )
     assert refusal([*words, "+experiment=wide"]).startswith(
         f"{tmp_path}/conf/experiment/wide.yaml chooses hydra/job_logging=stdout: {NO_EFFECT}"
     )
-    write(tmp_path / "conf/experiment/wide.yaml", "# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\n")
-    assert refusal([*words, "+experiment=wide"]).startswith(f"hydra/launcher=joblib: {NO_EFFECT} ddpexp starts the jobs")
+    write(
+        tmp_path / "conf/experiment/wide.yaml", "# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\n"
+    )
+    assert refusal([*words, "+experiment=wide"]).startswith(
+        f"hydra/launcher=joblib: {NO_EFFECT} ddpexp starts the jobs"
+    )
     write(tmp_path / "conf/experiment/wide.yaml", "# @package _global_\nhydra: {launcher: {n_jobs: 4}}\n")
-    assert refusal([*words, "+experiment=wide"]).startswith(f"experiment/wide.yaml sets hydra.launcher.n_jobs: {NO_EFFECT}")
+    assert refusal([*words, "+experiment=wide"]).startswith(
+        f"experiment/wide.yaml sets hydra.launcher.n_jobs: {NO_EFFECT}"
+    )
     assert one(words).values["model"]["_target_"] == "ddpexp.recipes.mnist.Linear"
 
 
@@ -97,7 +121,9 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
         raise AssertionError("what Hydra's section holds here is no longer what ddpexp expects of it")
 
     words = recipe(tmp_path, "")
-    monkeypatch.setattr("ddpexp.config.compose.refuse_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called))
+    monkeypatch.setattr(
+        "ddpexp.config.compose.refuse_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called)
+    )
     one(words)
     sweep([*words, "-m", "trainer.seed=1,2"])
 
@@ -126,8 +152,12 @@ def test_a_typed_run_is_one_run_whatever_the_file_says(tmp_path: Path) -> None:
     words = recipe(tmp_path, "hydra: {mode: MULTIRUN}\n")
     made = one([*words, "hydra.mode=RUN"])
     assert made.overrides == (words[-1],)
-    assert refusal([*words, "hydra.mode=RUN", "-m"]) == "hydra.mode=RUN is one run, and -m a sweep: leave one of them out."
-    with pytest.raises(SweepInFileError, match=r"A config file sets hydra\.mode=MULTIRUN, .*: add hydra\.mode=RUN for one run\."):
+    assert (
+        refusal([*words, "hydra.mode=RUN", "-m"]) == "hydra.mode=RUN is one run, and -m a sweep: leave one of them out."
+    )
+    with pytest.raises(
+        SweepInFileError, match=r"A config file sets hydra\.mode=MULTIRUN, .*: add hydra\.mode=RUN for one run\."
+    ):
         compose(words)  # `ddpexp plan`, for one
 
 
@@ -141,7 +171,9 @@ def test_a_file_names_the_directory_of_a_sweep_as_if_it_were_typed(tmp_path: Pat
     words = ["-m", "trainer.seed=1,2"]
     assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n")]).folder == "mine"
     assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: 'all/${hydra:job.name}'}}\n")]).folder == "all/ddpexp"
-    assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n"), "hydra.sweep.dir=other"]).folder == "other"
+    assert (
+        sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n"), "hydra.sweep.dir=other"]).folder == "other"
+    )
     assert sweep([*words, "hydra.sweep.dir='a b'"]).folder == "a b"
     assert sweep(words).folder is None
 
@@ -150,13 +182,17 @@ def test_a_file_cannot_have_a_sweeper_run_what_nobody_trusts(tmp_path: Path) -> 
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     words = ["-m", "trainer.seed=1,2"]
     sly = "hydra: {sweeper: {sampler: {_target_: subprocess.Popen}}}\n"
-    optuna = RECIPE.replace("  - override /model: linear\n", "  - override /model: linear\n  - override /hydra/sweeper: optuna\n")
+    optuna = RECIPE.replace(
+        "  - override /model: linear\n", "  - override /model: linear\n  - override /hydra/sweeper: optuna\n"
+    )
     write(tmp_path / "conf/recipe/sly.yaml", optuna + sly)
     chosen = ["--config-dir", str(tmp_path / "conf"), "recipe=sly"]
     assert refusal([*words, *chosen]).startswith("hydra.sweeper.sampler._target_=subprocess.Popen is not allowed: ")
     write(tmp_path / "conf/recipe/fine.yaml", optuna + "hydra: {sweeper: {n_trials: 3}}\n")
     assert sweep([*words, *chosen[:2], "recipe=fine"]).cfg.hydra.sweeper.n_trials == 3
-    assert sweep([*words, "hydra/sweeper=optuna", "hydra/sweeper/sampler=random"]).cfg.hydra.sweeper.sampler.seed is None
+    assert (
+        sweep([*words, "hydra/sweeper=optuna", "hydra/sweeper/sampler=random"]).cfg.hydra.sweeper.sampler.seed is None
+    )
 
 
 # ${hydra:...}
@@ -167,7 +203,9 @@ def test_what_hydra_knows_of_a_command_can_be_referred_to(tmp_path: Path) -> Non
         "model:\n  name: '${hydra:runtime.choices.model}'\n  where: '${hydra:runtime.cwd}/x'\n"
         "  words: '${hydra:job.override_dirname}'\n  program: '${hydra:job.name}'\n  mode: '${hydra:mode}'\n"
     )
-    made = one([*recipe(tmp_path, text), "trainer.seed=3", "optimizer.lr=0.5", "run.dir='out/${hydra:job.override_dirname}'"])
+    made = one(
+        [*recipe(tmp_path, text), "trainer.seed=3", "optimizer.lr=0.5", "run.dir='out/${hydra:job.override_dirname}'"]
+    )
     model = made.values["model"]
     assert model["name"] == "linear"
     assert model["where"] == f"{os.getcwd()}/x"
@@ -179,7 +217,9 @@ def test_what_hydra_knows_of_a_command_can_be_referred_to(tmp_path: Path) -> Non
 
 
 def test_how_overrides_are_joined_can_be_chosen(tmp_path: Path) -> None:
-    text = "hydra: {job: {name: digits, config: {override_dirname: {item_sep: +, kv_sep: '-', exclude_keys: [recipe]}}}}\n"
+    text = (
+        "hydra: {job: {name: digits, config: {override_dirname: {item_sep: +, kv_sep: '-', exclude_keys: [recipe]}}}}\n"
+    )
     text += "model: {x: '${hydra:job.name}/${hydra:job.override_dirname}'}\n"
     assert one([*recipe(tmp_path, text), "trainer.seed=3", "optimizer.lr=0.5"]).values["model"]["x"] == (
         "digits/optimizer.lr-0.5+trainer.seed-3"
@@ -214,13 +254,19 @@ def test_what_cannot_be_answered_is_refused_with_its_key(tmp_path: Path, path: s
 
 
 def test_the_jobs_of_a_sweep_have_numbers_and_words_of_their_own(tmp_path: Path) -> None:
-    text = "model: {x: '${hydra:job.num}', y: '${hydra:sweep.dir}', z: '${hydra:job.override_dirname}', m: '${hydra:mode}'}\n"
+    text = (
+        "model: {x: '${hydra:job.num}', y: '${hydra:sweep.dir}', z: '${hydra:job.override_dirname}', m: "
+        "'${hydra:mode}'}\n"
+    )
     swept = sweep(["-m", *recipe(tmp_path, text), "trainer.seed=1,2", "hydra.sweep.dir=all"])
     jobs = JobComposer(swept)
     for number in (0, 1):
-        model = jobs.compose(["recipe=mine", f"trainer.seed={number + 1}"], tmp_path / str(number), number).values["model"]
+        model = jobs.compose(["recipe=mine", f"trainer.seed={number + 1}"], tmp_path / str(number), number).values[
+            "model"
+        ]
         assert model == {
-            "_target_": "ddpexp.recipes.mnist.Linear", "x": number, "y": "all", "z": f"recipe=mine,trainer.seed={number + 1}",
+            "_target_": "ddpexp.recipes.mnist.Linear", "x": number, "y": "all",
+            "z": f"recipe=mine,trainer.seed={number + 1}",
             "m": "MULTIRUN",
         }  # fmt: skip
 

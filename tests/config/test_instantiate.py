@@ -198,7 +198,12 @@ def test_nested_nodes_lists_and_positional_arguments_are_built() -> None:
 
     node = Node(
         "torch.nn.Sequential",
-        {"_args_": [{"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2}, {"_target_": "torch.nn.ReLU"}]},
+        {
+            "_args_": [
+                {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2},
+                {"_target_": "torch.nn.ReLU"},
+            ]
+        },
     )
     made = instantiate(node, Trust(), "model")
     assert made(torch.zeros(3, 4)).shape == (3, 2)
@@ -220,7 +225,9 @@ def test_a_name_that_is_not_there_is_refused_with_the_nearest(tmp_path: Path, mo
     (tmp_path / "hollow").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     trust = Trust(code=tmp_path)
-    with pytest.raises(RefusedError, match=r"^model\._target_=shelf\.Netwrk: shelf has no Netwrk\. Did you mean Network\?$"):
+    with pytest.raises(
+        RefusedError, match=r"^model\._target_=shelf\.Netwrk: shelf has no Netwrk\. Did you mean Network\?$"
+    ):
         locate("shelf.Netwrk", trust, "model")
     with pytest.raises(RefusedError):
         locate("hollow.nothing.Net", trust, "model")

@@ -48,8 +48,10 @@ def code(tmp_path: Path) -> Path:
 
 
 THERE = (
-    "mine.Net", "mine.Other", "mine.Layer", "mine.build", "mine.Pair", "mine.Third", "mine.Rest", "mine.Typed", "mine.Outer.Inner",
-    "mine.layers.Linear", "mine.os.getcwd", "shapes.Net", "shapes.nets.Net", "shapes.deep.nets.Net", "lazy.Net", "stars.join",
+    "mine.Net", "mine.Other", "mine.Layer", "mine.build", "mine.Pair", "mine.Third", "mine.Rest", "mine.Typed",
+    "mine.Outer.Inner",
+    "mine.layers.Linear", "mine.os.getcwd", "shapes.Net", "shapes.nets.Net", "shapes.deep.nets.Net", "lazy.Net",
+    "stars.join",
     "made.Net", "broken.Net",
 )  # fmt: skip
 ABSENT = [

@@ -1,4 +1,7 @@
-"""Packages that bring configs by Hydra's SearchPathPlugin: installed, they are found, and what their configs name is trusted."""
+"""Packages that bring configs by Hydra's SearchPathPlugin.
+
+Installed, they are found, and what their configs name is trusted.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,9 @@ def seeing(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
-def test_an_installed_packages_recipe_trains_and_is_evaluated_without_a_word_of_trust(ddpexp: Ddpexp, installed: Path) -> None:
+def test_an_installed_packages_recipe_trains_and_is_evaluated_without_a_word_of_trust(
+    ddpexp: Ddpexp, installed: Path
+) -> None:
     done = ddpexp("recipe=shapes", "trainer.gpus=2", environ=seeing(installed))
     assert (done.code, done.err) == (0, "")
     assert "recipe  shapes" in done.out
@@ -81,7 +86,12 @@ for word in sys.argv[1:]:
 
 
 def test_only_what_its_own_configs_name_is_trusted_by_just_that_name(installed: Path, environ: dict[str, str]) -> None:
-    words = ["trainer.seed=1", "model._target_=shapes.nets.secret", "task._target_=shapes.nets.Sidess", "run.trust=[shapes.nets]"]
+    words = [
+        "trainer.seed=1",
+        "model._target_=shapes.nets.secret",
+        "task._target_=shapes.nets.Sidess",
+        "run.trust=[shapes.nets]",
+    ]
     done = subprocess.run(
         [sys.executable, "-c", COMPOSED, *words], env={**environ, **seeing(installed)}, capture_output=True, text=True,
         timeout=PATIENCE,

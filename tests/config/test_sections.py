@@ -73,7 +73,10 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__gpus": None}, "trainer.gpus=null is not auto or a whole number."),
         ({"trainer__gpus": 0}, "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
         ({"trainer__gpus": -1}, "trainer.gpus=-1 starts no worker: use 1 or more, or auto for all GPUs."),
-        ({"trainer__device": "gpu"}, "trainer.device=gpu is not one of auto, cpu, cuda. Did you mean trainer.device=cuda?"),
+        ({"trainer__device": "gpu"}, (
+            "trainer.device=gpu is not one of auto, cpu, cuda. Did you mean "
+            "trainer.device=cuda?"
+        )),
         ({"trainer__device": "cuda"}, "trainer.device=cuda, but this machine shows no GPU. Use trainer.device=cpu"),
         ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs, and the workers are on CPU."),
         ({"trainer__threads": 0}, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
@@ -91,7 +94,10 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0.0: use a number above 0, or null."),
         ({"trainer__clip_grad_norm": float("nan")}, "trainer.clip_grad_norm=nan: use a number above 0, or null."),
         ({"trainer__nonfinite": "ignore"}, "trainer.nonfinite=ignore is not one of stop, skip."),
-        ({"trainer__global_batch_size": 0}, "trainer.global_batch_size=0 trainer.micro_batch_size=auto: use 1 or more."),
+        ({"trainer__global_batch_size": 0}, (
+            "trainer.global_batch_size=0 trainer.micro_batch_size=auto: use 1 or "
+            "more."
+        )),
         ({"trainer__micro_batch_size": 0}, "trainer.global_batch_size=128 trainer.micro_batch_size=0: use 1 or more."),
         ({"trainer__extra": 1}, "trainer.extra is not a known key."),
         ({"trainer": 3}, "trainer=3 is not a section with keys."),
@@ -110,12 +116,19 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"launcher__start": "fork"}, "launcher.start is not a known key. Did you mean launcher.start_method?"),
         ({"logger__kind": "wandb"}, "logger.kind=wandb is not one of tensorboard, none."),
         ({"strategy__sync_batchnorm": True}, "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised"),
-        ({"strategy__comm_hook": "fp61"}, "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you mean"),
+        ({"strategy__comm_hook": "fp61"}, (
+            "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you "
+            "mean"
+        )),
         ({"strategy__bucket_cap_mb": 0}, "strategy.bucket_cap_mb=0: use a number above 0."),
-        ({"strategy__reduce_through": "shared"}, "strategy.reduce_through=shared is not one of auto, shared_memory, backend."),
+        ({"strategy__reduce_through": "shared"}, (
+            "strategy.reduce_through=shared is not one of auto, shared_memory, "
+            "backend."
+        )),
         (
             {"strategy__reduce_through": "shared_memory", "strategy__comm_hook": "fp16"},
-            "strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with strategy.comm_hook=fp16. Use",
+            "strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
+            "strategy.comm_hook=fp16. Use",
         ),
         ({"strategy__powersgd_rank": 0}, "strategy.powersgd_rank=0: use 1 or more."),
         (
@@ -128,9 +141,15 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"data__num_workers": "many"}, "data.num_workers=many is not a whole number."),
         ({"data__embedded_train": "many"}, "data.embedded_train=many is not a whole number."),
         ({"data__prepare": 3}, "data.prepare=3 is not a text or null."),
-        ({"data__prepare": "ddpexp.data.mnist_files.prepar"}, "data.prepare=ddpexp.data.mnist_files.prepar is not allowed"),
+        ({"data__prepare": "ddpexp.data.mnist_files.prepar"}, (
+            "data.prepare=ddpexp.data.mnist_files.prepar is not "
+            "allowed"
+        )),
         ({"data__patience": 3}, "data.patience is not a known key."),
-        ({"recipe__name": "../elsewhere"}, "recipe.name=../elsewhere: use a plain name, for it names the folder of the runs."),
+        ({"recipe__name": "../elsewhere"}, (
+            "recipe.name=../elsewhere: use a plain name, for it names the folder of the "
+            "runs."
+        )),
         ({"recipe__name": 5}, "recipe.name=5 is not a text."),
         ({"run__dir": 5}, "run.dir=5 is not a text or null."),
         ({"run__dir": ""}, "run.dir= is empty: give it a folder, or null for one under outputs."),
@@ -167,7 +186,8 @@ def test_memory_is_shared_by_cpu_workers_of_one_host_alone(found: Layout, where:
     with pytest.raises(RefusedError) as caught:
         check_layout(parse(tree(strategy__reduce_through="shared_memory")), found)
     assert str(caught.value) == (
-        f"strategy.reduce_through=shared_memory is for CPU workers of one host, and {where}. Use strategy.reduce_through=auto."
+        f"strategy.reduce_through=shared_memory is for CPU workers of one host, and {where}. Use "
+        "strategy.reduce_through=auto."
     )
     check_layout(parse(tree(strategy__reduce_through="auto")), found)
 
@@ -187,7 +207,8 @@ def test_reading_a_configuration_needs_no_hydra_and_no_torch(tmp_path: Path) -> 
 
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree()))
     program = (
-        "import sys; from pathlib import Path; from ddpexp.config.parse import load; load(Path(sys.argv[1]).read_text());"
+        "import sys; from pathlib import Path; from ddpexp.config.parse import load; "
+        "load(Path(sys.argv[1]).read_text());"
         "assert not {'torch', 'hydra', 'omegaconf', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "config.yaml")], check=True, timeout=PATIENCE)

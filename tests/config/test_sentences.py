@@ -231,13 +231,22 @@ FOREIGN = [
     ("lr=0.1", "Did you mean optimizer.lr?"),
     ("batch_size=8", "Did you mean trainer.global_batch_size, the samples of a step over all workers?"),
     ("data.batch_size=8", "Did you mean trainer.global_batch_size, the samples of a step over all workers?"),
-    ("trainer.accumulate_grad_batches=2", "Did you mean trainer.micro_batch_size, from which the number of accumulated passes"),
+    ("trainer.accumulate_grad_batches=2", (
+        "Did you mean trainer.micro_batch_size, from which the number of accumulated "
+        "passes"
+    )),
     ("trainer.gradient_clip_val=1", "Did you mean trainer.clip_grad_norm?"),
     ("seed=3", "Did you mean trainer.seed?"),
     ("seed_everything=3", "Did you mean trainer.seed?"),
-    ("ckpt_path=x", "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."),
+    ("ckpt_path=x", (
+        "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one "
+        "from weights."
+    )),
     ("trainer.limit_train_batches=3", "There is nothing like it: trainer.max_steps=N ends a run after N steps."),
-    ("limit_eval_batches=3", "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves"),
+    ("limit_eval_batches=3", (
+        "There is nothing like it: an evaluation takes its whole data set, and "
+        "trainer.eval_every=0 leaves"
+    )),
     ("trainer.fast_dev_run=true", "There is nothing like it: trainer.max_steps=2 ends a run after two steps."),
     ("callbacks=none", "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."),
     ("output_dir=x", "Did you mean run.dir?"),
@@ -257,13 +266,16 @@ FOREIGN_VALUES = [
 @pytest.mark.parametrize(("word", "advice"), FOREIGN)
 def test_another_frameworks_key_is_answered_with_what_is_typed_here(word: str, advice: str) -> None:
     where, _, key = word.partition("=")[0].rpartition(".")
-    assert str(unknown_key(key, ["epochs", "global_batch_size", "micro_batch_size"], where, ["trainer.seed"])).startswith(
-        f"{word.partition('=')[0]} is not a known key. {advice}"
-    )
+    assert str(
+        unknown_key(key, ["epochs", "global_batch_size", "micro_batch_size"], where, ["trainer.seed"])
+    ).startswith(f"{word.partition('=')[0]} is not a known key. {advice}")
 
 
 def test_the_answer_is_the_same_wherever_the_key_stands(project: Path) -> None:
-    advice = "is not a known key. There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves"
+    advice = (
+        "is not a known key. There is nothing like it: an evaluation takes its whole data set, and "
+        "trainer.eval_every=0 leaves"
+    )
     for key in ("limit_eval_batches", "trainer.limit_eval_batches"):
         assert refusal(f"{key}=3").startswith(f"{key} {advice}")
     assert refusal("+trainer.limit_eval_batches=3").startswith(f"trainer.limit_eval_batches {advice}")
@@ -276,7 +288,9 @@ def test_another_frameworks_value_is_answered_with_what_is_typed_here(word: str,
     assert said.endswith(advice)
 
 
-@pytest.mark.parametrize("word", ["model=resnet18", "strategy=fsdp", "scheduler=linear", "logger=wandb", "data=cifar10"])
+@pytest.mark.parametrize(
+    "word", ["model=resnet18", "strategy=fsdp", "scheduler=linear", "logger=wandb", "data=cifar10"]
+)
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)
     assert "Did you mean" not in said
@@ -335,7 +349,11 @@ def test_a_recipe_without_its_first_line_is_refused(project: Path, text: str, se
 @pytest.mark.parametrize(("text", "sentence"), TEXTS)
 def test_a_wrong_recipe_is_answered_with_what_to_write(project: Path, text: str, sentence: str) -> None:
     (project / "mine/conf/recipe/bad.yaml").write_text(f"# @package _global_\n{text}")
-    assert refusal("--config-dir", "mine/conf", "recipe=bad").removeprefix(f"{project}/mine/conf/recipe/").startswith(sentence)
+    assert (
+        refusal("--config-dir", "mine/conf", "recipe=bad")
+        .removeprefix(f"{project}/mine/conf/recipe/")
+        .startswith(sentence)
+    )
 
 
 def test_windows_line_ends_and_comments_before_the_package_are_no_mistake(project: Path) -> None:

@@ -148,7 +148,13 @@ def prepare(
 ) -> Any:
     mirrors = [server.address for server in servers]
     return mnist_files.prepare(
-        None if root is None else str(root), source, 30, 20, warn=warn or pytest.fail, mirrors=mirrors, patience=patience
+        None if root is None else str(root),
+        source,
+        30,
+        20,
+        warn=warn or pytest.fail,
+        mirrors=mirrors,
+        patience=patience,
     )
 
 

@@ -46,7 +46,9 @@ def test_the_global_batch_is_micro_times_accumulation_times_world(size: int) -> 
         (8, 0, 1, "trainer.global_batch_size=8 trainer.micro_batch_size=0: use 1 or more."),
     ],
 )  # fmt: skip
-def test_a_batch_that_does_not_split_is_refused_with_what_does(total: int, micro: int, size: int, sentence: str) -> None:
+def test_a_batch_that_does_not_split_is_refused_with_what_does(
+    total: int, micro: int, size: int, sentence: str
+) -> None:
     with pytest.raises(RefusedError) as caught:
         plan_batches(total, micro, size)
     assert str(caught.value) == sentence
@@ -63,7 +65,9 @@ def test_every_size_that_a_refusal_names_splits() -> None:
                     better = int(words.split("for example trainer.global_batch_size=")[1].split(".")[0])
                     assert plan_batches(better, micro, size).gradient_accumulation_steps >= 1
                     if " Or use " in words:
-                        for other in words.split(" Or use ")[1].removesuffix(" workers.").replace(" or ", ", ").split(", "):
+                        for other in (
+                            words.split(" Or use ")[1].removesuffix(" workers.").replace(" or ", ", ").split(", ")
+                        ):
                             assert plan_batches(total, micro, int(other)).global_batch_size == total
                 else:
                     assert cut.micro_batch_size * cut.gradient_accumulation_steps * size == total

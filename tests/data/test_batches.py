@@ -39,7 +39,9 @@ def indexed(count: int) -> Arrays:
     return Arrays((torch.arange(count),))
 
 
-def train(data: Any, size: int = 1, rank: int = 0, micro: Any = "auto", total: int = 24, num_workers: int = 0) -> TrainBatches:
+def train(
+    data: Any, size: int = 1, rank: int = 0, micro: Any = "auto", total: int = 24, num_workers: int = 0
+) -> TrainBatches:
     return TrainBatches(data, plan_batches(total, micro, size), rank, 0, CPU, num_workers)
 
 
@@ -57,7 +59,9 @@ def test_the_ranks_share_of_a_step_is_the_same_global_batch_at_every_world_size(
     parts = [ids(train(kind(100), size, rank, micro).steps(0, 6)) for rank in range(size)]
     together = [[index for rank in range(size) for batch in parts[rank][step] for index in batch] for step in range(6)]
     # Four steps an epoch: the last four of a hundred samples are dropped, others in each epoch.
-    expected = [Permutation(100, 0, step // 4)(np.arange(step % 4 * 24, step % 4 * 24 + 24)).tolist() for step in range(6)]
+    expected = [
+        Permutation(100, 0, step // 4)(np.arange(step % 4 * 24, step % 4 * 24 + 24)).tolist() for step in range(6)
+    ]
     assert together == expected
 
 

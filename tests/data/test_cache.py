@@ -175,7 +175,9 @@ def test_drawn_digits_without_a_writable_cache_are_refused(home: Path, monkeypat
 def test_disk_that_is_full_everywhere_is_refused(root: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_below(root.parent, 28, monkeypatch)
     text = refusal(root, "files")
-    assert re.search(rf"{root}: No space left on device \(\S+ .B of .+ free .+\); {home}: No space left on device \(", text)
+    assert re.search(
+        rf"{root}: No space left on device \(\S+ .B of .+ free .+\); {home}: No space left on device \(", text
+    )
     assert "set XDG_CACHE_HOME" in text
 
 

@@ -67,9 +67,13 @@ def test_rows_that_lie_on_the_device_are_the_same_also_of_a_part_of_a_part() -> 
     kept, out = hold_out(numbers(100), 0.3)
     inner, last = hold_out(kept, 0.5)
     there = on_device(Splits(inner, {"last": last, "out": out}), CPU)
-    assert [all_of(part) for part in (there.train, *there.evals.values())] == [all_of(part) for part in (inner, last, out)]
+    assert [all_of(part) for part in (there.train, *there.evals.values())] == [
+        all_of(part) for part in (inner, last, out)
+    ]
 
 
 def test_what_cannot_lie_on_the_device_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"data\.on_device=true: `eval` is a TensorDataset, which cannot lie in the memory"):
+    with pytest.raises(
+        RefusedError, match=r"data\.on_device=true: `eval` is a TensorDataset, which cannot lie in the memory"
+    ):
         on_device(Splits(numbers(4), {"eval": TensorDataset(torch.arange(3))}), CPU)

@@ -38,7 +38,9 @@ class Fetched(Dataset[Any]):
 def drawn(data: Any, size: int, rank: int, seed: int = 0) -> list[dict[int, float]]:
     """Return what was drawn for each sample, by step."""
     steps = TrainBatches(data, plan_batches(24, 6, size), rank, seed, CPU).steps(0, 6)
-    return [{int(i): float(x) for batch in micro_batches for i, x in zip(*batch, strict=True)} for micro_batches in steps]
+    return [
+        {int(i): float(x) for batch in micro_batches for i, x in zip(*batch, strict=True)} for micro_batches in steps
+    ]
 
 
 @pytest.mark.parametrize("data", [Gathered(), Fetched()], ids=["gathered", "fetched"])

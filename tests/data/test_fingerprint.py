@@ -59,7 +59,9 @@ def test_lengths_and_content_tell_data_from_other_data() -> None:
     assert differences(before, read(rows(80), eval=rows(1020))) == [
         "`train` had 100 samples and has 80 now", "`eval` had 20 samples and has 1,020 now",
     ]  # fmt: skip
-    assert differences(before, read(rows(seed=1), eval=rows(20))) == ["`train` has as many samples as before, and others"]
+    assert differences(before, read(rows(seed=1), eval=rows(20))) == [
+        "`train` has as many samples as before, and others"
+    ]
     assert differences(before, read(rows(), test=rows(20))) == ["`test` is new", "`eval` is gone"]
 
 
@@ -68,7 +70,9 @@ def test_a_set_that_gathers_is_read_as_one_that_gives_single_samples() -> None:
     before = read(part)
     assert before["train"]["content"].keys() == {"[]", "[0]", "[1]"}
     assert differences(before, read(hold_out(rows(), 0.5)[0])) == []
-    assert differences(before, read(hold_out(rows(seed=1), 0.5)[0])) == ["`train` has as many samples as before, and others"]
+    assert differences(before, read(hold_out(rows(seed=1), 0.5)[0])) == [
+        "`train` has as many samples as before, and others"
+    ]
 
 
 def test_content_is_not_read_where_something_else_tells_it() -> None:

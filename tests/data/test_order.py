@@ -71,7 +71,9 @@ def test_every_length_up_to_2100_gives_each_index_once() -> None:
         assert np.array_equal(np.sort(whole(length, seed=length, epoch=1)), np.arange(length)), length
 
 
-@pytest.mark.parametrize("length", [4095, 4096, 4097, 8192, 8193, 60_000, 65_535, 65_536, 65_537, 131_071, 131_073, 1_000_003])
+@pytest.mark.parametrize(
+    "length", [4095, 4096, 4097, 8192, 8193, 60_000, 65_535, 65_536, 65_537, 131_071, 131_073, 1_000_003]
+)
 def test_longer_lengths_give_each_index_once(length: int) -> None:
     assert np.bincount(whole(length, seed=7, epoch=2), minlength=length).tolist() == [1] * length
 
@@ -192,7 +194,9 @@ def test_positions_outside_the_length_are_refused(length: int) -> None:
         ),
     ],
 )
-def test_orders_never_change_between_versions_and_platforms(length: int, seed: int, epoch: int, golden: list[int]) -> None:
+def test_orders_never_change_between_versions_and_platforms(
+    length: int, seed: int, epoch: int, golden: list[int]
+) -> None:
     positions = np.arange(8) * (length // 8)
     assert Permutation(length, seed, epoch)(positions).tolist() == golden
 

@@ -83,4 +83,6 @@ def _left_on_the_machine() -> set[Path]:
     listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=False).stdout.splitlines()
     ours = [f"pid={pid}," for pid in ddpexp_processes()]
     ports = {Path(line.split()[3]) for line in listening if any(pid in line for pid in ours)}
-    return {path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "ddpexp", "psm", "sem"))} | ports
+    return {
+        path for path in Path("/dev/shm").iterdir() if path.name.startswith(("torch", "ddpexp", "psm", "sem"))
+    } | ports

@@ -40,7 +40,9 @@ class Ended:
         lines = [line for line in self.done.err.splitlines() if re.match(r"ddpexp: rank \d+ on .* failed", line)]
         assert len(lines) == 1, self.done.err
         place = f" at step {error['step']}" if error["step"] is not None else ""
-        assert lines[0].startswith(f"ddpexp: rank {rank} on {platform.node()} failed ({error['phase']}{place}): "), lines
+        assert lines[0].startswith(f"ddpexp: rank {rank} on {platform.node()} failed ({error['phase']}{place}): "), (
+            lines
+        )
         assert error["step"] is not None or not step
         assert re.search(says, lines[0]), lines
         assert re.search(says, f"{error['kind']}: {error['message']}"), error
@@ -91,7 +93,10 @@ def loader_workers(rank: int) -> list[int]:
 
 
 def processes_of(rank: int) -> dict[int, int]:
-    """Return the processes that write to a rank's log, each with its parent; forks do not change what /proc calls environ."""
+    """Return the processes that write to a rank's log, each with its parent.
+
+    Forks do not change what /proc calls environ.
+    """
     found = {}
     for pid in ddpexp_processes():
         folder = Path("/proc") / str(pid)

@@ -1,4 +1,7 @@
-"""The hosts of the cluster that SLURM_CONF belongs to: cut off, healed, killed and started again, as its own tool does it."""
+"""The hosts of the cluster that SLURM_CONF belongs to.
+
+Cut off, healed, killed and started again, as its own tool does it.
+"""
 
 from __future__ import annotations
 

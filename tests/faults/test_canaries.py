@@ -1,6 +1,7 @@
 """What strangers have made, against every verb: configurations, run directories, sweeps, folders and repositories.
 
-Each holds what would leave a file if code of theirs ran. None does, every verb answers within ten seconds, and to Ctrl-C.
+Each holds what would leave a file if code of theirs ran. None does, every verb answers within ten seconds, and to
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -92,7 +93,10 @@ class Place:
         return done
 
     def _forked(self, *words: str) -> tuple[Done, float]:
-        """Be the command in a fork of this process; return how it ended, and the seconds that it and its children computed."""
+        """Be the command in a fork of this process.
+
+        Return how it ended, and the seconds that it and its children computed.
+        """
         out, err = (self.canaries.parent / name for name in ("out", "err"))
         with out.open("w") as to, err.open("w") as to_err, warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the command does not use
@@ -109,7 +113,9 @@ class Place:
                 os.waitpid(pid, 0)
                 pytest.fail(f"no end: {words}")
             time.sleep(0.01)
-        return Done(os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), self.run), used.ru_utime + used.ru_stime
+        return Done(
+            os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), self.run
+        ), used.ru_utime + used.ru_stime
 
     def _be(self, words: Sequence[str], out: int, err: int) -> NoReturn:
         try:
@@ -149,7 +155,9 @@ def bomb(levels: int = 7, times: int = 10) -> str:
 
 
 def doubled(levels: int = 40) -> str:
-    return "\n".join(["x0: [a, b]", *(f"x{n}: ['${{x{n - 1}}}', '${{x{n - 1}}}']" for n in range(1, levels + 1))]) + "\n"
+    return (
+        "\n".join(["x0: [a, b]", *(f"x{n}: ['${{x{n - 1}}}', '${{x{n - 1}}}']" for n in range(1, levels + 1))]) + "\n"
+    )
 
 
 def tree(change: Callable[[dict[str, Any]], object]) -> Callable[[Place], None]:
@@ -293,7 +301,8 @@ SWEEPS: dict[str, Callable[[Place], None]] = {
     "slurm alone": asked(*TINY, "launcher=slurm", "trainer.seed=0,1"),
     "weights elsewhere": asked(*TINY, "run.init_from=/etc/passwd", "trainer.seed=0,1"),
     "another folder of configs": asked(*TINY, "hydra.searchpath=[file:///tmp]", "trainer.seed=0,1"),
-    "a sweeper's storage": asked(*TINY, "hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///canary", "trainer.seed=0,1"),
+    "a sweeper's storage": asked(*TINY, "hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///canary",
+        "trainer.seed=0,1"),
     "a billion jobs": asked(*TINY, "trainer.seed=range(1000000000)"),
     "a word of 100,000 characters": asked(*TINY, f"trainer.seed={','.join(map(str, range(20_000)))}"),
     "deep brackets": asked(*TINY, f"+x={'[' * 2000}", "trainer.seed=0,1"),
@@ -345,7 +354,18 @@ def test_words_that_stand_for_more_than_there_is_are_refused(place: Place, words
 def modules() -> set[str]:
     """Return every name that an import here may look for."""
     installed = {name for name in metadata.packages_distributions() if name.isidentifier()}
-    others = {"sitecustomize", "usercustomize", "colorama", "ipdb", "IPython", "apex", "wandb", "mlflow", "triton", "pkg_resources"}
+    others = {
+        "sitecustomize",
+        "usercustomize",
+        "colorama",
+        "ipdb",
+        "IPython",
+        "apex",
+        "wandb",
+        "mlflow",
+        "triton",
+        "pkg_resources",
+    }
     return {*sys.stdlib_module_names, *installed, *others} - {"__main__", "ddpexp", "this", "antigravity", "tests"}
 
 
@@ -355,7 +375,15 @@ def full_of_modules(place: Place) -> None:
 
 
 def another_ddpexp(place: Place) -> None:
-    for name in ("__init__", "__main__", "worker", "sweep/__init__", "sweep/picture", "launch/__init__", "launch/elastic_agent"):
+    for name in (
+        "__init__",
+        "__main__",
+        "worker",
+        "sweep/__init__",
+        "sweep/picture",
+        "launch/__init__",
+        "launch/elastic_agent",
+    ):
         place.write(f"ddpexp/{name}.py", place.code("ddpexp"))
 
 
@@ -440,7 +468,9 @@ def test_the_module_leaves_the_current_folder_before_it_imports_anything(place: 
     probe.parent.mkdir()
     probe.write_text("import os\nimport sys\n\nprint(*sys.modules)\n")
     environ = {**place.environ, "PYTHONPATH": f"{ROOT}:{probe.parent.parent}"}
-    own = subprocess.run([sys.executable, "-m", "probe"], env=environ, capture_output=True, text=True, check=True).stdout.split()
+    own = subprocess.run(
+        [sys.executable, "-m", "probe"], env=environ, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in modules() - set(own):
         place.write(f"{name}.py", place.code(name))
     for words in (("--help",), TINY):
@@ -520,7 +550,12 @@ def included(place: Place) -> None:
 
 def promised(place: Place) -> None:
     configured(
-        **{"remote.o.promisor": "true", "remote.o.url": "ext::EVIL", "extensions.partialClone": "o", "protocol.ext.allow": "always"}
+        **{
+            "remote.o.promisor": "true",
+            "remote.o.url": "ext::EVIL",
+            "extensions.partialClone": "o",
+            "protocol.ext.allow": "always",
+        }
     )(place)
     tree = git(place.folder, "rev-parse", "HEAD^{tree}").strip()
     (place.folder / ".git/objects" / tree[:2] / tree[2:]).unlink()
@@ -529,7 +564,12 @@ def promised(place: Place) -> None:
 def promised_content(place: Place) -> None:
     """What a file was is on a server, which git would ask for it to compare."""
     configured(
-        **{"remote.o.promisor": "true", "remote.o.url": "ext::EVIL", "extensions.partialClone": "o", "protocol.ext.allow": "always"}
+        **{
+            "remote.o.promisor": "true",
+            "remote.o.url": "ext::EVIL",
+            "extensions.partialClone": "o",
+            "protocol.ext.allow": "always",
+        }
     )(place)
     blob = git(place.folder, "rev-parse", "HEAD:file").strip()
     (place.folder / ".git/objects" / blob[:2] / blob[2:]).unlink()
@@ -551,12 +591,14 @@ REPOSITORIES: dict[str, tuple[Callable[[Place], None], bool]] = {  # and whether
     "a filter": (configured(filter__evil__clean="EVIL", filter__evil__smudge="EVIL"), True),
     "a filter that is required": (configured(filter__evil__clean="EVIL", filter__evil__required="true"), True),
     "a filter as a process": (configured(filter__evil__process="EVIL"), True),
-    "a filter that no option can name": (configured(**{"filter.a=b.clean": "EVIL", "filter.evil.clean": "EVIL"}), False),
+    "a filter that no option can name": (configured(**{"filter.a=b.clean": "EVIL", "filter.evil.clean": "EVIL"}),
+        False),
     "a filter of an included file": (included, True),
     "fsmonitor": (configured(core__fsmonitor="EVIL"), True),
     "hooks": (hooks, True),
     "diffs": (
-        configured(diff__evil__textconv="EVIL", diff__evil__command="EVIL", diff__evil__cachetextconv="true", diff__external="EVIL",
+        configured(diff__evil__textconv="EVIL", diff__evil__command="EVIL", diff__evil__cachetextconv="true",
+            diff__external="EVIL",
                    merge__evil__driver="EVIL", color__ui="always", diff__submodule="diff"),
         True,
     ),
@@ -629,8 +671,12 @@ def test_whether_a_file_is_changed_that_a_filter_translates_is_not_known(place: 
 @pytest.mark.variants(2)
 @pytest.mark.fault(11)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("verb", ["evaluate", "resume", "train", "resume a sweep", "sweep", "plan", "weights", "member"])
-def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(place: Place, verb: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "verb", ["evaluate", "resume", "train", "resume a sweep", "sweep", "plan", "weights", "member"]
+)
+def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
+    place: Place, verb: str, number: signal.Signals
+) -> None:
     """The bounds are taken away, for they would end it first."""
     added(bomb(12))(place)
     asked(*TINY, *bomb_words(12), "trainer.seed=0,1")(place)

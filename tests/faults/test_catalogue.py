@@ -1,4 +1,7 @@
-"""Every fault and threat of the catalogue has a test that puts it into a real run, and a line that says what users see."""
+"""Every fault and threat of the catalogue has a test that puts it into a real run, and a line.
+
+That says what users see.
+"""
 
 from __future__ import annotations
 

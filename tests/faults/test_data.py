@@ -1,4 +1,7 @@
-"""Data that cannot be had: workers that die or hang, too little memory, bad samples, damaged files, mirrors out of reach."""
+"""Data that cannot be had: workers that die or hang, too little memory, bad samples, damaged files.
+
+Mirrors out of reach.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +118,8 @@ def _code(recipe: Recipe) -> None:
     path = recipe.folder / "points.py"
     path.write_text(path.read_text() + CODE)
     (recipe.folder / "conf/data/trouble.yaml").write_text(
-        "_target_: points.load_trouble\ntrain: ''\ntest: ''\nkind: Trouble\ncount: 96\nnum_workers: 0\nvalidation_fraction: 0.0\n"
+        "_target_: points.load_trouble\ntrain: ''\ntest: ''\nkind: Trouble\ncount: 96\nnum_workers: "
+        "0\nvalidation_fraction: 0.0\n"
     )
 
 
@@ -133,7 +137,9 @@ def test_a_dataloader_worker_that_is_killed_ends_the_run_with_its_rank_and_signa
     wait_for(lambda: len(loader_workers(1)) == 2)
     victim = loader_workers(1)[0]
     os.kill(victim, number)
-    error = running.ended().failed(rank=1, says=rf"LoaderError: DataLoader worker [01] was killed by {signal.Signals(number).name}")
+    error = running.ended().failed(
+        rank=1, says=rf"LoaderError: DataLoader worker [01] was killed by {signal.Signals(number).name}"
+    )
     assert error["phase"] in ("data", "train", "evaluate", "save")
 
 
@@ -148,12 +154,15 @@ def test_what_a_task_catches_does_not_hide_the_death_of_a_dataloader_worker(reci
 
 
 @pytest.mark.fault(54)
-@pytest.mark.parametrize(("trouble", "end"), [("leaves", "ended with exit code 3"), ("crashes", "was killed by SIGSEGV")])
+@pytest.mark.parametrize(
+    ("trouble", "end"), [("leaves", "ended with exit code 3"), ("crashes", "was killed by SIGSEGV")]
+)
 def test_a_dataloader_worker_that_its_data_ends_is_named(recipe: Recipe, trouble: str, end: str) -> None:
     ended = troubled(recipe, f"data.train={trouble}", "data.num_workers=2")
     assert ended.done.code == 1
     assert (
-        f"LoaderError: DataLoader worker 1 {end}" in ended.done.err or f"LoaderError: DataLoader worker 0 {end}" in ended.done.err
+        f"LoaderError: DataLoader worker 1 {end}" in ended.done.err
+        or f"LoaderError: DataLoader worker 0 {end}" in ended.done.err
     )
     if trouble == "crashes":
         assert "in __getitem__" in "".join(path.read_text() for path in (ended.done.run / "ranks").glob("*.log"))
@@ -164,7 +173,9 @@ def test_a_dataloader_worker_that_its_data_ends_is_named(recipe: Recipe, trouble
 def test_a_dataloader_worker_that_hangs_is_named_with_its_sample_and_the_key(recipe: Recipe, part: str) -> None:
     where = ("data.train=sleeps",) if part == "train" else ("data.test=sleeps", "trainer.eval_every=1")
     ended = troubled(recipe, *where, "data.num_workers=2", "trainer.timeout.data_seconds=4")
-    error = ended.failed(rank=int(ended.error["rank"]), says=r"DataLoader worker \d has given nothing for 4 s", step=False)
+    error = ended.failed(
+        rank=int(ended.error["rank"]), says=r"DataLoader worker \d has given nothing for 4 s", step=False
+    )
     assert "(trainer.timeout.data_seconds=4)" in error["message"]
     sample = "sample 77 of 96 in `train`" if part == "train" else "sample 32 of 33 in `eval`"
     assert f"it is at {sample}, and its stack is in the log of this rank. " in error["message"]
@@ -177,11 +188,15 @@ def test_a_dataloader_worker_that_hangs_is_named_with_its_sample_and_the_key(rec
 RAISES = [
     ("data.num_workers=0", r"ValueError: no luck \(sample 77 of 96 in `train`\)"),
     ("data.num_workers=2", r"ValueError: no luck \(sample 77 of 96 in `train`, in DataLoader worker [01]\)"),
-    ("data.kind=Batched", r"ValueError: no luck \(samples (\d+, ){5}\d+ and 7 more of 96 in `train`\)".replace("{5}", "{4}")),
+    (
+        "data.kind=Batched",
+        r"ValueError: no luck \(samples (\d+, ){5}\d+ and 7 more of 96 in `train`\)".replace("{5}", "{4}"),
+    ),
     ("data.kind=Gathered", r"ValueError: no luck \(samples (\d+, ){4}\d+ and 7 more of 96 in `train`\)"),
     (
         "data.validation_fraction=0.25 data.num_workers=2",
-        r"ValueError: no luck \(sample \d+ of \d\d in `\w+`, which is 77 of the 96 in the whole set, in DataLoader worker [01]\)",
+        r"ValueError: no luck \(sample \d+ of \d\d in `\w+`, which is 77 of the 96 in the whole set, in DataLoader "
+        r"worker [01]\)",
     ),
 ]
 
@@ -227,7 +242,8 @@ REFUSED = [
     ("data.count=23", "trainer.global_batch_size=24 is more than the 23 training samples. Use at most 23."),
     (
         "data.train=differs",
-        "data._target_=points.load_trouble gave rank 1 120 samples to train and 33 to evaluate, and rank zero 96 and 33: "
+        "data._target_=points.load_trouble gave rank 1 120 samples to train and 33 to evaluate, and rank zero 96 and "
+        "33: "
         "give every rank the same data, for each takes its own part of it.",
     ),
 ]

@@ -56,7 +56,8 @@ class Commands:
         self._count += 1
         run = self.folder / f"run{self._count}"
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(stall), *SHORT, f"data.root={self.root}", f"run.dir={run}", *words],
+            [sys.executable, "-c", PROGRAM, address, str(stall), *SHORT, f"data.root={self.root}", f"run.dir={run}",
+                *words],
             cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
@@ -98,7 +99,10 @@ def bomb(size: int) -> bytes:
 # --- Files ---
 
 WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "truncated": (lambda packed: packed[:1000], "is cut off: its gzip data ends before the 10,008 bytes it must unpack to"),
+    "truncated": (
+        lambda packed: packed[:1000],
+        "is cut off: its gzip data ends before the 10,008 bytes it must unpack to",
+    ),
     "web page": (
         lambda packed: b"<!DOCTYPE html><p>Sign in</p>",
         "is a web page (it begins with b'<!DOCTYPE html><p>Si'), not data",
@@ -122,7 +126,9 @@ def test_a_wrong_file_is_refused_before_any_worker_starts(commands: Commands, fi
     text = refused(finish(process, run))
     assert text.startswith(f"ddpexp: {path} {fault}")
     assert f"replace it by the true {TEST_LABELS}, or delete it and set data.source=download" in text
-    assert used.ru_maxrss < 1 << 20, "a gigabyte"  # the bombs are of four; torch is in the fork server, which is counted too
+    assert used.ru_maxrss < 1 << 20, (
+        "a gigabyte"
+    )  # the bombs are of four; torch is in the fork server, which is counted too
     assert sorted(entry.name for entry in files.iterdir()) == sorted(f"{name}.gz" for name in NAMES)
 
 
@@ -156,7 +162,9 @@ BAD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.fault(57, 58, "S11")
 @pytest.mark.parametrize("bad", BAD)
-def test_a_bad_mirror_is_refused_with_its_address_and_nothing_is_kept(commands: Commands, mirror: Server, bad: str) -> None:
+def test_a_bad_mirror_is_refused_with_its_address_and_nothing_is_kept(
+    commands: Commands, mirror: Server, bad: str
+) -> None:
     answer, fault = BAD[bad]
     mirror.answers[TEST_IMAGES] = answer
     text = refused(commands(mirror.address, "data.source=download", **({"stall": 3.0} if bad == "slow" else {})))

@@ -26,12 +26,19 @@ PROMISED = 5.0
 
 
 def is_command(pid: int) -> bool:
-    """Tell whether a process runs `python -m ddpexp`, and has begun to: before its exec it shows its starter's words."""
+    """Tell whether a process runs `python -m ddpexp`, and has begun to.
+
+    Before its exec it shows its starter's words.
+    """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"ddpexp" in words[2:4] and words[words.index(b"ddpexp") - 1] == b"-m" and set(words[1:3]) <= {b"-u", b"-m", b"ddpexp"}
+    return (
+        b"ddpexp" in words[2:4]
+        and words[words.index(b"ddpexp") - 1] == b"-m"
+        and set(words[1:3]) <= {b"-u", b"-m", b"ddpexp"}
+    )
 
 
 def first_command(before: set[int], seconds: float = 40) -> int:
@@ -55,7 +62,10 @@ def say_largest(recipe: Recipe, seconds: Sequence[float]) -> None:
         if path.is_file() and path.read_bytes() in (b"", b"blat"):
             path.unlink()
     over = sum(one > PROMISED for one in seconds)
-    print(f"{len(seconds)} times, the last process was gone after {max(seconds):.2f} s at most, {over} times over {PROMISED} s")
+    print(
+        f"{len(seconds)} times, the last process was gone after {max(seconds):.2f} s at most, {over} times over "
+        f"{PROMISED} s"
+    )
 
 
 # What becomes the parent of a starter's orphans, in the same session, as a service manager or a notebook's kernel may.
@@ -79,11 +89,16 @@ ADOPTED: Wrap = lambda words: [sys.executable, "-c", ADOPTER, *words]  # noqa: E
 def under(wrap: Wrap, starter: Starter) -> Starter:
     """Return a starter whose words are wrapped in others."""
     ways = starter.commands
-    return dataclasses.replace(starter, commands=lambda typed, size: [(wrap(words), more) for words, more in ways(typed, size)])
+    return dataclasses.replace(
+        starter, commands=lambda typed, size: [(wrap(words), more) for words, more in ways(typed, size)]
+    )
 
 
 def kill_starter(recipe: Recipe, starter: Starter, moment: float, adopted: bool = False) -> float:
-    """Kill what has started a job so long after its first command's first moment; return how long all of it lived on."""
+    """Kill what has started a job so long after its first command's first moment.
+
+    Return how long all of it lived on.
+    """
     before = ddpexp_processes()
     if adopted:
         starter = under(ADOPTED, starter)
@@ -126,14 +141,18 @@ def test_a_starter_that_is_killed_before_a_commands_first_line_leaves_nothing(re
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("adopted", [False, True], ids=["by init", "by a subreaper"])
 @pytest.mark.parametrize("starter", marked())
-def test_a_starter_that_is_killed_in_the_first_second_leaves_nothing(recipe: Recipe, starter: Starter, adopted: bool) -> None:
+def test_a_starter_that_is_killed_in_the_first_second_leaves_nothing(
+    recipe: Recipe, starter: Starter, adopted: bool
+) -> None:
     skip_without(starter)
     if adopted and starter.cluster:
         pytest.skip("Slurm starts the commands itself")
     draw = random.Random(f"{starter} {adopted}")
     found = []
     for number in range(TIMES if not adopted else TIMES // 4):
-        found.append(kill_starter(recipe, starter, draw.uniform(0, 0.05) if number % 4 == 0 else draw.uniform(0, 1), adopted))
+        found.append(
+            kill_starter(recipe, starter, draw.uniform(0, 0.05) if number % 4 == 0 else draw.uniform(0, 1), adopted)
+        )
         if starter.cluster:
             clear_queue()
     say_largest(recipe, found)
@@ -147,7 +166,8 @@ def kill_shell(recipe: Recipe, moment: float) -> float:
     try:
         shell = subprocess.Popen(
             ["setsid", "--ctty", "bash", "-c", '"$@"; true', "-", *DDPEXP, *typed],
-            cwd=recipe.folder, env=recipe.ddpexp.environ, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, text=True,
+            cwd=recipe.folder, env=recipe.ddpexp.environ, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
+            text=True,
         )  # fmt: skip
         with ended(before, shell):
             first_command(before)
@@ -197,7 +217,8 @@ BETWEEN: dict[str, Wrap] = {
     "under a subreaper": ADOPTED,
     "in a session of its own": lambda words: ["setsid", "--wait", "nohup", *words],
     "with a script between": lambda words: [
-        part for word in words for part in (("bash", "-c", '"$@"; exit $?', "-", word) if word == DDPEXP[0] else (word,))
+        part for word in words for part in (("bash", "-c", '"$@"; exit $?', "-",
+            word) if word == DDPEXP[0] else (word,))
     ],
 }  # fmt: skip
 
@@ -209,7 +230,10 @@ def ways() -> list[Any]:
         for way in BETWEEN:
             if (one.name, way) == ("torchrun", "with a script between"):
                 continue  # it starts Python itself
-            marks = [*([pytest.mark.slurm] if one.cluster else []), *([] if (one.name, way) in often else [pytest.mark.slow])]
+            marks = [
+                *([pytest.mark.slurm] if one.cluster else []),
+                *([] if (one.name, way) in often else [pytest.mark.slow]),
+            ]
             found.append(pytest.param(one, way, marks=marks, id=f"{one.name} {way}"))
     return found
 

@@ -1,4 +1,7 @@
-"""Checkpoints, weights, run directories and configurations made by others: they run no code and reach nothing outside."""
+"""Checkpoints, weights, run directories and configurations made by others.
+
+They run no code and reach nothing outside.
+"""
 
 from __future__ import annotations
 
@@ -109,7 +112,9 @@ def refused(done: Done, *parts: str) -> None:
 @pytest.mark.variants(1)
 @pytest.mark.fault("S1")
 @pytest.mark.parametrize("kind", [0, 1], ids=["pickle", "torch.save"])
-def test_code_in_place_of_a_checkpoints_file_is_refused(ddpexp: Ddpexp, run: Path, canary: Path, tmp_path: Path, kind: int) -> None:
+def test_code_in_place_of_a_checkpoints_file_is_refused(
+    ddpexp: Ddpexp, run: Path, canary: Path, tmp_path: Path, kind: int
+) -> None:
     content = bombs(canary, tmp_path)[kind]
     saved = {path.name: path.read_bytes() for path in newest(run).iterdir()}
     names = [
@@ -208,14 +213,20 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
 def in_little_memory(folder: Path, environ: dict[str, str], *names: str) -> dict[str, str]:
     """Read what lies in each folder with 300 MiB of memory more than the start took; return what was said of it."""
     done = subprocess.run(
-        [sys.executable, "-c", LITTLE_MEMORY, str(folder), *names], env=environ, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-c", LITTLE_MEMORY, str(folder), *names],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return dict(line.split(": ", 1) for line in done.stdout.splitlines())
 
 
 @pytest.mark.fault("S17")
-def test_weights_that_claim_more_than_there_is_are_refused_in_little_memory(environ: dict[str, str], tmp_path: Path) -> None:
+def test_weights_that_claim_more_than_there_is_are_refused_in_little_memory(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
     for name, content in WEIGHTS.items():
         (tmp_path / "weights" / name).mkdir(parents=True)
         (tmp_path / "weights" / name / "w.safetensors").write_bytes(content)
@@ -266,18 +277,27 @@ def pipe(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[Any, str]] = {
     "deep manifest": (lambda folder: (folder / "checkpoint.json").write_bytes(DEEP), "is damaged"),
-    "deep manifest that is sealed": (lambda folder: (folder / "checkpoint.json").write_bytes(sealed_deep()), "nested too deeply"),
+    "deep manifest that is sealed": (
+        lambda folder: (folder / "checkpoint.json").write_bytes(sealed_deep()),
+        "nested too deeply",
+    ),
     "huge manifest": (lambda folder: sparse(folder / "checkpoint.json"), "more than 67,108,864"),
     "piped manifest": (lambda folder: pipe(folder / "checkpoint.json"), "it is no plain file"),
     "manifest of nothing": (lambda folder: (folder / "checkpoint.json").write_text("null"), "is damaged"),
-    "manifest without files": (lambda folder: (folder / "checkpoint.json").write_bytes(seal({"format": 2})), "KeyError: 'files'"),
+    "manifest without files": (
+        lambda folder: (folder / "checkpoint.json").write_bytes(seal({"format": 2})),
+        "KeyError: 'files'",
+    ),
     "manifest of texts": (
         lambda folder: (folder / "checkpoint.json").write_bytes(seal({**read_manifest(folder), "step": "x"})),
         "of another step",
     ),
     "deep state": (state(DEEP), "nested too deeply"),
     "deeper than it is read": (state(b"[" * 900 + b"]" * 900), "state.progress.json cannot be read: "),
-    "odd keys": (state(b'{"$": "mapping", "value": [[[1], 2]]}'), "state.progress.json cannot be read: unhashable type"),
+    "odd keys": (
+        state(b'{"$": "mapping", "value": [[[1], 2]]}'),
+        "state.progress.json cannot be read: unhashable type",
+    ),
     "huge state": (lambda folder: sparse(folder / "state.progress.json"), "bytes where"),
     "piped state": (lambda folder: pipe(folder / "state.progress.json"), "state.progress.json: it is no plain file"),
     "negative size": (piece(num_bytes=-5), "has -5 bytes at 0"),
@@ -289,12 +309,16 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.fault("S17")
-def test_a_hostile_checkpoint_is_read_in_little_memory_and_time(environ: dict[str, str], trained: Path, tmp_path: Path) -> None:
+def test_a_hostile_checkpoint_is_read_in_little_memory_and_time(
+    environ: dict[str, str], trained: Path, tmp_path: Path
+) -> None:
     for name, (damage, _) in DAMAGES.items():
         folder = shutil.copytree(newest(trained), tmp_path / "all" / name / "step-00000010")
         damage(folder)
     found = in_little_memory(tmp_path / "all", environ, "complete", "problem", "state")
-    assert {name: sentence in found[name] for name, (_, sentence) in DAMAGES.items()} == dict.fromkeys(DAMAGES, True), found
+    assert {name: sentence in found[name] for name, (_, sentence) in DAMAGES.items()} == dict.fromkeys(DAMAGES, True), (
+        found
+    )
 
 
 # --- Out of the run directory ---
@@ -331,15 +355,24 @@ def call(target: str) -> dict[str, Any]:
 
 POISON: dict[str, tuple[Any, str]] = {
     "task": (at("task", call("os.system")), "task._target_=os.system is not allowed"),
-    "eval": (at("model", {"_target_": "builtins.eval", "_args_": ["1"]}), "model._target_=builtins.eval is not allowed"),
-    "nested": (at("model.layers", [1, [call("posix.system")]]), "model.layers[1][0]._target_=posix.system is not allowed"),
+    "eval": (
+        at("model", {"_target_": "builtins.eval", "_args_": ["1"]}),
+        "model._target_=builtins.eval is not allowed",
+    ),
+    "nested": (
+        at("model.layers", [1, [call("posix.system")]]),
+        "model.layers[1][0]._target_=posix.system is not allowed",
+    ),
     "partial": (
         at("optimizer", {"_target_": "functools.partial", "function": call("os.system"), "lr": 1}),
         "optimizer._target_=functools.partial is not allowed",
     ),
     "prepare": (at("data.prepare", "os.system"), "data.prepare=os.system is not allowed"),
     "launcher": (at("launcher", call("subprocess.Popen")), "launcher._target_=subprocess.Popen is not allowed"),
-    "scheduler": (at("scheduler", call("hydra.utils.instantiate")), "scheduler._target_=hydra.utils.instantiate is not allowed"),
+    "scheduler": (
+        at("scheduler", call("hydra.utils.instantiate")),
+        "scheduler._target_=hydra.utils.instantiate is not allowed",
+    ),
     "logger": (at("logger", call("os.system")), "logger._target_=os.system is not allowed"),
     "resolver": (at("task._target_", "${oc.env:PAYLOAD}"), "task._target_=os.system is not allowed"),
     "trust": (
@@ -362,7 +395,9 @@ POISON: dict[str, tuple[Any, str]] = {
 RAW = {
     "python object": "run: !!python/object/apply:os.system ['touch canary']\n",
     "deep": "run: " + "[" * 50_000 + "]" * 50_000,
-    "laughs": "a0: &a0 [lol]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)) + "run: {}\n",
+    "laughs": "a0: &a0 [lol]\n"
+    + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+    + "run: {}\n",
 }
 
 

@@ -1,4 +1,7 @@
-"""SIGKILL of any process of a run, under every launcher: five seconds later nothing of it is left, whatever it was doing."""
+"""SIGKILL of any process of a run, under every launcher.
+
+Five seconds later nothing of it is left, whatever it was doing.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,10 @@ class Family:
         self.starters = sorted(self._above(found))
 
     def _above(self, found: set[int]) -> set[int]:
-        """Return what has started the commands, up to these tests, and what stands beside it: srun has no task as its child."""
+        """Return what has started the commands, up to these tests, and what stands beside it.
+
+        Srun has no task as its child.
+        """
         above = {pid for pid in found if name(pid) == "salloc" or (name(pid) == "srun" and name(parent(pid)) != "srun")}
         for pid in self.commands:
             while (pid := parent(pid)) not in (0, 1, os.getpid()):
@@ -59,7 +65,12 @@ class Family:
 
     def of(self, kind: str) -> Sequence[int]:
         """Return the processes of one kind."""
-        return {"worker": self.workers, "fork server": self.servers, "command": self.commands, "starter": self.starters}[kind]
+        return {
+            "worker": self.workers,
+            "fork server": self.servers,
+            "command": self.commands,
+            "starter": self.starters,
+        }[kind]
 
 
 def kill_one(recipe: Recipe, starter: Starter, kind: str, which: Callable[[Sequence[int]], int]) -> str:
@@ -76,7 +87,9 @@ def kill_one(recipe: Recipe, starter: Starter, kind: str, which: Callable[[Seque
         spared = set()
         if name(victim) == "slurmstepd":
             waiting = {
-                pid for pid in ddpexp_processes() - before if "salloc" in (name(pid), name(parent(pid))) or name(pid) == "srun"
+                pid
+                for pid in ddpexp_processes() - before
+                if "salloc" in (name(pid), name(parent(pid))) or name(pid) == "srun"
             }
             spared = waiting | {one.pid for one in started}
         who = f"{kind} {name(victim)}"
@@ -163,7 +176,8 @@ def test_a_command_that_waits_for_the_others_ends_with_its_starter_and_says_so(r
     wait_for(lambda: not ddpexp_processes() - before, SECONDS)
     done = finish(process, run)
     assert done.err == (
-        f"ddpexp: mpirun (process {process.pid}), which started this command, is gone: it was killed, and its ranks end with it\n"
+        f"ddpexp: mpirun (process {process.pid}), which started this command, is gone: it was killed, and its ranks "
+        "end with it\n"
     )
     assert not run.exists()
 
@@ -189,7 +203,12 @@ KINDS = ("starter", "command", "fork server", "worker")
 @pytest.mark.parametrize("starter", [pytest.param(SPAWN, id="spawn"), *params(sizes=False)])
 def test_nothing_outlives_any_killed_process(recipe: Recipe, starter: Starter, kind: str) -> None:
     skip_without(starter)
-    if kind == "starter" and starter.name in ("spawn", "spawn, new interpreters", "spawn on two machines", "variables in shells"):
+    if kind == "starter" and starter.name in (
+        "spawn",
+        "spawn, new interpreters",
+        "spawn on two machines",
+        "variables in shells",
+    ):
         pytest.skip("the commands are typed")
     draw = random.Random(f"{starter} {kind}")
     times = int(os.environ.get("DDPEXP_TEST_TIMES", "20"))

@@ -136,14 +136,21 @@ def test_out_of_memory_is_said_with_the_limit(recipe: Recipe, memory: Path, tmp_
         Path(f"/proc/{server}/oom_score_adj").write_text("1000")
     (tmp_path / "now").touch()
     ended = Ended(finish(process, run))
-    error = ended.failed(rank=1 if victim == "rank" else 0, says="killed.*: out of memory: the control group ", step=False)
-    assert f"out of memory: the control group {memory} may use 600 MiB. Use a smaller trainer.micro_batch_size" in error["message"]
+    error = ended.failed(
+        rank=1 if victim == "rank" else 0, says="killed.*: out of memory: the control group ", step=False
+    )
+    assert (
+        f"out of memory: the control group {memory} may use 600 MiB. Use a smaller trainer.micro_batch_size"
+        in error["message"]
+    )
     assert error["signal"] == signal.SIGKILL
     assert error["kind"] == ("SIGKILL" if victim == "rank" else "ServerLost")
 
 
 def children(pid: int) -> list[int]:
-    return [int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()]
+    return [
+        int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
+    ]
 
 
 @pytest.mark.fault(20)
@@ -159,13 +166,15 @@ def test_a_kill_that_the_kernel_did_not_count_is_not_called_out_of_memory(recipe
     ("files", "says"),
     [
         ({}, None),
-        ({"sys/fs/cgroup/memory/a/b/memory.oom_control": "oom_kill 1"}, None),  # killed in it, but nothing that was full
+        # Killed in it, but nothing that was full.
+        ({"sys/fs/cgroup/memory/a/b/memory.oom_control": "oom_kill 1"}, None),
         (
             {"sys/fs/cgroup/memory/a/b/memory.oom_control": "oom_kill 1", "sys/fs/cgroup/memory/a/memory.failcnt": "3"},
             "the control group {root}/sys/fs/cgroup/memory/a may use 2 GiB.",
         ),
         (
-            {"sys/fs/cgroup/c/memory.events": "oom 1\noom_kill 1", "sys/fs/cgroup/c/memory.events.local": "oom 1\noom_kill 1"},
+            {"sys/fs/cgroup/c/memory.events": "oom 1\noom_kill 1",
+                "sys/fs/cgroup/c/memory.events.local": "oom 1\noom_kill 1"},
             "the control group {root}/sys/fs/cgroup/c may use 512.5 MiB.",
         ),
         ({"proc/vmstat": "nr 1\noom_kill 8"}, "the kernel has killed for want of memory on this machine."),
@@ -221,7 +230,8 @@ def test_too_few_files_for_the_workers_are_refused_before_work(recipe: Recipe) -
     ended = limited(recipe, "ulimit -n 64", "trainer.gpus=8")
     assert (ended.done.code, ended.done.run.exists()) == (2, False)
     assert ended.done.err == (
-        "ddpexp: 8 workers need 68 open files, and this shell allows 64 (ulimit -n): raise it with ulimit -n 68 or more, or use "
+        "ddpexp: 8 workers need 68 open files, and this shell allows 64 (ulimit -n): raise it with ulimit -n 68 or "
+        "more, or use "
         "fewer workers.\n"
     )
 
@@ -240,7 +250,8 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
     ended = limited(recipe, "ulimit -f 1024", *EVERY, "model._target_=points.Big", "strategy.reduce_through=backend")
     assert (ended.done.code, ended.done.run.exists()) == (2, False)
     assert ended.done.err == (
-        "ddpexp: a file of a checkpoint takes 4.19 MB and this shell allows 1,024 KiB a file (ulimit -f), so that nothing of this "
+        "ddpexp: a file of a checkpoint takes 4.19 MB and this shell allows 1,024 KiB a file (ulimit -f), so that "
+        "nothing of this "
         "run could be saved: raise that limit.\n"
     )
 
@@ -249,7 +260,9 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
 @pytest.mark.parametrize(
     ("words", "rank"),
     [
-        pytest.param(("optimizer._target_=points.Grows", "optimizer.lr=0.05"), 0, marks=pytest.mark.slow, id="checkpoint"),
+        pytest.param(
+            ("optimizer._target_=points.Grows", "optimizer.lr=0.05"), 0, marks=pytest.mark.slow, id="checkpoint"
+        ),
         pytest.param(("task._target_=points.Talks",), 1, id="log"),
     ],
 )
@@ -264,7 +277,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of twenty megabytes."""
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(place)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m", "none", str(place)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
     yield place
@@ -272,18 +287,23 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("every", ["0", pytest.param("epoch", marks=pytest.mark.slow)])
-def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(recipe: Recipe, disk: Path, every: str) -> None:
+def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(
+    recipe: Recipe, disk: Path, every: str
+) -> None:
     (disk / "full").write_bytes(bytes(14 << 20))
     words = ("model._target_=points.Big", f"trainer.checkpoint_every={every}")
     done = recipe(*EVERY, *words, run=disk / "run")
     assert done.code == 2, done
     wanted = (
-        r"ddpexp: a checkpoint takes 8\.39 MB and \S+/disk/run has 6\.\d\d MB free, so that nothing of this run could be saved: "
+        r"ddpexp: a checkpoint takes 8\.39 MB and \S+/disk/run has 6\.\d\d MB free, so that nothing of this run "
+        r"could be saved: "
     )
     assert re.fullmatch(f"{wanted}make room, or choose another place with run.dir=... .\n", done.err), done.err
     assert not (disk / "run/metrics.jsonl").exists() or not (disk / "run/metrics.jsonl").read_text()
     (disk / "full").unlink()
-    assert recipe(*EVERY, *words, "trainer.keep_last=1", run=disk / "run").code == 0  # the same command, when there is room
+    assert (
+        recipe(*EVERY, *words, "trainer.keep_last=1", run=disk / "run").code == 0
+    )  # the same command, when there is room
 
 
 @pytest.fixture
@@ -358,7 +378,12 @@ def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: R
     words = ("model._target_=points.Big", "trainer.epochs=1")
     done = recipe("trainer.gpus=2", *words, run=disk / "run")
     assert done.code == 0, done
-    assert done.out.count("and 3 checkpoints of 8.39 MB are there at the same time (trainer.keep_last=2): saving will fail") == 1
+    assert (
+        done.out.count(
+            "and 3 checkpoints of 8.39 MB are there at the same time (trainer.keep_last=2): saving will fail"
+        )
+        == 1
+    )
     assert "saving will fail" not in recipe("trainer.gpus=2", *words).out
 
 

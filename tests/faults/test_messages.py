@@ -104,20 +104,36 @@ def recipe(recipe: Recipe) -> Recipe:
 @pytest.mark.parametrize(
     ("how", "kind", "says", "traces"),
     [
-        ("huge", "ValueError", r"begin.*\.\.\. 52,420,\d\d\d bytes are left out here \.\.\..*finish", r"ValueError: begin"),
+        (
+            "huge",
+            "ValueError",
+            r"begin.*\.\.\. 52,420,\d\d\d bytes are left out here \.\.\..*finish",
+            r"ValueError: begin",
+        ),
         ("unpicklable", "Unpicklable", "no luck", "points.Unpicklable: no luck"),
         ("mute", "Mute", "its text cannot be had: __str__ of Mute raised RuntimeError", "Mute: "),
         ("surrogates", "ValueError", r"\\ud800 and \\udfff and \\x00", r"ValueError: \\ud800"),
         ("exit", "SystemExit", r"sys\.exit\('begin.*bytes are left out here.*finish'\)", None),
         pytest.param("mute exit", "SystemExit", r"sys\.exit\(a Mute\)", None, marks=pytest.mark.slow),
-        ("chain", "RuntimeError", "the last one", r"KeyError: 'the first cause'.*direct cause.*bytes are left out.*the last one"),
+        (
+            "chain",
+            "RuntimeError",
+            "the last one",
+            r"KeyError: 'the first cause'.*direct cause.*bytes are left out.*the last one",
+        ),
         ("group", "ExceptionGroup|RuntimeError", "several", r"ValueError: one.*TypeError: two"),
         pytest.param(
-            "deep", "ValueError", "above 0", r"level 300 y.*bytes are left out here.*ValueError: above 0", marks=pytest.mark.slow
+            "deep",
+            "ValueError",
+            "above 0",
+            r"level 300 y.*bytes are left out here.*ValueError: above 0",
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_an_error_of_any_kind_is_told_in_short(recipe: Recipe, how: str, kind: str, says: str, traces: str | None) -> None:
+def test_an_error_of_any_kind_is_told_in_short(
+    recipe: Recipe, how: str, kind: str, says: str, traces: str | None
+) -> None:
     done = recipe("task._target_=points.Acts", f"+task.how={how}", "trainer.gpus=2")
     assert done.code == 1
     error = json.loads((done.run / "error.json").read_text())
@@ -139,7 +155,8 @@ def opened(ddpexp: Ddpexp, redirection: str, *words: str) -> tuple[int, str, str
     """Run a shell line; return the command's exit code, and what was on the shell's own output and errors."""
     script = f"set -o pipefail; {sys.executable} -m ddpexp {' '.join(words)} {redirection}"
     done = subprocess.run(
-        ["bash", "-c", script], cwd=ddpexp.folder, env=ddpexp.environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        ["bash", "-c", script], cwd=ddpexp.folder, env=ddpexp.environ, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True,
         timeout=PATIENCE,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
@@ -250,7 +267,7 @@ def test_a_reader_who_comes_back_reads_on_in_order_and_is_told_what_was_left_out
     assert numbers == sorted(numbers)
     assert numbers[-10_000:] == list(range(30_000, 40_000))
     [left_out] = [line for line in lines if "left out" in line]
-    assert (
-        left_out == f"... {40_000 - len(numbers):,} lines are left out here, for nobody read them; the run's log has them all ..."
+    assert left_out == (
+        f"... {40_000 - len(numbers):,} lines are left out here, for nobody read them; the run's log has them all ..."
     )
     process.stderr.close()

@@ -1,4 +1,7 @@
-"""What a network does to a run: ports that are taken, ranks that never come, hosts that are cut off, strangers that speak."""
+"""What a network does to a run.
+
+Ports that are taken, ranks that never come, hosts that are cut off, strangers that speak.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +95,8 @@ def test_a_port_that_another_program_has_is_refused_by_all_ranks_in_seconds(reci
         f"ddpexp: MASTER_PORT={port} cannot be opened on 127.0.0.1: {said}. Choose another port, the same for all.\n"
     )
     assert second.err == (
-        f"ddpexp: rank 1 did not find rank 0: another program answers at 127.0.0.1:{port}. Choose another MASTER_PORT, the same "
+        f"ddpexp: rank 1 did not find rank 0: another program answers at 127.0.0.1:{port}. Choose another MASTER_PORT, "
+        "the same "
         f"for all, or end that program.\n"
     )
     assert not run.exists()
@@ -109,9 +113,9 @@ def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts:
         cwd=recipe.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr.startswith(f"ddpexp: node 1 did not find node 0 within 2 s: nobody answered at {address}:29811 ("), (
-        done.stderr
-    )
+    assert done.stderr.startswith(
+        f"ddpexp: node 1 did not find node 0 within 2 s: nobody answered at {address}:29811 ("
+    ), done.stderr
     assert not run.exists()
 
 
@@ -125,7 +129,9 @@ def test_two_ranks_zero_are_refused_with_the_one_that_was_first(recipe: Recipe) 
     assert second.code == 2
     assert re.search(rf"Address already in use by python\S* \(process {first.pid}\)\. Choose", second.err)
     other = finish(shell(recipe, run, **{**variables, "RANK": "1"}), run)
-    assert [finish(first, run).code, other.code] == [0, 0], other.err  # the first one trains with the rank that it waited for
+    assert [finish(first, run).code, other.code] == [0, 0], (
+        other.err
+    )  # the first one trains with the rank that it waited for
 
 
 def is_open(port: int) -> bool:
@@ -147,7 +153,9 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
     assert [one.code for one in done] == [2, 2]
     name = os.uname().nodename
     assert done[0].err.startswith("ddpexp: torch is 2."), done[0].err
-    assert done[0].err.endswith(f" on rank 0 ({name}) and 9.9 on rank 1 ({name}): install the same version on all of them.\n")
+    assert done[0].err.endswith(
+        f" on rank 0 ({name}) and 9.9 on rank 1 ({name}): install the same version on all of them.\n"
+    )
     assert not run.exists()
 
 
@@ -156,7 +164,9 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
 
 @pytest.mark.fault(28)
 @pytest.mark.slurm
-def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_later(recipe: Recipe, hosts: Hosts) -> None:
+def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_later(
+    recipe: Recipe, hosts: Hosts
+) -> None:
     recipe.ddpexp.environ["PACE"] = "0.05"
     both = Both(recipe, [*MACHINES, *STEPS])
     wait_for(lambda: trained(both.run, 20))
@@ -307,7 +317,10 @@ time_t time(time_t *at)
     return found.tv_sec;
 }
 """
-"""A clock that is an hour ahead, for all programs of a host: libfaketime breaks sleep and waits of Python 3.11 and later."""
+"""A clock that is an hour ahead, for all programs of a host.
+
+Libfaketime breaks sleep and waits of Python 3.11 and later.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +332,9 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clock")
     (folder / "clock.c").write_text(CLOCK)
     subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", folder / "clock.so", folder / "clock.c", "-ldl"], check=True, timeout=PATIENCE
+        [compiler, "-shared", "-fPIC", "-o", folder / "clock.so", folder / "clock.c", "-ldl"],
+        check=True,
+        timeout=PATIENCE,
     )
     return folder / "clock.so"
 
@@ -330,7 +345,9 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
 def test_clocks_an_hour_apart_change_nothing(recipe: Recipe, hosts: Hosts, clock: Path, fails: bool) -> None:
     ahead = {"LD_PRELOAD": str(clock)}
-    said = subprocess.run([sys.executable, "-c", "import time; print(time.time())"], env=ahead, capture_output=True, text=True)
+    said = subprocess.run(
+        [sys.executable, "-c", "import time; print(time.time())"], env=ahead, capture_output=True, text=True
+    )
     assert 3590 < float(said.stdout) - time.time() < 3610
     fault = {"DDPEXP_FAULT": "forward:raise:1:20"} if fails else {}
     both = Both(recipe, [*MACHINES, *STEPS], own=(fault, {**ahead, **fault}))
@@ -376,7 +393,8 @@ def test_another_host_reaches_no_port_of_a_run_on_one_host(recipe: Recipe, hosts
     ours = [line.split()[4] for line in lines if any(f"pid={pid}," in line for pid in family)]
     assert {address.rpartition(":")[0] for address in ours} == {"127.0.0.1"}
     ports = [address.rpartition(":")[2] for address in ours]
-    # The bridge's address is that of this machine, as the hosts reach it; one port that is open there shows that they do.
+    # The bridge's address is that of this machine, as the hosts reach it; one port that is open there shows that they
+    # do.
     head = socket.gethostbyname("ddp-head")
     with socket.create_server((head, 0)) as control:
         shown = str(control.getsockname()[1])

@@ -121,7 +121,9 @@ def test_an_abort_is_told_as_one(recipe: Recipe) -> None:
 def test_what_a_failure_brings_about_is_not_taken_for_the_cause(recipe: Recipe) -> None:
     add(recipe, LONG)
     done = recipe("trainer.gpus=2", "task._target_=points.Follows")
-    assert re.search(r"^ddpexp: rank 0 on \S+ failed \(train at step 2\): ValueError: the cause", done.err, re.MULTILINE), done.err
+    assert re.search(
+        r"^ddpexp: rank 0 on \S+ failed \(train at step 2\): ValueError: the cause", done.err, re.MULTILINE
+    ), done.err
 
 
 @pytest.mark.variants(1)
@@ -178,7 +180,8 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
 )
 def test_a_rank_that_goes_on_is_left_alone(recipe: Recipe, words: tuple[str, ...]) -> None:
     add(recipe, LONG)
-    done = recipe("trainer.gpus=2", "trainer.epochs=1", "trainer.timeout.step_seconds=3", "trainer.timeout.init_seconds=4",
+    done = recipe("trainer.gpus=2", "trainer.epochs=1", "trainer.timeout.step_seconds=3",
+        "trainer.timeout.init_seconds=4",
                   "trainer.timeout.data_seconds=10", "trainer.timeout.save_seconds=20", *words)  # fmt: skip
     assert (done.code, done.err) == (0, "")
 
@@ -217,7 +220,11 @@ def test_ranks_that_wait_for_one_another_are_all_named(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("size", "workers", "says"),
     [  # gloo ends whichever rank gets more data than it expects; where none does, all wait
-        (100_000, 2, r"CollectiveMismatch: the ranks called different collective operations: rank 0 in backward \(.*\); "),
+        (
+            100_000,
+            2,
+            r"CollectiveMismatch: the ranks called different collective operations: rank 0 in backward \(.*\); ",
+        ),
         (1, 3, r"Hang: .*every rank waits for another \(rank 0 in .*; "),
         (1, 2, r"CollectiveMismatch: "),
     ],
@@ -228,7 +235,9 @@ def test_a_rank_with_a_collective_too_many_is_named(recipe: Recipe, size: int, w
     done = recipe(*words, *SOON, "task._target_=points.Extra", f"+task.size={size}")
     assert done.code == 1
     where = r"rank 1 in extra \(\S+points.py:\d+\)"
-    assert re.search(rf"^ddpexp: rank 1 on \S+ failed \(train at step 2\): {says}.*{where}", done.err, re.MULTILINE), done.err
+    assert re.search(rf"^ddpexp: rank 1 on \S+ failed \(train at step 2\): {says}.*{where}", done.err, re.MULTILINE), (
+        done.err
+    )
 
 
 @pytest.mark.slow
@@ -247,8 +256,10 @@ def test_a_worker_that_is_never_started_is_missed(recipe: Recipe, tmp_path: Path
     (tmp_path / "late/sitecustomize.py").write_text(
         "import sys, time\nif 'launch.server' in ' '.join(sys.orig_argv): time.sleep(600)\n"
     )
-    process, run = recipe.start(*EVERY, "trainer.timeout.init_seconds=2", environ={"PYTHONPATH": f"{tmp_path / 'late'}:{ROOT}"})
-    done = finish(process, run)
-    assert re.search(r"Hang: no progress for .*\(trainer\.timeout\.init_seconds=2\): its process was not started", done.err), (
-        done.err
+    process, run = recipe.start(
+        *EVERY, "trainer.timeout.init_seconds=2", environ={"PYTHONPATH": f"{tmp_path / 'late'}:{ROOT}"}
     )
+    done = finish(process, run)
+    assert re.search(
+        r"Hang: no progress for .*\(trainer\.timeout\.init_seconds=2\): its process was not started", done.err
+    ), done.err

@@ -1,4 +1,7 @@
-"""Thirty faults in one run, at random: it ends with the weights of the undisturbed run, and every step is recorded once."""
+"""Thirty faults in one run, at random.
+
+It ends with the weights of the undisturbed run, and every step is recorded once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from tests.points import ITEMS, Recipe
 
 WORDS = (
     "trainer.log_every=1", "trainer.epochs=null", "trainer.checkpoint_every=20", "trainer.eval_every=50",
-    "trainer.timeout.init_seconds=20", "trainer.timeout.step_seconds=2", "logger=tensorboard", *ITEMS[:1], "data.num_workers=1",
+    "trainer.timeout.init_seconds=20", "trainer.timeout.step_seconds=2", "logger=tensorboard", *ITEMS[:1],
+    "data.num_workers=1",
 )  # fmt: skip
 POINTS = (
     "begun",
@@ -94,7 +98,9 @@ def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> 
     while seen.total() < count:
         planned = chance.random() < 0.3  # a rank dies at a point of a checkpoint's write
         fault = f"checkpoint.{chance.choice(POINTS)}:kill:0:{chance.randrange(1, 3)}"
-        process, run = recipe.start(*words, run=run, environ={"PACE": "0.03", **({"DDPEXP_FAULT": fault} if planned else {})})
+        process, run = recipe.start(
+            *words, run=run, environ={"PACE": "0.03", **({"DDPEXP_FAULT": fault} if planned else {})}
+        )
         before, deadline = steps(run), time.monotonic() + 30
         while process.poll() is None and steps(run) <= before and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -117,6 +123,7 @@ def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> 
     assert seen.total() >= count, "the run ended before all faults had come"
     assert done.result()["weights_sha256"] == quick.result()["weights_sha256"]
     own, expected = (
-        [(line["step"], line.get("train/loss"), line.get("eval/loss")) for line in one.metrics()] for one in (done, quick)
+        [(line["step"], line.get("train/loss"), line.get("eval/loss")) for line in one.metrics()]
+        for one in (done, quick)
     )
     assert own == expected

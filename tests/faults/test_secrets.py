@@ -57,7 +57,8 @@ class Keyed(Paced):
 ASKED = (
     "model._target_=points.KeyedNet", "+model.token=${oc.env:TOKEN}", "data._target_=points.load_keyed",
     "+data.token=${oc.env:TOKEN}", "optimizer._target_=points.KeyedOptimizer", "optimizer.lr=0.05",
-    "+optimizer.token=${oc.env:TOKEN}", "task._target_=points.Keyed", "+task.token=${oc.env:TOKEN}", "logger=tensorboard",
+    "+optimizer.token=${oc.env:TOKEN}", "task._target_=points.Keyed", "+task.token=${oc.env:TOKEN}",
+    "logger=tensorboard",
     "trainer.gpus=2", "trainer.checkpoint_every=2",
 )  # fmt: skip
 
@@ -93,9 +94,14 @@ def verb(recipe: Recipe, run: Path, *words: str, environ: dict[str, str] | None 
 @pytest.mark.fault("S10")
 @pytest.mark.parametrize(
     ("how", "code", "shows"),
-    [("raise", 1, "ValueError: {'token': '${TOKEN}', 'url': 'https://me:${TOKEN}@host/'}"), ("exit", 1, "no luck with ${TOKEN}")],
+    [
+        ("raise", 1, "ValueError: {'token': '${TOKEN}', 'url': 'https://me:${TOKEN}@host/'}"),
+        ("exit", 1, "no luck with ${TOKEN}"),
+    ],
 )
-def test_a_run_that_fails_with_a_secret_in_its_error_does_not_tell_it(recipe: Recipe, how: str, code: int, shows: str) -> None:
+def test_a_run_that_fails_with_a_secret_in_its_error_does_not_tell_it(
+    recipe: Recipe, how: str, code: int, shows: str
+) -> None:
     done = recipe(*ASKED, f"+task.how={how}")
     assert done.code == code, done.err
     assert shows in done.err
@@ -105,7 +111,9 @@ def test_a_run_that_fails_with_a_secret_in_its_error_does_not_tell_it(recipe: Re
 
 @pytest.mark.fault("S10")
 @pytest.mark.parametrize("how", ["warn", pytest.param("metric", marks=pytest.mark.slow)])
-def test_a_run_its_interruption_its_resumption_and_its_evaluation_do_not_tell_a_secret(recipe: Recipe, how: str) -> None:
+def test_a_run_its_interruption_its_resumption_and_its_evaluation_do_not_tell_a_secret(
+    recipe: Recipe, how: str
+) -> None:
     asked = (*ASKED, f"+task.how={how}")
     environ = {"DDPEXP_FAULT": "backward:term:0:6", "PYTHONWARNINGS": "default"}
     done = recipe(*asked, "trainer.log_every=1", environ=environ)
@@ -148,7 +156,11 @@ def test_a_value_that_the_shell_has_put_in_is_written_as_a_reference(recipe: Rec
 
 @pytest.mark.fault("S10")
 def test_a_refusal_that_shows_a_value_does_not_show_a_secret(recipe: Recipe) -> None:
-    for words in (["trainer.seed=${oc.env:TOKEN}"], ["model.hidden=${oc.env:TOKEN}"], ["trainer.precision=${oc.env:TOKEN}"]):
+    for words in (
+        ["trainer.seed=${oc.env:TOKEN}"],
+        ["model.hidden=${oc.env:TOKEN}"],
+        ["trainer.precision=${oc.env:TOKEN}"],
+    ):
         done = recipe(*words)
         assert (done.code, done.run.exists()) == (2, False)
         assert "${TOKEN}" in done.err
@@ -174,7 +186,9 @@ def test_a_refusal_that_shows_a_value_does_not_show_a_secret(recipe: Recipe) -> 
         ("HOSTNAME", "abcdefgh", False),
     ],
 )
-def test_what_looks_like_a_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str, secret: bool) -> None:
+def test_what_looks_like_a_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, value: str, secret: bool
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "key").mkdir()
     value = value.replace("/tmp/ssh-x", str(tmp_path))
@@ -189,10 +203,14 @@ HEX = "0123456789abcdef" * 4
 @pytest.mark.parametrize(
     "name",
     [
-        "PGPASSWORD", "MYSQL_PWD", "MYSQLPWD", "GITHUB_PAT", "AZURE_DEVOPS_EXT_PAT", "SSHPASS", "DB_PASS", "DBPASS", "REDIS_AUTH",
-        "OAUTH_SECRET", "AUTHTOKEN", "AUTHORIZATION", "APIKEY", "OPENAI_API_KEY", "OPENAIAPIKEY", "wandbApiKey", "dbPassword",
-        "SECRETKEY", "AWS_ACCESS_KEY_ID", "SSH_PRIVATE_KEY", "SIGNING_KEY", "ENCRYPTIONKEY", "SENTRY_DSN", "CONNECTION_STRING",
-        "AZURE_CONNSTR", "SESSION_COOKIE", "SLACK_WEBHOOK_URL", "JWT", "DJANGO_SALT", "DOCKER_CREDS", "GPG_PASSPHRASE", "PASSCODE",
+        "PGPASSWORD", "MYSQL_PWD", "MYSQLPWD", "GITHUB_PAT", "AZURE_DEVOPS_EXT_PAT", "SSHPASS", "DB_PASS", "DBPASS",
+        "REDIS_AUTH",
+        "OAUTH_SECRET", "AUTHTOKEN", "AUTHORIZATION", "APIKEY", "OPENAI_API_KEY", "OPENAIAPIKEY", "wandbApiKey",
+        "dbPassword",
+        "SECRETKEY", "AWS_ACCESS_KEY_ID", "SSH_PRIVATE_KEY", "SIGNING_KEY", "ENCRYPTIONKEY", "SENTRY_DSN",
+        "CONNECTION_STRING",
+        "AZURE_CONNSTR", "SESSION_COOKIE", "SLACK_WEBHOOK_URL", "JWT", "DJANGO_SALT", "DOCKER_CREDS", "GPG_PASSPHRASE",
+        "PASSCODE",
         "my.token", "my-secret", "TOKENS_2", "DB_PASSWORD_FILE_CONTENT", "HF_TOKEN",
     ],
 )  # fmt: skip
@@ -204,10 +222,12 @@ def test_names_of_secrets_are_known_in_all_their_forms(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "KEYBOARD", "KEYMAP", "MONKEY", "TURKEY", "HOTKEYS", "PASSENGERS", "PASSPORT", "BYPASS_RULE", "PASSAGE", "AUTHOR",
+        "KEYBOARD", "KEYMAP", "MONKEY", "TURKEY", "HOTKEYS", "PASSENGERS", "PASSPORT", "BYPASS_RULE", "PASSAGE",
+        "AUTHOR",
         "GIT_AUTHOR_NAME", "AUTHORITY", "TOKENIZERS_PARALLELISM",
         "TOKENIZER", "TOKENIZER_NAME", "SECRETARY", "PWD", "OLDPWD", "PATH",
-        "PATTERN", "PATIENCE", "SALTED", "DESCRIPTION", "PASSWORDLESS_LOGIN", "HOSTNAME", "DSNAME", "COMPAT_MODE", "OTPION",
+        "PATTERN", "PATIENCE", "SALTED", "DESCRIPTION", "PASSWORDLESS_LOGIN", "HOSTNAME", "DSNAME", "COMPAT_MODE",
+        "OTPION",
         "DATABASE_URL", "RECIPE",
     ],
 )  # fmt: skip
@@ -221,7 +241,8 @@ def test_ordinary_names_are_none_of_secrets(name: str) -> None:
     [
         f"ghp_{HEX[:36]}", f"gho_{HEX[:36]}",
         f"github_pat_{HEX[:22]}_{HEX[:59]}", "glpat-abcdEFGH0123456789-_", "AKIAABCDEFGHIJKLMNOP",
-        "hf_" + "aBcDeFgHiJ" * 3, "sk-proj-abcdEFGH0123456789-_abc", "sk_live_abcdEFGH01234567", "xoxb-1234567890-abcdEFGH",
+        "hf_" + "aBcDeFgHiJ" * 3, "sk-proj-abcdEFGH0123456789-_abc", "sk_live_abcdEFGH01234567",
+        "xoxb-1234567890-abcdEFGH",
         "npm_" + HEX[:36], "AIza" + HEX[:35],
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abcdEFGH-_", "dapi" + HEX[:32], "hvs." + HEX[:24],
         HEX[:40],
@@ -287,7 +308,11 @@ def test_a_list_of_names_that_cannot_be_meant_is_refused_at_once(recipe: Recipe,
 
 @pytest.mark.fault("S10")
 def test_a_password_of_a_database_and_a_listed_value_are_in_no_file_of_a_run(recipe: Recipe) -> None:
-    canaries = {"PGPASSWORD": f"{PLAIN}-one", "MY_URL": f"postgres://me:{PLAIN}-two@host/data", "LISTED": f"{PLAIN}-three"}
+    canaries = {
+        "PGPASSWORD": f"{PLAIN}-one",
+        "MY_URL": f"postgres://me:{PLAIN}-two@host/data",
+        "LISTED": f"{PLAIN}-three",
+    }
     recipe.ddpexp.environ |= {**canaries, "DDPEXP_SECRETS": "LIST*", "TOKEN": "any-token-at-all"}
     with (recipe.folder / "points.py").open("a") as file:
         file.write("\n\nclass Named(Sides):\n    def __init__(self, **names):\n        self.names = names\n")

@@ -50,7 +50,8 @@ def test_a_stop_while_data_is_downloaded_leaves_nothing_of_it(recipe: Recipe, tm
     early = tmp_path / "early"
     early.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as mirror:
-        # It accepts, and never says a word, for which the command would wait; the real mirrors cannot be had everywhere.
+        # It accepts, and never says a word, for which the command would wait; the real mirrors cannot be had
+        # everywhere.
         place = f"http://127.0.0.1:{mirror.getsockname()[1]}/"
         (early / "sitecustomize.py").write_text(
             f"import sys\nif 'ddpexp' in sys.orig_argv:\n    import ddpexp.data.mnist.prepare as files\n"
@@ -76,13 +77,18 @@ TRAINING = ("trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0"
 
 
 def hears(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal: a command makes that of SIGUSR2 last. Source: proc(5), SigCgt."""
+    """Tell whether a process has a handler for a signal: a command makes that of SIGUSR2 last. Source.
+
+    Proc(5), SigCgt.
+    """
     status = Path(f"/proc/{pid}/status").read_text()
     mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def signal_command(recipe: Recipe, number: int, wait: Callable[[subprocess.Popen[str], Path], object], *words: str) -> str:
+def signal_command(
+    recipe: Recipe, number: int, wait: Callable[[subprocess.Popen[str], Path], object], *words: str
+) -> str:
     """Send a signal when a command has come so far, check its end, and say what that was."""
     before = ddpexp_processes()
     process, run = recipe.start("trainer.gpus=2", "trainer.threads=1", *words)
@@ -100,7 +106,9 @@ def signal_command(recipe: Recipe, number: int, wait: Callable[[subprocess.Popen
     else:
         # Python itself was starting; it ends with 1 when SIGINT meets the import of its site module.
         assert code == -number or (number == signal.SIGINT and "init_import_site" in err), (code, err)
-        assert not any(line.lstrip().startswith('File "') and "ddpexp/cli/main.py" in line for line in err.splitlines()), err
+        assert not any(
+            line.lstrip().startswith('File "') and "ddpexp/cli/main.py" in line for line in err.splitlines()
+        ), err
     if code == 128 + number:
         assert f"interrupted by {signal.Signals(number).name}; " in err, err
     return "done" if code == 0 else "stopped" if code > 0 else "before the first line"

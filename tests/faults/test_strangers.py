@@ -1,4 +1,7 @@
-"""Run directories that others have made and names that they have chosen: nothing outside is touched, no terminal is steered."""
+"""Run directories that others have made and names that they have chosen.
+
+Nothing outside is touched, no terminal is steered.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,9 @@ def recipe(recipe: Recipe) -> Recipe:
 
 def interrupted(recipe: Recipe) -> Path:
     """Return a run that was killed after its first checkpoint."""
-    ended = faulted(recipe, "backward:kill:0:7", "trainer.checkpoint_every=2", "logger=tensorboard", "trainer.log_every=1")
+    ended = faulted(
+        recipe, "backward:kill:0:7", "trainer.checkpoint_every=2", "logger=tensorboard", "trainer.log_every=1"
+    )
     assert ended.done.code == 1
     assert (ended.done.run / "checkpoints/step-00000004").is_dir()
     return ended.done.run
@@ -66,14 +71,20 @@ def interrupted(recipe: Recipe) -> Path:
 def state(folder: Path) -> dict[str, Any]:
     """Return every name below a folder, with what it leads to or holds."""
     return {
-        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        str(path.relative_to(folder)): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
         for path in folder.rglob("*")
     }
 
 
 LINKS = [
-    "ranks/0.log", "ranks/1.log", "run.log", "metrics.jsonl", "lock", "result.json", "error.json", "manifest.json", "config.yaml",
-    "overrides.yaml", "tb/{events}", "tb/events.out.tfevents.9.x", "checkpoints/.step-00000006.partial/model.safetensors",
+    "ranks/0.log", "ranks/1.log", "run.log", "metrics.jsonl", "lock", "result.json", "error.json", "manifest.json",
+    "config.yaml",
+    "overrides.yaml", "tb/{events}", "tb/events.out.tfevents.9.x",
+    "checkpoints/.step-00000006.partial/model.safetensors",
     "checkpoints/.step-00000006.partial/", "checkpoints/step-00000006/", "ranks/", "tb/", "checkpoints/", "code.diff",
 ]  # fmt: skip
 
@@ -87,17 +98,29 @@ def test_a_link_is_found_wherever_a_start_writes(tmp_path: Path, name: str) -> N
     path.symlink_to(tmp_path / "outside")
     with pytest.raises(RefusedError) as caught:
         check_no_links(run, "run.dir=run")
-    assert str(caught.value).startswith(f"run.dir=run: {path.relative_to(run.path)} is a symbolic link to {tmp_path}/outside, ")
+    assert str(caught.value).startswith(
+        f"run.dir=run: {path.relative_to(run.path)} is a symbolic link to {tmp_path}/outside, "
+    )
 
 
 # All in one run, one after the other: each start is refused before it changes anything.
-SOME_LINKS = ("ranks/0.log", "metrics.jsonl", "lock", "config.yaml", "tb/{events}", "checkpoints/.step-00000006.partial/", "ranks/")
+SOME_LINKS = (
+    "ranks/0.log",
+    "metrics.jsonl",
+    "lock",
+    "config.yaml",
+    "tb/{events}",
+    "checkpoints/.step-00000006.partial/",
+    "ranks/",
+)
 
 
 @pytest.mark.variants(1)
 @pytest.mark.fault("S16")
 @pytest.mark.parametrize("verb", ["start", "resume"])
-def test_a_link_where_a_start_would_write_is_refused_and_not_followed(recipe: Recipe, tmp_path: Path, verb: str) -> None:
+def test_a_link_where_a_start_would_write_is_refused_and_not_followed(
+    recipe: Recipe, tmp_path: Path, verb: str
+) -> None:
     run = interrupted(recipe)
     outside, folder = tmp_path / "outside.txt", tmp_path / "outside"
     outside.write_text(KEPT)
@@ -160,7 +183,8 @@ def shown(recipe: Recipe, *words: str) -> tuple[int, str, Path]:
     typed, run = recipe.words(*words)
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
     child = pexpect.spawn(
-        sys.executable, ["-m", "ddpexp", *typed], env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE,
+        sys.executable, ["-m", "ddpexp", *typed], env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8",
+        timeout=PATIENCE,
         dimensions=(40, 200),
     )  # fmt: skip
     child.expect(pexpect.EOF)
@@ -171,7 +195,9 @@ def shown(recipe: Recipe, *words: str) -> tuple[int, str, Path]:
 @pytest.mark.fault("S18")
 @pytest.mark.parametrize(("how", "code"), [("run", 0), ("warn", 0), ("raise", 1), ("refuse", 2), ("exit", 1)])
 def test_what_others_have_named_does_not_steer_the_terminal(recipe: Recipe, how: str, code: int) -> None:
-    found, text, run = shown(recipe, "task._target_=points.Evil", f"+task.how={how}", "trainer.gpus=2", "logger=tensorboard")
+    found, text, run = shown(
+        recipe, "task._target_=points.Evil", f"+task.how={how}", "trainer.gpus=2", "logger=tensorboard"
+    )
     assert found == code, text
     assert not STEERS.search(text), STEERS.search(text)
     assert "\\x1b]0;owned\\x07" in text  # it is shown, as text
@@ -190,7 +216,13 @@ def test_colours_that_a_recipe_prints_itself_reach_the_terminal(recipe: Recipe) 
 
 @pytest.mark.fault("S18")
 def test_a_word_that_would_steer_the_terminal_is_shown_as_text(recipe: Recipe) -> None:
-    for word in ("trainer.seed=\x1b[2J", "optimizer=\x1b[2J", "+model.\x1b[2J=3", "--config-dir=\x1b[2J", "model.hidden=a\x07b"):
+    for word in (
+        "trainer.seed=\x1b[2J",
+        "optimizer=\x1b[2J",
+        "+model.\x1b[2J=3",
+        "--config-dir=\x1b[2J",
+        "model.hidden=a\x07b",
+    ):
         code, text, run = shown(recipe, word)
         assert (code, run.exists()) == (2, False), text
         assert not STEERS.search(text), (word, text)

@@ -17,7 +17,9 @@ from tests.points import ITEMS, Recipe
 
 MINUTES = float(os.environ.get("DDPEXP_TEST_SOAK_MINUTES", "3"))
 SECOND = ("trainer.timeout.step_seconds=1", "trainer.timeout.save_seconds=1", "trainer.timeout.data_seconds=1")
-HERE = ("trainer.timeout.init_seconds=1",)  # by one command alone: several start as far apart as the machine has them start
+HERE = (
+    "trainer.timeout.init_seconds=1",
+)  # by one command alone: several start as far apart as the machine has them start
 WORDS = ("trainer.log_every=1", "trainer.epochs=10", "trainer.checkpoint_every=5", "trainer.eval_every=3")
 KINDS = [  # how it is started, the number of ranks, what is typed
     ("spawn", 2, HERE),

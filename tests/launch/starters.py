@@ -34,12 +34,16 @@ class Starter:
     def __str__(self) -> str:
         return self.name
 
-    def __call__(self, recipe: Recipe, size: int, *words: str, timeout: float = PATIENCE, run: Path | None = None) -> Done:
+    def __call__(
+        self, recipe: Recipe, size: int, *words: str, timeout: float = PATIENCE, run: Path | None = None
+    ) -> Done:
         """Run the job and return how its first command ended, with the output of all."""
         started, run = self.start(recipe, size, *words, run=run)
         return self.finish(started, run, timeout)
 
-    def start(self, recipe: Recipe, size: int, *words: str, run: Path | None = None) -> tuple[list[subprocess.Popen[str]], Path]:
+    def start(
+        self, recipe: Recipe, size: int, *words: str, run: Path | None = None
+    ) -> tuple[list[subprocess.Popen[str]], Path]:
         """Start the job, in a run directory of its own or in that of a run before."""
         typed, run = recipe.words("trainer.threads=1", *words, run=run)
         environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
@@ -110,7 +114,13 @@ def _shells(typed: list[str], size: int) -> list[Command]:
 
 
 def _machines(typed: list[str], size: int) -> list[Command]:
-    words = [*typed, "trainer.nodes=2", f"trainer.gpus={size // 2}", "launcher.master_addr=node0", "launcher.master_port=29710"]
+    words = [
+        *typed,
+        "trainer.nodes=2",
+        f"trainer.gpus={size // 2}",
+        "launcher.master_addr=node0",
+        "launcher.master_port=29710",
+    ]
     return [([*host(node), *DDPEXP, *words, f"launcher.node_rank={node}"], {}) for node in (0, 1)]
 
 
@@ -141,7 +151,9 @@ SPAWN = Starter("spawn", _plain())
 STARTERS: Sequence[Starter] = (
     Starter("spawn, new interpreters", _plain("launcher.start_method=spawn"), sizes=(2,)),
     Starter("spawn on two machines", _machines, sizes=(2, 4), cluster=True),
-    Starter("torchrun", _module("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=SIZE"), own_codes=False),
+    Starter(
+        "torchrun", _module("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=SIZE"), own_codes=False
+    ),
     Starter("torchrun on two machines", _two_torchruns, sizes=(4,), cluster=True, own_codes=False),
     Starter(
         "torch.distributed.launch",
@@ -174,7 +186,10 @@ def params(sizes: bool = True, often: Sequence[str] = tuple(map(str, STARTERS)))
     """
     found = []
     for starter in STARTERS:
-        marks = [*([pytest.mark.slurm] if starter.cluster else []), *([] if starter.name in often else [pytest.mark.slow])]
+        marks = [
+            *([pytest.mark.slurm] if starter.cluster else []),
+            *([] if starter.name in often else [pytest.mark.slow]),
+        ]
         if not sizes:
             found.append(pytest.param(starter, marks=marks, id=str(starter)))
             continue

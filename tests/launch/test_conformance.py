@@ -97,7 +97,9 @@ def test_every_launcher_gives_the_same_run(
     assert done.manifest()["world"]["threads"] == 1
 
 
-def test_the_order_is_the_same_at_every_size_and_the_weights_tell_sizes_apart(expected: dict[int, dict[str, Any]]) -> None:
+def test_the_order_is_the_same_at_every_size_and_the_weights_tell_sizes_apart(
+    expected: dict[int, dict[str, Any]],
+) -> None:
     assert expected[2]["order"] == expected[3]["order"] == expected[4]["order"]
     assert len({one["sha"] for one in expected.values()}) == 3  # BatchNorm sees other slices: the comparison can fail
 
@@ -105,7 +107,9 @@ def test_the_order_is_the_same_at_every_size_and_the_weights_tell_sizes_apart(ex
 @pytest.mark.variants(2)
 @pytest.mark.parametrize("starter", params(sizes=False))
 @pytest.mark.parametrize(("how", "code"), [pytest.param("raise", 1, marks=pytest.mark.slow), ("exit", 7)])
-def test_a_failing_rank_ends_all_with_its_cause(recipe: Recipe, tmp_path: Path, starter: Starter, how: str, code: int) -> None:
+def test_a_failing_rank_ends_all_with_its_cause(
+    recipe: Recipe, tmp_path: Path, starter: Starter, how: str, code: int
+) -> None:
     skip_without(starter)
     size = starter.sizes[-1]
     done = run(recipe, starter, size, tmp_path / "seen", "+task.fails=1", f"+task.how={how}")
@@ -126,4 +130,6 @@ def test_a_refusal_by_the_workers_is_a_refusal_everywhere(recipe: Recipe, tmp_pa
     for number, starter in enumerate(ways):
         done = run(recipe, starter, 2, tmp_path / str(number), "trainer.global_batch_size=1000")
         assert done.code == (2 if starter.own_codes else 1), (starter, done.err)
-        assert "trainer.global_batch_size=1000 is more than the 96 training samples. Use at most 96." in done.err, starter
+        assert "trainer.global_batch_size=1000 is more than the 96 training samples. Use at most 96." in done.err, (
+            starter
+        )

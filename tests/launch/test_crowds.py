@@ -1,4 +1,7 @@
-"""Thousands of commands: what each costs the one that leads must not grow with their number. Work is counted, not timed."""
+"""Thousands of commands: what each costs the one that leads must not grow with their number.
+
+Work is counted, not timed.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,8 @@ def work(call: Callable[[], object]) -> int:
 def handshake(index: int, size: int) -> dict[str, Any]:
     layout = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
     return {
-        "index": index, "size": size, "word": "", "host": f"node{index // 8}", "boot": "one", "versions": {}, "owner": None,
+        "index": index, "size": size, "word": "", "host": f"node{index // 8}", "boot": "one", "versions": {},
+        "owner": None,
         "identity": {"trainer": dict.fromkeys("abcdefgh", 1)}, "layout": asdict(layout), "workers": 1, "told": True,
         "local_rank": index % 8, "local_world_size": 8, "cores": [0, 1], "quota": None, "gpus": [],
     }  # fmt: skip
@@ -164,7 +168,9 @@ class Watched:
         os.close(number)
         self.worker = Worker(0, Lines(control), Log(None, 0), status_page, signals, pid=os.getpid())
         pairs = [self.pair() for _ in range(size)]
-        self.meeting = Meeting(0, [Peer(index, ours, f"node{index}", 8 * index) for index, (ours, _) in enumerate(pairs, start=1)])
+        self.meeting = Meeting(
+            0, [Peer(index, ours, f"node{index}", 8 * index) for index, (ours, _) in enumerate(pairs, start=1)]
+        )
         self.others = [theirs for _, theirs in pairs]
 
     def pair(self, kind: int = socket.SOCK_STREAM) -> tuple[socket.socket, socket.socket]:

@@ -36,7 +36,8 @@ class Paced(Sides):
         return super().step(model, batch)
 """
 WORDS = (
-    "task._target_=points.Paced", "model=deep", "strategy.bucket_cap_mb=0.005", "optimizer=adamw", "trainer.epochs=null",
+    "task._target_=points.Paced", "model=deep", "strategy.bucket_cap_mb=0.005", "optimizer=adamw",
+    "trainer.epochs=null",
     "trainer.max_steps=60", "trainer.checkpoint_every=5", "trainer.eval_every=20", "trainer.log_every=7",
 )  # fmt: skip
 
@@ -63,7 +64,9 @@ def undisturbed(recipe: Recipe) -> Callable[[int], Done]:
 
 def records(run: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("time", "train/samples_per_second")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in ("time", "train/samples_per_second")} for line in lines
+    ]
 
 
 def stop(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) -> None:
@@ -97,7 +100,9 @@ def pasted(starter: Starter, recipe: Recipe, size: int, line: str, run: Path) ->
         lines = [line.replace("RANK=0", f"RANK={rank}") for rank in range(size)]
     elif starter.name in ("sbatch", "salloc"):  # they submit, and do not wait unless they are told to
         lines = [f"{line} launcher.wait=true"]
-    return starter.finish([recipe.ddpexp.paste(one, recipe.folder, {**environ, "OMP_NUM_THREADS": "1"}) for one in lines], run)
+    return starter.finish(
+        [recipe.ddpexp.paste(one, recipe.folder, {**environ, "OMP_NUM_THREADS": "1"}) for one in lines], run
+    )
 
 
 def kill_a_rank(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) -> None:
@@ -118,9 +123,16 @@ def wait_for_step(run: Path, step: int, started: Sequence[subprocess.Popen[str]]
         time.sleep(0.01)
 
 
-KILLED = ("torchrun", "sbatch", "Open MPI")  # what ends the rest differs; under spawn tests/test_interruptions.py has it
+KILLED = (
+    "torchrun",
+    "sbatch",
+    "Open MPI",
+)  # what ends the rest differs; under spawn tests/test_interruptions.py has it
 CASES = [
-    *(pytest.param(one.values[0], stop, id=f"{one.id}, stop", marks=one.marks) for one in params(sizes=False, often=OFTEN[1::2])),
+    *(
+        pytest.param(one.values[0], stop, id=f"{one.id}, stop", marks=one.marks)
+        for one in params(sizes=False, often=OFTEN[1::2])
+    ),
     *(
         pytest.param(one.values[0], kill_a_rank, id=f"{one.id}, kill", marks=one.marks)
         for one in params(sizes=False, often=KILLED[:1])

@@ -38,7 +38,8 @@ def test_two_sizes_are_said_with_as_many_digits_as_tell_them_apart(one: int, oth
     assert told_apart(one, other) == said
 
 
-# --------------------------------------------------------------------------------------------------- processes and threads
+# --------------------------------------------------------------------------------------------------- processes and
+# threads
 
 SLEEPERS = """
 import os, signal, sys, time
@@ -98,12 +99,19 @@ def test_a_users_limit_is_named_where_it_is_the_limit() -> None:
     ("files", "says"),
     [
         ({}, None),
-        ({"proc/sys/kernel/pid_max": "4"}, "kernel.pid_max allows 4 processes and threads and 4 are there: raise it with sysctl"),
-        ({"proc/loadavg": "0.1 0.1 0.1 1/395 7"}, "kernel.threads-max allows 400 processes and threads and 395 are there: raise"),
+        (
+            {"proc/sys/kernel/pid_max": "4"},
+            "kernel.pid_max allows 4 processes and threads and 4 are there: raise it with sysctl",
+        ),
+        (
+            {"proc/loadavg": "0.1 0.1 0.1 1/395 7"},
+            "kernel.threads-max allows 400 processes and threads and 395 are there: raise",
+        ),
         ({"proc/sys/kernel/pid_max": "390", "proc/loadavg": "0.1 0.1 0.1 1/395 7"}, "kernel.threads-max allows 400"),
         (
             {"sys/fs/cgroup/pids/a/pids.max": "20", "sys/fs/cgroup/pids/a/pids.current": "19"},
-            "{root}/sys/fs/cgroup/pids/a/pids.max allows 20 processes and threads and 19 are there: raise that limit, or use fewer",
+            "{root}/sys/fs/cgroup/pids/a/pids.max allows 20 processes and threads and 19 are there: raise that limit, "
+            "or use fewer",
         ),
         (
             {"sys/fs/cgroup/c/pids.max": "5", "sys/fs/cgroup/c/pids.current": "5"},
@@ -111,11 +119,20 @@ def test_a_users_limit_is_named_where_it_is_the_limit() -> None:
         ),
         (
             {"sys/fs/cgroup/c/pids.max": "10", "sys/fs/cgroup/c/pids.current": "5"},
-            "which limit it was cannot be seen any more; the fullest is now: {root}/sys/fs/cgroup/c/pids.max allows 10 processes "
+            "which limit it was cannot be seen any more; the fullest is now: {root}/sys/fs/cgroup/c/pids.max allows 10 "
+            "processes "
             "and threads and 5 are there: raise that limit",
         ),
     ],
-    ids=["nothing is limited", "pid_max", "threads-max", "a container's own pid_max", "version 1", "version 2", "has room again"],
+    ids=[
+        "nothing is limited",
+        "pid_max",
+        "threads-max",
+        "a container's own pid_max",
+        "version 1",
+        "version 2",
+        "has room again",
+    ],
 )
 def test_the_limit_that_is_reached_is_found_among_those_of_the_kernel(
     tmp_path: Path, files: dict[str, str], says: str | None, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +146,11 @@ def test_the_limit_that_is_reached_is_found_among_those_of_the_kernel(
         "sys/fs/cgroup/pids/a/b/pids.max": "max",
         "sys/fs/cgroup/c/pids.max": "max",
     }
-    kernel = {"proc/sys/kernel/pid_max": "32768", "proc/sys/kernel/threads-max": "400", "proc/loadavg": "0.1 0.1 0.1 1/40 7"}
+    kernel = {
+        "proc/sys/kernel/pid_max": "32768",
+        "proc/sys/kernel/threads-max": "400",
+        "proc/loadavg": "0.1 0.1 0.1 1/40 7",
+    }
     for name, text in ({**before, **kernel, **files} if files else before).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
@@ -139,7 +160,8 @@ def test_the_limit_that_is_reached_is_found_among_those_of_the_kernel(
         assert str(found).startswith(says.format(root=tmp_path))
 
 
-# ------------------------------------------------------------------------------------------------------------------- disks
+# -------------------------------------------------------------------------------------------------------------------
+# disks
 
 
 def mounted(place: Path, options: str) -> Iterator[Path]:
@@ -167,7 +189,8 @@ def test_a_disk_without_inodes_says_so_and_not_how_many_bytes_are_free(small: Pa
             error = found
     assert error is not None
     assert said_with_limit(error) == (
-        f"No space left on device (no inodes are left: the file system of {small} holds all 20 files that it can, though 2.1 MB "
+        f"No space left on device (no inodes are left: the file system of {small} holds all 20 files that it can, "
+        "though 2.1 MB "
         f"are free: remove files)"
     )
 

@@ -39,7 +39,16 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in files:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(content)
-    words = ["-q", "--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--target", target, source]
+    words = [
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--target",
+        target,
+        source,
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", *map(str, words)], capture_output=True, text=True, timeout=PATIENCE
     )
@@ -52,7 +61,10 @@ def seeing(*folders: Path) -> dict[str, str]:
 
 
 def niceness(done: Done) -> list[str]:
-    return [re.findall(r"^niceness (\d+)$", log.read_text(), re.MULTILINE)[0] for log in sorted((done.run / "ranks").iterdir())]
+    return [
+        re.findall(r"^niceness (\d+)$", log.read_text(), re.MULTILINE)[0]
+        for log in sorted((done.run / "ranks").iterdir())
+    ]
 
 
 def test_an_installed_launcher_runs_an_experiment(recipe: Recipe, example: Path) -> None:
@@ -96,7 +108,8 @@ def test_an_unknown_name_and_the_help_list_it(recipe: Recipe, example: Path) -> 
     assert (without.code, without.err) == (2, f"ddpexp: launcher=polite is not a known option. Known here: {OURS}.\n")
 
 
-# ----------------------------------------------------------------------------------------------- packages that are not right
+# ----------------------------------------------------------------------------------------------- packages that are not
+# right
 
 
 def package(folder: Path, value: str, code: str = "", option: str = "toy", target: str | None = None) -> dict[str, str]:
@@ -134,7 +147,10 @@ class Toy:
          r"launcher\._target_=toy\.Toy is not a launcher\."),
         ("toy:Toy", "def Toy():\n    pass\n", r"launcher\._target_=toy\.Toy is not a launcher\."),
         ("toy:Toy", "Toy = 3\n", r"launcher\._target_=toy\.Toy is not a class or function of an allowed module\."),
-        ("toy:os.system", "import os\n", r"launcher\._target_=toy\.os\.system reaches the module os through another one\."),
+        ("toy:os.system", "import os\n", (
+            r"launcher\._target_=toy\.os\.system reaches the module os through another "
+            r"one\."
+        )),
         ("toy", LAUNCHER, r"launcher\._target_=toy is not allowed: .*"),
         ("toy:Toy", "import nowhere_at_all\n",
          r"launcher\._target_=toy\.Toy cannot be imported: ModuleNotFoundError: No module named "
@@ -142,7 +158,9 @@ class Toy:
         ("toy:Toy", "1 +\n", r"launcher\._target_=toy\.Toy cannot be imported: SyntaxError: .*"),
     ],
 )  # fmt: skip
-def test_what_is_no_launcher_is_refused_in_a_sentence(recipe: Recipe, tmp_path: Path, value: str, code: str, sentence: str) -> None:
+def test_what_is_no_launcher_is_refused_in_a_sentence(
+    recipe: Recipe, tmp_path: Path, value: str, code: str, sentence: str
+) -> None:
     done = recipe("launcher=toy", environ=package(tmp_path, value, code))
     assert done.code == 2
     assert re.fullmatch(rf"ddpexp: {sentence}\n", done.err), done.err
@@ -192,7 +210,10 @@ def test_a_package_cannot_shadow_what_is_ours(recipe: Recipe, tmp_path: Path) ->
     done = recipe("launcher=spawn", environ=environ)
     assert done.code == 0
     for name in ("launcher/spawn", "trainer/default"):
-        assert f"ddpexp: warning: {conf}/{name}.yaml is not used: ddpexp has its own {name}. Give yours another name.\n" in done.err
+        assert (
+            f"ddpexp: warning: {conf}/{name}.yaml is not used: ddpexp has its own {name}. Give yours another name.\n"
+            in done.err
+        )
     text = (done.run / "config.yaml").read_text()
     assert "_target_: spawn" in text
     assert "seed: 0" in text

@@ -192,7 +192,8 @@ class Polls:
 
         program = [sys.executable, "-c", f"import command; command.{function}()", json.dumps(words)]
         process = subprocess.Popen(
-            program, cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            program, cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
         self.processes.append(process)
@@ -208,7 +209,12 @@ class Polls:
         """Send a signal to the first or last command, to the last rank, or to every process there is."""
         command, last = self.processes[0].pid, self.processes[-1].pid
         everything = [command, last, *self.pids(), *session(command)]
-        targets = {"command": [command], "last command": [last], "rank": [self.pids()[-1]], "rank zero": [self.pids()[0]]}
+        targets = {
+            "command": [command],
+            "last command": [last],
+            "rank": [self.pids()[-1]],
+            "rank zero": [self.pids()[0]],
+        }
         for pid in dict.fromkeys(targets.get(whom, everything)):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -242,13 +248,16 @@ def polls(tmp_path: Path, environ: dict[str, str]) -> Polls:
     return Polls(tmp_path, environ)
 
 
-# ------------------------------------------------------------------------------------------------------------ the signals
+# ------------------------------------------------------------------------------------------------------------ the
+# signals
 
 
 @pytest.mark.variants(4)
 @pytest.mark.fault(8, 9, 15, 16)
 @pytest.mark.parametrize("whom", ["command", "rank", "all"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2], ids=lambda number: number.name
+)
 def test_a_signal_has_every_rank_stop_after_the_same_step(polls: Polls, number: signal.Signals, whom: str) -> None:
     polls.start(2).signal(number, whom)
     polls.stopped(number)
@@ -317,7 +326,8 @@ def test_the_end_of_the_job_replaces_the_stop_that_was_to_go_on_later(polls: Pol
     assert done.code == 143
 
 
-# ---------------------------------------------------------------------------------------------------- what does not go well
+# ---------------------------------------------------------------------------------------------------- what does not go
+# well
 
 
 @pytest.mark.fault(17)
@@ -365,7 +375,8 @@ def test_a_rank_that_is_killed_after_the_request_has_failed(polls: Polls) -> Non
     assert (done.code, done.err) == (1, "killed by SIGKILL\n")
 
 
-# ---------------------------------------------------------------------------------------------------------- where they are
+# ---------------------------------------------------------------------------------------------------------- where they
+# are
 
 
 @pytest.mark.variants(1)
@@ -376,7 +387,9 @@ def test_quit_writes_every_ranks_stacks_and_the_run_goes_on(polls: Polls, whom: 
     time.sleep(0.3)
     if whom != "all":  # where a rank may get its own before the command's
         assert [polls.log(rank).count("(most recent call first)") for rank in range(2)] == [
-            polls.log(rank).count("Current thread") + polls.log(rank).count("\nThread ") + polls.log(rank).startswith("Thread ")
+            polls.log(rank).count("Current thread")
+            + polls.log(rank).count("\nThread ")
+            + polls.log(rank).startswith("Thread ")
             for rank in range(2)
         ]
         assert [polls.log(rank).count("Current thread") for rank in range(2)] == [1, 1]
@@ -384,7 +397,8 @@ def test_quit_writes_every_ranks_stacks_and_the_run_goes_on(polls: Polls, whom: 
     polls.stopped(signal.SIGTERM)
 
 
-# ---------------------------------------------------------------------------------------------------------- several commands
+# ---------------------------------------------------------------------------------------------------------- several
+# commands
 
 
 @pytest.mark.variants(2)
@@ -421,7 +435,8 @@ def test_two_commands_leave_at_once_before_the_training(polls: Polls) -> None:
     assert [done.code for done in polls.finish()] == [129, 129]
 
 
-# ------------------------------------------------------------------------------------------------------ at random moments
+# ------------------------------------------------------------------------------------------------------ at random
+# moments
 
 
 OTHERS: list[tuple[int, list[str]]] = [(1, []), (2, ["wishes"]), (4, [])]
@@ -446,7 +461,8 @@ def test_the_ranks_never_part(polls: Polls, size: int, how: list[str]) -> None:
         assert line.endswith("True")
 
 
-# ----------------------------------------------------------------------------------------------------------- the protocol
+# ----------------------------------------------------------------------------------------------------------- the
+# protocol
 
 
 def agreement(size: int) -> tuple[Agreement, list[Control], Callable[[int], list[str | None]]]:

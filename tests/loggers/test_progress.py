@@ -23,7 +23,9 @@ def log() -> logging.Logger:
     return log
 
 
-def test_without_a_watcher_everything_is_a_line_of_the_log(log: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_watcher_everything_is_a_line_of_the_log(
+    log: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
     console = Progress(Control(None), log, 100)
     console.scalars(50, 0.5, TRAIN)
     console.scalars(100, 1.0, {"eval/loss": 0.2, "eval/accuracy": 0.5})
@@ -42,7 +44,8 @@ def test_a_watcher_gets_progress_and_shows_it_itself(log: logging.Logger, caplog
     assert open_
     assert isinstance(message.pop("after"), int)
     assert message == {
-        "kind": "progress", "done": 50, "total": 100, "text": "loss 0.1235  accuracy 98.77%", "line": caplog.messages[0],
+        "kind": "progress", "done": 50, "total": 100, "text": "loss 0.1235  accuracy 98.77%",
+        "line": caplog.messages[0],
     }  # fmt: skip
     assert vars(caplog.records[0])["watched"]  # kept in run.log, left out of standard output
     ours.close()

@@ -40,7 +40,8 @@ def test_the_scalars_are_those_of_metrics_jsonl_with_the_step_as_x_axis(done: Do
     assert [step for step, _ in expected["train/loss"]] == [3, 6, 9, 10]
     assert [step for step, _ in expected["eval/loss"]] == [5, 10]
     assert set(expected) == {
-        "train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second", "eval/loss", "eval/accuracy",
+        "train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second", "eval/loss",
+        "eval/accuracy",
     }  # fmt: skip
     for name, points in expected.items():
         found = [(event.step, event.value) for event in board.Scalars(name)]
@@ -68,7 +69,10 @@ def test_the_hyperparameters_are_there_once_and_so_is_the_end(done: Done, board:
     for tag, content in board.summary_metadata.items():
         if content.plugin_data.plugin_name == "hparams":
             parts[tag.rpartition("/")[2]] = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content)
-    assert set(parts) == {"session_start_info", "session_end_info"}  # one that describes the experiment would hide other runs' own
+    assert set(parts) == {
+        "session_start_info",
+        "session_end_info",
+    }  # one that describes the experiment would hide other runs' own
     session = parts["session_start_info"].session_start_info
     assert session.hparams["model"].string_value == "Linear"
     assert session.hparams["optimizer.lr"].number_value == 0.1

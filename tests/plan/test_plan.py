@@ -87,7 +87,13 @@ def of_floats(*sizes: int, dtype: str = "float32", trained: bool = True) -> list
 
 
 def facts(parameters: Sequence[Parameter], **more: Any) -> Facts:
-    own = {"buffers_bytes": 0, "state_bytes": {"model": 400}, "optimizer_bytes": 0, "activations_bytes": None, "batch_bytes": None}
+    own = {
+        "buffers_bytes": 0,
+        "state_bytes": {"model": 400},
+        "optimizer_bytes": 0,
+        "activations_bytes": None,
+        "batch_bytes": None,
+    }
     return Facts(parameters, **{**own, "data_bytes": None, "num_samples": 640, **more})
 
 
@@ -96,7 +102,9 @@ def test_buckets_are_cut_as_torch_cuts_them(rebuilt: bool) -> None:
     draw = random.Random(0)
     for _ in range(20):
         parameters = [
-            one for _ in range(40) for one in of_floats(draw.randrange(1, 200_000), dtype=draw.choice(["float32", "float16"]))
+            one
+            for _ in range(40)
+            for one in of_floats(draw.randrange(1, 200_000), dtype=draw.choice(["float32", "float16"]))
         ]
         mine = buckets(parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt)
         order = parameters[::-1] if rebuilt else parameters
@@ -154,12 +162,15 @@ TWO = layout()
 
 
 def test_the_parts_of_a_rank() -> None:
-    def sizes(trainer: Trainer = TRAINER, options: Strategy = OPTIONS, where: Layout = TWO, **more: Any) -> dict[str, int | None]:
+    def sizes(
+        trainer: Trainer = TRAINER, options: Strategy = OPTIONS, where: Layout = TWO, **more: Any
+    ) -> dict[str, int | None]:
         found = facts([*of_floats(100), *of_floats(50, trained=False)], **more)
         return {part.name: part.num_bytes for part in parts(found, trainer, options, where)}
 
     assert sizes(optimizer_bytes=800, shared_bytes=8192) == {
-        "parameters": 600, "gradients": 400, "optimizer": 800, "shared memory": 4096, "activations": None, "batch": None,
+        "parameters": 600, "gradients": 400, "optimizer": 800, "shared memory": 4096, "activations": None,
+        "batch": None,
         "data": None, "checkpoint": 600,
     }  # fmt: skip
     assert sizes(options=replace(OPTIONS, gradient_as_bucket_view=False))["buckets"] == 400
@@ -203,7 +214,9 @@ def test_a_wrong_option_is_refused(typed: str, refused: str) -> None:
 
 
 def test_options_stand_anywhere_among_the_words() -> None:
-    found = Words.of(["--json", "recipe=mnist", "--alpha_us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"])
+    found = Words.of(
+        ["--json", "recipe=mnist", "--alpha_us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"]
+    )
     assert found == Words(("recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"), json=True, alpha_us=5.0, cores=96)
 
 
@@ -265,14 +278,22 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def experiment_of(configs: Path, *words: str) -> Any:
-    composed = compose(["--config-dir", str(configs), *(word for word in SMALL if not word.startswith("model=")), *words])
+    composed = compose(
+        ["--config-dir", str(configs), *(word for word in SMALL if not word.startswith("model=")), *words]
+    )
     assert composed is not None
     return parse(composed.values)
 
 
 def test_neither_machines_nor_memory_need_be_there(ddpexp: Ddpexp, mine: Path) -> None:
     words = [word for word in SMALL if not word.startswith(("model=", "data."))]
-    words += ["model=large", "optimizer=adamw", "trainer.global_batch_size=8192", "trainer.device=cuda", "trainer.gpus=8"]
+    words += [
+        "model=large",
+        "optimizer=adamw",
+        "trainer.global_batch_size=8192",
+        "trainer.device=cuda",
+        "trainer.gpus=8",
+    ]
     asked = ["--config-dir", str(mine), *words, "trainer.nodes=512", "--num_samples=60000", "--cores=96"]
     done = ddpexp("plan", *asked)
     assert done.code == 0, done.err
@@ -289,7 +310,9 @@ def test_code_beside_no_typed_folder_is_refused() -> None:
         experiment("model._target_=large.Large")
 
 
-def test_activations_are_what_goes_into_each_layer(mine: Path, digits_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_what_goes_into_each_layer(
+    mine: Path, digits_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(digits_cache))
     asked = experiment_of(mine, "model=large", "model.width=64", "model.depth=3")
     found, _ = learn(asked, layout(), prepare(asked.data, asked.trust), None)
@@ -326,8 +349,14 @@ def training(*words: str) -> Training:
         (["trainer.gpus=0"], "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
         (["trainer.nodes=0"], "trainer.nodes=0 leaves no machine: use 1 or more."),
         (["trainer.nodes=1:4"], "trainer.nodes=1:4 is a range, which only launcher=elastic understands."),
-        (["trainer.nodes=1:3", "launcher=elastic"], "with 3 of trainer.nodes=1:3: trainer.global_batch_size=128 does not split"),
-        (["trainer.backend=nccl", "trainer.device=cpu"], "trainer.backend=nccl needs GPUs, and the workers are on CPU."),
+        (
+            ["trainer.nodes=1:3", "launcher=elastic"],
+            "with 3 of trainer.nodes=1:3: trainer.global_batch_size=128 does not split",
+        ),
+        (
+            ["trainer.backend=nccl", "trainer.device=cpu"],
+            "trainer.backend=nccl needs GPUs, and the workers are on CPU.",
+        ),
         (["trainer.threads=0"], "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
         (["launcher=slurm", "launcher.cpus_per_task=0"], "launcher.cpus_per_task=0: use 1 or more."),
     ],
@@ -357,10 +386,18 @@ def test_the_layout_of_machines_that_are_not_there(words: list[str], cores: int 
 
 
 def test_what_slurm_is_asked_for_is_told() -> None:
-    words = ["launcher=slurm", "launcher.gpus_per_node=8", "trainer.nodes=2", "launcher.cpus_per_task=6", "launcher.time=60"]
+    words = [
+        "launcher=slurm",
+        "launcher.gpus_per_node=8",
+        "trainer.nodes=2",
+        "launcher.cpus_per_task=6",
+        "launcher.time=60",
+    ]
     job = training(*words)
     lines = assume(job, job.experiment.launcher).resources
-    assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=48", "#SBATCH --gpus-per-node=8", "#SBATCH --time=60"} <= set(lines)
+    assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=48", "#SBATCH --gpus-per-node=8", "#SBATCH --time=60"} <= set(
+        lines
+    )
 
 
 def at(world_size: int, way: Way = "shared_memory", cores: int = 2, *, by_nccl: bool = False) -> Place:
@@ -384,7 +421,9 @@ def test_the_backend_takes_a_ring_or_a_tree() -> None:
     ring = through_backend(1000, at(8, "backend", 0), alpha=1.0, per_byte=1.0)
     assert ring == 2 * 7 + 2 * 7 / 8 * 1000
     assert through_backend(1000, at(1024, "backend", 0, by_nccl=True), alpha=1.0, per_byte=1.0) == 2 * 10 + 2000
-    assert through_backend(10**6, at(8, "backend", 0, by_nccl=True), alpha=1.0, per_byte=1.0) == 2 * 7 + 2 * 7 / 8 * 10**6
+    assert (
+        through_backend(10**6, at(8, "backend", 0, by_nccl=True), alpha=1.0, per_byte=1.0) == 2 * 7 + 2 * 7 / 8 * 10**6
+    )
     assert through_backend(1000, at(4, "in_rank_order", 0), alpha=1.0, per_byte=1.0) == 3 * (1 + 1000)
     assert through_backend(10**6, at(4, "in_rank_order", 0), alpha=1.0, per_byte=1.0) == 2 * 3 + 2 * 3 / 4 * 10**6
 
@@ -413,7 +452,9 @@ def steps_of(costs: Costs, size: int, way: Way) -> Measured:
     """What would be measured of exact costs: with two workers that take turns, where they go through memory."""
 
     def step(workers: int, passes: int, cores: int = 2) -> float:
-        return predict(costs, passes, [size] * (workers - 1), at(workers, way if workers > 1 else "none", cores)).total_ms
+        return predict(
+            costs, passes, [size] * (workers - 1), at(workers, way if workers > 1 else "none", cores)
+        ).total_ms
 
     alone, beside = step(1, 1), costs.slower * step(1, 1)
     crowded = predict(replace(costs, slower=1.0), 1, [size], at(2, way, 1)).total_ms if way == "shared_memory" else None
@@ -447,10 +488,23 @@ def test_without_a_second_size_all_is_latency() -> None:
 
 
 def test_a_short_run_has_the_words_of_the_plan_but_its_own_length() -> None:
-    typed = ["--config-dir", "conf", "recipe=mine", "launcher=slurm", "launcher.time=60", "trainer.gpus=8", "optimizer.lr=0.1"]
+    typed = [
+        "--config-dir",
+        "conf",
+        "recipe=mine",
+        "launcher=slurm",
+        "launcher.time=60",
+        "trainer.gpus=8",
+        "optimizer.lr=0.1",
+    ]
     words = run_words(typed, workers=2, passes=3, micro=4, threads=1, steps=36, log_every=3, folder=Path("there"))
     assert words[:5] == ["--config-dir", "conf", "recipe=mine", "optimizer.lr=0.1", "launcher=spawn"]
-    assert {"trainer.gpus=2", "trainer.global_batch_size=24", "trainer.micro_batch_size=4", "trainer.log_every=3"} <= set(words)
+    assert {
+        "trainer.gpus=2",
+        "trainer.global_batch_size=24",
+        "trainer.micro_batch_size=4",
+        "trainer.log_every=3",
+    } <= set(words)
     composed = compose([*run_words(list(SMALL), 2, 3, 4, 1, 36, 3, Path("there"))])
     assert composed is not None
     assert parse(composed.values).trainer.epochs is None
@@ -464,7 +518,10 @@ def test_the_time_of_a_step_is_that_of_undisturbed_windows() -> None:
 
 
 def test_what_a_neighbour_and_those_it_has_started_compute_is_known() -> None:
-    """They are killed and nobody waits for them: without this a quiet machine would seem to be busy with other programs."""
+    """They are killed and nobody waits for them.
+
+    Without this a quiet machine would seem to be busy with other programs.
+    """
     burn = "import time; [0 for _ in iter(lambda: time.process_time() < 0.4, False)]; print(flush=True); time.sleep(60)"
     start = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}])"
     with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, start_new_session=True) as neighbour:

@@ -54,7 +54,13 @@ def test_images_without_contrast_are_drawn_too() -> None:
 
 
 def test_the_shipped_network_learns_drawn_digits_in_seconds(ddpexp: Ddpexp) -> None:
-    words = ("data.source=embedded", "data.embedded_train=4000", "data.embedded_test=500", "trainer.gpus=2", "logger=none")
+    words = (
+        "data.source=embedded",
+        "data.embedded_train=4000",
+        "data.embedded_test=500",
+        "trainer.gpus=2",
+        "logger=none",
+    )
     done = ddpexp(*words, "trainer.micro_batch_size=32", "trainer.threads=1")
     assert done.code == 0, done.err
     result = done.result()

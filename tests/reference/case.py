@@ -1,4 +1,7 @@
-"""One training as a point in the space of what may be combined, which points there are, and a few that cover all pairs."""
+"""One training as a point in the space of what may be combined, which points there are, and a few.
+
+That cover all pairs.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ GLOBAL_BATCH_SIZE, STEPS, SEED = 48, 10, 5
 """As in the recipe's YAML. Ten steps of 48 are two and a half epochs of 192 samples."""
 
 MICRO_BATCH_SIZE_EXACT = 4
-"""In `trainer.reduction=exact` micro-batches are the same at every number of workers: 12 of them, so 1, 2, 3 and 4 divide them."""
+"""In `trainer.reduction=exact` micro-batches are the same at every number of workers.
+
+12 of them, so 1, 2, 3 and 4 divide them.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,9 @@ class Case:
     @property
     def allowed(self) -> bool:
         """Whether torch and the documentation allow the combination."""
-        if self.embedding == "sparse":  # torch: neither momentum nor weight decay nor half precision's scaler of sparse gradients
+        if (
+            self.embedding == "sparse"
+        ):  # torch: neither momentum nor weight decay nor half precision's scaler of sparse gradients
             if self.optimizer not in ("plain_sgd", "adagrad") or self.precision == "fp16" or self.numbers == "bf16":
                 return False
             if self.reduction == "exact":  # refused: docs/exactness.md
@@ -112,11 +120,16 @@ class Case:
             "trainer.log_every": self.log_every,
         }
         plain = {None: "null", True: "true", False: "false"}
-        return [f"{key}={plain[value] if value is None or isinstance(value, bool) else value}" for key, value in words.items()]
+        return [
+            f"{key}={plain[value] if value is None or isinstance(value, bool) else value}"
+            for key, value in words.items()
+        ]
 
     def __str__(self) -> str:
         """Return what is not ordinary."""
-        other = [f"{field.name}={value}" for field in fields(self) if (value := getattr(self, field.name)) != field.default]
+        other = [
+            f"{field.name}={value}" for field in fields(self) if (value := getattr(self, field.name)) != field.default
+        ]
         return " ".join(other) or "ordinary"
 
 
@@ -153,7 +166,9 @@ def alone() -> list[Case]:
         for workers in VALUES["workers"]
         if name != "workers"
         # A sparse gradient has no momentum, so that value comes with the optimizer that has none.
-        for case in [Case(**{"workers": workers, name: value, **({"optimizer": "plain_sgd"} if value == "sparse" else {})})]
+        for case in [
+            Case(**{"workers": workers, name: value, **({"optimizer": "plain_sgd"} if value == "sparse" else {})})
+        ]
     ]
     return ordinary + others
 

@@ -23,7 +23,8 @@ def tolerance(case: Case, name: str = "") -> float:
     if case.numbers == "bf16":
         return 0.05  # 2**-9 a rounding of the weights themselves, each step
     if case.precision != "fp32":
-        # 2**-9 (bf16) or 2**-12 (fp16) a rounding in the passes, which fall otherwise where a loss is divided in another order.
+        # 2**-9 (bf16) or 2**-12 (fp16) a rounding in the passes, which fall otherwise where a loss is divided in
+        # another order.
         return 0.03 if case.precision == "bf16" else 0.01
     return 1e-5  # 2**-24 a rounding, some hundred of them
 

@@ -1,13 +1,13 @@
 """The reference: a plain loop over one process's memory, written from the documentation alone.
 
-It shares with the package the order of samples (`ddpexp.data.order`) and the seed of a micro-batch (`ddpexp.distributed.rng`),
-which are documented as pure functions, and the user's code in `recipe/parts.py`. Everything else is written a second time, in
-the plainest way: a worker is a number here, gradients are added up in double precision, and no line is shared with the loop of
-the package.
+It shares with the package the order of samples (`ddpexp.data.order`) and the seed of a micro-batch
+(`ddpexp.distributed.rng`), which are documented as pure functions, and the user's code in `recipe/parts.py`. Everything
+else is written a second time, in the plainest way: a worker is a number here, gradients are added up in double
+precision, and no line is shared with the loop of the package.
 
-Three things the documentation leaves open, and the command was asked: steps that remain at the end are recorded although
-`trainer.log_every` does not divide them; a second pass over a step's micro-batches has random numbers of its own; the moving
-average starts from the weights, and the buffers beside it are those of the model.
+Three things the documentation leaves open, and the command was asked: steps that remain at the end are recorded
+although `trainer.log_every` does not divide them; a second pass over a step's micro-batches has random numbers of its
+own; the moving average starts from the weights, and the buffers beside it are those of the model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from tests.reference.recipe import parts
 CPU = torch.device("cpu")
 
 Mistake = Literal[
-    "mean of means", "one order", "no rest", "late schedule", "each worker clips", "other buffers", "skip moves buffers",
-    "skip moves momentum", "skip moves the average", "no autocast", "one dropout mask", "average of nothing", "gradients stay",
+    "mean of means", "one order", "no rest", "late schedule", "each worker clips", "other buffers",
+    "skip moves buffers",
+    "skip moves momentum", "skip moves the average", "no autocast", "one dropout mask", "average of nothing",
+    "gradients stay",
     "first loss alone", "rounded weight",
 ]  # fmt: skip
 """What a loop gets wrong easily: the proof that the comparison would see it."""
@@ -66,8 +68,9 @@ Forward = Callable[[parts.Batch], list[Loss]]
 def train(case: Case, mistake: Mistake | None = None, shaken: int | None = None) -> Outcome:
     """Train as the documentation says.
 
-    `shaken` is the seed of noise on the first weights, of a sixteenth of what bf16 and fp16 round by: how far that leads is how
-    much of a difference rounding explains, where an optimizer makes a large step of a small gradient's sign.
+    `shaken` is the seed of noise on the first weights, of a sixteenth of what bf16 and fp16 round by: how far that
+    leads is how much of a difference rounding explains, where an optimizer makes a large step of a small gradient's
+    sign.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for one another take a hundred times as long on a busy machine
@@ -90,15 +93,20 @@ class _Training:
         built = parts.build(case.middle, case.weights, case.embedding, case.numbers, case.two)
         self.nets: dict[str, parts.Net] = built if case.two else {"model": built}
         self.optimizers = self.made_optimizers()
-        self.rates = {name: [group["lr"] for group in optimizer.param_groups] for name, optimizer in self.optimizers.items()}
+        self.rates = {
+            name: [group["lr"] for group in optimizer.param_groups] for name, optimizer in self.optimizers.items()
+        }
         # The average starts from the weights, in float32 at least.
         self.averages = {
-            name: {key: _wide(value.detach()) for key, value in net.named_parameters()} for name, net in self.nets.items()
+            name: {key: _wide(value.detach()) for key, value in net.named_parameters()}
+            for name, net in self.nets.items()
         }
         self.scale = 65536.0 if case.precision == "fp16" else 1.0
         self.losses: list[Loss] = []  # of this step: those that are recorded
         self.norms: list[float] = []
-        self.left: dict[Tensor, Tensor] = {}  # gradients that no optimizer has stepped with: of no use but for a mistake
+        self.left: dict[
+            Tensor, Tensor
+        ] = {}  # gradients that no optimizer has stepped with: of no use but for a mistake
 
     @torch.no_grad()
     def shake(self, generator: torch.Generator) -> None:
@@ -152,7 +160,8 @@ class _Training:
                 outcome.tensors[f"{name}.ema"] = self.averaged(name)
         return outcome
 
-    # The samples ---------------------------------------------------------------------------------------------------------
+    # The samples
+    # ---------------------------------------------------------------------------------------------------------
 
     def micro_batches(self, step: int) -> list[parts.Batch]:
         """Return the step's samples, cut as the workers will have them: worker w's are next to one another."""
@@ -165,13 +174,16 @@ class _Training:
         indices = torch.from_numpy(order(positions))
         return [self.data.gather(part, CPU) for part in torch.split(indices, self.case.micro_batch_size)]
 
-    # One step ------------------------------------------------------------------------------------------------------------
+    # One step
+    # ------------------------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> bool:
         """Take one step; tell whether everything was finite."""
         batches = self.micro_batches(step)
         if self.case.task in ("Plain", "Groups"):
-            return self.update(step, batches, lambda batch: [self.loss(self.nets["model"], batch)], list(self.optimizers))
+            return self.update(
+                step, batches, lambda batch: [self.loss(self.nets["model"], batch)], list(self.optimizers)
+            )
         if self.case.task == "Twice":
             return self.update(step, batches, self.two_losses, ["model"])
         if self.case.task == "Pair":
@@ -203,11 +215,15 @@ class _Training:
         return [first, Loss(total, count, total.detach(), 0, 1)]
 
     def update(self, step: int, batches: list[parts.Batch], forward: Forward, names: list[str], begin: int = 0) -> bool:
-        """Go through all micro-batches of all workers, and step these optimizers (none: each by itself, one after another).
+        """Go through all micro-batches of all workers, and step these optimizers (none.
+
+        Each by itself, one after another).
 
         The random numbers of a second pass are not those of the first: its micro-batches are counted from `begin`.
         """
-        counts = [parts.kept(batch[0]).sum().item() if self.case.counts == "tensor" else len(batch[0]) for batch in batches]
+        counts = [
+            parts.kept(batch[0]).sum().item() if self.case.counts == "tensor" else len(batch[0]) for batch in batches
+        ]
         start = _buffers(self.nets)
         moved: list[dict[str, Tensor]] = []
         sums: dict[Tensor, Tensor] = dict(self.left) if self.mistake == "gradients stay" else {}
@@ -275,7 +291,9 @@ class _Training:
         Return their parameters.
         """
         optimizers = [self.optimizers[name] for name in names]
-        parameters = [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+        ]
         gradients = {parameter: sums[parameter] for parameter in parameters if parameter in sums}
         norm = math.sqrt(sum(float(_values(gradient).abs().square().sum()) for gradient in gradients.values()))
         self.norms.append(norm)
@@ -305,7 +323,8 @@ class _Training:
             for parameter, gradient in gradients.items():
                 sums[parameter] = sums[parameter] + gradient * factor
 
-    # What goes around it -------------------------------------------------------------------------------------------------
+    # What goes around it
+    # -------------------------------------------------------------------------------------------------
 
     def set_rates(self, step: int) -> None:
         factor = factor_of(self.case.schedule, min(step + 1, STEPS - 1) if self.mistake == "late schedule" else step)
@@ -351,7 +370,10 @@ class _Training:
 
 
 def factor_of(schedule: str, step: int) -> float:
-    """Return what multiplies the learning rate at a step of `STEPS`: the comments in conf/scheduler with their values."""
+    """Return what multiplies the learning rate at a step of `STEPS`.
+
+    The comments in conf/scheduler with their values.
+    """
     if schedule == "constant":
         return 1.0
     share = step / (STEPS - 1)

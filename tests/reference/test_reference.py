@@ -1,20 +1,21 @@
 """The command against an independent reference: a plain loop, written from the documentation, in one process.
 
-What is compared is everything that a run leaves behind: every tensor of the last checkpoint (weights, buffers, their moving
-average), and of metrics.jsonl the losses, the metrics, the norm of the gradient and the learning rate of every record, in training
-and in evaluation. An error is the largest difference in a tensor, or of a number, in parts of its largest value; the largest one
-that rounding explains is `compare.tolerance`, a number for each precision with its reason.
+What is compared is everything that a run leaves behind: every tensor of the last checkpoint (weights, buffers, their
+moving average), and of metrics.jsonl the losses, the metrics, the norm of the gradient and the learning rate of every
+record, in training and in evaluation. An error is the largest difference in a tensor, or of a number, in parts of its
+largest value; the largest one that rounding explains is `compare.tolerance`, a number for each precision with its
+reason.
 
-The reference (`loop.py`) adds up in double precision and knows nothing of workers but where their samples and their buffers lie, so
-the two round differently and never agree to the bit; promises of equal bits have tests of their own
+The reference (`loop.py`) adds up in double precision and knows nothing of workers but where their samples and their
+buffers lie, so the two round differently and never agree to the bit; promises of equal bits have tests of their own
 (tests/strategy/exact/test_strategy.py).
 
-A case (`case.py`) is a point in the product of all dimensions. The ordinary run has few cases in which every allowed pair of values
-occurs. `-m slow` has each value by itself at every number of workers, where a failure names its cause, and some hundred cases of
-the whole product.
+A case (`case.py`) is a point in the product of all dimensions. The ordinary run has few cases in which every allowed
+pair of values occurs. `-m slow` has each value by itself at every number of workers, where a failure names its cause,
+and some hundred cases of the whole product.
 
-That the comparison can fail is shown without a command: a reference with one wrong detail is much further from the right one than
-the tolerance, so a command with that detail, however it rounds, is too.
+That the comparison can fail is shown without a command: a reference with one wrong detail is much further from the
+right one than the tolerance, so a command with that detail, however it rounds, is too.
 """
 
 from __future__ import annotations

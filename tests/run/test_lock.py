@@ -34,7 +34,8 @@ class Slow(Sides):
 """
 WAITS = ("task._target_=points.Slow", "trainer.epochs=50000", "trainer.log_every=1")
 HOLDS = (
-    "import fcntl, os, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    "import fcntl, os, sys; file = open(sys.argv[1], 'a'); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); "
+    "sys.stdin.read()"
 )
 
 
@@ -89,7 +90,10 @@ def test_the_lock_says_who_has_it_and_is_free_at_the_end(folder: Path) -> None:
     owner = read(folder / "lock")
     assert owner is not None
     assert (owner.pid, owner.host, owner.lives()) == (os.getpid(), os.uname().nodename, True)
-    assert f"run.dir=x is in use by process {os.getpid()} on {owner.host} since {owner.since}: wait for its end" in refused(folder)
+    assert (
+        f"run.dir=x is in use by process {os.getpid()} on {owner.host} since {owner.since}: wait for its end"
+        in refused(folder)
+    )
     held.release()
     held.release()
     assert read(folder / "lock") is None  # this process lives on, and has it no more
@@ -135,7 +139,9 @@ def test_ranks_that_live_on_are_named(folder: Path, monkeypatch: pytest.MonkeyPa
     with log.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert held_logs(folder / "ranks") == [log]
-        assert f"rank 1 of a command that is gone lives and writes to {log}. End it (fuser -k {log})." in refused(folder)
+        assert f"rank 1 of a command that is gone lives and writes to {log}. End it (fuser -k {log})." in refused(
+            folder
+        )
     assert held_logs(folder / "ranks") == []
     taken(folder).release()
 
@@ -169,7 +175,8 @@ def test_without_locks_of_the_file_system_the_words_decide(folder: Path, monkeyp
     elsewhere = replace(Owner.here(), host="node7")
     write(folder, elsewhere)
     assert refused(folder) == (
-        f"run.dir=x was taken by process {os.getpid()} on node7 at {elsewhere.since}, and whether that lives cannot be told from "
+        f"run.dir=x was taken by process {os.getpid()} on node7 at {elsewhere.since}, and whether that lives cannot be "
+        "told from "
         f"here (this file system has no locks): end it there, or remove {folder}/lock when nothing runs in it any more."
     )
     write(folder, replace(elsewhere, slurm_job="12"))

@@ -26,7 +26,12 @@ CLEAN = Snapshot({"commit": "abc", "dirty": False}, b"")
 
 def described(before: dict[str, Any] | None = None, *, code: Snapshot = CLEAN, **changed: Any) -> dict[str, Any]:
     """Return what a start leaves, as it is read again."""
-    facts: dict[str, Any] = {"layout": LAYOUT, "argv": ["ddpexp", "recipe=mnist"], "crew": Participants(["a", "a"], []), **changed}
+    facts: dict[str, Any] = {
+        "layout": LAYOUT,
+        "argv": ["ddpexp", "recipe=mnist"],
+        "crew": Participants(["a", "a"], []),
+        **changed,
+    }
     found = manifest.describe(manifest.Start(code=code, **facts), {"name": "points"}, before)
     read: dict[str, Any] = json.loads(files.dumps(found))
     return read
@@ -49,7 +54,13 @@ def test_each_thing_is_there_once() -> None:
     text = files.dumps(found)
     for once in ('"packages"', '"platform"', '"world"', '"hosts"', '"torch"', '"python"'):
         assert text.count(once) == 1, once
-    assert [one["command"][-1] for one in found["earlier"]] == ["recipe=mnist", "start 0", "start 1", "start 2", "start 3"]
+    assert [one["command"][-1] for one in found["earlier"]] == [
+        "recipe=mnist",
+        "start 0",
+        "start 1",
+        "start 2",
+        "start 3",
+    ]
     assert all(set(one) == {"started", "command"} for one in found["earlier"])
 
 
@@ -67,7 +78,10 @@ def test_a_manifest_of_an_older_version_goes_on() -> None:
     old = json.loads((ROOT / "tests/kept/finished/manifest.json").read_text())
     [before] = described(old)["earlier"]
     assert (before["started"], before["versions"]["torch"], before["packages"]) == (old["started"], "2.13.0+cpu", None)
-    again = {**old, "starts": [{**old["starts"][0], "started": "2026-11-22T17:00:00+0000", "hosts": ["other"]}, *old["starts"]]}
+    again = {
+        **old,
+        "starts": [{**old["starts"][0], "started": "2026-11-22T17:00:00+0000", "hosts": ["other"]}, *old["starts"]],
+    }
     first, second = described(again)["earlier"]
     assert first == {"started": "2026-11-22T17:00:00+0000", "hosts": ["other"]}
     assert second["command"] == old["command"]
@@ -96,7 +110,11 @@ def manifest_name(name: str) -> str:
 
 def test_packages_are_found_as_python_finds_them(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    for folder in (first / "My_Tool-1.0.dist-info", second / "my.tool-2.0.dist-info", second / "old-0.5-py3.10.egg-info"):
+    for folder in (
+        first / "My_Tool-1.0.dist-info",
+        second / "my.tool-2.0.dist-info",
+        second / "old-0.5-py3.10.egg-info",
+    ):
         folder.mkdir(parents=True)
     (second / "bare.egg-info").mkdir()
     (second / "bare.egg-info/PKG-INFO").write_text("Metadata-Version: 2.1\nName: bare\nVersion: 7\n")
@@ -124,5 +142,7 @@ def test_the_patch_of_a_start_is_kept_beside_those_of_others(tmp_path: Path) -> 
 
 def test_listing_the_packages_imports_none_of_them() -> None:
     code = "import sys; from ddpexp import manifest; manifest.packages(sys.path); print(*sys.modules)"
-    said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True
+    ).stdout
     assert not {"torch", "numpy", "hydra", "rich"} & set(said.split())

@@ -88,7 +88,8 @@ def test_modules_outside_of_any_commit_are_in_the_patch_as_a_whole(tmp_path: Pat
     found = snapshot(tmp_path, [str(tmp_path / "mine.py"), str(tmp_path / "gone.py")])
     assert found.git == ({"commit": None, "dirty": True} if commits else None)
     assert found.diff.decode().splitlines() == [
-        "diff --git a/mine.py b/mine.py", "new file mode 100644", "--- /dev/null", "+++ b/mine.py", "@@ -0,0 +1,1 @@", "+x = 1",
+        "diff --git a/mine.py b/mine.py", "new file mode 100644", "--- /dev/null", "+++ b/mine.py", "@@ -0,0 +1,1 @@",
+        "+x = 1",
     ]  # fmt: skip
 
 

@@ -84,7 +84,8 @@ def refused(done: Done, sentence: str) -> None:
 
 def torchrun(ddpexp: Ddpexp, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*TORCHRUN, *words], cwd=ddpexp.folder, env={**ddpexp.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        [*TORCHRUN, *words], cwd=ddpexp.folder, env={**ddpexp.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -104,7 +105,11 @@ FINISHED = "is finished at step 10 (eval/accuracy 67.0 %): nothing to do.\n"
 
 def test_a_finished_run_says_so_and_stays_as_it_is(ddpexp: Ddpexp, run: Path) -> None:
     before = listing(run)
-    for done, name in ((again(ddpexp), "run.dir=run"), (resumed(ddpexp, "run"), "run"), (resumed(ddpexp, f"{run}/"), "run")):
+    for done, name in (
+        (again(ddpexp), "run.dir=run"),
+        (resumed(ddpexp, "run"), "run"),
+        (resumed(ddpexp, f"{run}/"), "run"),
+    ):
         assert (done.code, done.out, done.err) == (0, f"ddpexp: {name} {FINISHED}", "")
     # Neither what is free nor where it is started matters to it, and no workers are there to refuse anything.
     done = again(ddpexp, "run.resume=never", "trainer.log_every=7")
@@ -125,10 +130,12 @@ def test_every_rank_of_a_finished_run_ends_well(ddpexp: Ddpexp, run: Path) -> No
 def test_a_finished_run_cannot_become_another_one(ddpexp: Ddpexp, run: Path) -> None:
     before = listing(run)
     refused(
-        resumed(ddpexp, "run", "optimizer.lr=0.5"), r"run is finished at step 10 .*: optimizer\.lr 0\.1 -> 0\.5 would change noth"
+        resumed(ddpexp, "run", "optimizer.lr=0.5"),
+        r"run is finished at step 10 .*: optimizer\.lr 0\.1 -> 0\.5 would change noth",
     )
     refused(
-        again(ddpexp, "trainer.seed=1"), r"^ddpexp: run\.dir=run was started with trainer\.seed=0, and this is trainer\.seed=1: "
+        again(ddpexp, "trainer.seed=1"),
+        r"^ddpexp: run\.dir=run was started with trainer\.seed=0, and this is trainer\.seed=1: ",
     )
     assert resumed(ddpexp, "run", "trainer.max_steps=5").code == 0
     assert resumed(ddpexp, "run", "trainer.max_steps=20").code == 0  # the epochs end it at the same step
@@ -145,7 +152,9 @@ def test_a_finished_run_goes_on_when_it_is_asked_to_be_longer(ddpexp: Ddpexp, ru
     assert "- trainer.max_steps=10\n" in (run / "overrides-1.yaml").read_text()
     assert yaml.safe_load((run / "config-1.yaml").read_text())["trainer"]["epochs"] == 2
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["epochs"] == 4
-    assert resumed(ddpexp, "run").out == f"ddpexp: run {FINISHED}".replace("step 10", "step 12").replace("67.0", percent(run))
+    assert resumed(ddpexp, "run").out == f"ddpexp: run {FINISHED}".replace("step 10", "step 12").replace(
+        "67.0", percent(run)
+    )
 
 
 def percent(run: Path) -> str:
@@ -170,7 +179,8 @@ def test_the_same_command_goes_on_and_lists_nothing(ddpexp: Ddpexp, stopped: Pat
     first, second = starts_of(stopped)
     assert {key for key in first if first[key] != second[key]} <= {"started", "command"}
     assert set(second) == {
-        "changes", "code_diff", "command", "git", "hosts", "inputs", "owners", "packages", "platform", "python", "restart",
+        "changes", "code_diff", "command", "git", "hosts", "inputs", "owners", "packages", "platform", "python",
+        "restart",
         "started", "world",
     }  # fmt: skip
 
@@ -211,12 +221,15 @@ def test_what_has_changed_without_being_typed_is_refused(ddpexp: Ddpexp, stopped
     change(stopped / "manifest.json", config=accepted(config.read_text()))
     before = listing(stopped)
     sentence = (
-        r"^ddpexp: run\.dir=run was started with optimizer\.weight_decay=0\.01, and this is optimizer\.weight_decay=0\.0005, "
-        r"which is not typed: type optimizer\.weight_decay=0\.0005 to change it, or optimizer\.weight_decay=0\.01 to keep it\.\n$"
+        r"^ddpexp: run\.dir=run was started with optimizer\.weight_decay=0\.01, and this is "
+        r"optimizer\.weight_decay=0\.0005, "
+        r"which is not typed: type optimizer\.weight_decay=0\.0005 to change it, or optimizer\.weight_decay=0\.01 to "
+        r"keep it\.\n$"
     )
     refused(again(ddpexp), sentence)
     refused(
-        again(ddpexp, "data.embedded_train=700"), r"data\.embedded_train=640, and this is data\.embedded_train=700: the steps to"
+        again(ddpexp, "data.embedded_train=700"),
+        r"data\.embedded_train=640, and this is data\.embedded_train=700: the steps to",
     )
     assert listing(stopped) == before
     assert again(ddpexp, "optimizer.weight_decay=0.01").code == 0
@@ -228,7 +241,10 @@ def test_other_data_is_refused_with_both_names(ddpexp: Ddpexp, stopped: Path) ->
         change(stopped / "manifest.json", data={**manifest["data"], **data})
         before = listing(stopped)
         here = f"embedded-digits ({manifest['data']['sha256'][:12]})"
-        refused(again(ddpexp), re.escape(f"run.dir=run was trained on {called}") + ".*, and the data here is " + re.escape(here))
+        refused(
+            again(ddpexp),
+            re.escape(f"run.dir=run was trained on {called}") + ".*, and the data here is " + re.escape(here),
+        )
         after = listing(stopped)
         assert after.pop("lock") == before.pop("lock") == b""  # had, and let go of
         assert after == before
@@ -252,15 +268,20 @@ def test_threads_stay_as_they_were(ddpexp: Ddpexp, stopped: Path) -> None:
 def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: Path) -> None:
     before = listing(stopped)
     refused(
-        again(ddpexp, "run.resume=never"), r"run\.dir=run holds a run that is not finished, and run\.resume=never refuses to go on"
+        again(ddpexp, "run.resume=never"),
+        r"run\.dir=run holds a run that is not finished, and run\.resume=never refuses to go on",
     )
     refused(
-        again(ddpexp, "run.resume=require"), r"run\.dir=run holds no complete checkpoint, and run\.resume=require starts from noth"
+        again(ddpexp, "run.resume=require"),
+        r"run\.dir=run holds no complete checkpoint, and run\.resume=require starts from noth",
     )
-    refused(resumed(ddpexp, "run", "run.resume=never"), r"resume goes on with a run, and run\.resume=never refuses that")
+    refused(
+        resumed(ddpexp, "run", "run.resume=never"), r"resume goes on with a run, and run\.resume=never refuses that"
+    )
     assert listing(stopped) == before
     refused(
-        ddpexp(*SMALL, "run.dir=new", "run.resume=require"), r"run\.resume=require goes on with the run in run\.dir, and there is"
+        ddpexp(*SMALL, "run.dir=new", "run.resume=require"),
+        r"run\.resume=require goes on with the run in run\.dir, and there is",
     )
     refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and no run\.dir is typed\.\n$")
     assert not (ddpexp.folder / "new").exists()
@@ -308,7 +329,9 @@ def test_what_is_no_run_of_ours_is_refused_as_ever(ddpexp: Ddpexp) -> None:
         ("config.yaml", "x: !!python/object/apply:os.system ['touch pwned']", r"run/config\.yaml cannot be read"),
     ],
 )
-def test_a_damaged_run_is_refused_and_left_alone(ddpexp: Ddpexp, run: Path, name: str, text: str, sentence: str) -> None:
+def test_a_damaged_run_is_refused_and_left_alone(
+    ddpexp: Ddpexp, run: Path, name: str, text: str, sentence: str
+) -> None:
     (run / name).write_text(text)
     before = listing(run)
     refused(resumed(ddpexp, "run") if name == "config.yaml" else again(ddpexp), sentence)
@@ -318,7 +341,10 @@ def test_a_damaged_run_is_refused_and_left_alone(ddpexp: Ddpexp, run: Path, name
 
 def test_a_line_break_in_the_name_is_refused_before_anything_is_made(ddpexp: Ddpexp) -> None:
     for word in ("run.dir='a\nb'", "run.dir='a\x07b'"):
-        refused(ddpexp(*SMALL, word), r"^ddpexp: run\.dir has a line break or another control character, which no line can show: ")
+        refused(
+            ddpexp(*SMALL, word),
+            r"^ddpexp: run\.dir has a line break or another control character, which no line can show: ",
+        )
     assert os.listdir(ddpexp.folder) == []
 
 
@@ -357,7 +383,9 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     # Without torchrun the stored launcher cannot work, and says what can.
     change(run / "result.json", status="interrupted")
     alone = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"))
-    refused(alone, r"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: .* or use launcher=spawn")
+    refused(
+        alone, r"launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: .* or use launcher=spawn"
+    )
     spawned = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), "launcher=spawn")
     assert spawned.code == 0, spawned.err
     assert "2 -> 1 workers" in spawned.out
@@ -400,7 +428,8 @@ def test_a_submission_goes_on_in_the_same_directory_and_not_twice(ddpexp: Ddpexp
     step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
     words = [sys.executable, "-m", "ddpexp", "member", str(stopped)]
     job = subprocess.run(
-        words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"}, capture_output=True, text=True,
+        words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"}, capture_output=True,
+        text=True,
         timeout=PATIENCE,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
@@ -428,14 +457,23 @@ def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> N
         ("empty",): r"^ddpexp: resume empty: it is no run directory\.\n$",
         ("run/config.yaml",): r"^ddpexp: resume run/config\.yaml: it is no run directory\. Did you mean run\?\n$",
         ("run/checkpoints/step-00000010",): r"it is no run directory\. Did you mean run\?\n$",
-        ("run", "-m"): r"^ddpexp: resume -m: it takes a run directory, key=value and --config-dir DIR, and nothing else\.\n$",
+        (
+            "run",
+            "-m",
+        ): r"^ddpexp: resume -m: it takes a run directory, key=value and --config-dir DIR, and nothing else\.\n$",
         ("--cfg", "job", "run"): r"^ddpexp: resume --cfg: it takes",
         ("run", "run.dir=other"): r"^ddpexp: run\.dir=other: resume goes on in run itself\.\n$",
         ("run", "trainer.epoch=3"): r"trainer\.epoch is not a known key\. Did you mean trainer\.epochs\?\n$",
         ("run", "trainer.epochs"): r"trainer\.epochs has no value: write trainer\.epochs=\.\.\. \.",
         ("run", "scheduler=cosin"): r"scheduler=cosin is not a known option\. Did you mean scheduler=cosine\?\n$",
-        ("run", "recipe=mnist"): r"recipe=mnist is made of several files: type the whole command again, with run\.dir=\.\.\. \.\n$",
-        ("run", "optimizer=adamw"): r"optimizer\._target_=torch\.optim\.SGD, and this is optimizer\._target_=torch\.optim\.AdamW: ",
+        (
+            "run",
+            "recipe=mnist",
+        ): r"recipe=mnist is made of several files: type the whole command again, with run\.dir=\.\.\. \.\n$",
+        (
+            "run",
+            "optimizer=adamw",
+        ): r"optimizer\._target_=torch\.optim\.SGD, and this is optimizer\._target_=torch\.optim\.AdamW: ",
         ("run", "launcher=mpi"): r"launcher=mpi is a process that mpirun starts",
         ("run", "launcher=mpl"): r"Did you mean launcher=mpi\?\n$",
     }.items():
@@ -472,18 +510,23 @@ def test_another_users_code_is_refused_even_when_it_is_typed(recipe: Recipe, run
     (run / "config.yaml").write_text(text.replace("_target_: ddpexp.recipes.mnist.Linear", "_target_: points.Net"))
     done = resumed(recipe.ddpexp, "run", "--config-dir", str(recipe.folder / "conf"))
     refused(
-        done, r"run is another user's, and it names code outside ddpexp \(model\._target_=points\.Net\): it must be your own\.\n$"
+        done,
+        r"run is another user's, and it names code outside ddpexp \(model\._target_=points\.Net\): it must be your "
+        r"own\.\n$",
     )
 
 
 def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp: Ddpexp, run: Path) -> None:
     # What another process would do between the command's look and the worker's.
     program = (
-        "from ddpexp.train.worker import _configuration; from ddpexp.run.directory import RunDir; from pathlib import Path\n"
+        "from ddpexp.train.worker import _configuration; from ddpexp.run.directory import RunDir; from pathlib import "
+        "Path\n"
         "_configuration(RunDir(Path('run')), '0' * 64)"
     )
     words = [sys.executable, "-c", program]
-    found = subprocess.run(words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
+    found = subprocess.run(
+        words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert "RefusedError: run/config.yaml is not what it was when the command read it" in found.stderr
 
 
@@ -496,12 +539,25 @@ def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Dd
     assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
     assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
     assert [len(start["hosts"]) for start in starts_of(stopped)] == [1, 2]
-    srun = ["srun", "-N2", "-n2", sys.executable, "-m", "ddpexp", "resume", "run", "launcher=slurm", "trainer.nodes=auto"]
+    srun = [
+        "srun",
+        "-N2",
+        "-n2",
+        sys.executable,
+        "-m",
+        "ddpexp",
+        "resume",
+        "run",
+        "launcher=slurm",
+        "trainer.nodes=auto",
+    ]
     after = subprocess.run(
         [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), after.stderr
+    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), (
+        after.stderr
+    )
 
 
 # What has changed between two starts.
@@ -563,7 +619,8 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     edit(changing.folder / "helpers.py", "return loss", "return 2 * loss")
     before = listing(run)
     sentence = (
-        "since step 4 helpers.py has changed, so the steps to come would be computed by other code than the steps so far. "
+        "since step 4 helpers.py has changed, so the steps to come would be computed by other code than the steps so "
+        "far. "
         "Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.\n"
     )
     again = more(changing, run, "trainer.epochs=2")
@@ -609,7 +666,8 @@ def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Reci
     assert done.code == 0, done.err
     step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
     job = subprocess.run(
-        [sys.executable, "-m", "ddpexp", "member", str(run)], cwd=ddpexp.folder, capture_output=True, text=True, timeout=PATIENCE,
+        [sys.executable, "-m", "ddpexp", "member", str(run)], cwd=ddpexp.folder, capture_output=True, text=True,
+        timeout=PATIENCE,
         env={**ddpexp.environ, **step, "SLURM_LOCALID": "0"},
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
@@ -642,15 +700,20 @@ def test_data_that_has_changed_is_refused_until_that_is_allowed(
     again = more(changing, run, "trainer.epochs=2")
     assert again.code == 2
     assert (
-        f"{run.name}: since step 4 the data has changed: {phrase}, so the steps to come would see other samples than the "
-        f"steps so far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a new run "
+        f"{run.name}: since step 4 the data has changed: {phrase}, so the steps to come would see other samples than "
+        "the "
+        f"steps so far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a "
+        "new run "
     ) in again.err
     assert "Traceback" not in again.err
     assert json.loads((run / "result.json").read_text())["status"] == "done"  # as it was
     assert len(starts_of(run)) == 1
     done = more(changing, run, "trainer.epochs=2", remedy(again))
     assert done.code == 0, done.err
-    line = f"since step 4 the data has changed: {phrase} (run.allow_changes=[data]): {step // 2} steps an epoch from here on\n"
+    line = (
+        f"since step 4 the data has changed: {phrase} (run.allow_changes=[data]): {step // 2} steps an epoch from "
+        "here on\n"
+    )
     assert line in done.out
     assert json.loads((run / "result.json").read_text())["step"] == step
     change(run / "result.json", status="interrupted")
@@ -683,14 +746,20 @@ def test_an_edited_configuration_is_noticed(ddpexp: Ddpexp, run: Path) -> None:
     assert listing(run) == before
     kept = resumed(ddpexp, "run", "trainer.seed=0")
     assert kept.code == 0, kept.err
-    line = "config.yaml was edited since the last start, and kept beside, for this command says otherwise: trainer.seed 0 -> 1\n"
+    line = (
+        "config.yaml was edited since the last start, and kept beside, for this command says otherwise: "
+        "trainer.seed 0 -> 1\n"
+    )
     assert line in kept.out
     assert (config.read_text(), "seed: 1" in (run / "config-1.yaml").read_text()) == (text, True)
     change(run / "result.json", status="interrupted")
     edit(config, "weight_decay: 0.0005", "weight_decay: 0.01")
     edit(config, "log_every: 5", "log_every: 7")
     done = resumed(ddpexp, "run")
-    refused(done, r"weight_decay=0\.0005, and its config\.yaml was edited to optimizer\.weight_decay=0\.01, which is not typed: ")
+    refused(
+        done,
+        r"weight_decay=0\.0005, and its config\.yaml was edited to optimizer\.weight_decay=0\.01, which is not typed: ",
+    )
     done = resumed(ddpexp, "run", "optimizer.weight_decay=0.01")
     assert done.code == 0, done.err
     edits = "trainer.log_every 5 -> 7, optimizer.weight_decay 0.0005 -> 0.01\n"
@@ -717,7 +786,9 @@ def test_an_older_configuration_that_is_put_back_is_an_edit(ddpexp: Ddpexp, run:
     refused(resumed(ddpexp, "run"), r"its config\.yaml was edited to ")  # as its checkpoint says
 
 
-def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edited_nothing(ddpexp: Ddpexp, stopped: Path) -> None:
+def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edited_nothing(
+    ddpexp: Ddpexp, stopped: Path
+) -> None:
     before, manifest = (stopped / "config.yaml").read_text(), stopped / "manifest.json"
     after = before.replace("lr: 0.1", "lr: 0.02")
     assert after != before
@@ -728,8 +799,15 @@ def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edi
 
 def test_what_may_have_changed_is_typed_and_nothing_else(ddpexp: Ddpexp, changing: Recipe) -> None:
     refused(
-        ddpexp(*SMALL, "run.allow_changes=[cod]"), r"run\.allow_changes=cod is not one of code, data\. Did you mean run\.allow_c"
+        ddpexp(*SMALL, "run.allow_changes=[cod]"),
+        r"run\.allow_changes=cod is not one of code, data\. Did you mean run\.allow_c",
     )
-    refused(ddpexp(*SMALL, "run.allow_changes=code"), r"run\.allow_changes=code is not a list, each item one of code, data\.")
+    refused(
+        ddpexp(*SMALL, "run.allow_changes=code"),
+        r"run\.allow_changes=code is not a list, each item one of code, data\.",
+    )
     edit(changing.folder / "conf/recipe/points.yaml", "trainer:\n", "run:\n  allow_changes: [code]\ntrainer:\n")
-    refused(changing(), r"run\.allow_changes=\['code'\] stands in a file: it is for one start, so it counts only when typed on the")
+    refused(
+        changing(),
+        r"run\.allow_changes=\['code'\] stands in a file: it is for one start, so it counts only when typed on the",
+    )

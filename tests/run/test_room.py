@@ -23,7 +23,12 @@ class Disk:
     """A file system with so much left."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.f_bavail, self.f_frsize, self.f_files, self.f_favail = num_bytes, 1, 0, 0  # some file systems count no files
+        self.f_bavail, self.f_frsize, self.f_files, self.f_favail = (
+            num_bytes,
+            1,
+            0,
+            0,
+        )  # some file systems count no files
 
 
 @pytest.fixture
@@ -48,7 +53,9 @@ def test_a_start_is_refused_where_not_even_one_checkpoint_fits(
         if refused:
             with pytest.raises(RefusedError, match=r"so that nothing of this run could be saved: make room") as caught:
                 check_room(run, TRAINER, loop, None)
-            assert str(caught.value).startswith(f"a checkpoint takes {WANTED} bytes and {run.path} has {free} bytes free, ")
+            assert str(caught.value).startswith(
+                f"a checkpoint takes {WANTED} bytes and {run.path} has {free} bytes free, "
+            )
         else:
             check_room(run, TRAINER, loop, None)
     finally:

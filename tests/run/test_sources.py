@@ -76,7 +76,12 @@ def test_the_targets_modules_count_and_what_they_import_beside_them(folder: Path
 def test_the_files_of_a_recipe_are_those_of_its_modules_that_nobody_has_installed(folder: Path) -> None:
     (folder / "mine.py").write_text("import helpers, yaml\n")
     found = sources.find(["mine.Net", "yaml.load", "ddpexp.recipes.mnist.LeNet"], folder, sys.path)
-    assert found.files == [str(folder / "mine.py"), str(folder / "helpers.py"), str(folder / "parts/__init__.py"), *found.files[3:]]
+    assert found.files == [
+        str(folder / "mine.py"),
+        str(folder / "helpers.py"),
+        str(folder / "parts/__init__.py"),
+        *found.files[3:],
+    ]
     assert {os.path.relpath(path, folder) for path in found.files} == {
         "mine.py", "helpers.py", "parts/__init__.py", "parts/late.py",
     }  # fmt: skip
@@ -85,17 +90,23 @@ def test_the_files_of_a_recipe_are_those_of_its_modules_that_nobody_has_installe
 def test_our_own_recipes_count_and_the_rest_of_us_does_not(folder: Path) -> None:
     (folder / "mine.py").write_text("from ddpexp.recipes.mnist import LeNet\nfrom ddpexp.data import images\n")
     assert list(read(folder)["modules"]) == ["ddpexp.recipes.mnist", "mine"]
-    assert list(sources.find(["ddpexp.recipes.mnist.LeNet"], None, []).fingerprint["modules"]) == ["ddpexp.recipes.mnist"]
+    assert list(sources.find(["ddpexp.recipes.mnist.LeNet"], None, []).fingerprint["modules"]) == [
+        "ddpexp.recipes.mnist"
+    ]
 
 
 def test_comments_blank_lines_and_docstrings_change_nothing(folder: Path) -> None:
     text = (
-        NET.replace('"""A network."""', '"""The same."""').replace("# Doubled.", "# Twice.\n").replace('"""The network."""\n', "")
+        NET.replace('"""A network."""', '"""The same."""')
+        .replace("# Doubled.", "# Twice.\n")
+        .replace('"""The network."""\n', "")
     )
     assert text != NET
     assert changed(folder, "mine.py", text) == []
     assert changed(folder, "mine.py", text.replace('    """The same."""\n\n', "")) == []
-    assert changed(folder, "mine.py", NET.replace("class Net", "x = 'a text that is no docstring'\n\n\nclass Net")) != []
+    assert (
+        changed(folder, "mine.py", NET.replace("class Net", "x = 'a text that is no docstring'\n\n\nclass Net")) != []
+    )
     before = {**read(folder), "python": "3.9"}  # where syntax is written down in another way
     (folder / "mine.py").write_text(text)
     assert sources.differences(before, read(folder)) == ["mine.py has changed"]

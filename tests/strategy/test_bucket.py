@@ -111,7 +111,8 @@ def own(world):
 
 
 def failed(world):
-    # What a micro-batch that failed has left is nobody's business: the error comes out, and no rank waits for another's sum.
+    # What a micro-batch that failed has left is nobody's business: the error comes out, and no rank waits for another's
+    # sum.
     model = DDP(OPTIONS, world, Counts)
     weight = model.bare["model"].weight
     for _ in range(2):

@@ -107,7 +107,10 @@ def plain(recipe: Recipe) -> Done:
     [
         ("strategy.comm_hook=fp16 trainer.gpus=3", 1e-3),
         ("strategy.comm_hook=powersgd", 0.2),
-        ("strategy.find_unused_parameters=true strategy.bucket_cap_mb=0.0001 strategy.gradient_as_bucket_view=false", 1e-6),
+        (
+            "strategy.find_unused_parameters=true strategy.bucket_cap_mb=0.0001 strategy.gradient_as_bucket_view=false",
+            1e-6,
+        ),
         ("strategy.static_graph=true", 1e-6),
     ],
     ids=["fp16", "powersgd", "buckets", "static"],
@@ -127,7 +130,12 @@ def test_a_hook_that_gloo_does_not_have_is_refused(recipe: Recipe) -> None:
     assert done.err.startswith("ddpexp: strategy.comm_hook=bf16 needs trainer.backend=nccl: ")
 
 
-TRANSPORTS = ["reduce_through=backend", "reduce_through=shared_memory", "gradient_as_bucket_view=false", "comm_hook=fp16"]
+TRANSPORTS = [
+    "reduce_through=backend",
+    "reduce_through=shared_memory",
+    "gradient_as_bucket_view=false",
+    "comm_hook=fp16",
+]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +151,10 @@ def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, kind: str,
     done = recipe(*typed)
     assert done.code == 1
     assert "Traceback" not in done.err
-    assert "model.extra.weight, model.extra.bias got no gradient in a micro-batch, for its loss does not depend on it. " in done.err
+    assert (
+        "model.extra.weight, model.extra.bias got no gradient in a micro-batch, for its loss does not depend on it. "
+        in done.err
+    )
     assert "strategy.find_unused_parameters=true" in done.err
     done = recipe(*typed, "strategy.find_unused_parameters=true")
     assert done.code == 0, done.err
@@ -198,7 +209,8 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
         for value in ("true", "false")
     }
     assert [done.code for done in runs.values()] == [0, 0]
-    # Each rank normalises by its own batch, so the parameters agree; the evaluation uses rank zero's statistics on all ranks.
+    # Each rank normalises by its own batch, so the parameters agree; the evaluation uses rank zero's statistics on all
+    # ranks.
     assert near(weights(runs["true"]), weights(runs["false"]), 1e-6)
     assert runs["true"].result()["metrics"] == pytest.approx(runs["false"].result()["metrics"], rel=1e-6)
     alone = runs["false"].run.parent / "alone"
@@ -217,10 +229,13 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
         pytest.param(2, "", "Pictures", marks=pytest.mark.slow),
     ],
 )
-def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(recipe: Recipe, size: int, words: str, wrapped: str) -> None:
+def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(
+    recipe: Recipe, size: int, words: str, wrapped: str
+) -> None:
     done = recipe(
         *words.split(),
-        "task._target_=points.Looks", "model._target_=points.Pictures", "trainer.channels_last=true", "trainer.deterministic=true",
+        "task._target_=points.Looks", "model._target_=points.Pictures", "trainer.channels_last=true",
+        "trainer.deterministic=true",
         "trainer.threads=2", f"trainer.gpus={size}", "trainer.max_steps=4",
     )  # fmt: skip
     assert done.code == 0, done.err

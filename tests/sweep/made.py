@@ -33,7 +33,8 @@ class Made:
         record.close()
 
     def job(
-        self, *words: str, status: str | None = "done", points: Sequence[tuple[int, float]] = POINTS, name: str = "eval/loss",
+        self, *words: str, status: str | None = "done", points: Sequence[tuple[int, float]] = POINTS,
+        name: str = "eval/loss",
         events: Sequence[str] = ("started", "ended"), seconds: float = 12.5, **result: Any,
     ) -> Path:  # fmt: skip
         """Make one job: its events, and with a status its run directory too; None leaves the run without a result."""
@@ -45,7 +46,8 @@ class Made:
             self.add("started", job=number, attempt=1, slots=[0], gpus=[])
             run(path, ["recipe=points", *words], status, points, name, seconds=seconds, **result)
         if "ended" in events:
-            self.add("ended", job=number, status=status, exit_code=0, seconds=seconds, objective=points[-1][1] if points else None,
+            self.add("ended", job=number, status=status, exit_code=0, seconds=seconds,
+                objective=points[-1][1] if points else None,
                      message=None)  # fmt: skip
         return path
 
@@ -57,7 +59,9 @@ def run(
     """Make a run directory as a run leaves it."""
     path.mkdir(parents=True)
     (path / "overrides.yaml").write_text(yaml.safe_dump(list(words)))
-    (path / "config.yaml").write_text(yaml.safe_dump({"optimizer": {"lr": 0.5, "nesterov": True}, "trainer": {"seed": 0}}))
+    (path / "config.yaml").write_text(
+        yaml.safe_dump({"optimizer": {"lr": 0.5, "nesterov": True}, "trainer": {"seed": 0}})
+    )
     (path / "manifest.json").write_text(json.dumps({"started": "2026-11-21T12:00:00+0000"}))
     lines = [{"step": step, "epoch": 1.0, "time": 0.0, name: value} for step, value in points]
     (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -53,12 +53,15 @@ def test_halving_lets_the_best_of_each_three_go_on_at_each_rung() -> None:
 
 def test_a_curve_is_read_up_to_what_is_written_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 4, "train/loss": 1}\n{"step": 4, "eval/loss": 2.5}\n[1]\n{"step": 8, "eval/loss": null}\n{"st')
+    path.write_text(
+        '{"step": 4, "train/loss": 1}\n{"step": 4, "eval/loss": 2.5}\n[1]\n{"step": 8, "eval/loss": null}\n{"st'
+    )
     assert curve_of(path, "eval/loss") == [(4, 2.5)]
     assert curve_of(tmp_path / "none", "eval/loss") == []
 
 
-WORDS = ("sweep.early_stop=halving", "sweep.early_stop_after=4", "sweep.early_stop_factor=2", "sweep.objective=eval/loss",
+WORDS = ("sweep.early_stop=halving", "sweep.early_stop_after=4", "sweep.early_stop_factor=2",
+    "sweep.objective=eval/loss",
          "task._target_=points.Paced", "trainer.eval_every=2", "trainer.max_steps=30", "trainer.epochs=null",
          "trainer.gpus=2", "sweep.slots=4")  # fmt: skip
 
@@ -84,9 +87,15 @@ def test_a_hopeless_job_saves_and_leaves_with_all_its_ranks_and_stays_so(sweeps:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("sweep.early_stop=median",), r"sweep\.early_stop=median compares objectives: say which with sweep\.objective=eval/loss"),
+        (
+            ("sweep.early_stop=median",),
+            r"sweep\.early_stop=median compares objectives: say which with sweep\.objective=eval/loss",
+        ),
         (("sweep.early_stop=medium",), r"sweep\.early_stop=medium is not .*Did you mean sweep\.early_stop=median"),
-        (("sweep.objective=eval/loss", "sweep.early_stop=halving", "sweep.early_stop_factor=1"), r"stops nothing: use 2 or more"),
+        (
+            ("sweep.objective=eval/loss", "sweep.early_stop=halving", "sweep.early_stop_factor=1"),
+            r"stops nothing: use 2 or more",
+        ),
         (("sweep.objective=eval/loss", "sweep.early_stop=halving", "sweep.early_stop_after=0"), r"use a step from 1"),
     ],
 )

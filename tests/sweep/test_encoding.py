@@ -17,7 +17,14 @@ def rows(**swept: list[str]) -> list[Row]:
     keys = [key.replace("_", ".") for key in swept]
     found = []
     for number, values in enumerate(itertools.product(*swept.values())):
-        facts: dict[str, Any] = {"metrics": {}, "step": 1, "seconds": 1.0, "job_id": None, "message": None, "started": 0.0}
+        facts: dict[str, Any] = {
+            "metrics": {},
+            "step": 1,
+            "seconds": 1.0,
+            "job_id": None,
+            "message": None,
+            "started": 0.0,
+        }
         overrides = dict(zip(keys, values, strict=True))
         found.append(Row(number, f"{number:04d}", Path(f"/{number:04d}"), overrides, "done", 0.5, ended=1.0, **facts))
     return found
@@ -93,7 +100,14 @@ def test_values_stand_in_the_order_of_their_size() -> None:
 
 @pytest.mark.parametrize(
     ("values", "is_so"),
-    [([1, 10, 100], True), ([16, 32, 64], True), ([1, 2, 3], False), ([0, 1, 10], False), ([0.1, 1], False), ([1, 2, 300], True)],
+    [
+        ([1, 10, 100], True),
+        ([16, 32, 64], True),
+        ([1, 2, 3], False),
+        ([0, 1, 10], False),
+        ([0.1, 1], False),
+        ([1, 2, 300], True),
+    ],
 )
 def test_numbers_over_decades_or_doubled_want_a_logarithmic_axis(values: list[float], is_so: bool) -> None:
     assert is_geometric(values) == is_so

@@ -15,5 +15,6 @@ def test_words_that_are_lost_are_one_sentence_with_what_to_type(tmp_path: Path) 
         asked_of(SweepDir(tmp_path))
     why = "No such file or directory"
     assert str(error.value) == (
-        f"{tmp_path}/sweep.yaml cannot be read ({why}): type the sweep's own words again, with hydra.sweep.dir={tmp_path}."
+        f"{tmp_path}/sweep.yaml cannot be read ({why}): type the sweep's own words again, with "
+        f"hydra.sweep.dir={tmp_path}."
     )

@@ -32,7 +32,8 @@ def asked(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     columns = [api_pb2.ColParams(metric=info.name) for info in experiment.metric_infos]
     wanted = api_pb2.ListSessionGroupsRequest(
         start_index=0, slice_size=100, col_params=columns,
-        allowed_statuses=[api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING],
+        allowed_statuses=[api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE,
+            api_pb2.STATUS_RUNNING],
     )  # fmt: skip
     groups = list_session_groups.Handler(request, plugin, "", wanted).run()
     return json_format.MessageToDict(experiment), json_format.MessageToDict(groups).get("sessionGroups", [])

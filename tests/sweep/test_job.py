@@ -22,11 +22,15 @@ print(job.start(None, (), None, {}, Path("/dev/full")).wait())
 
 
 def test_a_job_that_cannot_write_its_last_words_ends_all_the_same(environ: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (done.stdout, done.stderr) == ("3\n", "")
 
 
-def test_a_record_that_cannot_be_written_is_told_once_and_ends_no_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_cannot_be_written_is_told_once_and_ends_no_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     record = Record(SweepDir(tmp_path))
     record.close()
     record._file = open("/dev/full", "w")  # noqa: SIM115
@@ -43,7 +47,9 @@ def test_a_record_that_cannot_be_written_is_told_once_and_ends_no_sweep(tmp_path
 def test_a_sweep_on_a_full_disk_is_refused_in_one_sentence(sweeps: Sweeps, tmp_path: Path, room: str) -> None:
     place = tmp_path / "disk"
     place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "none", str(place)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={room}", "none", str(place)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr}")
     try:
@@ -73,7 +79,9 @@ run()
 
 @pytest.mark.fault(23)
 @pytest.mark.parametrize(("refused", "code"), [("2,3", 0), ("1", 1)])
-def test_a_job_that_cannot_be_started_waits_for_those_that_run_and_else_fails(sweeps: Sweeps, refused: str, code: int) -> None:
+def test_a_job_that_cannot_be_started_waits_for_those_that_run_and_else_fails(
+    sweeps: Sweeps, refused: str, code: int
+) -> None:
     words, path = sweeps.words("trainer.seed=0,1")
     program = [sys.executable, "-c", SCARCE, refused, *words]
     folder, environ = sweeps.recipe.ddpexp.folder, sweeps.recipe.ddpexp.environ

@@ -29,7 +29,9 @@ def test_the_launcher_can_be_swept_and_the_login_node_submits_the_rest_as_one_ar
     assert len(re.findall(r"^submitted array \d+ of 2 jobs", sweep.out, re.MULTILINE)) == 1
     assert f"2 of 4 jobs are submitted; how far they are: python -m ddpexp status {sweep.path.name}\n" in sweep.out
     assert [event["job"] for event in sweep.events("started")] == [0, 1]
-    wait_for(lambda: all((path / "result.json").is_file() for path in sweep.jobs()) and sweep.statuses() == ["done"] * 4)
+    wait_for(
+        lambda: all((path / "result.json").is_file() for path in sweep.jobs()) and sweep.statuses() == ["done"] * 4
+    )
     hashes = [result["weights_sha256"] for result in sweep.results().values()]
     assert hashes[:2] == hashes[2:]
     status = sweeps.recipe.ddpexp("status", str(sweep.path))
@@ -48,7 +50,8 @@ def test_what_is_submitted_is_not_counted_as_done(sweeps: Sweeps) -> None:
 
 @pytest.mark.slurm
 def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: Sweeps) -> None:
-    words = ("launcher=slurm", "launcher.array_parallelism=1", "model._target_=points.Wide", "task._target_=points.Paced",
+    words = ("launcher=slurm", "launcher.array_parallelism=1", "model._target_=points.Wide",
+        "task._target_=points.Paced",
              "trainer.epochs=4", "model.hidden=13,8", "launcher.wait=true")  # fmt: skip
     process, path = sweeps.start(*words)
     wait_for(lambda: (path / "0001_model.hidden=8" / "metrics.jsonl").is_file())
@@ -69,12 +72,15 @@ def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: 
 def test_in_an_allocation_the_jobs_are_steps_one_after_another(sweeps: Sweeps) -> None:
     typed, path = sweeps.words("launcher=slurm", "trainer.gpus=1", "trainer.seed=0,1", "trainer.threads=1")
     words = ["salloc", "-N2", "--quiet", sys.executable, "-m", "ddpexp", *typed]
-    done = subprocess.run(words, cwd=sweeps.recipe.folder, env={**sweeps.recipe.ddpexp.environ}, capture_output=True, text=True,
+    done = subprocess.run(words, cwd=sweeps.recipe.folder, env={**sweeps.recipe.ddpexp.environ}, capture_output=True,
+        text=True,
                           timeout=PATIENCE, stdin=subprocess.DEVNULL)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     results = {job: (path / job / "result.json").read_text() for job in ("0000_trainer.seed=0", "0001_trainer.seed=1")}
     assert all('"world_size": 2' in text for text in results.values())
-    events = [line for line in (path / "sweep.jsonl").read_text().splitlines() if '"started"' in line or '"ended"' in line]
+    events = [
+        line for line in (path / "sweep.jsonl").read_text().splitlines() if '"started"' in line or '"ended"' in line
+    ]
     assert ['"started"' in line for line in events] == [True, False, True, False]
     assert sweeps.solo("trainer.gpus=2", "trainer.seed=1") in results["0001_trainer.seed=1"]
 
@@ -90,9 +96,18 @@ def test_a_dry_run_shows_the_array_and_leaves_nothing(sweeps: Sweeps) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("sweep.retries=1",), r"sweep\.retries=1 needs a command that watches the jobs, and launcher=slurm submits them"),
-        (("sweep.objective=eval/loss", "sweep.early_stop=median"), r"sweep\.early_stop=median needs a command that watches"),
-        (("hydra/sweeper=optuna", "sweep.objective=eval/loss"), r"launcher=slurm only submits, .* add launcher\.wait=true"),
+        (
+            ("sweep.retries=1",),
+            r"sweep\.retries=1 needs a command that watches the jobs, and launcher=slurm submits them",
+        ),
+        (
+            ("sweep.objective=eval/loss", "sweep.early_stop=median"),
+            r"sweep\.early_stop=median needs a command that watches",
+        ),
+        (
+            ("hydra/sweeper=optuna", "sweep.objective=eval/loss"),
+            r"launcher=slurm only submits, .* add launcher\.wait=true",
+        ),
     ],
 )
 def test_what_a_submitted_job_cannot_have_is_refused(sweeps: Sweeps, words: tuple[str, ...], says: str) -> None:

@@ -31,7 +31,8 @@ def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Swe
 
 @pytest.mark.slow
 def test_a_trial_that_fails_is_told_to_optuna_and_listed(sweeps: Sweeps) -> None:
-    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1",
+    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2",
+        "hydra.sweeper.sampler.seed=1",
              "hydra.sweeper.max_failure_rate=1.0", "sweep.objective=eval/loss", "model._target_=points.Wide",
              "model.hidden=choice(8,13)")  # fmt: skip
     sweep = sweeps(*words)
@@ -42,7 +43,12 @@ def test_a_trial_that_fails_is_told_to_optuna_and_listed(sweeps: Sweeps) -> None
 
 
 def test_a_study_in_which_every_trial_fails_is_a_failure_and_no_traceback(sweeps: Sweeps) -> None:
-    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.max_failure_rate=1", "sweep.objective=eval/loss")
+    words = (
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=2",
+        "hydra.sweeper.max_failure_rate=1",
+        "sweep.objective=eval/loss",
+    )
     sweep = sweeps(*words, "model._target_=points.Wide", "model.hidden=13", "optimizer.lr=interval(0.1,0.2)")
     assert sweep.code == 1
     assert "ddpexp: 2 of 2 jobs failed:" in sweep.err
@@ -53,7 +59,10 @@ def test_an_objective_that_no_job_reports_is_told_at_once_with_the_right_word(sw
     sweep = sweeps("sweep.objective=eval/acuracy", "sweep.mode=max", "trainer.seed=0,1,2")
     assert sweep.code == 1
     assert sweep.statuses() == ["done"] * 3
-    says = r"eval/acuracy is no metric that job 000\d_trainer\.seed=\d reports\. Did you mean sweep\.objective=eval/accuracy\?"
+    says = (
+        r"eval/acuracy is no metric that job 000\d_trainer\.seed=\d reports\. Did you mean "
+        r"sweep\.objective=eval/accuracy\?"
+    )
     assert len(re.findall(says, sweep.err)) == 2
     assert sweep.err.index("ddpexp: warning: sweep.objective") < sweep.err.index("ddpexp: sweep.objective")
     right = sweeps.again(sweep.path, "sweep.objective=eval/accuracy")
@@ -67,7 +76,10 @@ def test_an_objective_that_no_job_reports_is_told_at_once_with_the_right_word(sw
             ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "sweep.objective=eval/loss"),
             r"ddpexp: hydra/sweeper=optuna does not take one of: .*hydra\.sweeper\.n_trials=0",
         ),
-        (("hydra/sweeper=optuna",), r"hydra/sweeper chooses jobs by their results: say by which with sweep\.objective="),
+        (("hydra/sweeper=optuna",), (
+            r"hydra/sweeper chooses jobs by their results: say by which with "
+            r"sweep\.objective="
+        )),
         (("hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "sweep.mode=max"),
          r"hydra\.sweeper\.direction=minimize and sweep\.mode=max contradict"),
         (("hydra/sweeper=optuma", "sweep.objective=eval/loss"), r"hydra/sweeper=optuma is not a known option"),

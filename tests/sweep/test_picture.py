@@ -29,7 +29,8 @@ from tests.test_layering import loaded_by, tops
 
 def process(*words: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ddpexp.sweep.picture", *map(str, words)], cwd=ROOT, env={**os.environ, **(environ or {})},
+        [sys.executable, "-m", "ddpexp.sweep.picture", *map(str, words)], cwd=ROOT, env={**os.environ,
+            **(environ or {})},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
 
@@ -143,7 +144,10 @@ def test_legends_say_what_colours_and_styles_stand_for(tmp_path: Path) -> None:
 ODD: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
     "nothing recorded": [(["a=1"], {"points": ()}), (["a=2"], {"points": (), "status": "failed"})],
     "one point": [(["a=1"], {"points": ((5, 0.5),)}), (["a=2"], {"points": ((5, 0.4),)})],
-    "not finite": [(["a=1"], {"points": ((5, math.nan), (6, math.inf))}), (["a=2"], {"points": ((5, 1e300), (6, -1e300))})],
+    "not finite": [
+        (["a=1"], {"points": ((5, math.nan), (6, math.inf))}),
+        (["a=2"], {"points": ((5, 1e300), (6, -1e300))}),
+    ],
     "constant": [(["a=0"], {"points": ((5, 0.0), (6, 0.0))}), (["a=0.0"], {"points": ((5, 0.0),)})],
     "odd values": [
         (["a=$x_{^"], {}),
@@ -153,7 +157,9 @@ ODD: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
         (["b=1"], {}),
         (["a=∑漢"], {}),
     ],
-    "many values": [([f"a={'x' * (number % 7)}{number}", f"b={number}", f"c={1.1**number}"], {}) for number in range(40)],
+    "many values": [
+        ([f"a={'x' * (number % 7)}{number}", f"b={number}", f"c={1.1**number}"], {}) for number in range(40)
+    ],
     "many keys": [([f"k{key}={number}" for key in range(12)], {}) for number in range(2)],
     "negative and huge": [([f"a={value}"], {}) for value in ("-5", "0", "1e300", "1e-300", "5")],
 }
@@ -172,7 +178,9 @@ def test_odd_sweeps_are_drawn_without_a_word(tmp_path: Path, jobs: list[tuple[li
 def test_a_home_that_cannot_be_written_does_not_matter(tmp_path: Path) -> None:
     made = sweep(tmp_path / "sweep", 3)
     (tmp_path / "file").touch()
-    nowhere = {name: str(tmp_path / "file/none") for name in ("HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    nowhere = {
+        name: str(tmp_path / "file/none") for name in ("HOME", "MPLCONFIGDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME")
+    }
     (tmp_path / "tmp").mkdir()
     done = process(made.path, environ={**nowhere, "TMPDIR": str(tmp_path / "tmp")})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -200,7 +208,13 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys:
 
 def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = sweep(tmp_path / "sweep", 1)
-    for words in ([], [str(tmp_path / "none")], ["--what"], [str(made.path), "sweep.mode=least"], [str(made.path), "--out"]):
+    for words in (
+        [],
+        [str(tmp_path / "none")],
+        ["--what"],
+        [str(made.path), "sweep.mode=least"],
+        [str(made.path), "--out"],
+    ):
         assert picture.main(words) == 2
         said = capsys.readouterr()
         assert said.out == ""

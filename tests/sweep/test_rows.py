@@ -29,7 +29,11 @@ def test_the_rows_of_real_runs_are_what_the_runs_have_written(trained: Path) -> 
     assert first.metrics.items() >= result["metrics"].items()
     assert {"train/loss", "train/lr", "eval/loss", "eval/accuracy"} <= set(first.metrics)
     assert first.objective == result["metrics"]["eval/loss"]
-    assert (first.status, first.step, first.seconds) == ("done", result["step"], 1.0)  # the last as the sweep has recorded it
+    assert (first.status, first.step, first.seconds) == (
+        "done",
+        result["step"],
+        1.0,
+    )  # the last as the sweep has recorded it
     assert first.overrides["optimizer.lr"] == "0.1"
     assert second.overrides["model.hidden"] == "8"
     assert first.overrides["recipe"] == "points"  # what its own words do not have
@@ -50,7 +54,9 @@ def test_a_run_directory_is_one_row_and_any_metric_can_be_named(trained: Path) -
     assert row.started is not None
     assert row.ended is not None
     assert row.seconds == row.ended - row.started
-    assert row.seconds > json.loads((first.path / "result.json").read_text())["seconds"]  # which are those of its steps alone
+    assert (
+        row.seconds > json.loads((first.path / "result.json").read_text())["seconds"]
+    )  # which are those of its steps alone
     assert one(first.path).objective is None  # nobody has named one
 
 
@@ -92,7 +98,9 @@ def test_the_time_of_a_job_does_not_shrink_when_it_ends(tmp_path: Path, status: 
     hold(path)
     reader = Reader(made.path)
     before = [*reader.rows(), one(path)]
-    (path / "result.json").write_text(json.dumps({"status": status, "step": 30, "seconds": 0.5, "ended_at": time.time()}))
+    (path / "result.json").write_text(
+        json.dumps({"status": status, "step": 30, "seconds": 0.5, "ended_at": time.time()})
+    )
     leaving = [*reader.rows(), one(path)]
     hold_dead(path)
     written = [*reader.rows(), one(path)]
@@ -131,7 +139,9 @@ def moment(seconds: float) -> str:
 
 def test_a_job_whose_command_has_just_been_started_runs_while_the_sweep_lives(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
-    path = made.job("optimizer.lr=0.1", status="interrupted", events=("started",))  # its second start: this is of the first
+    path = made.job(
+        "optimizer.lr=0.1", status="interrupted", events=("started",)
+    )  # its second start: this is of the first
     hold_dead(path)
     hold(made.path)
     assert one(made.path).status == "running"
@@ -151,7 +161,9 @@ def test_a_job_that_never_got_a_directory_has_the_records_word(tmp_path: Path) -
     made = Made(tmp_path / "sweep")
     made.job("optimizer.lr=0.1", events=())
     made.add("started", job=0, attempt=1, slots=[0], gpus=[])
-    made.add("ended", job=0, status="failed", exit_code=2, seconds=0.4, objective=None, message="optimizer.lr: \x1b[2J no")
+    made.add(
+        "ended", job=0, status="failed", exit_code=2, seconds=0.4, objective=None, message="optimizer.lr: \x1b[2J no"
+    )
     row = one(made.path)
     assert (row.status, row.message, row.seconds) == ("failed", r"optimizer.lr: \x1b[2J no", 0.4)
 
@@ -159,7 +171,15 @@ def test_a_job_that_never_got_a_directory_has_the_records_word(tmp_path: Path) -
 def test_a_hopeless_job_is_stopped_and_not_only_interrupted(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     made.job(status="interrupted", events=("started",))
-    made.add("ended", job=0, status="stopped", exit_code=143, seconds=3.0, objective=0.5, message="worse than half of the others")
+    made.add(
+        "ended",
+        job=0,
+        status="stopped",
+        exit_code=143,
+        seconds=3.0,
+        objective=0.5,
+        message="worse than half of the others",
+    )
     assert (one(made.path).status, one(made.path).message) == ("stopped", "worse than half of the others")
 
 
@@ -176,7 +196,11 @@ def test_a_submitted_job_is_in_the_queue_or_gone(tmp_path: Path, monkeypatch: py
     fake.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     rows = rows_of(made.path)
-    assert [(row.status, row.job_id) for row in rows] == [("submitted", "12_0"), ("submitted", "12_1"), ("killed", "15")]
+    assert [(row.status, row.job_id) for row in rows] == [
+        ("submitted", "12_0"),
+        ("submitted", "12_1"),
+        ("killed", "15"),
+    ]
     assert rows[2].message == "Slurm job 15 is not in the queue any more, and has left no word"
     assert "--jobs=12,15\n" in (tmp_path / "asked").read_text()  # once for all of them
 
@@ -253,7 +277,9 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", ["result.json", "error.json", "manifest.json", "metrics.jsonl", "overrides.yaml", "sweep.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["result.json", "error.json", "manifest.json", "metrics.jsonl", "overrides.yaml", "sweep.jsonl"]
+)
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
 def test_whatever_stands_in_a_file_there_is_a_row(tmp_path: Path, name: str, text: str) -> None:
     made = Made(tmp_path / "sweep")
@@ -273,7 +299,9 @@ def test_whatever_stands_in_a_file_there_is_a_row(tmp_path: Path, name: str, tex
     curve(path, "eval/loss")
 
 
-@pytest.mark.parametrize("name", ["result.json", "error.json", "manifest.json", "metrics.jsonl", "overrides.yaml", "lock"])
+@pytest.mark.parametrize(
+    "name", ["result.json", "error.json", "manifest.json", "metrics.jsonl", "overrides.yaml", "lock"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "zero"])
 def test_what_is_no_plain_file_keeps_nobody_waiting(tmp_path: Path, name: str, kind: str) -> None:
     made = Made(tmp_path / "sweep")

@@ -105,7 +105,10 @@ def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
     sweeps.hurry()
     again = sweeps.again(sweep.path, "model.hidden=8,9")
     assert again.code == 0, again.err
-    assert "3 of the directory's jobs are not finished, and not among these words: 0001_model.hidden=13, 0003_model" in again.err
+    assert (
+        "3 of the directory's jobs are not finished, and not among these words: 0001_model.hidden=13, 0003_model"
+        in again.err
+    )
     assert {path.name: (path / "result.json").read_text().count('"done"') for path in again.jobs()} == {
         "0000_model.hidden=8": 1, "0001_model.hidden=13": 0, "0002_model.hidden=9": 1,
     }  # fmt: skip
@@ -122,8 +125,12 @@ def test_a_job_that_failed_is_started_again_and_goes_on_from_its_checkpoint(swee
 
 
 @pytest.mark.fault(67)
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_same_weights(sweeps: Sweeps, number: int) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_same_weights(
+    sweeps: Sweeps, number: int
+) -> None:
     words = (*PACED, "trainer.seed=range(3)")
     process, path = sweeps.start(*words)
     wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
@@ -148,7 +155,11 @@ def test_a_job_that_refuses_to_go_on_says_why(sweeps: Sweeps) -> None:
     again = sweeps.again(path, "trainer.max_steps=1")
     assert again.code == 1
     assert (
-        len(re.findall(r"^  000\d_trainer.seed=\d: the run is at step \d+ and would end after step 1", again.err, re.MULTILINE))
+        len(
+            re.findall(
+                r"^  000\d_trainer.seed=\d: the run is at step \d+ and would end after step 1", again.err, re.MULTILINE
+            )
+        )
         == 2
     )
     assert "signal" not in again.err
@@ -229,7 +240,10 @@ BAD = [
     (("trainer.global_batch_size=24,25", "trainer.gpus=2"), r"trainer\.global_batch_size=25 .*\(job 0001_"),
     (("run.init_from=null,/no/weights",), r"run\.init_from=/no/weights: there is no such file\. \(job 0001_"),
     (("trainer.seed=0,1", "run.dir=here"), r"run\.dir=here: every job of a sweep has a run directory of its own"),
-    (("trainer.seed=0,1", "hydra/launcher=joblib"), r"hydra/launcher=joblib: .* ddpexp starts the jobs of a sweep itself"),
+    (
+        ("trainer.seed=0,1", "hydra/launcher=joblib"),
+        r"hydra/launcher=joblib: .* ddpexp starts the jobs of a sweep itself",
+    ),
     (("trainer.seed=0,1", "hydra.sweep.subdir=x"), r"hydra\.sweep\.subdir=x: .* The jobs' directories are named"),
     (("sweep.retries=1,2",), r"sweep\.retries is a setting of the sweep itself: give it one value"),
     (("trainer.seed=0,1", "sweep.slot=3"), r"sweep\.slot is not a known key\. Did you mean sweep\.slots"),
@@ -245,7 +259,10 @@ BAD = [
     (("trainer.seed=0,1", "sweep=null"), r"^ddpexp: sweep=null: sweep is a section: set its keys"),
     (("trainer.seed=0,1", "hydra.sweeper=null"), r"^ddpexp: hydra\.sweeper=null: hydra\.sweeper is a section"),
     (("trainer.seed=0,1", "hydra/sweeper=null"), r"^ddpexp: hydra/sweeper=null: every sweep needs one"),
-    (("trainer.seed=0,1", "hydra.sweep.dir=${oc.env:NOT_SET}"), r"^ddpexp: hydra\.sweep\.dir is read from the environment"),
+    (
+        ("trainer.seed=0,1", "hydra.sweep.dir=${oc.env:NOT_SET}"),
+        r"^ddpexp: hydra\.sweep\.dir is read from the environment",
+    ),
     (("model=1,2",), r"^ddpexp: model=1 is not a known option\."),
     (
         ("optimizer.lr=0.1", "trainer.seed=range(0)"),
@@ -254,7 +271,10 @@ BAD = [
     (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env does not go with -m"),
     (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi does not go with -m"),
     (("trainer.seed=0,1", "trainer.nodes=2"), r"trainer\.nodes=2 with launcher=spawn wants a command on every machine"),
-    (("trainer.seed=interval(0,1)",), r"^ddpexp: trainer\.seed=interval\(0,1\) wants a sweeper .*: add hydra/sweeper=optuna"),
+    (
+        ("trainer.seed=interval(0,1)",),
+        r"^ddpexp: trainer\.seed=interval\(0,1\) wants a sweeper .*: add hydra/sweeper=optuna",
+    ),
 ]
 
 
@@ -270,7 +290,9 @@ def test_what_is_wrong_is_refused_before_anything_starts_and_leaves_nothing(
 
 
 def test_data_that_cannot_be_had_is_refused_and_leaves_nothing(sweeps: Sweeps) -> None:
-    done = sweeps.recipe.ddpexp("-m", "data.root=nowhere", "data.source=files", "trainer.seed=0,1", "hydra.sweep.dir=made/here")
+    done = sweeps.recipe.ddpexp(
+        "-m", "data.root=nowhere", "data.source=files", "trainer.seed=0,1", "hydra.sweep.dir=made/here"
+    )
     assert done.code == 2
     assert re.fullmatch(r"ddpexp: data\.root=\S+nowhere .*\n", done.err), done.err
     assert not (sweeps.recipe.ddpexp.folder / "made").exists()

@@ -64,8 +64,19 @@ def test_a_job_that_wants_all_waits_for_all() -> None:
 @pytest.mark.parametrize(
     ("gpus", "count", "workers", "says"),
     [
-        ([], 2, 4, r"^trainer\.gpus=4 takes 4 slots at once, and there are 2 slots \(2 CPU cores\): use sweep\.slots=4, or fewer"),
-        (["0", "1"], 2, 4, r"^trainer\.gpus=4 takes 4 slots at once, and there are 2 slots \(2 GPUs\): use fewer workers\.$"),
+        (
+            [],
+            2,
+            4,
+            r"^trainer\.gpus=4 takes 4 slots at once, and there are 2 slots \(2 CPU cores\): use sweep\.slots=4, or "
+            r"fewer",
+        ),
+        (
+            ["0", "1"],
+            2,
+            4,
+            r"^trainer\.gpus=4 takes 4 slots at once, and there are 2 slots \(2 GPUs\): use fewer workers\.$",
+        ),
         (["0", "1"], 4, 3, r"^trainer\.gpus=3 wants as many GPUs, and this machine shows 2: use fewer\.$"),
     ],
 )

@@ -32,7 +32,9 @@ def given(path: Path, *words: str) -> SweepDir:
 
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("split", [True, False])
-def test_an_option_among_the_words_of_a_sweep_does_not_choose_the_code(sweeps: Sweeps, tmp_path: Path, split: bool) -> None:
+def test_an_option_among_the_words_of_a_sweep_does_not_choose_the_code(
+    sweeps: Sweeps, tmp_path: Path, split: bool
+) -> None:
     conf = sweeps.recipe.folder / "conf"
     (sweeps.recipe.folder / "points.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     option = ["--config-dir", str(conf)] if split else [f"--config-dir={conf}"]
@@ -47,10 +49,14 @@ def test_an_option_among_the_words_of_a_sweep_does_not_choose_the_code(sweeps: S
 @pytest.mark.parametrize(
     "word",
     [
-        "run.trust=[os]", "++run.trust=[os]", "run={trust:[os]}", "launcher.setup=[id]", "launcher={setup:[id]}", "+launcher.x=1",
-        "+scheduler@launcher=../../theirs", "launcher=../../theirs", "recipe=mnist,../../theirs", "launcher=${oc.env:PWD}",
-        "hydra.sweeper.params.run.trust=[os]", "hydra.sweeper.storage=sqlite:///x", "hydra/sweeper=../../theirs", "+hydra.x=1",
-        "hydra.searchpath=[file:///x]", "launcher=slurm", "launcher=spawn,slurm", "+launcher=slurm", "run.init_from=x.safetensors",
+        "run.trust=[os]", "++run.trust=[os]", "run={trust:[os]}", "launcher.setup=[id]", "launcher={setup:[id]}",
+        "+launcher.x=1",
+        "+scheduler@launcher=../../theirs", "launcher=../../theirs", "recipe=mnist,../../theirs",
+        "launcher=${oc.env:PWD}",
+        "hydra.sweeper.params.run.trust=[os]", "hydra.sweeper.storage=sqlite:///x", "hydra/sweeper=../../theirs",
+        "+hydra.x=1",
+        "hydra.searchpath=[file:///x]", "launcher=slurm", "launcher=spawn,slurm", "+launcher=slurm",
+        "run.init_from=x.safetensors",
         "++run.init_from=x", "hydra.sweeper.params.launcher=slurm", "hydra.sweeper.params.run.init_from=a,b",
     ],
 )  # fmt: skip
@@ -61,9 +67,12 @@ def test_words_that_say_what_runs_and_where_and_from_which_weights_are_typed_aga
 @pytest.mark.parametrize(
     "word",
     [
-        "recipe=mnist", "optimizer=adamw,mnist_sgd", "model=glob(*)", "run.resume=never", "optimizer.lr=0.1,0.2", "+model.x=1",
-        "data.root=/data/mnist", "logger.token=${oc.env:TOKEN}", "trainer.seed=range(3)", "hydra.sweep.dir=here", "~model.bias",
-        "hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.n_trials=4", "hydra.sweeper.params.model.x=1,2",
+        "recipe=mnist", "optimizer=adamw,mnist_sgd", "model=glob(*)", "run.resume=never", "optimizer.lr=0.1,0.2",
+        "+model.x=1",
+        "data.root=/data/mnist", "logger.token=${oc.env:TOKEN}", "trainer.seed=range(3)", "hydra.sweep.dir=here",
+        "~model.bias",
+        "hydra/sweeper=optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.n_trials=4",
+        "hydra.sweeper.params.model.x=1,2",
     ],
 )  # fmt: skip
 def test_words_that_only_say_what_is_trained_are_not_typed_again(word: str) -> None:
@@ -154,7 +163,13 @@ def test_what_leads_out_of_a_sweep_or_has_no_end_is_refused(
 def test_what_a_job_of_others_has_recorded_holds_nobody_up(sweeps: Sweeps, tmp_path: Path) -> None:
     folder = given(tmp_path / "theirs", *WORDS, "sweep.objective=train/loss")
     events = [
-        {"event": "planned", "time": 1, "job": job, "name": "0_", "overrides": ["trainer.seed=0" if job != 1 else "trainer.seed=1"]}
+        {
+            "event": "planned",
+            "time": 1,
+            "job": job,
+            "name": "0_",
+            "overrides": ["trainer.seed=0" if job != 1 else "trainer.seed=1"],
+        }
         for job in (10**4000, -1, 0, 1)
     ]
     deep = f'{{"event": "planned", "job": 5, "overrides": {"[" * 900}{"]" * 900}}}'
@@ -174,7 +189,12 @@ def test_what_a_job_of_others_has_recorded_holds_nobody_up(sweeps: Sweeps, tmp_p
 
 
 @pytest.mark.parametrize(
-    "line", ['{"step": 1e999, "eval/loss": 1}', '{"step": 1, "eval/loss": ' + "9" * 400 + "}", '{"eval/loss": ' + "[" * 100_000]
+    "line",
+    [
+        '{"step": 1e999, "eval/loss": 1}',
+        '{"step": 1, "eval/loss": ' + "9" * 400 + "}",
+        '{"eval/loss": ' + "[" * 100_000,
+    ],
 )
 def test_a_record_that_no_run_writes_is_no_point_of_a_curve(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"

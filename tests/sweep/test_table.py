@@ -75,7 +75,12 @@ def test_the_best_comes_first_and_what_has_no_value_last() -> None:
 
 def seeded(values: dict[tuple[str, str], float | None], status: str = "done") -> list[Row]:
     return [
-        row(number, value, status if value is not None else "failed", overrides={"optimizer.lr": rate, "trainer.seed": seed})
+        row(
+            number,
+            value,
+            status if value is not None else "failed",
+            overrides={"optimizer.lr": rate, "trainer.seed": seed},
+        )
         for number, ((rate, seed), value) in enumerate(values.items())
     ]
 
@@ -122,16 +127,41 @@ def test_accuracy_is_shown_in_percent_and_written_raw() -> None:
 
 def test_csv_has_one_line_a_job_and_everything_that_is_known() -> None:
     rows = [
-        row(0, 0.5, overrides={"recipe": "points", "model.name": 'a,"b"'}, metrics={"eval/loss": 0.5, "train/loss": 0.25}),
-        row(1, None, "failed", overrides={"recipe": "points"}, message="rank 0: no luck", job_id="12_1", step=None, seconds=None),
+        row(
+            0,
+            0.5,
+            overrides={"recipe": "points", "model.name": 'a,"b"'},
+            metrics={"eval/loss": 0.5, "train/loss": 0.25},
+        ),
+        row(
+            1,
+            None,
+            "failed",
+            overrides={"recipe": "points"},
+            message="rank 0: no luck",
+            job_id="12_1",
+            step=None,
+            seconds=None,
+        ),
     ]
     first, second = csv.DictReader(io.StringIO(table.as_csv(rows)))
     assert list(first) == [
-        "job", "status", "recipe", "model.name", "eval/loss", "train/loss", "step", "seconds", "started", "ended", "job_id",
+        "job", "status", "recipe", "model.name", "eval/loss", "train/loss", "step", "seconds", "started", "ended",
+        "job_id",
         "message", "directory",
     ]  # fmt: skip
-    assert (first["model.name"], first["eval/loss"], first["train/loss"], first["step"]) == ('a,"b"', "0.5", "0.25", "100")
-    assert (second["status"], second["eval/loss"], second["message"], second["job_id"]) == ("failed", "", "rank 0: no luck", "12_1")
+    assert (first["model.name"], first["eval/loss"], first["train/loss"], first["step"]) == (
+        'a,"b"',
+        "0.5",
+        "0.25",
+        "100",
+    )
+    assert (second["status"], second["eval/loss"], second["message"], second["job_id"]) == (
+        "failed",
+        "",
+        "rank 0: no luck",
+        "12_1",
+    )
     assert second["directory"] == "/sweep/0001"
 
 
@@ -154,7 +184,14 @@ CONTROLS = "a\x1b[2Jb\u202ec\rd"
 
 def test_nothing_prints_control_characters() -> None:
     rows = [
-        row(0, 0.5, overrides={CONTROLS: CONTROLS, "trainer.seed": "0"}, name=CONTROLS, metrics={CONTROLS: 0.5}, message=CONTROLS),
+        row(
+            0,
+            0.5,
+            overrides={CONTROLS: CONTROLS, "trainer.seed": "0"},
+            name=CONTROLS,
+            metrics={CONTROLS: 0.5},
+            message=CONTROLS,
+        ),
         row(1, 0.4, "failed", overrides={CONTROLS: "x", "trainer.seed": "1"}, name="0001"),
     ]
     for goal in (Goal(CONTROLS), Goal()):
@@ -179,7 +216,8 @@ def test_a_value_that_looks_like_markup_is_shown_as_it_is() -> None:
 def test_a_live_table_of_a_thousand_jobs_fits_the_terminal(height: int, width: int) -> None:
     statuses = ["running"] * 8 + ["done"] * 500 + ["failed"] * 3 + ["waiting"] * 489
     rows = [
-        row(number, number / 1000 if status != "waiting" else None, status, message="no luck " * 40 if status == "failed" else None,
+        row(number, number / 1000 if status != "waiting" else None, status,
+            message="no luck " * 40 if status == "failed" else None,
             overrides={"optimizer.lr": str(number), "data.augmentation.strength": f"{number} of a lot"},
             name=f"{number:04d}_optimizer.lr={number},data.augmentation.strength={number}-of-a-lot")
         for number, status in enumerate(statuses)
@@ -303,7 +341,8 @@ def test_files_are_replaced_as_a_whole_and_a_link_is_not_followed(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, ""), (0.0, "0.0 s"), (59.94, "59.9 s"), (59.96, "1:00"), (61.4, "1:01"), (3599.6, "1:00:00"), (90061, "25:01:01"),
+    [(None, ""), (0.0, "0.0 s"), (59.94, "59.9 s"), (59.96, "1:00"), (61.4, "1:01"), (3599.6, "1:00:00"), (90061,
+        "25:01:01"),
      (math.nan, ""), (-1.0, "")],
 )  # fmt: skip
 def test_times_are_for_people(seconds: float | None, text: str) -> None:

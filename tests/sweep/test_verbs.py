@@ -16,7 +16,9 @@ from tests.conftest import PATIENCE, ROOT
 from tests.sweep.made import Made, hold, hold_dead, run
 
 
-def ddpexp(*words: str | Path, cwd: Path = ROOT, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def ddpexp(
+    *words: str | Path, cwd: Path = ROOT, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ddpexp", *map(str, words)], cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **(environ or {})},
@@ -28,7 +30,16 @@ def test_the_table_of_a_real_sweep_is_printed_and_written(trained: Path) -> None
     done = ddpexp("table", trained)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0].split() == ["optimizer.lr", "model.hidden", "task._target_", "eval/loss", "status", "step", "time", "directory"]
+    assert lines[0].split() == [
+        "optimizer.lr",
+        "model.hidden",
+        "task._target_",
+        "eval/loss",
+        "status",
+        "step",
+        "time",
+        "directory",
+    ]
     assert " best " in lines[2]
     assert "3 jobs: 2 done, 1 failed. Best (lowest eval/loss): " in done.stdout
     assert r"rank 0: ValueError: no\x1b[31m luck" in done.stdout
@@ -47,7 +58,8 @@ def test_another_metric_and_another_folder_can_be_typed(trained: Path, tmp_path:
     assert "%" in done.stdout
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
     assert {path.name: path.stat().st_mtime_ns for path in trained.iterdir()} == before
-    assert "Best (lowest eval/accuracy): " in ddpexp("table", *sorted(trained.glob("000*")), "sweep.objective=eval/accuracy",
+    assert "Best (lowest eval/accuracy): " in ddpexp("table", *sorted(trained.glob("000*")),
+        "sweep.objective=eval/accuracy",
                                                      "sweep.mode=min").stdout  # fmt: skip
 
 
@@ -81,7 +93,9 @@ def test_columns_can_be_named_and_csv_printed(
     assert (first["optimizer.lr"], second["eval/loss"]) == ("0.1", "0.25")
     assert not (made.path / "sweep.csv").exists()
     runs = map(str, sorted(Path("sweep").glob("000*")))
-    assert verbs.table([*runs, "--columns", "eval/loss,optimizer.nesterov,step"]) == 0  # the second is in config.yaml alone
+    assert (
+        verbs.table([*runs, "--columns", "eval/loss,optimizer.nesterov,step"]) == 0
+    )  # the second is in config.yaml alone
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["eval/loss", "optimizer.nesterov", "step"]
     assert lines[2:4] == [["0.5", "true", "30"], ["0.25", "true", "1"]]
@@ -141,7 +155,10 @@ def test_wrong_words_are_refused_with_the_right_ones(
 def test_a_refusal_is_one_line_and_exit_code_2() -> None:
     done = ddpexp("table")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ddpexp: table of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.\n"
+    assert (
+        done.stderr
+        == "ddpexp: table of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist.\n"
+    )
 
 
 @pytest.mark.parametrize("verb", ["table", "status"])

@@ -34,7 +34,10 @@ def shown(ddpexp: Ddpexp, *words: str, **environ: str) -> str:
 
 
 def screen(text: str) -> list[str]:
-    """Return the lines that stay on the screen: what is drawn after a return to the line's start replaces what was there."""
+    """Return the lines that stay on the screen.
+
+    What is drawn after a return to the line's start replaces what was there.
+    """
     plain = CONTROL.sub("", text)
     return [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in plain.split("\n")]
 
@@ -97,7 +100,9 @@ def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:
     run = ddpexp.folder / "run"
     words = [sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={run}"]
     reading, writing = os.pipe()
-    process = subprocess.Popen(words, cwd=ddpexp.folder, env=ddpexp.environ, stdout=writing, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=ddpexp.folder, env=ddpexp.environ, stdout=writing, stderr=subprocess.PIPE, text=True
+    )
     os.close(writing)
     os.read(reading, 1)
     os.close(reading)  # as `| head -1` does

@@ -1,4 +1,7 @@
-"""The compiler stays out of runs that do not compile, and is whole for everyone who wants it: any module can be imported."""
+"""The compiler stays out of runs that do not compile, and is whole for everyone who wants it.
+
+Any module can be imported.
+"""
 
 from __future__ import annotations
 
@@ -95,9 +98,13 @@ def test_training_imports_no_compiler(warm: Warm) -> None:
 
 
 _WANT = {
-    "a module of torch": "import torch.distributed.tensor as t; assert t is sys.modules[t.__name__] is torch.distributed.tensor",
+    "a module of torch": (
+        "import torch.distributed.tensor as t; assert t is sys.modules[t.__name__] is torch.distributed.tensor"
+    ),
     "torch.compile": "print(torch.compile(torch.nn.Linear(3, 3), backend='eager')(torch.randn(2, 3)).shape)",
-    "a submodule": "import torch._dynamo.eval_frame as e; assert e is sys.modules[e.__name__] is torch._dynamo.eval_frame",
+    "a submodule": (
+        "import torch._dynamo.eval_frame as e; assert e is sys.modules[e.__name__] is torch._dynamo.eval_frame"
+    ),
     "a name": "from torch._dynamo import config; assert config is sys.modules['torch._dynamo.config']",
     "an attribute": "assert torch._dynamo.utils.counters is not None",
     "every name": "from torch._dynamo import *; assert reset.__module__ == 'torch._dynamo'",

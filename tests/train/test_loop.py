@@ -1,4 +1,7 @@
-"""The run loop: the same samples and the same weights however they are cut, and everything recorded where it belongs."""
+"""The run loop: the same samples and the same weights however they are cut, and everything recorded.
+
+Where it belongs.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,8 @@ class Records(Sides):
 
 
 class Large(Sides):
-    # Sixteen megabytes a step, in blocks as activations are; how many pages the kernel has cleared for this process before each.
+    # Sixteen megabytes a step, in blocks as activations are; how many pages the kernel has cleared for this process
+    # before each.
     def __init__(self, folder):
         self.file = open(f"{folder}/{RANK}", "w", buffering=1)
 
@@ -169,7 +173,9 @@ def test_the_weights_are_those_of_a_hand_written_loop_with_any_accumulation(
     expected, losses, norms = manual(points)
     assert near(once.weights, expected, 1e-6)
     train = [record for record in once.records if "train/loss" in record]
-    assert [record["train/loss"] for record in train] == pytest.approx([np.mean(losses[:4]), np.mean(losses[4:])], abs=1e-6)
+    assert [record["train/loss"] for record in train] == pytest.approx(
+        [np.mean(losses[:4]), np.mean(losses[4:])], abs=1e-6
+    )
     assert [record["train/grad_norm"] for record in train] == pytest.approx([norms[3], norms[7]], rel=1e-5)
     assert not near(manual(points, num_steps=7)[0], expected, 1e-3)  # the comparison can fail
 
@@ -197,17 +203,26 @@ def test_counts_that_depend_on_the_data_give_the_gradient_of_the_whole_batch(
     found = [record["train/loss"] for record in once.records if "train/loss" in record]
     assert found == pytest.approx(losses, abs=1e-5)
     done = recipe(
-        "task._target_=points.Masked", "trainer.gpus=2", "trainer.micro_batch_size=4", "scheduler=cosine", "trainer.log_every=1"
+        "task._target_=points.Masked",
+        "trainer.gpus=2",
+        "trainer.micro_batch_size=4",
+        "scheduler=cosine",
+        "trainer.log_every=1",
     )
     assert done.code == 0, done.err
     assert near(weights(done), expected, 1e-5)
-    assert [record["train/loss"] for record in done.metrics() if "train/loss" in record] == pytest.approx(losses, abs=1e-5)
+    assert [record["train/loss"] for record in done.metrics() if "train/loss" in record] == pytest.approx(
+        losses, abs=1e-5
+    )
 
 
 def test_records_have_exactly_their_names_at_their_steps(points: Any, fit: Callable[..., Once]) -> None:
     once = fit(points.Sides(), num_steps=10, log_every=3)
     train = ["train/loss", "train/accuracy", "train/lr", "train/grad_norm", "train/samples_per_second"]
-    named = {"train": ["step", "epoch", "time", *train], "eval": ["step", "epoch", "time", "eval/loss", "eval/accuracy"]}
+    named = {
+        "train": ["step", "epoch", "time", *train],
+        "eval": ["step", "epoch", "time", "eval/loss", "eval/accuracy"],
+    }
     kinds = ["train" if "train/loss" in record else "eval" for record in once.records]
     assert [(kind, record["step"]) for kind, record in zip(kinds, once.records, strict=True)] == [
         ("train", 3), ("eval", 4), ("train", 6), ("eval", 8), ("train", 9), ("train", 10), ("eval", 10),
@@ -221,7 +236,9 @@ def test_records_have_exactly_their_names_at_their_steps(points: Any, fit: Calla
     assert found[9] == pytest.approx(np.mean(losses[6:9]), abs=1e-6)
 
 
-@pytest.mark.parametrize("values", [(2**24 + 1, 0.5), (torch.tensor(2**24 + 1), torch.tensor(0.5)), (torch.tensor(2**24 + 1), 0.5)])
+@pytest.mark.parametrize(
+    "values", [(2**24 + 1, 0.5), (torch.tensor(2**24 + 1), torch.tensor(0.5)), (torch.tensor(2**24 + 1), 0.5)]
+)
 def test_sums_of_any_kinds_are_added_in_double_precision(values: tuple[Any, Any]) -> None:
     window = MetricAccumulator(ALONE, [0], 1)
     for value in values:
@@ -231,7 +248,9 @@ def test_sums_of_any_kinds_are_added_in_double_precision(values: tuple[Any, Any]
 
 
 @pytest.mark.parametrize(("every", "steps"), [("epoch", [4, 8, 10]), (5, [5, 10]), (7, [7, 10]), (0, [])])
-def test_evaluation_comes_when_asked_and_at_the_end(points: Any, fit: Callable[..., Once], every: Any, steps: list[int]) -> None:
+def test_evaluation_comes_when_asked_and_at_the_end(
+    points: Any, fit: Callable[..., Once], every: Any, steps: list[int]
+) -> None:
     once = fit(points.Sides(), num_steps=10, eval_every=every)
     assert [record["step"] for record in once.records if "eval/loss" in record] == steps
 
@@ -257,7 +276,11 @@ def test_every_learning_rate_of_several_optimizers_is_recorded(points: Any, fit:
     ] * 8
     for step, record in enumerate(records):
         factor = Cosine().factor(step, 8)
-        assert [record[f"train/lr/{name}"] for name in ("body", "head/0", "head/1")] == [0.05 * factor, 0.5 * factor, 0.25 * factor]
+        assert [record[f"train/lr/{name}"] for name in ("body", "head/0", "head/1")] == [
+            0.05 * factor,
+            0.5 * factor,
+            0.25 * factor,
+        ]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -319,7 +342,15 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_at_a_record(
     counts = []
     for num_steps in (5, 45):
         syncs = _Syncs()
-        fit(points.Sides(), num_steps=num_steps, log_every=100, eval_every=0, clip_grad_norm=1.0, precision=precision, around=syncs)
+        fit(
+            points.Sides(),
+            num_steps=num_steps,
+            log_every=100,
+            eval_every=0,
+            clip_grad_norm=1.0,
+            precision=precision,
+            around=syncs,
+        )
         counts.append(syncs.count)
     assert counts[0] == counts[1] > 0
 
@@ -342,7 +373,11 @@ def test_a_gradient_that_is_not_finite_is_noticed_at_the_last_step_too(points: A
     class Steep(points.Sides):  # type: ignore[misc]
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, metrics = super().step(model, batch)
-            return loss + (model[0].weight * 0).abs().sqrt().sum(), count, metrics  # the root of 0 has an infinite slope
+            return (
+                loss + (model[0].weight * 0).abs().sqrt().sum(),
+                count,
+                metrics,
+            )  # the root of 0 has an infinite slope
 
     with pytest.raises(NonFiniteError, match=r"^train/grad_norm is nan at step 1: "):
         fit(Steep(), num_steps=1)
@@ -356,12 +391,17 @@ def test_skip_leaves_out_exactly_the_bad_updates(points: Any, fit: Callable[...,
     assert near(once.weights, expected, 1e-6)
     train = [record for record in once.records if "train/loss" in record]
     assert [record["train/skipped_steps"] for record in train] == [1, 1]
-    good = [np.mean([loss for step, loss in enumerate(losses) if step not in bad and step // 4 == epoch]) for epoch in (0, 1)]
+    good = [
+        np.mean([loss for step, loss in enumerate(losses) if step not in bad and step // 4 == epoch])
+        for epoch in (0, 1)
+    ]
     assert [record["train/loss"] for record in train] == pytest.approx(good, abs=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_bad_sample_on_one_rank_is_bad_for_all(points: Any, fit: Callable[..., Once], recipe: Recipe, policy: str) -> None:
+def test_a_bad_sample_on_one_rank_is_bad_for_all(
+    points: Any, fit: Callable[..., Once], recipe: Recipe, policy: str
+) -> None:
     done = recipe(
         "task._target_=points.Broken",
         "trainer.gpus=2",
@@ -390,7 +430,12 @@ class Recorded:
         trained = [[call["ids"] for call in calls if call["train"]] for calls in self.calls]
         accumulation = len(trained[0]) // 8
         return [
-            [index for calls in trained for ids in calls[step * accumulation : (step + 1) * accumulation] for index in ids]
+            [
+                index
+                for calls in trained
+                for ids in calls[step * accumulation : (step + 1) * accumulation]
+                for index in ids
+            ]
             for step in range(8)
         ]
 
@@ -415,7 +460,9 @@ def recorded(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[t
 def test_a_step_sees_the_same_samples_in_the_same_order_at_every_world_size(
     recorded: dict[tuple[int, str], Recorded], cut: tuple[int, str]
 ) -> None:
-    expected = [Permutation(96, 0, step // 4)(np.arange(step % 4 * 24, step % 4 * 24 + 24)).tolist() for step in range(8)]
+    expected = [
+        Permutation(96, 0, step // 4)(np.arange(step % 4 * 24, step % 4 * 24 + 24)).tolist() for step in range(8)
+    ]
     assert recorded[cut].samples() == expected
 
 
@@ -451,9 +498,12 @@ def test_memory_that_a_step_frees_is_there_for_the_next_one(recipe: Recipe, tmp_
         assert max(after - before for before, after in itertools.pairwise(faults[2:])) < 2000  # of 4,096 pages
 
 
-def test_several_networks_train_by_hand_alike_at_every_world_size(points: Any, fit: Callable[..., Once], recipe: Recipe) -> None:
+def test_several_networks_train_by_hand_alike_at_every_world_size(
+    points: Any, fit: Callable[..., Once], recipe: Recipe
+) -> None:
     done = recipe(
-        "task._target_=points.Pair", "model._target_=points.pair", "~model.hidden", "~model.dropout", "scheduler=cosine",
+        "task._target_=points.Pair", "model._target_=points.pair", "~model.hidden", "~model.dropout",
+        "scheduler=cosine",
         "trainer.gpus=2", "trainer.micro_batch_size=6",
     )  # fmt: skip
     assert done.code == 0, done.err
@@ -473,13 +523,20 @@ def test_several_networks_train_by_hand_alike_at_every_world_size(points: Any, f
 @pytest.mark.parametrize("size", [1, 4])
 def test_evaluation_counts_each_sample_once_in_every_named_set(recipe: Recipe, size: int) -> None:
     done = recipe(
-        "task._target_=points.Sums", "data._target_=points.load_several", "data.validation_fraction=0.1", f"trainer.gpus={size}",
+        "task._target_=points.Sums", "data._target_=points.load_several", "data.validation_fraction=0.1",
+        f"trainer.gpus={size}",
         "trainer.micro_batch_size=2", "trainer.global_batch_size=8", "trainer.max_steps=1",
     )  # fmt: skip
     assert done.code == 0, done.err
     metrics = done.result()["metrics"]
     order = Permutation(96, 0, 0)(np.arange(96))
-    sets = {"eval": np.arange(33), "odd": np.arange(13), "tiny": np.arange(3), "one": np.arange(1), "validation": order[86:]}
+    sets = {
+        "eval": np.arange(33),
+        "odd": np.arange(13),
+        "tiny": np.arange(3),
+        "one": np.arange(1),
+        "validation": order[86:],
+    }
     assert set(metrics) == {f"{name}/{key}" for name in sets for key in ("loss", "ids", "squares")}
     for name, ids in sets.items():
         assert metrics[f"{name}/ids"] == pytest.approx(ids.mean(), rel=1e-12)

@@ -1,4 +1,7 @@
-"""When the loop saves, and what it refuses to keep: real commands of one worker, whose tasks say how well they are at each step."""
+"""When the loop saves, and what it refuses to keep.
+
+Real commands of one worker, whose tasks say how well they are at each step.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,8 @@ def test_an_evaluation_that_is_better_than_all_before_is_saved_though_no_save_is
     recipe: Recipe, mode: str, last: str, kept: list[int]
 ) -> None:
     done = recipe(
-        "task._target_=points.Scored", "+task.scores='4 5 3 5 9 nan 6'", "trainer.eval_every=1", "trainer.checkpoint_every=0",
+        "task._target_=points.Scored", "+task.scores='4 5 3 5 9 nan 6'", "trainer.eval_every=1",
+        "trainer.checkpoint_every=0",
         "trainer.max_steps=7", f"trainer.keep_last={last}", f"trainer.keep_best={mode}:eval/score",
     )  # fmt: skip
     assert done.code == 0, done.err

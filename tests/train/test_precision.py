@@ -34,7 +34,9 @@ def model() -> nn.Linear:
     return nn.Linear(2, 2, bias=False)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_a_forward_pass_computes_in_its_format_and_weights_stay(
     model: nn.Linear, name: Literal["fp32", "bf16", "fp16"], dtype: torch.dtype
 ) -> None:
@@ -102,7 +104,9 @@ def test_weights_in_fp16_are_refused_where_gradients_are_scaled() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_an_overflow_in_a_backward_pass_does_not_depend_on_the_number_of_workers(model: nn.Linear, num_workers: int) -> None:
+def test_an_overflow_in_a_backward_pass_does_not_depend_on_the_number_of_workers(
+    model: nn.Linear, num_workers: int
+) -> None:
     largest = torch.finfo(torch.float16).max
     for factor, finite in ((0.9, True), (1.1, False)):
         precision = Precision("fp16", CPU, False, gradient_weight=num_workers)

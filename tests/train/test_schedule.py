@@ -11,7 +11,8 @@ from ddpexp.task import Schedule
 from ddpexp.train.schedule import Constant, Cosine, OneCycle
 
 ALL: list[Schedule] = [
-    Constant(), Cosine(), Cosine(warmup=0), Cosine(warmup=1), Cosine(0.5, 0.1), OneCycle(), OneCycle(0), OneCycle(1, 0.5, 0.5),
+    Constant(), Cosine(), Cosine(warmup=0), Cosine(warmup=1), Cosine(0.5, 0.1), OneCycle(), OneCycle(0), OneCycle(1,
+        0.5, 0.5),
 ]  # fmt: skip
 
 
@@ -81,7 +82,8 @@ def test_a_factor_depends_on_nothing_but_the_step() -> None:
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, math.nan, math.inf])
 @pytest.mark.parametrize(
-    ("schedule", "key"), [(Cosine, "warmup"), (Cosine, "floor"), (OneCycle, "peak_at"), (OneCycle, "start"), (OneCycle, "end")]
+    ("schedule", "key"),
+    [(Cosine, "warmup"), (Cosine, "floor"), (OneCycle, "peak_at"), (OneCycle, "start"), (OneCycle, "end")],
 )
 def test_a_share_outside_zero_to_one_is_refused_with_its_key(schedule: type[Schedule], key: str, share: float) -> None:
     with pytest.raises(RefusedError, match=rf"^scheduler\.{key}={share} is not a share: use a number from 0 to 1\.$"):

@@ -1,4 +1,7 @@
-"""What a task returns: named with its file and line when it is not what the loop expects, and means distinguished from sums."""
+"""What a task returns: named with its file and line when it is not what the loop expects.
+
+And means distinguished from sums.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +68,21 @@ WRONG = {
     "a pair": (lambda loss, n, _: (loss, n), r"a tuple of 2, where the loop expects"),
     "a mapping": (lambda loss, n, _: {"loss": loss}, r"a dict, where the loop expects"),
     "a number for a loss": (lambda loss, n, rest: (loss.item(), n, rest), r"a float as the loss, where a tensor"),
-    "a loss of each sample": (lambda loss, n, rest: (loss.expand(n), n, rest), r"a tensor of shape \(24,\) as the loss, "),
+    "a loss of each sample": (lambda loss, n, rest: (loss.expand(n), n, rest), (
+        r"a tensor of shape \(24,\) as the "
+        r"loss, "
+    )),
     "a count of each": (lambda loss, n, rest: (loss, torch.ones(n), rest), r"a tensor of shape \(24,\) as the count"),
     "no count": (lambda loss, n, rest: (loss, None, rest), r"None as the count"),
     "no mapping": (lambda loss, n, rest: (loss, n, [("accuracy", 1, 2)]), r"a list of 1 as the metrics"),
-    "a metric alone": (lambda loss, n, rest: (loss, n, {"hits": loss}), r"a single tensor as the metric 'hits', where a pair"),
-    "a metric of each": (lambda loss, n, rest: (loss, n, {"hits": (torch.ones(3), 3)}), r"a tensor of shape \(3,\) in the pair"),
+    "a metric alone": (lambda loss, n, rest: (loss, n, {"hits": loss}), (
+        r"a single tensor as the metric 'hits', where "
+        r"a pair"
+    )),
+    "a metric of each": (lambda loss, n, rest: (loss, n, {"hits": (torch.ones(3), 3)}), (
+        r"a tensor of shape \(3,\) in "
+        r"the pair"
+    )),
     "a second loss": (lambda loss, n, rest: (loss, n, {"loss": (loss, n)}), r"a metric named 'loss': "),
 }  # fmt: skip
 
@@ -82,7 +94,9 @@ def test_a_task_that_returns_something_else_is_named_with_its_file_and_line(
 ) -> None:
     change, message = WRONG[kind]
     line = inspect.getsourcelines(Wrong.step)[1]
-    with pytest.raises(DdpexpError, match=rf"^Wrong\.step \({re.escape(__file__)}:{line}\) returned {message}") as raised:
+    with pytest.raises(
+        DdpexpError, match=rf"^Wrong\.step \({re.escape(__file__)}:{line}\) returned {message}"
+    ) as raised:
         fit(Wrong(change, training), evals=None)
     assert "\n" not in str(raised.value)
 
@@ -129,7 +143,9 @@ def test_a_tasks_own_train_step_is_looked_at_too(fit: Callable[..., Once], task:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("names", [("accuracy", "odd"), (), ("odd",)])
-def test_metrics_that_change_their_names_are_named(fit: Callable[..., Once], training: bool, names: tuple[str, ...]) -> None:
+def test_metrics_that_change_their_names_are_named(
+    fit: Callable[..., Once], training: bool, names: tuple[str, ...]
+) -> None:
     calls: list[int] = []
 
     def change(loss: Tensor, count: int, metrics: Any) -> Any:
@@ -138,7 +154,9 @@ def test_metrics_that_change_their_names_are_named(fit: Callable[..., Once], tra
         return loss, count, dict.fromkeys(names, (loss.detach(), count)) if changed else metrics
 
     now = ", ".join(names) or "none"
-    with pytest.raises(DdpexpError, match=rf"^Wrong\.step \(.*\) returned the metrics {now} after accuracy, and those of "):
+    with pytest.raises(
+        DdpexpError, match=rf"^Wrong\.step \(.*\) returned the metrics {now} after accuracy, and those of "
+    ):
         fit(Wrong(change, training), micro_batch_size=6, log_every=1)
 
 
@@ -173,7 +191,9 @@ def test_a_task_that_returns_a_mean_for_a_sum_is_warned_of_once(
 ) -> None:
     fit(Mean(), precision=precision, micro_batch_size=12)
     [warning] = warnings_of(caplog)
-    assert warning.startswith(f"Mean.step ({__file__}:{inspect.getsourcelines(Mean.step)[1]}) seems to return the mean of the loss")
+    assert warning.startswith(
+        f"Mean.step ({__file__}:{inspect.getsourcelines(Mean.step)[1]}) seems to return the mean of the loss"
+    )
     assert "the gradient is 12 times too small" in warning
 
 
@@ -233,7 +253,10 @@ def is_warned_of(batch: Any, read: Callable[[Any], tuple[Tensor, Tensor]]) -> bo
 
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
-    return mean_for_a_sum(Reads(), model, {"model": model}, batch, Precision("fp32", ALONE.device, False), ALONE.device) is not None
+    return (
+        mean_for_a_sum(Reads(), model, {"model": model}, batch, Precision("fp32", ALONE.device, False), ALONE.device)
+        is not None
+    )
 
 
 def test_batches_of_any_nest_are_cut() -> None:

@@ -125,8 +125,16 @@ def test_sparse_gradients_are_measured_clipped_and_checked_as_dense_ones(
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("size", [2, 3])
-def test_sparse_gradients_train_at_every_world_size(points: Any, fit: Callable[..., Once], recipe: Recipe, size: int) -> None:
-    words = ("task._target_=points.Reads", "model._target_=points.Words", "~model.hidden", "~model.dropout", "scheduler=cosine")
+def test_sparse_gradients_train_at_every_world_size(
+    points: Any, fit: Callable[..., Once], recipe: Recipe, size: int
+) -> None:
+    words = (
+        "task._target_=points.Reads",
+        "model._target_=points.Words",
+        "~model.hidden",
+        "~model.dropout",
+        "scheduler=cosine",
+    )
     done = recipe(*words, f"trainer.gpus={size}", "trainer.log_every=1", "trainer.clip_grad_norm=0.3")
     assert done.code == 0, done.err
     alone = fit(points.Reads(), factory=points.Words, log_every=1, clip_grad_norm=0.3)
@@ -220,7 +228,9 @@ class TwoLosses:
 
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
-def test_several_losses_with_tensor_counts_have_the_gradient_of_their_sum(fit: Callable[..., Once], reduction: str) -> None:
+def test_several_losses_with_tensor_counts_have_the_gradient_of_their_sum(
+    fit: Callable[..., Once], reduction: str
+) -> None:
     keys = {"micro_batch_size": 6, "log_every": 1, "eval_every": 0, "reduction": reduction}
     numbers = fit(TwoLosses(lambda rows, labels: (6, 6)), **keys)
     tensors = fit(TwoLosses(lambda rows, labels: (torch.tensor(6), torch.tensor(6))), **keys)
@@ -264,7 +274,9 @@ def test_gradients_that_nobody_applies_are_refused(fit: Callable[..., Once]) -> 
 
 @pytest.mark.parametrize("count", [None, torch.ones(1), "24"])
 def test_a_count_that_is_no_number_is_named(fit: Callable[..., Once], count: Any) -> None:
-    with pytest.raises(DdpexpError, match=r"train_step \(.*\) gave update\.backward .* as the count, where one number belongs"):
+    with pytest.raises(
+        DdpexpError, match=r"train_step \(.*\) gave update\.backward .* as the count, where one number belongs"
+    ):
         fit(TwoLosses(lambda rows, labels: (count, count)), eval_every=0)
 
 
@@ -273,15 +285,27 @@ def test_a_count_that_is_no_number_is_named(fit: Callable[..., Once], count: Any
     [
         (
             lambda rows, labels: (torch.tensor(6), counted(rows)),
-            r"train_step calls update\.backward with tensors that count 24, \d+ over the global batch: .* Call it once with ",
+            r"train_step calls update\.backward with tensors that count 24, \d+ over the global batch: .* Call it once "
+            r"with ",
         ),
-        (lambda rows, labels: (6, counted(rows)), r"train_step gives counts that are numbers and counts that are tensors"),
-        (lambda rows, labels: (counted(rows), 6), r"train_step gives counts that are numbers and counts that are tensors"),
-        (lambda rows, labels: (6, int(counted(rows))), r"train_step gave update\.backward the count \d after \d: a number must be"),
+        (
+            lambda rows, labels: (6, counted(rows)),
+            r"train_step gives counts that are numbers and counts that are tensors",
+        ),
+        (
+            lambda rows, labels: (counted(rows), 6),
+            r"train_step gives counts that are numbers and counts that are tensors",
+        ),
+        (
+            lambda rows, labels: (6, int(counted(rows))),
+            r"train_step gave update\.backward the count \d after \d: a number must be",
+        ),
         (lambda rows, labels: (0, 6), r"train_step gave the count 0, which the loop divides the loss by: "),
     ],
 )
-def test_counts_that_cannot_be_divided_by_are_refused(fit: Callable[..., Once], counts: Callable[..., Any], message: str) -> None:
+def test_counts_that_cannot_be_divided_by_are_refused(
+    fit: Callable[..., Once], counts: Callable[..., Any], message: str
+) -> None:
     with pytest.raises(DdpexpError, match=f"^the task's {message}"):
         fit(TwoLosses(counts), micro_batch_size=6)
 
@@ -295,7 +319,9 @@ def test_a_task_that_counts_nothing_with_a_number_is_refused(points: Any, fit: C
         fit(Nothing())
 
 
-def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(points: Any, fit: Callable[..., Once]) -> None:
+def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(
+    points: Any, fit: Callable[..., Once]
+) -> None:
     class Padded(points.Sides):  # type: ignore[misc]
         calls = 0
 
@@ -306,7 +332,9 @@ def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(p
             return loss * kept, torch.tensor(count * kept), {}
 
     once = fit(Padded(), micro_batch_size=6, log_every=4, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-    whole = fit(points.Sides(), micro_batch_size=6, log_every=1, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    whole = fit(
+        points.Sides(), micro_batch_size=6, log_every=1, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    )
     train = [record["train/loss"] for record in once.records if "train/loss" in record]
     expected = [record["train/loss"] for record in whole.records if "train/loss" in record]
     assert train[0] == pytest.approx((expected[0] + expected[1] + expected[3]) / 3, abs=2e-2)
@@ -388,8 +416,10 @@ def test_a_step_that_is_left_out_leaves_no_trace(points: Any, fit: Callable[...,
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_a_step_that_is_left_out_leaves_no_trace_on_any_of_two_workers(recipe: Recipe, reduction: str) -> None:
-    words = ("model._target_=points.Normed", "trainer.gpus=2", "trainer.micro_batch_size=6", f"trainer.reduction={reduction}",
-             "trainer.max_steps=60", "trainer.epochs=null", "trainer.nonfinite=skip", "trainer.ema_decay=0.9")  # fmt: skip
+    words = ("model._target_=points.Normed", "trainer.gpus=2", "trainer.micro_batch_size=6",
+        f"trainer.reduction={reduction}",
+             "trainer.max_steps=60", "trainer.epochs=null", "trainer.nonfinite=skip",
+             "trainer.ema_decay=0.9")  # fmt: skip
     found, expected = (recipe(*words, f"task._target_=points.{task}") for task in ("Poisoned", "LeavesOut"))
     assert (found.code, expected.code) == (0, 0), found.err + expected.err
     assert found.result()["weights_sha256"] == expected.result()["weights_sha256"]
@@ -403,7 +433,11 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
     class Steep(points.Sides):  # type: ignore[misc]
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, metrics = super().step(model, batch)
-            return loss * 1e30 if model.train_model else loss, count, metrics  # with the scale more than fp32 holds, in any step
+            return (
+                loss * 1e30 if model.train_model else loss,
+                count,
+                metrics,
+            )  # with the scale more than fp32 holds, in any step
 
     once = fit(Steep(), num_steps=3, precision="fp16", ema_decay=0.5, factory=points.Normed)
     torch.manual_seed(0)
@@ -415,7 +449,9 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_an_optimizer_without_a_gradient_in_a_step_does_nothing(points: Any, fit: Callable[..., Once], precision: str) -> None:
+def test_an_optimizer_without_a_gradient_in_a_step_does_nothing(
+    points: Any, fit: Callable[..., Once], precision: str
+) -> None:
     class One(Both):
         def train_step(self, update: Any, batches: list[Any]) -> Any:
             _, rows, labels = batches[0]
@@ -425,7 +461,9 @@ def test_an_optimizer_without_a_gradient_in_a_step_does_nothing(points: Any, fit
             update.apply()
             return loss.detach(), len(labels), {}
 
-    once = fit(One(), factory=lambda: {"left": points.Net(), "right": points.Net()}, nonfinite="skip", precision=precision)
+    once = fit(
+        One(), factory=lambda: {"left": points.Net(), "right": points.Net()}, nonfinite="skip", precision=precision
+    )
     torch.manual_seed(0)
     fresh = {"left": points.Net(), "right": points.Net()}
     for name, module in fresh.items():
@@ -452,7 +490,9 @@ def test_the_optimizers_of_one_apply_step_together_or_not_at_all(
     assert moved == ({"right"} if moves else set())
 
 
-@pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
+@pytest.mark.parametrize(
+    ("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
 def test_a_tasks_own_train_step_computes_in_the_precision_that_was_asked_for(
     points: Any, fit: Callable[..., Once], precision: str, kind: torch.dtype
 ) -> None:
@@ -509,6 +549,8 @@ def test_double_precision_is_kept(points: Any, fit: Callable[..., Once], recipe:
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("size", [2, 3])
 def test_double_precision_is_kept_at_every_world_size(points: Any, recipe: Recipe, size: int) -> None:
-    done = recipe("task._target_=points.Double", "model._target_=points.double", "scheduler=cosine", f"trainer.gpus={size}")
+    done = recipe(
+        "task._target_=points.Double", "model._target_=points.double", "scheduler=cosine", f"trainer.gpus={size}"
+    )
     assert done.code == 0, done.err
     assert relative(weights(done), manual(points, kind=torch.float64)[0]) < 1e-14

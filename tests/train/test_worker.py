@@ -170,7 +170,10 @@ def test_a_task_without_metrics_has_its_loss_alone(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("data._target_=points.load_list", "data._target_=points.load_list must return ddpexp.data.datasets.Splits, not list."),
+        (
+            "data._target_=points.load_list",
+            "data._target_=points.load_list must return ddpexp.data.datasets.Splits, not list.",
+        ),
         ("data._target_=points.load_nothing", "data._target_=points.load_nothing gave no samples for `eval`."),
     ],
 )
@@ -183,7 +186,9 @@ def test_data_that_cannot_be_used_is_refused(recipe: Recipe, words: str, sentenc
     ("asked", "code"),
     [(None, 1), (0, 1), (1, 1), (2, 1), (3, 3), (125, 125), (126, 1), (-9, 1), ("that was all", 1)],
 )
-def test_a_recipe_that_leaves_in_the_middle_has_failed_with_its_own_code_where_it_is_free(asked: object, code: int) -> None:
+def test_a_recipe_that_leaves_in_the_middle_has_failed_with_its_own_code_where_it_is_free(
+    asked: object, code: int
+) -> None:
     assert _exit_code(SystemExit(asked)) == code
 
 
@@ -212,9 +217,18 @@ def test_a_schedule_of_ones_own_is_followed(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("scheduler._target_=points.Net", "gave a Net without the method factor(step, num_steps), which returns what optimizer.lr"),
-        ("scheduler._target_=points.Strange scheduler.value=nan", ": factor(0, 8) returned nan, where a number belongs: what"),
-        ("scheduler._target_=points.Strange scheduler.value=fast", ": factor(0, 8) returned 'fast', where a number belongs: what"),
+        (
+            "scheduler._target_=points.Net",
+            "gave a Net without the method factor(step, num_steps), which returns what optimizer.lr",
+        ),
+        (
+            "scheduler._target_=points.Strange scheduler.value=nan",
+            ": factor(0, 8) returned nan, where a number belongs: what",
+        ),
+        (
+            "scheduler._target_=points.Strange scheduler.value=fast",
+            ": factor(0, 8) returned 'fast', where a number belongs: what",
+        ),
         ("scheduler._target_=points.Strange scheduler.rate=1", ": points.Strange cannot be called with these keys: "),
     ],
 )
@@ -235,13 +249,19 @@ def test_a_schedule_that_cannot_be_followed_is_refused(
 )
 def test_a_debugger_is_refused_with_its_place_and_what_works_instead(recipe: Recipe, how: str, gpus: int) -> None:
     done = recipe("task._target_=points.Looks", f"task.how={how}", f"trainer.gpus={gpus}")
-    call = {"breakpoint": "breakpoint()", "set_trace": "pdb.set_trace()", "Pdb": "pdb.Pdb()", "torch": "torch.distributed.break"}[
-        how
-    ]
+    call = {
+        "breakpoint": "breakpoint()",
+        "set_trace": "pdb.set_trace()",
+        "Pdb": "pdb.Pdb()",
+        "torch": "torch.distributed.break",
+    }[how]
     lines = (recipe.folder / "points.py").read_text().splitlines()
     line = next(number for number, text in enumerate(lines, start=1) if text.strip().startswith(call))
     assert done.code == 1
-    assert f"{recipe.folder}/points.py:{line} starts a debugger, and a worker has no terminal to type into. Print" in done.err
+    assert (
+        f"{recipe.folder}/points.py:{line} starts a debugger, and a worker has no terminal to type into. Print"
+        in done.err
+    )
     assert "Traceback" not in done.err
     assert "Pdb" not in done.out
 

@@ -1,6 +1,9 @@
-"""Images of one size that fit into memory, mapped once for all workers of a node: cut and mirrored a whole batch at a time.
+"""Images of one size that fit into memory, mapped once for all workers of a node.
 
-What happens to a sample is a function of seed, epoch and sample: the same at every number of workers and after any interruption.
+Cut and mirrored a whole batch at a time.
+
+What happens to a sample is a function of seed, epoch and sample: the same at every number of workers and after any
+interruption.
 """
 
 from __future__ import annotations
@@ -74,13 +77,18 @@ class Images:
         """Make a batch of gathered pixels, which are moved as bytes. Shapes: as in `load`."""
         labels = moved(self.labels.index_select(0, indices), device)
         images = moved(pixels, device).float()
-        for channel, (shift, scale) in zip(images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True):
+        for channel, (shift, scale) in zip(
+            images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True
+        ):
             torch.add(shift, channel, alpha=scale, out=channel)  # one pass, where a product and a difference are two
         return images, labels.long()
 
     @cached_property
     def _norm(self) -> list[tuple[Tensor, float]]:
-        return [(torch.tensor(-middle / one), 1 / (255 * one)) for middle, one in zip(self.mean, self.deviation, strict=True)]
+        return [
+            (torch.tensor(-middle / one), 1 / (255 * one))
+            for middle, one in zip(self.mean, self.deviation, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -139,7 +147,9 @@ class _Augmented:
         return self.images.batch(pixels, indices, device)
 
 
-def _draw(key: int, samples: NDArray[np.int64], frame: int) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
+def _draw(
+    key: int, samples: NDArray[np.int64], frame: int
+) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
     """Draw what happens to samples, whatever batch they are in: whether mirrored, and the window's top and left."""
     words = mix(np.uint64(key) + samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
     places = np.uint64(2 * frame + 1)
@@ -161,5 +171,7 @@ def _windows(pixels: Tensor, frame: int) -> Tensor:
 
 def _part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     # Copy-on-write pages, which nobody writes: torch wants a writable array.
-    pixels, labels = (torch.from_numpy(np.load(folder / f"{part}-{what}.npy", mmap_mode="c")) for what in ("images", "labels"))
+    pixels, labels = (
+        torch.from_numpy(np.load(folder / f"{part}-{what}.npy", mmap_mode="c")) for what in ("images", "labels")
+    )
     return pixels if pixels.dim() == 4 else pixels.unsqueeze(1), labels

@@ -19,7 +19,10 @@ from ddpexp.errors import RefusedError
 
 _PARTS = ("train", "test")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-_DEEPEST, _LOOKED_THROUGH = 2, 2000  # folders below data.root in which images are looked for, and entries that are looked at
+_DEEPEST, _LOOKED_THROUGH = (
+    2,
+    2000,
+)  # folders below data.root in which images are looked for, and entries that are looked at
 _LABELS = ("|u1", "|i1", "<i2", "<i4", "<i8")
 _LOOKED_AT = 1 << 16  # bytes at both ends of a file: enough to tell data sets apart, in no time
 
@@ -38,20 +41,23 @@ def prepare(
 ) -> dict[str, Any]:
     """See that the four files are there and fit together, and say which data they hold.
 
-    The result is JSON-able: name, folder (absolute), hash (of the sizes and both ends of the files), num_train, num_test, note, and
-    the options.
+    The result is JSON-able: name, folder (absolute), hash (of the sizes and both ends of the files), num_train,
+    num_test, note, and the options.
 
     Raises: RefusedError, where a file or an option is not as it must be.
     """
     if not root:
         raise RefusedError(
-            "data.root is not set: name the folder with train-images.npy, train-labels.npy, test-images.npy and test-labels.npy."
+            "data.root is not set: name the folder with train-images.npy, train-labels.npy, test-images.npy and "
+            "test-labels.npy."
         )
     folder = Path(os.path.abspath(os.path.expanduser(root)))
     if not any((folder / f"{part}-{what}.npy").exists() for part in _PARTS for what in ("images", "labels")):
         raise RefusedError(
-            f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, test-images.npy and "
-            f"test-labels.npy there. Store the images as such arrays with numpy.save, or have a recipe of your own read them as "
+            f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, "
+            "test-images.npy and "
+            f"test-labels.npy there. Store the images as such arrays with numpy.save, or have a recipe of your own "
+            "read them as "
             f"they are, for example with torchvision.datasets.ImageFolder."
         )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
@@ -102,12 +108,14 @@ def found_images(folder: Path) -> str | None:
 def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) -> None:
     if images.kind != "|u1" or len(images.shape) not in (3, 4) or 0 in images.shape:
         raise RefusedError(
-            f"{folder}/{part}-images.npy holds {images.kind} of shape {_spoken(images.shape)}: store bytes (uint8) of shape "
+            f"{folder}/{part}-images.npy holds {images.kind} of shape {_spoken(images.shape)}: store bytes (uint8) of "
+            "shape "
             f"samples x channels x height x width, or without the channels where there is one."
         )
     if labels.kind not in _LABELS or labels.shape != images.shape[:1]:
         raise RefusedError(
-            f"{folder}/{part}-labels.npy holds {labels.kind} of shape {_spoken(labels.shape)}, and there are {images.shape[0]:,} "
+            f"{folder}/{part}-labels.npy holds {labels.kind} of shape {_spoken(labels.shape)}, and there are "
+            f"{images.shape[0]:,} "
             f"images: store one whole number for each."
         )
 
@@ -126,7 +134,9 @@ def _check_options(mean: tuple[float, ...], deviation: tuple[float, ...], crop: 
     if not all(value > 0 for value in deviation):
         raise RefusedError(f"data.deviation={list(deviation)} divides the images: use numbers above 0.")
     if not 0 <= crop <= min(shape[-2:]):
-        raise RefusedError(f"data.crop={crop} is no frame for images of {_spoken(shape[1:])}: use 0 to {min(shape[-2:])}.")
+        raise RefusedError(
+            f"data.crop={crop} is no frame for images of {_spoken(shape[1:])}: use 0 to {min(shape[-2:])}."
+        )
 
 
 def _read(path: Path) -> _Array:
@@ -147,7 +157,9 @@ def _read(path: Path) -> _Array:
     except (ValueError, KeyError, TypeError, SyntaxError, struct.error):
         raise RefusedError(f"{path} is no .npy file of numbers in C order: store it with numpy.save.") from None
     if size != expected:
-        raise RefusedError(f"{path} has {size:,} bytes, and its header says {expected:,}: it is damaged, so store it again.")
+        raise RefusedError(
+            f"{path} has {size:,} bytes, and its header says {expected:,}: it is damaged, so store it again."
+        )
     return _Array(array.kind, array.shape, digest.hexdigest())
 
 

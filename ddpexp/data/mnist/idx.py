@@ -155,7 +155,9 @@ def unpack(stream: BinaryIO, file: IdxFile) -> bytes:
         raise WrongError(f"is damaged: its gzip data cannot be unpacked ({error})") from None
     magic = file.header[:4]
     if len(content) >= 4 and content[:4] != magic:
-        raise WrongError(f"begins with the magic number {int.from_bytes(content[:4], 'big')}, not {int.from_bytes(magic, 'big')}")
+        raise WrongError(
+            f"begins with the magic number {int.from_bytes(content[:4], 'big')}, not {int.from_bytes(magic, 'big')}"
+        )
     unpacked = " once unpacked" if packed else ""
     if len(content) != file.size:
         found = f"more than {file.size:,}" if len(content) > file.size else f"{len(content):,}"

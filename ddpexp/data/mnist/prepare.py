@@ -25,7 +25,14 @@ from typing import Any, Literal
 from ddpexp.data.cache import CACHES, Cache, alone, in_first, put, read_cache, update_cache, user_cache, write_cache
 from ddpexp.data.images.files import found_images
 from ddpexp.data.mnist import idx
-from ddpexp.data.mnist.mirrors import AUTO_PATIENCE, DOWNLOAD_PATIENCE, MIRRORS, DownloadError, Patience, download_unless_failed
+from ddpexp.data.mnist.mirrors import (
+    AUTO_PATIENCE,
+    DOWNLOAD_PATIENCE,
+    MIRRORS,
+    DownloadError,
+    Patience,
+    download_unless_failed,
+)
 from ddpexp.errors import RefusedError
 from ddpexp.system.terminal import say
 
@@ -63,9 +70,15 @@ def prepare(
     if source == "embedded":
         return _embedded(embedded_train, embedded_test)
     folder = _data_folder(root)
-    if root is not None and not idx.find([folder]) and not _caches([folder]) and (images := found_images(folder)) is not None:
+    if (
+        root is not None
+        and not idx.find([folder])
+        and not _caches([folder])
+        and (images := found_images(folder)) is not None
+    ):
         raise RefusedError(
-            f"data.root={folder} holds {images}, and none of the four MNIST files that data=mnist reads there: for images of your "
+            f"data.root={folder} holds {images}, and none of the four MNIST files that data=mnist reads there: for "
+            "images of your "
             f"own see data=images, or a recipe of your own; for MNIST leave data.root out or name another folder."
         )
     patience = patience or (AUTO_PATIENCE if source == "auto" else DOWNLOAD_PATIENCE)
@@ -110,7 +123,9 @@ def _to_stderr(text: str) -> None:
 
 
 def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
-    """Get MNIST from the cache, the files or the network, in this order; of several commands at once, one asks the network.
+    """Get MNIST from the cache, the files or the network, in this order.
+
+    Of several commands at once, one asks the network.
 
     Raises: DownloadError, where none of the files is there and they could not be downloaded.
     """

@@ -4,8 +4,8 @@ Every digit is a few pen strokes. A stroke is a smooth curve through control poi
 of one way of writing a digit. A sample takes a style, moves its control points a little, puts them through a random
 affine map and a smooth warp, and inks the curve with a pen of random width.
 
-A change of anything in this file that moves a pixel must raise `EMBEDDED_VERSION` in `ddpexp.data.mnist.prepare`: caches
-are named by it.
+A change of anything in this file that moves a pixel must raise `EMBEDDED_VERSION` in `ddpexp.data.mnist.prepare`:
+caches are named by it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ STYLES = (
     Style(0, ((0.66, 0.1), *_OVAL, (0.4, 0.04)), (_run(0, 9),)),
     Style(1, ((0.5, 0.0), (0.51, 0.5), (0.5, 1.0)), (_run(0, 2),)),
     Style(1, ((0.52, 0.0), (0.5, 0.5), (0.5, 1.0), (0.26, 0.24)), ((3, 0), _run(0, 2))),
-    Style(1, ((0.52, 0.0), (0.5, 0.5), (0.5, 1.0), (0.28, 0.22), (0.22, 1.0), (0.8, 1.0)), ((3, 0), _run(0, 2), (4, 5))),
+    Style(
+        1, ((0.52, 0.0), (0.5, 0.5), (0.5, 1.0), (0.28, 0.22), (0.22, 1.0), (0.8, 1.0)), ((3, 0), _run(0, 2), (4, 5))
+    ),
     Style(2, (*_TWO, (0.12, 1.0), (0.5, 0.97), (0.9, 1.0)), (_run(0, 6), _run(6, 8))),
     Style(2, (*_TWO, (0.18, 0.98), (0.08, 0.84), (0.26, 0.78), (0.6, 0.98), (0.94, 0.92)), (_run(0, 10),)),
     Style(3, ((0.14, 0.14), (0.46, 0.0), (0.78, 0.2), *_BELLY), (_run(0, 3), _run(3, 7))),

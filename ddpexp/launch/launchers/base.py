@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 class Launcher:
     """Chosen by `launcher=`: runs a job in as many processes as it requests.
 
-    A launcher is a frozen dataclass that derives from this class: its fields are the keys of its section, and it implements
-    `launch`. What it is otherwise, other rooms learn from the attributes and methods here.
+    A launcher is a frozen dataclass that derives from this class: its fields are the keys of its section, and it
+    implements `launch`. What it is otherwise, other rooms learn from the attributes and methods here.
     """
 
     provides_mpi: ClassVar[bool] = False  # what starts its ranks connects them for trainer.backend=mpi, too
-    restate_on_resume: ClassVar[Sequence[str]] = ()  # fields that run code or connect to others: a run directory's are not trusted
+    restate_on_resume: ClassVar[
+        Sequence[str]
+    ] = ()  # fields that run code or connect to others: a run directory's are not trusted
 
     def launch(self, job: Job, server: Server | None = None) -> int:
-        """Run the workers, watch them and return the exit code; `server` is a fork server started early, if there is one.
+        """Run the workers, watch them and return the exit code.
+
+        `server` is a fork server started early, if there is one.
 
         Raises:
             RefusedError: the job cannot run here. WorkerError: a worker failed; the first genuine cause, the others are
@@ -43,7 +47,9 @@ class Launcher:
         return False
 
     def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
-        """Return what starts the ranks again when ddpexp's own words follow it, and where that is typed; `argv` is this command.
+        """Return what starts the ranks again when ddpexp's own words follow it, and where that is typed.
+
+        `argv` is this command.
 
         Called where `ranks_started_externally`.
         """
@@ -59,7 +65,9 @@ class Launcher:
 
     def restated_words(self) -> list[str]:
         """Return the overrides that a user must type again to resume: see `restate_on_resume`."""
-        return [f"launcher.{name}={json.dumps(value)}" for name in self.restate_on_resume if (value := getattr(self, name))]
+        return [
+            f"launcher.{name}={json.dumps(value)}" for name in self.restate_on_resume if (value := getattr(self, name))
+        ]
 
 
 @runtime_checkable
@@ -93,8 +101,8 @@ class Submitter(Protocol):
     def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
         """Submit jobs, each with its own launcher of this kind; `folder` is for the scripts and their logs.
 
-        Calls `submitted` with a job's place in `jobs` and its id as soon as it has one; the job has noted it by then, or soon.
-        A job that is finished is left out.
+        Calls `submitted` with a job's place in `jobs` and its id as soon as it has one; the job has noted it by then,
+        or soon. A job that is finished is left out.
 
         Raises:
             RefusedError: a job cannot be submitted; of those that have no id each that was made says why it failed.
@@ -103,7 +111,9 @@ class Submitter(Protocol):
         ...
 
     def follow(self, job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> None:
-        """Wait until all have ended; call `ended` once for each with its place in `job_ids`, its last state and exit code.
+        """Wait until all have ended; call `ended` once for each with its place in `job_ids`, its last state.
+
+        And exit code.
 
         The exit code is 0 alone for what ended well, and for what the scheduler has FORGOTTEN: the run directory tells.
 

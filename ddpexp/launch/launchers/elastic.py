@@ -1,4 +1,7 @@
-"""launcher=elastic: torch's elastic agent starts the workers of this machine, and starts them again when some are lost."""
+"""launcher=elastic: torch's elastic agent starts the workers of this machine.
+
+And starts them again when some are lost.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,15 @@ from ddpexp.errors import (
 from ddpexp.launch import Job
 from ddpexp.launch.launchers import torchrun_env
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Phase, StoreMailbox, memory, quiet_agent
+from ddpexp.launch.launchers.elastic_board import (
+    FEW_CAME,
+    JOB_ENDED,
+    LIST_LOST,
+    Phase,
+    StoreMailbox,
+    memory,
+    quiet_agent,
+)
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
@@ -80,13 +91,19 @@ class Elastic(Launcher):
         job.leads = False  # one of the commands that the agent starts does
         with memory(json.dumps(job.described()).encode()) as described, StoreMailbox.make(here.world_size) as board:
             words = [
-                sys.executable, "-m", "ddpexp.launch.launchers.elastic_agent", str(os.getpid()), f"--nnodes={low}:{high}",
+                sys.executable, "-m", "ddpexp.launch.launchers.elastic_agent", str(os.getpid()),
+                f"--nnodes={low}:{high}",
                 f"--nproc-per-node={here.world_size}", f"--max-restarts={self.max_restarts}", *rendezvous,
                 f"--log-dir={os.devnull}", "-m", "ddpexp", "member", str(described),
             ]  # fmt: skip
             saving = str(int(job.request.grace_seconds) + _SAVE_SECONDS)
             # Each worker sets its own number of threads.
-            environ = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": saving, **os.environ, **board.variables()}
+            environ = {
+                "OMP_NUM_THREADS": "1",
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": saving,
+                **os.environ,
+                **board.variables(),
+            }
             environ |= quiet_agent(os.environ)
 
             def list_is_lost() -> bool:
@@ -120,17 +137,24 @@ class Elastic(Launcher):
         place = f"launcher.rdzv_endpoint={self.rdzv_endpoint}"
         if code == LIST_LOST and phase == Phase.FIRST:
             raise RefusedError(
-                f"{place} does not answer, where the list of the machines is to be kept: start the command on that machine, too, "
+                f"{place} does not answer, where the list of the machines is to be kept: start the command on that "
+                "machine, too, "
                 f"and see that this one reaches it."
             )
         if code == LIST_LOST:
             text = f"{place} does not answer any more, where the list of the machines is kept"
             say(f"ddpexp: {text}: without it the ranks cannot be started again here")
         elif code == JOB_ENDED:
-            say(f"ddpexp: the job launcher.rdzv_id={self.rdzv_id} at {place} has ended on the other machines: see what they say")
+            say(
+                f"ddpexp: the job launcher.rdzv_id={self.rdzv_id} at {place} has ended on the other machines: see what "
+                "they say"
+            )
         elif code == FEW_CAME:
             text = f"fewer than the {least} machines of trainer.nodes have come to {place} in time"
-            say(f"ddpexp: {text}: start the command on the others, too (join_timeout in launcher.rdzv_conf is the time in seconds)")
+            say(
+                f"ddpexp: {text}: start the command on the others, too (join_timeout in launcher.rdzv_conf is the time "
+                "in seconds)"
+            )
 
     def member(self, job: Job, server: Server | None = None) -> int:
         """Be one rank that the agent has started; like `TorchrunEnv.launch`."""
@@ -158,27 +182,39 @@ class Elastic(Launcher):
         low, _, high = ("1" if nodes == "auto" else str(nodes)).partition(":")
         first, last = int(low), int(high or low)
         if first < 1 or last < first:
-            raise RefusedError(f"trainer.nodes={nodes} is no range: the least number of machines comes first, such as 1:4.")
+            raise RefusedError(
+                f"trainer.nodes={nodes} is no range: the least number of machines comes first, such as 1:4."
+            )
         return first, last
 
     def _rendezvous(self, most: int) -> list[str]:
         if self.max_restarts < 0:
             raise RefusedError(f"launcher.max_restarts={self.max_restarts}: use 0 or more.")
         if self.rdzv_backend == "etcd-v2" and importlib.util.find_spec("etcd") is None:
-            raise RefusedError("launcher.rdzv_backend=etcd-v2 needs the package python-etcd: pip install 'ddpexp[etcd]'.")
+            raise RefusedError(
+                "launcher.rdzv_backend=etcd-v2 needs the package python-etcd: pip install 'ddpexp[etcd]'."
+            )
         if self.rdzv_endpoint is None:
             if most > 1 or self.rdzv_backend != "c10d":
                 raise RefusedError(
-                    "launcher.rdzv_endpoint is missing: name the place where the machines meet, HOST:PORT, the same on all of them."
+                    "launcher.rdzv_endpoint is missing: name the place where the machines meet, HOST:PORT, the same on "
+                    "all of them."
                 )
             return ["--standalone"]
-        words = [f"--rdzv-backend={self.rdzv_backend}", f"--rdzv-endpoint={self.rdzv_endpoint}", f"--rdzv-id={self.rdzv_id}"]
+        words = [
+            f"--rdzv-backend={self.rdzv_backend}",
+            f"--rdzv-endpoint={self.rdzv_endpoint}",
+            f"--rdzv-id={self.rdzv_id}",
+        ]
         return [*words, *([f"--rdzv-conf={self.rdzv_conf}"] if self.rdzv_conf else [])]
 
 
 @dataclass
 class _Keeper:
-    """The port where one of the machines keeps the list of them. An agent that has lost it waits for minutes or for ever."""
+    """The port where one of the machines keeps the list of them.
+
+    An agent that has lost it waits for minutes or for ever.
+    """
 
     endpoint: str
     lost: bool = False
@@ -200,7 +236,10 @@ class _Keeper:
 
 
 def _check_unfinished(job: Job) -> None:
-    """Raise FinishedError where the run that is asked for is finished, and leave what else is to be refused to the ranks."""
+    """Raise FinishedError where the run that is asked for is finished.
+
+    And leave what else is to be refused to the ranks.
+    """
     with suppress(RefusedError):
         job.foresee()
 
@@ -220,10 +259,13 @@ def _is_to_begin_again(end: End, board: StoreMailbox) -> bool:
         return True
     if not isinstance(end, StoppedError):
         return False
-    if end.signum == signal.SIGUSR2:  # another machine's agent may have sent it, and this one's has still to hear of that
+    if (
+        end.signum == signal.SIGUSR2
+    ):  # another machine's agent may have sent it, and this one's has still to hear of that
         _wait_for_agent(board, _HEAR_SECONDS)
         return board.phase() == Phase.MEETS
-    # The agent ends the ranks that are left when one has failed. It looks for that all the time, but for microseconds then.
+    # The agent ends the ranks that are left when one has failed. It looks for that all the time, but for microseconds
+    # then.
     for _ in range(2):
         if board.phase() not in (Phase.LOOKS, Phase.MEETS):
             return False
@@ -252,7 +294,11 @@ def _leave_to_begin_again(end: End, job: Job) -> int:
 def _say_where(phase: Phase, error: StoppedError) -> None:
     """Say that a signal came while no rank was there to say so."""
     if phase in (Phase.FIRST, Phase.MEETS):
-        left = "nothing was started" if phase == Phase.FIRST else "what was saved before stays, and the same command resumes it"
+        left = (
+            "nothing was started"
+            if phase == Phase.FIRST
+            else "what was saved before stays, and the same command resumes it"
+        )
         say(f"ddpexp: interrupted by {signal.Signals(error.signum).name} while the machines met: {left}")
 
 
@@ -262,6 +308,9 @@ def _ends_all(code: int) -> bool:
 
 
 def _wait_for_the_end() -> None:
-    """Let the command end the agent while all is quiet: one that sees a rank leave starts it again, and may miss a signal then."""
+    """Let the command end the agent while all is quiet.
+
+    One that sees a rank leave starts it again, and may miss a signal then.
+    """
     with suppress(StoppedError):
         time.sleep(_END_SECONDS)

@@ -48,8 +48,9 @@ class Agent(LocalElasticAgent):
         return self._meet(worker_group)
 
     def _meet(self, worker_group: WorkerGroup) -> None:
-        # torch makes the ranks' store, and says where it is, in a machine's first round alone: one that joins later waits for the
-        # address in vain (DistStoreError after a minute), or the machines have several. Without this every round has its own.
+        # torch makes the ranks' store, and says where it is, in a machine's first round alone: one that joins later
+        # waits for the address in vain (DistStoreError after a minute), or the machines have several. Without this
+        # every round has its own.
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, DynamicRendezvousHandler):
             handler._bootstrap_store_info = None
@@ -89,7 +90,9 @@ def main() -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP"  # to end; the others are for the ranks
     for number in (signal.SIGUSR1, signal.SIGQUIT):
         signal.signal(number, _pass_on)
-    signal.signal(signal.SIGUSR2, lambda *_: None)  # sent to every process of a host it is the command's, which ends this one
+    signal.signal(
+        signal.SIGUSR2, lambda *_: None
+    )  # sent to every process of a host it is the command's, which ends this one
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:
         run(parse_args(words))  # type: ignore[no-untyped-call]

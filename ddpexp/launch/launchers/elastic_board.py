@@ -1,4 +1,7 @@
-"""What the command, torch's agent and the ranks of one machine know of one another under launcher=elastic: a page of memory."""
+"""What the command, torch's agent and the ranks of one machine know of one another under launcher=elastic.
+
+A page of memory.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from ddpexp.errors import EXIT_DONE, RefusedError
 _WHERE = "DDPEXP_BOARD"  # the variable that names the page
 _BYTES = 4  # of a number: the phase, then the exit code of each rank of this machine
 
-# torch's C++ writes its call stacks to the terminal where a connection of the agent breaks. It reads the level once, when it is
-# loaded; the second variable says that the first is not the user's, and not for the ranks.
+# torch's C++ writes its call stacks to the terminal where a connection of the agent breaks. It reads the level once,
+# when it is loaded; the second variable says that the first is not the user's, and not for the ranks.
 _LEVEL, _OURS = "TORCH_CPP_LOG_LEVEL", "DDPEXP_AGENT_LOG_LEVEL"
 
 # How torch's agent ends when the ranks have no part in it; it leaves with these codes, for the command to say why.
@@ -85,7 +88,10 @@ class StoreMailbox:
 
 @contextmanager
 def memory(data: bytes) -> Iterator[Path]:
-    """Hold data in memory under a path that this user's other processes of the host can open; it goes with this process."""
+    """Hold data in memory under a path that this user's other processes of the host can open.
+
+    It goes with this process.
+    """
     descriptor = os.memfd_create("ddpexp")
     try:
         os.write(descriptor, data)

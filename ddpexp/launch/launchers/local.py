@@ -76,14 +76,17 @@ class Spawn(Launcher):
         missing = [f"launcher.{name}" for name, value in typed.items() if value is None]
         if missing:
             raise RefusedError(
-                f"trainer.nodes={nodes} with launcher=spawn wants {' and '.join(missing)} too: type the same command on every "
+                f"trainer.nodes={nodes} with launcher=spawn wants {' and '.join(missing)} too: type the same command "
+                "on every "
                 f"machine, with launcher.node_rank from 0 to {nodes - 1} and the first one's address and a free port."
             )
         assert self.node_rank is not None
         assert self.master_addr is not None
         assert self.master_port is not None
         if not 0 <= self.node_rank < nodes:
-            raise RefusedError(f"launcher.node_rank={self.node_rank}, but trainer.nodes={nodes}: it goes from 0 to {nodes - 1}.")
+            raise RefusedError(
+                f"launcher.node_rank={self.node_rank}, but trainer.nodes={nodes}: it goes from 0 to {nodes - 1}."
+            )
         if not 0 < self.master_port < 65536:
             raise RefusedError(f"launcher.master_port={self.master_port} is no port: use one from 1 to 65535.")
         way = Fixed(self.master_addr, self.master_port, ("launcher.master_addr", "launcher.master_port"))

@@ -17,7 +17,10 @@ from ddpexp.launch.workers.client import Server
 
 @dataclass(frozen=True)
 class Mpi(Launcher):
-    """Join the ranks that mpirun has started: Open MPI, MPICH and its relatives. MPI itself is not needed, only its mpirun."""
+    """Join the ranks that mpirun has started: Open MPI, MPICH and its relatives.
+
+    MPI itself is not needed, only its mpirun.
+    """
 
     provides_mpi: ClassVar[bool] = True
 

@@ -1,4 +1,7 @@
-"""launcher=slurm: on the login node it submits a job, inside an allocation it starts a step, inside a step it is a worker."""
+"""launcher=slurm: on the login node it submits a job, inside an allocation it starts a step.
+
+Inside a step it is a worker.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Slurm(Launcher):
-    """One task a node, which forks the node's workers from a warm server; options have the names that Slurm gives them."""
+    """One task a node, which forks the node's workers from a warm server.
+
+    Options have the names that Slurm gives them.
+    """
 
     restate_on_resume: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
 
@@ -79,7 +85,10 @@ class Slurm(Launcher):
         return started_by.srun()
 
     def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
-        """Return the words that ask for as many nodes and GPUs as a job has got from an allocation, where none are typed."""
+        """Return the words that ask for as many nodes and GPUs as a job has got from an allocation.
+
+        Where none are typed.
+        """
         nodes = [f"trainer.nodes={layout.nodes}"] if job.request.nodes == "auto" and layout.nodes > 1 else []
         gpus = layout.device == "cuda" and not self._gpus()
         return nodes + ([f"launcher.gpus_per_node={layout.world_size // layout.nodes}"] if gpus else [])
@@ -88,8 +97,8 @@ class Slurm(Launcher):
         """Do what the place asks for: submit and exit, run a step, or be a worker of one.
 
         Raises:
-            RefusedError: Slurm is not there or refuses the job. WorkerError: this worker failed. StoppedError: a signal to
-            this process ended the run.
+            RefusedError: Slurm is not there or refuses the job. WorkerError: this worker failed. StoppedError: a signal
+            to this process ended the run.
         """
         here = where()
         if here == "step":
@@ -165,11 +174,15 @@ class Slurm(Launcher):
         except StoppedError as error:
             end = first_end(error)
             if isinstance(end, StoppedError) and end.signum == signal.SIGUSR2:
-                end.then = partial(_requeue, end) if self.requeue else lambda: f"job {own_id()} ends: launcher.requeue=false"
+                end.then = (
+                    partial(_requeue, end) if self.requeue else lambda: f"job {own_id()} ends: launcher.requeue=false"
+                )
             raise
 
     def _submit(self, job: Job, nodes: int) -> int:
-        planned = self.script(job, nodes, job.folder / "RUN_DIR")  # refuses what no script can hold before anything is written
+        planned = self.script(
+            job, nodes, job.folder / "RUN_DIR"
+        )  # refuses what no script can hold before anything is written
         if self.dry_run:
             print(planned, end="")
             return EXIT_DONE
@@ -269,7 +282,9 @@ class Slurm(Launcher):
             **{name.replace("_", "-"): getattr(self, name) for name in _PLAIN},
             "signal": f"USR2@{self._signal_seconds(job)}" if self.requeue else None,
         }
-        lines = [f"#SBATCH --{name}={_quoted(str(value), name)}" for name, value in options.items() if value is not None]
+        lines = [
+            f"#SBATCH --{name}={_quoted(str(value), name)}" for name, value in options.items() if value is not None
+        ]
         lines.append("#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue")
         return lines + [f"#SBATCH {_quoted(word, 'sbatch_args')}" for word in self.sbatch_args]
 
@@ -280,7 +295,8 @@ class Slurm(Launcher):
         return [
             "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1",
             *([f"--cpus-per-task={cpus}"] if cpus else []),  # srun does not take over what sbatch was told
-            *(["--overlap"] if "SLURM_STEP_ID" in os.environ else []),  # the shell that this is typed in holds the same cores
+            # The shell that this is typed in holds the same cores.
+            *(["--overlap"] if "SLURM_STEP_ID" in os.environ else []),
             *(f"--{name}={value}" for name, value in container.items() if value),
             *_gpus_of_all_tasks(os.environ, nodes),
             *self.srun_args,
@@ -296,7 +312,10 @@ class Slurm(Launcher):
         return job.request.gpus if job.request.gpus != "auto" else self._gpus() or "auto"
 
     def _gpus(self) -> int:
-        """Return the GPUs of a node that the options ask for: `4`, `a100:4`, and in a gres `gpu:4`, `gpu:a100:2,gpu:v100:2`."""
+        """Return the GPUs of a node that the options ask for.
+
+        `4`, `a100:4`, and in a gres `gpu:4`, `gpu:a100:2,gpu:v100:2`.
+        """
         if self.gpus_per_node is not None:
             asked = str(self.gpus_per_node).split(",")
         else:
@@ -317,14 +336,17 @@ class Slurm(Launcher):
             return 1 if asked == "auto" else int(asked)
         there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
         if asked != "auto" and int(asked) > there:
-            raise RefusedError(f"trainer.nodes={asked}, but this allocation has {there}: ask for more with salloc or sbatch.")
+            raise RefusedError(
+                f"trainer.nodes={asked}, but this allocation has {there}: ask for more with salloc or sbatch."
+            )
         return there if asked == "auto" else int(asked)
 
     def _check_has(self, programs: Sequence[str]) -> None:
         for program in programs:
             if find(program) is None and not self.dry_run:
                 raise RefusedError(
-                    f"launcher=slurm: there is no {program} on this machine, it is not in a Slurm cluster. Use launcher=spawn."
+                    f"launcher=slurm: there is no {program} on this machine, it is not in a Slurm cluster. Use "
+                    "launcher=spawn."
                 )
 
     def _check(self, job: Job, nodes: int) -> None:
@@ -336,12 +358,16 @@ class Slurm(Launcher):
         if not 0 <= self._signal_seconds(job) < 1 << 16:
             raise RefusedError(f"launcher.signal_seconds={self._signal_seconds(job)}: Slurm takes 0 to 65535.")
         if self.array_parallelism is not None and self.array_parallelism < 1:
-            raise RefusedError(f"launcher.array_parallelism={self.array_parallelism} lets no job run: use 1 or more, or null.")
+            raise RefusedError(
+                f"launcher.array_parallelism={self.array_parallelism} lets no job run: use 1 or more, or null."
+            )
         limit = _limit_seconds(self.time)
         if self.requeue and limit is not None and limit <= self._signal_seconds(job):
             raise RefusedError(
-                f"launcher.time={self.time} is {limit} s, and Slurm would tell the job {self._signal_seconds(job)} s before the "
-                f"end to save and start again: it would do nothing else. Use more, a smaller launcher.signal_seconds, or "
+                f"launcher.time={self.time} is {limit} s, and Slurm would tell the job {self._signal_seconds(job)} s "
+                "before the "
+                f"end to save and start again: it would do nothing else. Use more, a smaller launcher.signal_seconds, "
+                "or "
                 f"launcher.requeue=false."
             )
         layout = self.layout(job, nodes)
@@ -365,9 +391,23 @@ class Slurm(Launcher):
         return Layout(nodes, nodes * workers, device, backend, self.cpus_per_task or 1)
 
 
-_PLAIN = ("partition", "account", "qos", "time", "mem", "gpus_per_node", "gres", "constraint", "nodelist", "exclude", "reservation")
-_OF_OTHER_TASKS = (  # what an allocation says of the tasks it was made for, which srun would apply to our one task a node
-    "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_TRES",
+_PLAIN = (
+    "partition",
+    "account",
+    "qos",
+    "time",
+    "mem",
+    "gpus_per_node",
+    "gres",
+    "constraint",
+    "nodelist",
+    "exclude",
+    "reservation",
+)
+# What an allocation says of the tasks it was made for, which srun would apply to our one task a node.
+_OF_OTHER_TASKS = (
+    "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_TRES",
     "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND",
     "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_DISTRIBUTION",
 )  # fmt: skip
@@ -379,7 +419,10 @@ def _forwarding(srun: list[str]) -> list[str]:
 
 
 def _gpus_of_all_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
-    """Ask for all GPUs of an allocation that was made with --gpus-per-task: Slurm would give our task those of one of its tasks."""
+    """Ask for all GPUs of an allocation that was made with --gpus-per-task.
+
+    Slurm would give our task those of one of its tasks.
+    """
     kind, _, each = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")
     if "SLURM_JOB_ID" not in environ or not each.isdecimal():
         return []
@@ -390,7 +433,8 @@ def _gpus_of_all_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
 def _limit_seconds(text: str | int | None) -> int | None:
     """Return a time limit in seconds; None where there is none, or where it is Slurm that says what is wrong with it.
 
-    Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and so on.
+    Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and so
+    on.
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", "" if text is None else str(text))
     if found is None:
@@ -422,9 +466,9 @@ def where(
 ) -> Literal["login", "allocation", "step"]:
     """Tell the three places apart.
 
-    A batch script has SLURM_PROCID like a task of srun, but no step. A shell that `srun --pty` opened is a task itself, and
-    what is typed in it is not: it is inside an allocation. Only there a terminal is in play, and the task is another process;
-    SLURM_PTY_PORT tells less, for the steps that are started in that shell inherit it.
+    A batch script has SLURM_PROCID like a task of srun, but no step. A shell that `srun --pty` opened is a task itself,
+    and what is typed in it is not: it is inside an allocation. Only there a terminal is in play, and the task is
+    another process; SLURM_PTY_PORT tells less, for the steps that are started in that shell inherit it.
     """
     if "SLURM_JOB_ID" not in environ:
         return "login"
@@ -447,7 +491,10 @@ def _has_terminal(pid: str) -> bool:
 
 def _check_not_running(run: Path) -> None:
     """Refuse a run directory in which another job runs, such as the same script submitted twice."""
-    others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {own_id(), os.environ["SLURM_JOB_ID"]}
+    others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {
+        own_id(),
+        os.environ["SLURM_JOB_ID"],
+    }
     for job_id, found in sorted(states(others).items()):
         if found in RUNNING:
             raise RefusedError(f"job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.")

@@ -38,13 +38,14 @@ class Kind:
     def script(self, runs: Sequence[str], path: Path) -> str:
         """Return the text of an array's script, which will lie at `path`: task n takes the n-th run directory.
 
-        Each writes into a log in its own run directory, as a single job does. Slurm's patterns cannot name one, so the shell
-        does; the array's own log holds what is said before that.
+        Each writes into a log in its own run directory, as a single job does. Slurm's patterns cannot name one, so the
+        shell does; the array's own log holds what is said before that.
         """
         at_once = "" if self.parallelism is None else f"%{self.parallelism}"
         return (
             "#!/bin/bash\n"
-            f"# Written by ddpexp: {len(runs)} jobs, a task each. To submit them again: sbatch {shlex.quote(str(path))}\n"
+            f"# Written by ddpexp: {len(runs)} jobs, a task each. To submit them again: sbatch "
+            f"{shlex.quote(str(path))}\n"
             + "".join(f"{line}\n" for line in self.options)
             + f"#SBATCH --array=0-{len(runs) - 1}{at_once}\n\n"
             + "ddpexp_runs=(\n"
@@ -88,7 +89,9 @@ def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[
     _prepare(everything)
     if len(arrays) > 1:
         why = "their options for sbatch differ" if len(arrays) == len(jobs_of) else f"an array holds {most} here"
-        each = "" if all(kind.parallelism is None for kind in jobs_of) else "; launcher.array_parallelism counts for each"
+        each = (
+            "" if all(kind.parallelism is None for kind in jobs_of) else "; launcher.array_parallelism counts for each"
+        )
         say(f"ddpexp: {len(everything)} jobs go into {len(arrays)} arrays, for {why}{each}", sys.stdout)
     known: list[str] = []
 
@@ -101,7 +104,10 @@ def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[
             _submit(kind, jobs, folder, told)
     except ENDS:
         if known:
-            say(f"ddpexp: {len(known)} of {len(everything)} jobs are submitted and go on; end them with scancel {_arrays(known)}")
+            say(
+                f"ddpexp: {len(known)} of {len(everything)} jobs are submitted and go on; end them with scancel "
+                f"{_arrays(known)}"
+            )
         raise
 
 
@@ -181,7 +187,10 @@ def follow(job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> No
             if left:
                 time.sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, (time.monotonic() - begin) / 60)))
     except StoppedError as error:  # of this command, which has nothing to do any more; not of the jobs
-        say(f"ddpexp: {len(left)} job{'s go' if len(left) > 1 else ' goes'} on; end them with scancel {_arrays(left.values())}")
+        say(
+            f"ddpexp: {len(left)} job{'s go' if len(left) > 1 else ' goes'} on; end them with scancel "
+            f"{_arrays(left.values())}"
+        )
         error.quiet = True
         raise
 

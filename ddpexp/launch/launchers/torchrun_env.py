@@ -36,14 +36,17 @@ class TorchrunEnv(Launcher):
         """Run this rank's worker and return its exit code.
 
         Raises:
-            RefusedError: a variable is missing or contradicts another one. WorkerError: a worker failed. StoppedError: a
-            signal to this process ended the run.
+            RefusedError: a variable is missing or contradicts another one. WorkerError: a worker failed. StoppedError:
+            a signal to this process ended the run.
         """
         return run(job, server, f"ddpexp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}")
 
 
 def run(job: Job, server: Server | None, key: str) -> int:
-    """Do what `TorchrunEnv.launch` does; under `key` the ranks find one another in the agent's store, where there is one."""
+    """Do what `TorchrunEnv.launch` does.
+
+    Under `key` the ranks find one another in the agent's store, where there is one.
+    """
     place = of_torchrun(job.request)
     server = server or Server()
     try:
@@ -55,7 +58,10 @@ def run(job: Job, server: Server | None, key: str) -> int:
 def way(
     place: LaunchEnvironment, server: Server, seconds: float, key: str, environ: Mapping[str, str] = os.environ
 ) -> Rendezvous | None:
-    """Return how the ranks find one another: torchrun's agent keeps a store; without one rank zero takes the port itself."""
+    """Return how the ranks find one another: torchrun's agent keeps a store.
+
+    Without one rank zero takes the port itself.
+    """
     if place.size == 1:
         return None
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
@@ -63,9 +69,13 @@ def way(
         return Fixed(host, int(port), ("MASTER_ADDR", "MASTER_PORT"))
 
     def call(*words: str) -> str | None:
-        code, text = server.call("ddpexp.launch.rendezvous.torch_store:main", [json.dumps([host, int(port), key, seconds, *words])])
+        code, text = server.call(
+            "ddpexp.launch.rendezvous.torch_store:main", [json.dumps([host, int(port), key, seconds, *words])]
+        )
         if code:
-            raise AbsentError(f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}.")
+            raise AbsentError(
+                f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}."
+            )
         return next((line.removeprefix(_MARK) for line in text.splitlines() if line.startswith(_MARK)), None)
 
     return StoreRendezvous(publish=call, ask=call, local=place.local_world_size == place.size)

@@ -30,7 +30,10 @@ class LaunchEnvironment:
 
     @property
     def ends_with_parent(self) -> bool:
-        """Tell whether the parent is a program that starts ranks and watches them: killed at once, it leaves them alone."""
+        """Tell whether the parent is a program that starts ranks and watches them.
+
+        Killed at once, it leaves them alone.
+        """
         return self.starter in ("torchrun", "srun", "mpirun")
 
     @property
@@ -41,9 +44,13 @@ class LaunchEnvironment:
 
 _TORCHRUN = "torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env"
 # What to do about a missing variable, by what should have set it.
-_BY_TORCHRUN = "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them"
+_BY_TORCHRUN = (
+    "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them"
+)
 _BY_SRUN = "srun gives it to every task; start the command with srun, in an environment that keeps Slurm's variables"
-_BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables"
+_BY_MPIRUN = (
+    "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables"
+)
 
 
 def of_torchrun(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
@@ -89,19 +96,31 @@ def of_slurm_task(asked: WorkerRequest, environ: Mapping[str, str] = os.environ)
         _check_no_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
     _check_consistent(asked, "srun", nodes, local_size, "tasks per node")
     restarts = _number(environ, "SLURM_RESTART_COUNT", _BY_SRUN) if environ.get("SLURM_RESTART_COUNT") else 0
-    names = (environ.get("SLURM_CLUSTER_NAME") or os.uname().nodename, environ.get("SLURM_JOB_ID"), environ.get("SLURM_STEP_ID"))
+    names = (
+        environ.get("SLURM_CLUSTER_NAME") or os.uname().nodename,
+        environ.get("SLURM_JOB_ID"),
+        environ.get("SLURM_STEP_ID"),
+    )
     owner = f"slurm:{names[0]}:{names[1]}.{names[2]}" if all(names) else None
-    return LaunchEnvironment(rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0)
+    return LaunchEnvironment(
+        rank, size, True, local_rank if local_size else None, local_size, nodes, "srun", owner, restarts > 0
+    )
 
 
 def of_mpi(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tuple[LaunchEnvironment, str]:
     """Read the place of a process of mpirun (Open MPI, MPICH and what is made from it), and a name for that mpirun.
 
     Raises:
-        RefusedError: no mpirun started this, or a variable is missing, no number, or contradicts another or a typed key.
+        RefusedError: no mpirun started this, or a variable is missing, no number, or contradicts another or a typed
+        key.
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
-        names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+        names = (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        )
         key = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or str(start.parent())
     elif "PMI_RANK" in environ:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
@@ -117,7 +136,9 @@ def of_mpi(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tup
     local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
     nodes = 1 if local_size == size else None
     _check_consistent(asked, "mpirun", nodes, local_size, names[3])
-    return LaunchEnvironment(rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())), key
+    return LaunchEnvironment(
+        rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())
+    ), key
 
 
 def process_identity(pid: int) -> str | None:
@@ -129,7 +150,8 @@ def process_identity(pid: int) -> str | None:
 def _check_consistent(asked: WorkerRequest, starter: str, nodes: int | None, local_size: int | None, name: str) -> None:
     if asked.gpus != "auto" and local_size is not None and asked.gpus != local_size:
         raise RefusedError(
-            f"trainer.gpus={asked.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on this node "
+            f"trainer.gpus={asked.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on this "
+            "node "
             f"({name}={local_size}): "
             f"leave trainer.gpus=auto, for {starter} decides."
         )
@@ -156,7 +178,9 @@ def _number(environ: Mapping[str, str], name: str, advice: str) -> int:
         raise RefusedError(f"{name}={text} is not a whole number.") from None
 
 
-def _local(environ: Mapping[str, str], rank_name: str, size_name: str, all_: int, all_name: str) -> tuple[int | None, int | None]:
+def _local(
+    environ: Mapping[str, str], rank_name: str, size_name: str, all_: int, all_name: str
+) -> tuple[int | None, int | None]:
     """Read a rank's number on its host and how many there are, where both are known."""
     rank = _number(environ, rank_name, "") if environ.get(rank_name) else None
     size = _number(environ, size_name, "") if environ.get(size_name) else None

@@ -10,12 +10,19 @@ from ddpexp.launch import Layout
 from ddpexp.system.hardware import count_gpus, threads_per_worker, why_none
 
 Auto = Literal["auto"]
-_MOST_THREADS = 1024  # of a worker: more than machines have cores; the same number is right elsewhere, so fewer cores refuse none
+_MOST_THREADS = (
+    1024  # of a worker: more than machines have cores; the same number is right elsewhere, so fewer cores refuse none
+)
 _MOST_WORKERS = 256  # with more the requests to the fork server fill its socket before it answers
 
 
 def resolve(
-    gpus: Auto | int, device: str, backend: str, threads: Auto | int, told: int | None = None, present: int | None = None
+    gpus: Auto | int,
+    device: str,
+    backend: str,
+    threads: Auto | int,
+    told: int | None = None,
+    present: int | None = None,
 ) -> Layout:
     """Decide the layout on this node from the `trainer.` keys of the same names.
 
@@ -28,12 +35,16 @@ def resolve(
     if gpus != "auto" and gpus < 1:
         raise RefusedError(f"trainer.gpus={gpus} starts no worker: use 1 or more, or auto for all GPUs.")
     if gpus != "auto" and gpus > _MOST_WORKERS:
-        raise RefusedError(f"trainer.gpus={gpus} is more than the {_MOST_WORKERS} workers that one machine can start. Use fewer.")
+        raise RefusedError(
+            f"trainer.gpus={gpus} is more than the {_MOST_WORKERS} workers that one machine can start. Use fewer."
+        )
     if present is None:
         present = 0 if device == "cpu" else count_gpus()
     if device == "cuda" and present == 0:
         why = why_none()
-        raise RefusedError(f"trainer.device=cuda, but this machine shows no GPU{why}. Use trainer.device=cpu for CPU workers.")
+        raise RefusedError(
+            f"trainer.device=cuda, but this machine shows no GPU{why}. Use trainer.device=cpu for CPU workers."
+        )
     kind = "cuda" if present else "cpu"
     workers = told or (max(1, present) if gpus == "auto" else gpus)
     if kind == "cuda" and workers > present and told is None:
@@ -42,7 +53,9 @@ def resolve(
             f"Use trainer.gpus={present}, or trainer.device=cpu for {workers} CPU workers."
         )
     if backend == "nccl" and kind == "cpu":
-        raise RefusedError("trainer.backend=nccl needs GPUs, and the workers are on CPU. Use trainer.backend=gloo or auto.")
+        raise RefusedError(
+            "trainer.backend=nccl needs GPUs, and the workers are on CPU. Use trainer.backend=gloo or auto."
+        )
     if threads != "auto":
         check_threads(threads)
     return Layout(
@@ -66,6 +79,7 @@ def check_threads(threads: int) -> None:
     most = max(_MOST_THREADS, cores)
     if threads > most:
         raise RefusedError(
-            f"trainer.threads={threads} is beyond this machine, which has {cores} core{'s' if cores > 1 else ''}: a worker could "
+            f"trainer.threads={threads} is beyond this machine, which has {cores} core{'s' if cores > 1 else ''}: a "
+            "worker could "
             f"not start so many. Use {most} or fewer, or trainer.threads=auto."
         )

@@ -25,7 +25,9 @@ from ddpexp.launch.workers.control import Lines
 from ddpexp.system.network import LOOPBACK, holder_of, is_loopback, is_wildcard, own_address
 
 _BACKLOG = 4096  # all may come at once; who finds no room is held up by a second and more
-_RETRY_SECONDS = 0.05  # at first, then a tenth of the time waited: thousands must not keep the leader's host or a disk busy
+_RETRY_SECONDS = (
+    0.05  # at first, then a tenth of the time waited: thousands must not keep the leader's host or a disk busy
+)
 _LONGEST_RETRY_SECONDS = 1.0
 _HELLO_SECONDS = 5.0
 _SEND_SECONDS = 10.0
@@ -33,8 +35,8 @@ _LONGEST_LINE = 1 << 24  # bytes
 _LONGEST_HELLO = 1 << 20  # bytes; a stranger's endless line ends here
 _STRANGE_SECONDS = 5.0  # how long another program may answer at the leader's port
 _STALE_SECONDS = 24 * 3600.0
-# Idle seconds, seconds between probes, their number: a host that is cut off is known to be gone after 10 s. Probes rest while
-# something is on its way, so that has a bound of its own, in milliseconds.
+# Idle seconds, seconds between probes, their number: a host that is cut off is known to be gone after 10 s. Probes rest
+# while something is on its way, so that has a bound of its own, in milliseconds.
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 4, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 10_000}
 
 
@@ -72,7 +74,11 @@ class Fixed:
         if is_wildcard(self.host):
             raise RefusedError(f"{name}={self.host} is no address that the others could reach: name this host.")
         try:
-            host = LOOPBACK if is_loopback(self.host) else str(socket.getaddrinfo(self.host, None, socket.AF_INET)[0][4][0])
+            host = (
+                LOOPBACK
+                if is_loopback(self.host)
+                else str(socket.getaddrinfo(self.host, None, socket.AF_INET)[0][4][0])
+            )
         except (socket.gaierror, UnicodeError) as error:
             raise RefusedError(f"{name}={self.host} is not a known host: {_reason(error)}.") from None
         try:
@@ -80,12 +86,14 @@ class Fixed:
         except OSError as error:
             if error.errno == errno.EADDRNOTAVAIL:
                 raise RefusedError(
-                    f"{name}={self.host} is not an address of {socket.gethostname()}, where rank zero runs: name this host."
+                    f"{name}={self.host} is not an address of {socket.gethostname()}, where rank zero runs: name this "
+                    "host."
                 ) from None
             holder = holder_of(self.port) if error.errno == errno.EADDRINUSE else None
             by = f" by {holder[1]} (process {holder[0]})" if holder else ""
             raise RefusedError(
-                f"{port}={self.port} cannot be opened on {self.host}: {_reason(error)}{by}. Choose another port, the same for all."
+                f"{port}={self.port} cannot be opened on {self.host}: {_reason(error)}{by}. Choose another port, the "
+                "same for all."
             ) from None
 
     def seek(self) -> tuple[str, int, str]:
@@ -98,7 +106,10 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Named:
-    """A name after what started them all, in the memory of this host's kernel: no file and no port, gone with the leader."""
+    """A name after what started them all, in the memory of this host's kernel.
+
+    No file and no port, gone with the leader.
+    """
 
     name: str
 
@@ -135,7 +146,10 @@ class Named:
 
 @dataclass
 class Published:
-    """A file beside the run directory that the leader writes and the others wait for, named after what started them all."""
+    """A file beside the run directory that the leader writes and the others wait for.
+
+    Named after what started them all.
+    """
 
     path: Path
     _known: tuple[str, int, str] | None = None  # what it says, as written or read here
@@ -163,7 +177,9 @@ class Published:
             os.replace(temporary, self.path)
         except OSError as error:
             listener.close()
-            raise RefusedError(f"{self.path} cannot be written, where the ranks look for rank zero: {_reason(error)}.") from None
+            raise RefusedError(
+                f"{self.path} cannot be written, where the ranks look for rank zero: {_reason(error)}."
+            ) from None
         self._known = host, port, word
         _sweep(self.path.parent)
         return listener, word
@@ -176,7 +192,9 @@ class Published:
 
     def _read(self) -> tuple[str, int, str] | None:
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would wait for a writer
+            descriptor = os.open(
+                self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            )  # a pipe would wait for a writer
         except OSError:
             with suppress(OSError):
                 os.listdir(self.path.parent)  # a network file system looks again
@@ -260,8 +278,8 @@ class Peer:
         """Wait for the next message.
 
         Raises:
-            EOFError: the peer is gone, or says what is no message. TimeoutError: nothing came until `deadline`, a time of the
-            monotonic clock.
+            EOFError: the peer is gone, or says what is no message. TimeoutError: nothing came until `deadline`, a time
+            of the monotonic clock.
         """
         while (message := self._message()) is None:
             self.channel.settimeout(max(0.001, deadline - time.monotonic()))
@@ -397,7 +415,9 @@ class _Acceptor:
     def __init__(self, listener: socket.socket, word: str) -> None:
         self._listener, self._word = listener, word
         self._selector = selectors.DefaultSelector()
-        self._unknown: OrderedDict[_PendingPeer, None] = OrderedDict()  # who has come first must first have said who it is
+        self._unknown: OrderedDict[_PendingPeer, None] = (
+            OrderedDict()
+        )  # who has come first must first have said who it is
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -458,7 +478,10 @@ class _Acceptor:
 
 
 def _is_handshake(message: Mapping[str, Any]) -> bool:
-    """Tell whether a message can be one of ours; the word alone does not say so, for on a port that was told it is empty."""
+    """Tell whether a message can be one of ours.
+
+    The word alone does not say so, for on a port that was told it is empty.
+    """
     index, size = message.get("index"), message.get("size")
     return type(index) is int and type(size) is int and isinstance(message.get("host"), str)
 
@@ -500,7 +523,8 @@ def join(way: Rendezvous, handshake: Mapping[str, Any], seconds: float, who: str
     if dead:
         way.close()  # it leads to one that was killed
     raise AbsentError(
-        f"{who} {handshake['index']} did not find {who} 0 within {seconds:g} s: {seen}. Was it started, and is its host reached?"
+        f"{who} {handshake['index']} did not find {who} 0 within {seconds:g} s: {seen}. Was it started, and is its "
+        "host reached?"
     )
 
 
@@ -538,10 +562,13 @@ def _address(channel: socket.socket) -> str:
 
 
 def _introduced(leader: Peer, handshake: Mapping[str, Any], deadline: float) -> Peer:
-    """Say hello and hear the welcome. Raises EOFError: this is not the one that leads. _SilentError: it says nothing."""
+    """Say hello and hear the welcome. Raises EOFError: this is not the one that leads. _SilentError.
+
+    It says nothing.
+    """
     if leader.channel.family != socket.AF_UNIX and leader.channel.getsockname() == leader.channel.getpeername():
-        # A port of our own, chosen by chance, which answers itself. Closed with a reset, or the leader could not bind it for
-        # the minute that the kernel keeps it.
+        # A port of our own, chosen by chance, which answers itself. Closed with a reset, or the leader could not bind
+        # it for the minute that the kernel keeps it.
         leader.channel.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         raise EOFError
     _keep_alive(leader.channel)
@@ -608,7 +635,10 @@ def _contradiction(one: Mapping[str, Any], size: int, found: Mapping[int, Any], 
     index, host = one["index"], one.get("host")
     if index in found or index == 0:
         other = found[index][0].host if index in found else "the first host"
-        return f"two commands say that they are {who} {index}, on {other} and on {host}: each needs a number of its own."
+        return (
+            f"two commands say that they are {who} {index}, on {other} and on {host}: each needs a number of its own."
+        )
     return (
-        f"{who} {index} on {host} counts {one.get('size')} in all, {who} 0 counts {size}: start all of them with the same number."
+        f"{who} {index} on {host} counts {one.get('size')} in all, {who} 0 counts {size}: start all of them with "
+        "the same number."
     )

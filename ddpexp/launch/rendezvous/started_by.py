@@ -23,7 +23,10 @@ _OURS = "python -m ddpexp"
 
 
 def torchrun(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return what starts the ranks again when words for ddpexp follow it, and where it is typed; `argv` is this command line."""
+    """Return what starts the ranks again when words for ddpexp follow it, and where it is typed.
+
+    `argv` is this command line.
+    """
     machines = int(environ.get("GROUP_WORLD_SIZE") or 1)
     where = " on every machine" if machines > 1 else ""
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -52,13 +55,18 @@ def srun(environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
 
 
 def salloc(argv: Sequence[str]) -> dict[str, str]:
-    """Return what the tasks of a step need to know, where this command was typed behind salloc, as variables for them."""
+    """Return what the tasks of a step need to know, where this command was typed behind salloc, as variables.
+
+    For them.
+    """
     words = _found(argv)
     return {BY_SALLOC: shlex.join(words)} if words is not None else {}
 
 
 def _found(argv: Sequence[str]) -> list[str] | None:
-    """Return the words before ours in the command line of a process above this one that ends with them; None where there is none.
+    """Return the words before ours in the command line of a process above this one that ends with them.
+
+    None where there is none.
 
     Of several the uppermost counts: `timeout 3600 torchrun ...`.
     """

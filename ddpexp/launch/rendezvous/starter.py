@@ -1,8 +1,10 @@
-"""Whether what has started this command was gone before the command's first line, when its parent was another process already.
+"""Whether what has started this command was gone before the command's first line.
 
-A process whose parent ends is given to another one: init, a subreaper, or in a container any program. Nothing tells such a
-parent from a true one, so what counts is what starters leave to the processes that they start, and what cannot be so while
-they live. Where nothing of the kind is found the command runs on: a healthy run is never ended on a guess.
+When its parent was another process already.
+
+A process whose parent ends is given to another one: init, a subreaper, or in a container any program. Nothing tells
+such a parent from a true one, so what counts is what starters leave to the processes that they start, and what cannot
+be so while they live. Where nothing of the kind is found the command runs on: a healthy run is never ended on a guess.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ _KEEPER = "slurmstepd"
 
 
 def was_lost(starter: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether torchrun, mpirun or srun's keeper on this host is known to be gone; asked before any worker starts."""
+    """Tell whether torchrun, mpirun or srun's keeper on this host is known to be gone.
+
+    Asked before any worker starts.
+    """
     if starter == "torchrun":
         return _agent_is_lost(environ)
     if starter == "mpirun":
@@ -41,14 +46,20 @@ def control_port(pid: int) -> str | None:
 
 
 def _agent_is_lost(environ: Mapping[str, str]) -> bool:
-    """Tell whether nobody has the port of the store that the first machine's agent opens before any agent starts a rank."""
+    """Tell whether nobody has the port of the store.
+
+    That the first machine's agent opens before any agent starts a rank.
+    """
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     return _refused(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
 
 
 def _mpirun_is_lost(environ: Mapping[str, str]) -> bool:
-    """Tell whether nobody has the port where Open MPI's mpirun, or its daemon on this host, serves the ranks that it starts."""
+    """Tell whether nobody has the port where Open MPI's mpirun, or its daemon on this host, serves the ranks.
+
+    That it starts.
+    """
     texts = [text for name, text in environ.items() if name.startswith("PMIX_SERVER_URI")]
     found = {match for text in texts for match in re.findall(r"tcp4://([\d.]+):(\d+)", text)}
     return bool(found) and all(_refused(host, port) for host, port in found)
@@ -72,7 +83,10 @@ def _proxy_is_lost(environ: Mapping[str, str]) -> bool:
 
 
 def _keeper_is_lost(environ: Mapping[str, str]) -> bool:
-    """Tell whether the task of srun that this process is, or is below, is the child of another program than Slurm's keeper."""
+    """Tell whether the task of srun that this process is, or is below.
+
+    Is the child of another program than Slurm's keeper.
+    """
     line = [os.getpid(), *ancestors(os.getpid())]
     task = environ.get("SLURM_TASK_PID", "")
     above = next((over for pid, over in itertools.pairwise(line) if str(pid) == task), None)

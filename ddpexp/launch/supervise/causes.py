@@ -63,13 +63,19 @@ class Heard:
 def rank_causes(workers: Sequence[Worker], heard: Sequence[Heard], at_once: bool = False) -> list[Failure]:
     """Return what is known of failures here and elsewhere, the most genuine first.
 
-    A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences. `at_once`:
+    A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
+    `at_once`:
     the ranks were asked to leave with nothing saved.
     """
     ended = [worker for worker in workers if worker.failure is not None or worker.code is not None]
     bad = [worker for worker in ended if not worker.well]
     ranked = [
-        (3 if at_once and worker.failure is None else weight(cause_of(worker)), worker.failed_at, worker.rank, cause_of(worker))
+        (
+            3 if at_once and worker.failure is None else weight(cause_of(worker)),
+            worker.failed_at,
+            worker.rank,
+            cause_of(worker),
+        )
         for worker in bad  # one without an error of its own that was to leave did as it was told
     ]
     ranked += [(one.weight, one.at, one.failure.rank, one.failure) for one in heard]
@@ -77,7 +83,10 @@ def rank_causes(workers: Sequence[Worker], heard: Sequence[Heard], at_once: bool
 
 
 def weight(failure: Failure) -> int:
-    """Return how far a failure is from being the cause of all: 0 a death, 1 an error of its own, 2 a broken connection, 3 by us."""
+    """Return how far a failure is from being the cause of all.
+
+    0 a death, 1 an error of its own, 2 a broken connection, 3 by us.
+    """
     if failure.kind == "Ended":
         return 3
     if failure.signal is not None:
@@ -86,7 +95,11 @@ def weight(failure: Failure) -> int:
         return 2
     text = failure.message.lower()
     of_torch = failure.kind in ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
-    return 2 if of_torch and any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "store")) else 1
+    return (
+        2
+        if of_torch and any(word in text for word in ("gloo", "nccl", "connection closed", "connection reset", "store"))
+        else 1
+    )
 
 
 def cause_of(worker: Worker) -> Failure:
@@ -116,14 +129,19 @@ def is_mismatch(failure: Failure) -> bool:
 
 
 def with_places(failure: Failure, workers: Sequence[Worker]) -> Failure:
-    """Say of a mismatch where each rank here was, and name the one that was in code of the recipe's own, if there is one."""
+    """Say of a mismatch where each rank here was, and name the one that was in code of the recipe's own.
+
+    If there is one.
+    """
     stacks = {worker.rank: stack for worker in workers if (stack := _stack(worker))}
     frames = {rank: shown(stack) for rank, stack in stacks.items()}
     if failure.rank not in frames or len(frames) < 2:
         return failure
     rank = next((rank for rank, frame in frames.items() if not frame.is_ours), failure.rank)
     places = "; ".join(f"rank {number} {frame}" for number, frame in list(frames.items())[:8])
-    message = f"the ranks called different collective operations: {places}. Do all take the same way through the recipe?"
+    message = (
+        f"the ranks called different collective operations: {places}. Do all take the same way through the recipe?"
+    )
     return replace(failure, rank=rank, message=message, traceback=None)
 
 
@@ -133,7 +151,9 @@ def _stack(worker: Worker) -> Stack:
     return found or next(reversed(threads(worker.log.last_lines(_CRASH_LINES))), [])
 
 
-def failure_of(worker: Worker, kind: str, message: str, signum: int | None = None, exit_code: int = EXIT_FAILED) -> Failure:
+def failure_of(
+    worker: Worker, kind: str, message: str, signum: int | None = None, exit_code: int = EXIT_FAILED
+) -> Failure:
     """Describe a failure of a rank as it was seen from outside, with the last lines of its log."""
     return Failure(
         rank=worker.rank,

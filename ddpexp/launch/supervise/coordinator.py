@@ -103,7 +103,13 @@ def starter_lost(job: Job, name: str, leads: bool, parent: int) -> None:
 
 
 def _lead(
-    job: Job, place: LaunchEnvironment, way: Rendezvous, handshake: dict[str, Any], seconds: float, who: str, server: Server
+    job: Job,
+    place: LaunchEnvironment,
+    way: Rendezvous,
+    handshake: dict[str, Any],
+    seconds: float,
+    who: str,
+    server: Server,
 ) -> int:
     meeting, others = lead(way, handshake["size"], seconds, who)
     try:
@@ -130,8 +136,8 @@ def _lead(
             meeting.send({"kind": "start", "store": list(store.getsockname()[:2])})
             return _watch(job, layout, assignments[0], meeting, server, store)
     except ENDS:
-        # The others leave when this connection closes, which is when this command has said why and ended: what started them
-        # may kill all that is left as soon as one leaves.
+        # The others leave when this connection closes, which is when this command has said why and ended: what started
+        # them may kill all that is left as soon as one leaves.
         meeting = Meeting(0)
         raise
     finally:
@@ -143,7 +149,9 @@ def _hear_ready(peers: Sequence[Any], who: str) -> None:
         try:
             answer = peer.receive(time.monotonic() + 24 * 3600)  # data may have to be made ready there
         except EOFError:
-            raise AbsentError(f"{who} {peer.index} on {peer.host} ended before the job began: see what it says there.") from None
+            raise AbsentError(
+                f"{who} {peer.index} on {peer.host} ended before the job began: see what it says there."
+            ) from None
         if answer["kind"] == "refused":
             raise RefusedError(answer["message"])
 
@@ -154,7 +162,13 @@ def _is_absence(error: BaseException) -> bool:
 
 
 def _follow(
-    job: Job, place: LaunchEnvironment, way: Rendezvous, handshake: dict[str, Any], seconds: float, who: str, server: Server
+    job: Job,
+    place: LaunchEnvironment,
+    way: Rendezvous,
+    handshake: dict[str, Any],
+    seconds: float,
+    who: str,
+    server: Server,
 ) -> int:
     meeting = join(way, handshake, seconds, who)
     [leader] = meeting.peers
@@ -197,7 +211,9 @@ def _next(leader: Any, kind: str) -> dict[str, Any]:
     if message["kind"] == "absent":
         raise AbsentError(message["message"])
     if message["kind"] != kind:
-        raise RefusedError(f"the command of rank zero on {leader.host} is of another version of ddpexp: install the same one.")
+        raise RefusedError(
+            f"the command of rank zero on {leader.host} is of another version of ddpexp: install the same one."
+        )
     return message
 
 
@@ -212,32 +228,38 @@ def versions() -> dict[str, str | None]:
     return {**found, "Python": "{}.{}".format(*sys.version_info)}
 
 
-def settle(handshakes: Sequence[Mapping[str, Any]], threads: str | int, who: str) -> tuple[Layout, list[RankAssignment]]:
+def settle(
+    handshakes: Sequence[Mapping[str, Any]], threads: str | int, who: str
+) -> tuple[Layout, list[RankAssignment]]:
     """Give every command its ranks, from what all have said of themselves, by index.
 
     Raises:
-        RefusedError: versions or configurations that differ, devices that differ, or too few GPUs for the workers of a host.
+        RefusedError: versions or configurations that differ, devices that differ, or too few GPUs for the workers of a
+        host.
     """
     for one in handshakes[1:]:
         for name, version in handshakes[0]["versions"].items():
             if (found := one.get("versions", {}).get(name)) != version:
                 raise RefusedError(
                     f"{name} is {version or 'of no known version'} on {who} 0 ({handshakes[0]['host']}) and "
-                    f"{found or 'of no known version'} on {who} {one['index']} ({one['host']}): install the same version "
+                    f"{found or 'of no known version'} on {who} {one['index']} ({one['host']}): install the same "
+                    "version "
                     f"on all of them."
                 )
         difference = first_difference(handshakes[0]["identity"], one["identity"])
         if difference:
             key, one, other = difference
             raise RefusedError(
-                f"{key} is {one} on {who} 0 ({handshakes[0]['host']}) and {other} on {who} {one['index']} ({one['host']}): "
+                f"{key} is {one} on {who} 0 ({handshakes[0]['host']}) and {other} on {who} {one['index']} "
+                f"({one['host']}): "
                 f"start all of them with the same words."
             )
         for name in ("device", "backend"):
             if one["layout"][name] != handshakes[0]["layout"][name]:
                 raise RefusedError(
                     f"{who} 0 ({handshakes[0]['host']}) would run on {name} {handshakes[0]['layout'][name]} and "
-                    f"{who} {one['index']} ({one['host']}) on {one['layout'][name]}: type trainer.{name}=... to make them equal."
+                    f"{who} {one['index']} ({one['host']}) on {one['layout'][name]}: type trainer.{name}=... to make "
+                    "them equal."
                 )
     hosts: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for one in handshakes:
@@ -251,7 +273,8 @@ def settle(handshakes: Sequence[Mapping[str, Any]], threads: str | int, who: str
             local_ranks = [member["local_rank"] for member in members]
         for position, member in enumerate(members):
             assignments[member["index"]] = RankAssignment(
-                ranks_before[member["index"]], member["workers"], local_ranks[position], local_size, node_rank, own_gpus,
+                ranks_before[member["index"]], member["workers"], local_ranks[position], local_size, node_rank,
+                own_gpus,
                 position == 0,
             )  # fmt: skip
     layout = Layout(**handshakes[0]["layout"])
@@ -292,7 +315,8 @@ def _own_gpus(members: Sequence[Mapping[str, Any]], workers: int) -> bool:
     if all(len(gpus) >= workers for gpus in shown):
         return False
     raise RefusedError(
-        f"{members[0]['host']} runs {workers} workers, and they see {len(everything)} GPU{'s' if len(everything) > 1 else ''}: "
+        f"{members[0]['host']} runs {workers} workers, and they see {len(everything)} "
+        f"GPU{'s' if len(everything) > 1 else ''}: "
         f"start one worker for each GPU, or use trainer.device=cpu."
     )
 
@@ -319,8 +343,9 @@ def _watch(
     store: socket.socket | tuple[str, int] | None = None,
 ) -> int:
     """Start this command's workers and watch them to the end."""
-    # Bound here and handed to rank zero, so that the port is ours from the start and on the chosen interface alone: a store
-    # that torch opens itself listens on every interface, and a port that is found, closed and opened again can be lost.
+    # Bound here and handed to rank zero, so that the port is ours from the start and on the chosen interface alone: a
+    # store that torch opens itself listens on every interface, and a port that is found, closed and opened again can be
+    # lost.
     own = socket.create_server((LOOPBACK, 0), backlog=1024) if store is None else None
     listener = own or (store if isinstance(store, socket.socket) else None)
     began = time.time()
@@ -334,7 +359,11 @@ def _watch(
             theirs_for_signals.setblocking(False)  # a signal handler writes to it
             environ = environment(layout, assignment, number, place, meeting.address if meeting else LOOPBACK)
             status_page, number_of_page = SharedStatus.make()
-            descriptors = {CONTROL_FD: theirs.fileno(), PAGE_FD: number_of_page, SIGNALS_FD: theirs_for_signals.fileno()}
+            descriptors = {
+                CONTROL_FD: theirs.fileno(),
+                PAGE_FD: number_of_page,
+                SIGNALS_FD: theirs_for_signals.fileno(),
+            }
             if rank == 0 and listener is not None:
                 descriptors[STORE_FD] = listener.fileno()
             log = Log(job.logs, rank)
@@ -357,7 +386,9 @@ def _watch(
             worker.status_page.close()
 
 
-def environment(layout: Layout, assignment: RankAssignment, number: int, store: tuple[str, int], address: str) -> dict[str, str]:
+def environment(
+    layout: Layout, assignment: RankAssignment, number: int, store: tuple[str, int], address: str
+) -> dict[str, str]:
     """Return the variables that tell worker `number` of this command its place; `address` is this host's own."""
     host, port = store
     variables = {
@@ -374,5 +405,7 @@ def environment(layout: Layout, assignment: RankAssignment, number: int, store: 
     if not is_loopback(host):
         interface = interface_of(address)
         if interface:
-            variables |= {name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+            variables |= {
+                name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+            }
     return variables

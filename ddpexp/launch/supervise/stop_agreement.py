@@ -1,8 +1,8 @@
 """The commands' part of the agreement on the step at which all ranks save or stop.
 
-The leading command writes a new number on the pages of its ranks and has the other commands do so: from then on each rank
-waits at its next boundary. Each command says which boundary none of its ranks can be past, the leading one names the latest
-of them as the step, and all write it down. Ranks that are not there yet go on to it.
+The leading command writes a new number on the pages of its ranks and has the other commands do so: from then on each
+rank waits at its next boundary. Each command says which boundary none of its ranks can be past, the leading one names
+the latest of them as the step, and all write it down. Ranks that are not there yet go on to it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from typing import Any
 
 from ddpexp.launch.workers.control import SharedStatus, What
 
-_SEEN_SECONDS = 0.002  # from a number on the pages to all ranks' next looks seeing it: far more than the processor takes
+_SEEN_SECONDS = (
+    0.002  # from a number on the pages to all ranks' next looks seeing it: far more than the processor takes
+)
 
 
 @dataclass
 class Agreement:
-    """What this command knows of it; `send` speaks to the other commands: of the leading one to all, else to that one."""
+    """What this command knows of it; `send` speaks to the other commands.
+
+    Of the leading one to all, else to that one.
+    """
 
     pages: Sequence[SharedStatus]
     send: Callable[[Mapping[str, Any]], None]

@@ -15,7 +15,17 @@ from typing import Any, Protocol
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.rendezvous.meeting import Meeting, Peer
-from ddpexp.launch.supervise.causes import Heard, Worker, cause_of, failure_of, is_mismatch, keep, rank_causes, weight, with_places
+from ddpexp.launch.supervise.causes import (
+    Heard,
+    Worker,
+    cause_of,
+    failure_of,
+    is_mismatch,
+    keep,
+    rank_causes,
+    weight,
+    with_places,
+)
 from ddpexp.launch.supervise.stacks import is_stack
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.supervise.watchdog import Watchdog
@@ -117,8 +127,9 @@ def supervise(
 ) -> int:
     """Watch until every worker has ended; return the exit code of the run.
 
-    Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one tells why.
-    A stop signal has the ranks save and leave within `request.grace_seconds`; a hang ends the run after `request.timeout`.
+    Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one tells
+    why. A stop signal has the ranks save and leave within `request.grace_seconds`; a hang ends the run after
+    `request.timeout`.
 
     Raises:
         WorkerError: the first genuine failure. RefusedError: the workers refused to start.
@@ -277,7 +288,9 @@ def _part(watch: _Watch, look: Callable[[], None]) -> None:
         watch.parted = True
         stopped = watch.stopped_by
         watch.others[0].peer.send({"kind": "done"} if stopped is None else {"kind": "stopped", "signal": stopped})
-        seconds = _FAREWELL_SECONDS if bad else 0.0  # what started this command may end all others at once when it leaves
+        seconds = (
+            _FAREWELL_SECONDS if bad else 0.0
+        )  # what started this command may end all others at once when it leaves
     deadline = time.monotonic() + seconds
     while watch.living and time.monotonic() < deadline:
         look()
@@ -290,7 +303,9 @@ def _may_be_stopped(watch: _Watch) -> bool:
     causes = [cause_of(worker) for worker in watch.workers if not worker.well]
     causes += [heard.failure for heard in watch.heard]
     by_signal = [cause.signal in _STOP_SIGNALS for cause in causes]
-    return any(by_signal) and all(stopped or weight(cause) > 1 for stopped, cause in zip(by_signal, causes, strict=True))
+    return any(by_signal) and all(
+        stopped or weight(cause) > 1 for stopped, cause in zip(by_signal, causes, strict=True)
+    )
 
 
 def _may_hear_the_cause(watch: _Watch) -> bool:
@@ -400,7 +415,11 @@ def _hold(watch: _Watch, rank: int, text: str) -> None:
 
 
 def _show_output(
-    worker: Worker, terminal: Terminal, last: bool = False, until: float = math.inf, but: Callable[[str], bool] | None = None
+    worker: Worker,
+    terminal: Terminal,
+    last: bool = False,
+    until: float = math.inf,
+    but: Callable[[str], bool] | None = None,
 ) -> None:
     for line in worker.log.new_lines(last, until):
         if but is None or not but(line):
@@ -425,10 +444,12 @@ def _take_from(server: Server, watch: _Watch, number: int, worker: Worker) -> No
 
 
 def _take(server: Server, watch: _Watch, number: int, source: int, again: bool = False) -> None:
-    """Do what a signal asks for, whichever of the job's processes got it: `source` is a rank, or one of the names below.
+    """Do what a signal asks for, whichever of the job's processes got it.
 
-    Schedulers signal all processes at once, some of them after a while, and some commands pass on what they get: from each
-    source the first is the same as the others'. `again`: another command tells of a second one.
+    `source` is a rank, or one of the names below.
+
+    Schedulers signal all processes at once, some of them after a while, and some commands pass on what they get: from
+    each source the first is the same as the others'. `again`: another command tells of a second one.
     """
     now = time.monotonic()
     if number in (signal.SIGUSR1, signal.SIGQUIT):
@@ -516,7 +537,9 @@ def _end_in_time(server: Server, watch: _Watch) -> None:
 
 
 def _do_without_server(server: Server, watch: _Watch, terminal: Terminal) -> None:
-    """See for oneself which ranks have ended while the fork server, which reports it otherwise, is stopped; and warn of that.
+    """See for oneself which ranks have ended while the fork server, which reports it otherwise, is stopped.
+
+    And warn of that.
 
     Ranks that train need no server. One that hangs meanwhile is the watchdog's.
     """
@@ -529,7 +552,8 @@ def _do_without_server(server: Server, watch: _Watch, terminal: Terminal) -> Non
         if worker.pid is not None and (code := exit_code(worker.pid)) is not None:
             _take_end(worker, code, server, watch, terminal)
     text = (
-        f"ddpexp: warning: the fork server, process {server.pid}, is stopped (by SIGSTOP or a debugger). The ranks train without "
+        f"ddpexp: warning: the fork server, process {server.pid}, is stopped (by SIGSTOP or a debugger). The ranks "
+        "train without "
         f"it; `kill -CONT {server.pid}` continues it."
     )
     if now - watch.server_stopped_at > watch.watchdog.timeout.step_seconds and text not in watch.said:
@@ -575,8 +599,8 @@ def _end_others(watch: _Watch) -> None:
 def _failed(watch: _Watch) -> bool:
     """Tell whether what is known of ended ranks is a failure, and not a stop.
 
-    A rank that the same signal has ended did not fail: schedulers send it to every process. Nor did one that had nothing to
-    save and was to leave, once it was asked to.
+    A rank that the same signal has ended did not fail: schedulers send it to every process. Nor did one that had
+    nothing to save and was to leave, once it was asked to.
     """
     if watch.stopped_by is None:
         return True
@@ -606,7 +630,9 @@ def _verdict(watch: _Watch) -> int:
         raise RefusedError(first.message)
     shown = first.rank == 0 and any(worker.rank == 0 and worker.failure is None for worker in watch.workers)
     told = not watch.leads and not watch.leader_lost
-    raise WorkerError(first, others, shown, leader=watch.others[0].peer.host if told else None, quiet=told and not watch.speaks)
+    raise WorkerError(
+        first, others, shown, leader=watch.others[0].peer.host if told else None, quiet=told and not watch.speaks
+    )
 
 
 def _stopped(watch: _Watch) -> StoppedError:

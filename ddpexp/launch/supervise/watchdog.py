@@ -1,13 +1,14 @@
 """Which rank hangs, found from outside: by what its page, its process and its stack say.
 
-A rank that makes no progress for longer than its phase may last starts an inquiry: every command has its ranks write their
-stacks and reports what it sees of them; the leading one decides which rank is the cause. Mostly no rank makes progress then,
-for each waits for the one that is stopped, sleeps or spins, and the stacks tell them apart. Where a rank only waits for
-another one whose time is not up (it saves, it evaluates more), nothing happens yet.
+A rank that makes no progress for longer than its phase may last starts an inquiry: every command has its ranks write
+their stacks and reports what it sees of them; the leading one decides which rank is the cause. Mostly no rank makes
+progress then, for each waits for the one that is stopped, sleeps or spins, and the stacks tell them apart. Where a rank
+only waits for another one whose time is not up (it saves, it evaluates more), nothing happens yet.
 
-A run is ended on present evidence alone. What a rank wrote counts only if the rank has made no progress since it was asked;
-an answer to an earlier question, or a report for an earlier inquiry, does not count. Time in which a rank was ready to run
-but waited for a processor is not silence: on a host with more work than cores, a healthy rank may need many times as long.
+A run is ended on present evidence alone. What a rank wrote counts only if the rank has made no progress since it was
+asked; an answer to an earlier question, or a report for an earlier inquiry, does not count. Time in which a rank was
+ready to run but waited for a processor is not silence: on a host with more work than cores, a healthy rank may need
+many times as long.
 """
 
 from __future__ import annotations
@@ -32,16 +33,22 @@ if TYPE_CHECKING:
     from ddpexp.launch.supervise.causes import Worker
 
 _LOOK_SECONDS = 0.25
-_GAP_SECONDS = 1.0  # what a look counts at most: a command that was stopped itself, or a host, has seen no silence meanwhile
+_GAP_SECONDS = (
+    1.0  # what a look counts at most: a command that was stopped itself, or a host, has seen no silence meanwhile
+)
 _BUSY_FACTOR = 10  # a rank that is busy building may take so much longer
 _LOADER_SECONDS = 2.0  # a DataLoader that waits as long says more, so it speaks first
 _STACK_SECONDS = 1.5  # for a stack to be written, not counting the time in which the rank waits for a processor
-_STARVED_MOST = 0.9  # of the time between two looks that counts as waiting for a processor; the rest is silence in any case
+_STARVED_MOST = (
+    0.9  # of the time between two looks that counts as waiting for a processor; the rest is silence in any case
+)
 _ANSWER_SECONDS = 4.0  # for the other commands to say what they see
 _LEADER_SECONDS = 5.0  # for the leading command to ask, when it was told of a silent rank
 _AGAIN_SECONDS = 15.0  # from an inquiry that found nobody to the next
 _BUSY = 0.3  # of a processor
-_WAITS = re.compile(r"/torch/distributed/|/ddpexp/(strategy/comm/shared_memory|distributed/world|launch/workers/control)\.py$")
+_WAITS = re.compile(
+    r"/torch/distributed/|/ddpexp/(strategy/comm/shared_memory|distributed/world|launch/workers/control)\.py$"
+)
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/ddpexp/strategy/comm/reduce\.py$")  # where they do not compute
 
 How = Literal["absent", "stopped", "mute", "busy", "asleep", "waits", "orphaned"]
@@ -59,7 +66,8 @@ class Account:
     silent_seconds: float
     limit_seconds: float
     key: str  # of the limit
-    how: How  # absent: not started. mute: it wrote no stack. waits: for other ranks. orphaned: its fork server is stopped
+    # Absent: not started. mute: it wrote no stack. waits: for other ranks. orphaned: its fork server is stopped.
+    how: How
     where: str | None = None
     stack: str | None = None
     is_ours: bool = True  # that place is ddpexp's code, which all ranks run alike
@@ -125,7 +133,10 @@ class _Round:
 
 @dataclass
 class Watchdog:
-    """One command's part: the silence of its ranks, and what it knows of the inquiry; `send` speaks to the other commands."""
+    """One command's part: the silence of its ranks, and what it knows of the inquiry.
+
+    `send` speaks to the other commands.
+    """
 
     workers: Sequence[Worker]
     timeout: Timeout
@@ -139,7 +150,9 @@ class Watchdog:
     _silences: dict[int, _Silence] = field(default_factory=dict)
     _looked: float = field(default_factory=time.monotonic)
     _round: _Round | None = None  # while the stacks are being written
-    _unanswered: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # the progress of ranks that owe an older answer
+    _unanswered: dict[int, tuple[int, int, int]] = field(
+        default_factory=dict
+    )  # the progress of ranks that owe an older answer
     _number: int = 0  # of the newest inquiry
     _accounts: dict[int, list[Account]] | None = None  # of the inquiry, by command; None: there is none
     _asked: float = 0.0  # when the inquiry began, or the leading command was told
@@ -147,7 +160,9 @@ class Watchdog:
     _again_at: float = 0.0
     _wanted: bool = False  # by another command, while an inquiry is on its way
     _told: bool = False
-    _suspect: tuple[int, int | None, str | None] | None = None  # the rank, with step and phase, that did not answer last time
+    _suspect: tuple[int, int | None, str | None] | None = (
+        None  # the rank, with step and phase, that did not answer last time
+    )
 
     @property
     def writes_stacks(self) -> bool:
@@ -196,7 +211,8 @@ class Watchdog:
                 continue
             pid = worker.pid or self.server  # which imports what it needs before it starts a rank
             delays = _delays(pid, worker.status_page.phase)
-            # The kernel counts a wait when it is over, so one that is longer than a look counts for the looks before, too.
+            # The kernel counts a wait when it is over, so one that is longer than a look counts for the looks before,
+            # too.
             starved = seen.starved_seconds + _starved(seen.delays, delays)
             counted = min(starved, _STARVED_MOST * seconds)
             seen.delays, seen.starved_seconds = delays, starved - counted
@@ -208,7 +224,9 @@ class Watchdog:
                     continue
             seen.seconds += silent
 
-    def _account(self, worker: Worker, how: How = "asleep", where: Frame | str | None = None, stack: str | None = None) -> Account:
+    def _account(
+        self, worker: Worker, how: How = "asleep", where: Frame | str | None = None, stack: str | None = None
+    ) -> Account:
         status_page, seen = worker.status_page, self._silences.get(worker.rank)
         limit, key = self._limit(status_page.phase, status_page.step is None)
         silent = seen.seconds if seen and seen.progress == status_page.progress else 0.0
@@ -261,7 +279,11 @@ class Watchdog:
             now,
             {
                 one.rank: _Question(
-                    one, one.status_page.progress, one.log.size(), _ticks(one.pid), _delays(one.pid, one.status_page.phase)
+                    one,
+                    one.status_page.progress,
+                    one.log.size(),
+                    _ticks(one.pid),
+                    _delays(one.pid, one.status_page.phase),
                 )
                 for one in self._living()
             },
@@ -282,7 +304,9 @@ class Watchdog:
                 account, self._again_at = replace(account, silent_seconds=0.0), now
             accounts.append(account)
         self._unanswered = {
-            rank: self._unanswered.get(rank, one.progress) for rank, one in round_.questions.items() if not one.is_answered
+            rank: self._unanswered.get(rank, one.progress)
+            for rank, one in round_.questions.items()
+            if not one.is_answered
         }
         if self.leads:
             assert self._accounts is not None
@@ -324,7 +348,9 @@ class Watchdog:
         self._accounts = None
         self.absent = list(absent)
         for peer in absent.values():
-            text = f"the command of rank {peer.first_rank} on {peer.host} does not answer: it is stopped, or its host is"
+            text = (
+                f"the command of rank {peer.first_rank} on {peer.host} does not answer: it is stopped, or its host is"
+            )
             return Failure(rank=peer.first_rank, host=peer.host, kind="Hang", message=text)
         found = verdict(accounts, self.on_gpus)
         mute = {(one.rank, one.step, one.phase) for one in accounts if one.how == "mute"}
@@ -337,7 +363,10 @@ class Watchdog:
 
 
 def verdict(accounts: Sequence[Account], on_gpus: bool = False) -> Failure | None:
-    """Return who holds the others up, from what all commands see; None while it may be somebody whose time is not up."""
+    """Return who holds the others up, from what all commands see.
+
+    None while it may be somebody whose time is not up.
+    """
     overdue = [one for one in accounts if one.overdue]
     if not overdue:
         return None
@@ -371,7 +400,9 @@ def _behind(one: Account) -> tuple[int, float, int]:
 
 
 def _describe(cause: Account, all_wait: Sequence[Account], alone: bool) -> str:
-    limit = f"trainer.timeout.{cause.key}={cause.limit_seconds - (_LOADER_SECONDS if cause.key == 'data_seconds' else 0):g}"
+    limit = (
+        f"trainer.timeout.{cause.key}={cause.limit_seconds - (_LOADER_SECONDS if cause.key == 'data_seconds' else 0):g}"
+    )
     text = f"no progress for {cause.silent_seconds:.0f} s ({limit})"
     place = f" {cause.where}" if cause.where else ""
     how = {
@@ -391,7 +422,10 @@ def _describe(cause: Account, all_wait: Sequence[Account], alone: bool) -> str:
 
 
 def _place(stacks: Sequence[Stack], used: float) -> tuple[How, Frame | None, str | None]:
-    """Say what a rank does by its stacks, where, and with which one; `used` is the share of a processor that it uses or wants."""
+    """Say what a rank does by its stacks, where, and with which one.
+
+    `used` is the share of a processor that it uses or wants.
+    """
     if not stacks:
         return "mute", None, None
     main = stacks[-1]
@@ -400,7 +434,11 @@ def _place(stacks: Sequence[Stack], used: float) -> tuple[How, Frame | None, str
     waits = bool(_WAITS.search(inner.file)) or (bool(_MAY_WAIT.search(inner.file)) and used < _BUSY)
     if inner.file.endswith("/ddpexp/checkpoint/writer.py"):  # its thread waits for the others' shares on rank zero
         waits = any(frame.function == "_awaited" for other in stacks[:-1] for frame in other)
-    return ("waits" if waits else "busy" if used > _BUSY else "asleep"), shown(main), f"Stack, the innermost call first:\n{written}"
+    return (
+        ("waits" if waits else "busy" if used > _BUSY else "asleep"),
+        shown(main),
+        f"Stack, the innermost call first:\n{written}",
+    )
 
 
 def _ticks(pid: int | None) -> int:
@@ -432,7 +470,10 @@ def _starved(before: Mapping[int, int], now: Mapping[int, int]) -> float:
 
 
 def _activity(pid: int) -> tuple[int, ...]:
-    """Return what moves while a process computes, reads or writes; in tenths of a second and KiB, for idle ones move a bit too."""
+    """Return what moves while a process computes, reads or writes.
+
+    In tenths of a second and KiB, for idle ones move a bit too.
+    """
     try:
         lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
         moved: Iterable[int] = (int(lines[name]) >> 10 for name in ("rchar", "wchar"))

@@ -12,15 +12,17 @@ from pathlib import Path
 from ddpexp.system.process import is_gone
 
 _FOLDER = Path("/dev/shm")
-_NAME = re.compile(r"torch_(\d+)_\d+_\d+")  # with the process that made it. Source: torch's MapAllocator, NewProcessWideShmHandle
+_NAME = re.compile(
+    r"torch_(\d+)_\d+_\d+"
+)  # with the process that made it. Source: torch's MapAllocator, NewProcessWideShmHandle
 _DYING_SECONDS = 0.5  # for DataLoader workers, whose rank is gone, to go too
 
 
 def clear(since: float, folder: Path = _FOLDER) -> None:
     """Remove what processes that are gone have made and not passed on. Units: `since` in seconds since 1970.
 
-    It may be somebody else's that cannot be told from ours by its name: what is older, another user's, of a living process or
-    mapped by one stays.
+    It may be somebody else's that cannot be told from ours by its name: what is older, another user's, of a living
+    process or mapped by one stays.
     """
     deadline = time.monotonic() + _DYING_SECONDS
     while found := dict(_made(since, folder)):

@@ -1,4 +1,7 @@
-"""The command's handle on the process that starts workers: forked with torch loaded, 10 ms each, or as new interpreters."""
+"""The command's handle on the process that starts workers.
+
+Forked with torch loaded, 10 ms each, or as new interpreters.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,9 @@ class Server:
             self.channel.send(json.dumps({"op": "load", "names": list(names)}).encode())
 
     def clone(self, channel: int, environ: Mapping[str, str]) -> None:
-        """Ask for a server like this one that answers on the other end of `channel`, for a command that has its environment.
+        """Ask for a server like this one that answers on the other end of `channel`, for a command.
+
+        That has its environment.
 
         The answers `started` and `exit` arrive here.
         """
@@ -76,7 +81,13 @@ class Server:
             socket.send_fds(self.channel, [json.dumps(request).encode()], [channel])
 
     def start(
-        self, rank: int, entry: str, arguments: Sequence[str], environ: Mapping[str, str], log: int, descriptors: Mapping[str, int]
+        self,
+        rank: int,
+        entry: str,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        log: int,
+        descriptors: Mapping[str, int],
     ) -> None:
         """Ask for a process that calls `entry` and writes to `log`; `descriptors` reach it under these names.
 

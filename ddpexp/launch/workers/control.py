@@ -1,8 +1,8 @@
 """What a worker and the process that watches it tell each other.
 
 Lines of JSON on an inherited socket, for what is read as it comes; a page of shared memory, for what a step may look at
-without a system call; and a socket for the signals that the worker gets itself, which the operating system's handler writes
-whatever the worker waits for.
+without a system call; and a socket for the signals that the worker gets itself, which the operating system's handler
+writes whatever the worker waits for.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ What = Literal["save", "stop"]
 Phase = Literal["start", "join", "build", "data", "train", "evaluate", "save", "leave"]
 PHASES: tuple[Phase, ...] = typing.get_args(Phase)  # in the order of a run's first ones
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
-# What mean something to a run. A rank that gets one itself passes it on, so that its watch takes it as if the command had
-# got it.
+# What mean something to a run. A rank that gets one itself passes it on, so that its watch takes it as if the command
+# had got it.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 _PAGE_BYTES = 4096
@@ -50,8 +50,8 @@ _ANSWER_SECONDS = 600.0  # far longer than a command that lives takes to name a 
 class SharedStatus:
     """The page of one rank, as the command sees it; anonymous memory that is gone with the last process that has it.
 
-    Nobody locks: each word has one writer, is written whole, and is seen in the order of the writes. x86_64 keeps that order
-    by itself.
+    Nobody locks: each word has one writer, is written whole, and is seen in the order of the writes. x86_64 keeps that
+    order by itself.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -124,10 +124,17 @@ def _slot(number: int) -> int:
 
 
 class Control:
-    """A worker's end. Without a watcher (a launcher that is not ours) every message is dropped, and nobody asks for anything."""
+    """A worker's end. Without a watcher (a launcher that is not ours) every message is dropped, and nobody asks.
+
+    For anything.
+    """
 
     def __init__(
-        self, channel: socket.socket | None, page: SharedStatus | None = None, signals: int | None = None, leads: bool = False
+        self,
+        channel: socket.socket | None,
+        page: SharedStatus | None = None,
+        signals: int | None = None,
+        leads: bool = False,
     ) -> None:
         """Take over the socket, the page and the descriptor for signals, if there are any.
 
@@ -181,9 +188,9 @@ class Control:
     def poll(self, done: int, save: bool = False) -> What | None:
         """Return what all ranks do now, after step `done`: save, or save and stop; mostly nothing. Costs 0.2 us.
 
-        Ranks: all, at every step boundary but the last; `save` is rank zero's own wish. When somebody asks for something,
-        each rank waits at its next boundary for the step that the commands agree on: the first that no rank has passed. So it
-        does not matter how far apart the ranks are, nor what they wait for within a step.
+        Ranks: all, at every step boundary but the last; `save` is rank zero's own wish. When somebody asks for
+        something, each rank waits at its next boundary for the step that the commands agree on: the first that no rank
+        has passed. So it does not matter how far apart the ranks are, nor what they wait for within a step.
 
         Raises:
             DdpexpError: the step has passed, or the command does not name one.
@@ -234,7 +241,8 @@ class Control:
             step, stops = divmod(words[place + 1], 2)
             if words[place] != self._acted + 1 or step < done:
                 raise DdpexpError(
-                    f"after step {done} this rank learns of agreement {self._acted + 1}, which was for step {step}: the ranks "
+                    f"after step {done} this rank learns of agreement {self._acted + 1}, which was for step {step}: "
+                    "the ranks "
                     f"would part here. Please report this with the rank's log."
                 )
             if step > done:
@@ -253,7 +261,9 @@ class Control:
             words[_WAITS] = newest  # last: it makes the other one valid
             time.sleep(_NAP_SECONDS)
             if time.monotonic() - begin > _ANSWER_SECONDS:
-                raise DdpexpError(f"the command did not say within {_ANSWER_SECONDS:g} s at which step to save: is it stopped?")
+                raise DdpexpError(
+                    f"the command did not say within {_ANSWER_SECONDS:g} s at which step to save: is it stopped?"
+                )
         return newest
 
     def _flush(self) -> bool:

@@ -25,14 +25,17 @@ def run(
 ) -> int:
     """Run the program to its end and return its exit code, 128 + n after a signal.
 
-    `ended` may ask to stop it before, and `lost` to kill it, for it would wait for ever.
-    Signals in `passes` are the program's. A stop signal ends it: `asks_with` is what makes the program have its workers stop,
-    and they have `grace_seconds` for that.
+    `ended` may ask to stop it before, and `lost` to kill it, for it would wait for ever. Signals in `passes` are the
+    program's. A stop signal ends it: `asks_with` is what makes the program have its workers stop, and they have
+    `grace_seconds` for that.
 
     Raises:
         StoppedError: a signal to this process ended the program, which got the time to end its workers.
     """
-    program, its = programs.python("ddpexp.system.programs:become", os.getpid(), list(words)), programs.environ_of_others(environ)
+    program, its = (
+        programs.python("ddpexp.system.programs:become", os.getpid(), list(words)),
+        programs.environ_of_others(environ),
+    )
     # A session of its own: Ctrl-C reaches this command alone, which passes it on.
     with subprocess.Popen(program, env=its, start_new_session=True) as process, _passing(process, passes):
         try:

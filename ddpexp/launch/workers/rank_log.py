@@ -1,4 +1,7 @@
-"""The output of one worker: a file that the worker writes and the watcher reads, locked as long as one of them lives."""
+"""The output of one worker: a file that the worker writes and the watcher reads, locked as long.
+
+As one of them lives.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ class Log:
         return os.fstat(self.fileno()).st_size
 
     def new_lines(self, last: bool = False, until: float = math.inf) -> list[str]:
-        """Return the lines written since the last call, in the first `until` bytes; with `last` also one that has no end."""
+        """Return the lines written since the last call, in the first `until` bytes.
+
+        With `last` also one that has no end.
+        """
         text = self._rest
         while block := os.pread(self.fileno(), int(min(_BLOCK, max(0, until - self._read))), self._read):
             self._read += len(block)
@@ -96,7 +102,9 @@ def _open(path: Path) -> IO[bytes]:
     """Open to append, for an attempt before this one may have written; a link or a pipe may lead anywhere."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(
+            path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644
+        )
     except OSError as error:
         why = "it is a symbolic link" if error.errno == errno.ELOOP else said_with_limit(error, path)
         raise RefusedError(f"{path} cannot be written: {why}.") from None
@@ -130,8 +138,14 @@ def _lock(file: IO[bytes], path: Path) -> None:
         if time.monotonic() > deadline:
             file.close()
             pids = _holders(path)
-            shown = f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}" if pids else "a process on another host"
-            raise RefusedError(f"{path} is in use by {shown}: another start of this run has not ended. Wait for it, or end it.")
+            shown = (
+                f"process{'es' if len(pids) > 1 else ''} {', '.join(map(str, pids))}"
+                if pids
+                else "a process on another host"
+            )
+            raise RefusedError(
+                f"{path} is in use by {shown}: another start of this run has not ended. Wait for it, or end it."
+            )
         time.sleep(0.05)
 
 

@@ -1,7 +1,7 @@
 """The fork server: a process with everything imported that forks workers on request.
 
-It runs as an interpreter of its own with one inherited socket; requests come and exits go as packets of JSON, descriptors ride
-along. It knows no job: what to call, where and with which environment is in each request.
+It runs as an interpreter of its own with one inherited socket; requests come and exits go as packets of JSON,
+descriptors ride along. It knows no job: what to call, where and with which environment is in each request.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 
 _PACKET = 1 << 20
-# A terminal and schedulers send them to every process of a job at once: the command hears them, and ends the workers and this
-# process. The command starts this process with all of them blocked, for Python would end with a traceback while it starts.
+# A terminal and schedulers send them to every process of a job at once: the command hears them, and ends the workers
+# and this process. The command starts this process with all of them blocked, for Python would end with a traceback
+# while it starts.
 _OF_THE_COMMAND = (signal.SIGTERM, signal.SIGHUP)
 # These mean nothing here, nor to a worker before it has made ready for them.
 _NOT_YET = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 
 def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> None:
-    """Serve until the socket closes. `start_method` is forkserver (fork with everything loaded) or spawn (a new interpreter)."""
+    """Serve until the socket closes.
+
+    `start_method` is forkserver (fork with everything loaded) or spawn (a new interpreter).
+    """
     die_with_parent(parent)
     for signum in _NOT_YET:
         signal.signal(signum, signal.SIG_IGN)
@@ -70,7 +74,9 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
                 pid = start(request, fds, (channel, wake))
             except OSError as error:  # no more processes: the command says so, and ends those that there are
                 text = f"the process of rank {request['rank']} could not be started: {said_with_limit(error)}"
-                _send(channel, {"kind": "failed", "rank": request["rank"], "error": type(error).__name__, "message": text})
+                _send(
+                    channel, {"kind": "failed", "rank": request["rank"], "error": type(error).__name__, "message": text}
+                )
             else:
                 children.add(pid)
                 _send(channel, {"kind": "started", "rank": request["rank"], "pid": pid})
@@ -186,11 +192,14 @@ def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
 
 
 def _settle(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> None:
-    """Give a new worker its folder, environment, output (the first descriptor) and channels; take the server's own away."""
+    """Give a new worker its folder, environment, output (the first descriptor) and channels.
+
+    Take the server's own away.
+    """
     for channel in private:
         channel.close()
-    # A session of its own: the terminal's signals pass it by, and Linux's scheduler gives each session its fair share of
-    # the cores (autogroup), which made small steps 2 to 8 % faster.
+    # A session of its own: the terminal's signals pass it by, and Linux's scheduler gives each session its fair share
+    # of the cores (autogroup), which made small steps 2 to 8 % faster.
     os.setsid()
     os.environ.update(request["environ"])
     for name, number in zip(request["descriptors"], fds[1:], strict=True):
@@ -210,7 +219,10 @@ def call_under(parent: int, entry: str, arguments: Sequence[str]) -> int:
 
 
 def call(entry: str, arguments: Sequence[str]) -> int:
-    """Call `module:function` with the arguments and return its exit code; from here on SIGQUIT shows where the process is."""
+    """Call `module:function` with the arguments and return its exit code.
+
+    From here on SIGQUIT shows where the process is.
+    """
     faulthandler.register(signal.SIGQUIT)
     module, function = entry.split(":")
     return int(getattr(importlib.import_module(module), function)(*arguments))

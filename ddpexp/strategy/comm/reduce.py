@@ -1,8 +1,8 @@
 """The gradient's reduction between CPU workers: always ((g0 + g1) + g2) + ... over the ranks, whatever carries it.
 
-DDP's own reduction leaves the order of the sum to the backend, which chooses by the layout of the buckets: another host,
-another launcher or a fresh start changes the last bits of the weights at three ranks and more. In the order of the ranks
-they are the same everywhere.
+DDP's own reduction leaves the order of the sum to the backend, which chooses by the layout of the buckets: another
+host, another launcher or a fresh start changes the last bits of the weights at three ranks and more. In the order of
+the ranks they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ from ddpexp.strategy.comm.shared_memory import SharedMemory, share
 from ddpexp.strategy.options import Options
 
 ALIGNED = 64  # bytes
-SLOT_BYTES = 1 << 20  # larger gradients go in pieces, which stay in the processor's caches: twice as fast, and little memory
-CHUNKED_BYTES = 1 << 20  # what a rank reads more by summing all than by summing a part, when a second meeting is cheaper
+SLOT_BYTES = (
+    1 << 20
+)  # larger gradients go in pieces, which stay in the processor's caches: twice as fast, and little memory
+CHUNKED_BYTES = (
+    1 << 20
+)  # what a rank reads more by summing all than by summing a part, when a second meeting is cheaper
 GATHERED_BYTES = 128 << 10  # the same for the backend, whose messages cost more
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -67,7 +71,9 @@ def take_over(module: DistributedDataParallel, reducer: Reducer, world: World) -
 
 
 def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemory | None:
-    """Map slots for so many bytes, or for pieces of them, into all workers; None where gradients go through the backend.
+    """Map slots for so many bytes, or for pieces of them, into all workers.
+
+    None where gradients go through the backend.
 
     Ranks: all; communicates.
 
@@ -94,8 +100,8 @@ def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemor
 def _hook(reducer: Reducer, world: World, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
     """Give DDP a bucket's mean. Shapes: buckets are (elements,).
 
-    The sums of all buckets come with the last one, which DDP waits for before it reads any: so the ranks meet once a step,
-    and not once a bucket.
+    The sums of all buckets come with the last one, which DDP waits for before it reads any: so the ranks meet once a
+    step, and not once a bucket.
     """
     gradient = bucket.buffer()
     if gradient.is_sparse:  # an embedding's: gloo gathers the rows and adds them up in the order of the ranks
@@ -119,7 +125,9 @@ class SharedMemoryReducer:
         self._size = world.world_size
         self._filled = 0  # bytes of this round
         self._round: list[tuple[Tensor, Sequence[Tensor]]] = []  # what is to be filled, and all ranks' parts of it
-        self._known: dict[tuple[int, int, int, torch.dtype], Sequence[Tensor]] = {}  # making views takes longer than adding
+        self._known: dict[
+            tuple[int, int, int, torch.dtype], Sequence[Tensor]
+        ] = {}  # making views takes longer than adding
 
     def add(self, gradient: Tensor) -> None:
         """Copy the gradient into this rank's slot, as far as there is room; then a round makes some."""
@@ -156,9 +164,13 @@ class SharedMemoryReducer:
         self._filled = 0
 
     def _sum_in_chunks(self) -> None:
-        """Sum one chunk of every piece here, and take the others from the ranks that have summed them: the same bits."""
+        """Sum one chunk of every piece here, and take the others from the ranks that have summed them.
+
+        The same bits.
+        """
         cut = [
-            (piece.tensor_split(self._size), [place.tensor_split(self._size) for place in places]) for piece, places in self._round
+            (piece.tensor_split(self._size), [place.tensor_split(self._size) for place in places])
+            for piece, places in self._round
         ]
         for chunks, places in cut:
             _sum([place[self._rank] for place in places], out=chunks[self._rank])
@@ -178,7 +190,9 @@ class SharedMemoryReducer:
 
 
 class BackendReducer:
-    """A small gradient goes whole to all ranks, which each sum it; of a large one each rank gets, sums and sends a chunk.
+    """A small gradient goes whole to all ranks, which each sum it.
+
+    Of a large one each rank gets, sums and sends a chunk.
 
     That is one message fewer than an all-reduce, or as many bytes. They travel while backward goes on.
     """
@@ -223,7 +237,10 @@ class BackendReducer:
 
 
 def _scale(gradient: Tensor, world_size: int, out: Tensor) -> None:
-    """Write a rank's share of the mean, as DDP does; numbers of 16 bits are divided after the sum, to be rounded once."""
+    """Write a rank's share of the mean, as DDP does.
+
+    Numbers of 16 bits are divided after the sum, to be rounded once.
+    """
     if gradient.dtype in _HALVES:
         out.copy_(gradient)
     else:

@@ -42,11 +42,12 @@ class Peer:
 class SharedMemory:
     """This rank's view of the memory: `slots[half][rank]`, each `slot_bytes` long.
 
-    Every rank writes into its slot of the half whose turn it is, meets the others, and reads theirs. One meeting a round is
-    enough: a rank writes into a half again two rounds later, after the meeting of the round between, and to that one a peer
-    comes only when it has read the first round's slots.
+    Every rank writes into its slot of the half whose turn it is, meets the others, and reads theirs. One meeting a
+    round is enough: a rank writes into a half again two rounds later, after the meeting of the round between, and to
+    that one a peer comes only when it has read the first round's slots.
 
-    The memory has no name anywhere, so nothing is left behind by whatever end: the kernel frees it with the last process.
+    The memory has no name anywhere, so nothing is left behind by whatever end: the kernel frees it with the last
+    process.
     """
 
     def __init__(self, memory: mmap.mmap, world: World, slot_bytes: int, peers: Mapping[int, Peer]) -> None:
@@ -56,7 +57,9 @@ class SharedMemory:
         self.slots = [list(half) for half in everything[_first_slot(size) :].view(2, size, slot_bytes)]
         self.slot_bytes = slot_bytes
         self.half = 0  # whose turn it is
-        self._words = memoryview(memory)[: size * _LINE].cast("Q")  # of each rank: its meetings, and its bytes in each half
+        self._words = memoryview(memory)[: size * _LINE].cast(
+            "Q"
+        )  # of each rank: its meetings, and its bytes in each half
         self._address = everything.data_ptr()
         self._rank = world.rank
         self._peers = peers
@@ -73,8 +76,8 @@ class SharedMemory:
     def meet(self) -> None:
         """Wait until all ranks are here; what each has written before is seen by all after.
 
-        Storing the counter publishes the stores before it, and later loads come after the load that saw it: x86_64 keeps
-        that order by itself. Ranks: all.
+        Storing the counter publishes the stores before it, and later loads come after the load that saw it: x86_64
+        keeps that order by itself. Ranks: all.
 
         Raises:
             PeerError: a rank has died, or did not come in time.
@@ -86,7 +89,9 @@ class SharedMemory:
             self._wait_for(rank)
 
     def end_round(self, num_bytes: int) -> None:
-        """Meet, check that all have brought as much into their slots of this half, and turn to the other one. Ranks: all.
+        """Meet, check that all have brought as much into their slots of this half, and turn to the other one. Ranks.
+
+        All.
 
         Raises:
             PeerError: as in `meet`. DdpexpError: the ranks do not reduce the same gradients.
@@ -99,7 +104,8 @@ class SharedMemory:
             theirs = self._words[rank * _WORDS + word]
             if theirs != num_bytes:
                 raise DdpexpError(
-                    f"rank {rank} brought {theirs} bytes of gradients where rank {self._rank} brought {num_bytes}: the sum would "
+                    f"rank {rank} brought {theirs} bytes of gradients where rank {self._rank} brought {num_bytes}: the "
+                    "sum would "
                     f"be of different parameters. Let the task train the same models on every rank, in the same order."
                 )
 
@@ -141,8 +147,8 @@ class SharedMemory:
             os.sched_yield()
         begin = time.monotonic()
         while (seen := words[place]) < self._meetings:
-            # Sleep until the counter moves from what was seen, which is its low half for the kernel. A signal ends the sleep,
-            # and Python then runs its handler.
+            # Sleep until the counter moves from what was seen, which is its low half for the kernel. A signal ends the
+            # sleep, and Python then runs its handler.
             slept = self._call(_FUTEX, self._address + rank * _LINE, _WAIT, seen & 0xFFFFFFFF, self._nap, None, 0)
             if slept == -1 and ctypes.get_errno() == errno.ETIMEDOUT:
                 self._look_around(time.monotonic() - begin)
@@ -151,12 +157,18 @@ class SharedMemory:
         ended = {descriptor for descriptor, _ in self._ends.poll(0)}
         if ended:
             gone = _listed({rank: peer for rank, peer in self._peers.items() if peer.descriptor in ended})
-            raise PeerError(f"{gone} ended in the middle of the training, so there is no sum over all ranks: see its log.")
-        if waited_seconds > self._timeout:
-            late = _listed({rank: peer for rank, peer in self._peers.items() if self._words[rank * _WORDS] < self._meetings})
             raise PeerError(
-                f"{late} did not come to where ranks add up within {self._timeout:g} s, for which rank {self._rank} waited: "
-                f"it is stopped or busy with something else. See where it is, for example with py-spy dump --pid PROCESS."
+                f"{gone} ended in the middle of the training, so there is no sum over all ranks: see its log."
+            )
+        if waited_seconds > self._timeout:
+            late = _listed(
+                {rank: peer for rank, peer in self._peers.items() if self._words[rank * _WORDS] < self._meetings}
+            )
+            raise PeerError(
+                f"{late} did not come to where ranks add up within {self._timeout:g} s, for which rank {self._rank} "
+                "waited: "
+                f"it is stopped or busy with something else. See where it is, for example with py-spy dump --pid "
+                "PROCESS."
             )
 
 

@@ -38,8 +38,10 @@ class Place:
         if now is None or now.shape != self.start.shape or now.dtype != self.start.dtype:
             found = "nothing" if now is None else f"{tuple(now.shape)} of {now.dtype}"
             raise DdpexpError(
-                f"the buffer {self.name} was {tuple(self.start.shape)} of {self.start.dtype} and is {found} after a micro-batch, "
-                f"so there is no mean over the micro-batches for trainer.reduction=exact. Keep its shape, or make it a plain "
+                f"the buffer {self.name} was {tuple(self.start.shape)} of {self.start.dtype} and is {found} after a "
+                "micro-batch, "
+                f"so there is no mean over the micro-batches for trainer.reduction=exact. Keep its shape, or make it a "
+                "plain "
                 f"attribute of the module if it can be computed again."
             )
         return now
@@ -75,8 +77,10 @@ class Buffers:
         found = sum(buffer is not None for holder in self._holders for buffer in holder.values())
         if found != len(self.places):
             raise DdpexpError(
-                f"there were {len(self.places)} buffers, and there are {found} after a forward pass: trainer.reduction=exact must "
-                f"know all of them before training to keep them the same on all workers. Register them in the module's __init__."
+                f"there were {len(self.places)} buffers, and there are {found} after a forward pass: "
+                "trainer.reduction=exact must "
+                f"know all of them before training to keep them the same on all workers. Register them in the module's "
+                "__init__."
             )
 
     def restore(self, places: Sequence[Place]) -> None:
@@ -107,7 +111,10 @@ class BufferDelta:
             self._base.nan_to_num_(0.0, 0.0, 0.0)
 
     def write(self, values: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Write what a micro-batch adds, of which it left these values, into its part of the sum. Shapes: those of the buffers."""
+        """Write what a micro-batch adds, of which it left these values, into its part of the sum. Shapes.
+
+        Those of the buffers.
+        """
         num = self._num_floats
         if num:
             torch._foreach_copy_(list(parts[:num]), list(values[:num]))
@@ -127,8 +134,10 @@ class BufferDelta:
         for place, total in zip(self.places[num:], totals[num:], strict=True):
             if not bool(((total % num_leaves == 0) & (total.abs() < _WHOLE)).all()):
                 raise DdpexpError(
-                    f"the buffer {place.name} holds whole numbers, and the {num_leaves} micro-batches of a step have changed it in "
-                    f"different ways, so their mean, which trainer.reduction=exact keeps, is none. Let it count the same in each, "
+                    f"the buffer {place.name} holds whole numbers, and the {num_leaves} micro-batches of a step have "
+                    "changed it in "
+                    f"different ways, so their mean, which trainer.reduction=exact keeps, is none. Let it count the "
+                    "same in each, "
                     f"or make it a buffer of torch.float32."
                 )
             place.start.copy_(place.kept.long() + (total / num_leaves).long())

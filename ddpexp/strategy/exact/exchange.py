@@ -19,7 +19,10 @@ from ddpexp.strategy.options import Options
 
 @dataclass(frozen=True)
 class Plan:
-    """Who brings what: the number of each rank's blocks, and the tree over the blocks of all ranks, one after the other."""
+    """Who brings what: the number of each rank's blocks, and the tree over the blocks of all ranks.
+
+    One after the other.
+    """
 
     num_blocks: Sequence[int]
     tree: Node
@@ -33,14 +36,21 @@ class Plan:
 
     def sum(self, theirs: Sequence[Sequence[Tensor]], out: Tensor) -> None:
         """Add up `theirs[rank][block]`, of which a rank may have more places than blocks, into `out`."""
-        add_up(self.tree, [place for count, places in zip(self.num_blocks, theirs, strict=True) for place in places[:count]], out)
+        add_up(
+            self.tree,
+            [place for count, places in zip(self.num_blocks, theirs, strict=True) for place in places[:count]],
+            out,
+        )
 
 
 class Exchange(Protocol):
     """What brings the blocks of all ranks together."""
 
     def sum(self, mine: Sequence[Tensor]) -> None:
-        """Write the sum over all ranks' blocks over the first of `mine`. Ranks: all; communicates. Shapes: (elements,)."""
+        """Write the sum over all ranks' blocks over the first of `mine`. Ranks: all; communicates. Shapes.
+
+        (elements,).
+        """
         ...
 
 
@@ -83,7 +93,9 @@ class OverMemory:
         self._rank = world.rank
         self._size = world.world_size
         self._place_bytes = memory.slot_bytes // max(plan.num_blocks) // ALIGNED * ALIGNED
-        self._known: dict[tuple[int, int, torch.dtype], list[list[Tensor]]] = {}  # making views takes longer than adding
+        self._known: dict[
+            tuple[int, int, torch.dtype], list[list[Tensor]]
+        ] = {}  # making views takes longer than adding
 
     def sum(self, mine: Sequence[Tensor]) -> None:
         """Sum as many elements at once as there is room for."""
@@ -122,7 +134,8 @@ class OverMemory:
             size, most = num_elements * dtype.itemsize, max(self._plan.num_blocks)
             starts = [number * self._place_bytes for number in range(most)]
             self._known[key] = [
-                [slot[start : start + size].view(dtype) for start in starts] for slot in self.memory.slots[self.memory.half]
+                [slot[start : start + size].view(dtype) for start in starts]
+                for slot in self.memory.slots[self.memory.half]
             ]
         return self._known[key]
 

@@ -27,11 +27,12 @@ from ddpexp.strategy.replica import Models, Replica, check_same_models, listed, 
 class Exact:
     """One replica on this rank, whose gradient is the sum of every micro-batch's own.
 
-    A micro-batch starts without gradient and from the buffers as they were before the step. What it leaves, gradient and
-    change of buffers, is a leaf of the tree. When the last one is done, the ranks exchange what they have summed.
+    A micro-batch starts without gradient and from the buffers as they were before the step. What it leaves, gradient
+    and change of buffers, is a leaf of the tree. When the last one is done, the ranks exchange what they have summed.
 
     On GPUs the host waits for the device once a round where there is something to agree on: several models,
-    `strategy.find_unused_parameters`, buffers of whole numbers; and once a micro-batch for each buffer that is constant.
+    `strategy.find_unused_parameters`, buffers of whole numbers; and once a micro-batch for each buffer that is
+    constant.
     """
 
     def __init__(
@@ -45,11 +46,15 @@ class Exact:
         prepare: Callable[[Models], None] = lambda models: None,
         gradient_accumulation_steps: int,
     ) -> None:
-        """Build the model on this rank's device, before any optimizer is made; `prepare` sees it then, to load weights into it.
+        """Build the model on this rank's device, before any optimizer is made.
+
+        `prepare` sees it then, to load weights into it.
 
         Ranks: all; communicates rank zero's weights to the others.
         """
-        self._replica = Replica.build(options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare)
+        self._replica = Replica.build(
+            options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare
+        )
         self.single, self.modules = self._replica.single, self._replica.modules
         self.gradient_weight = 1.0
         self._world = world
@@ -71,7 +76,9 @@ class Exact:
         self.memory = self._exchange.memory if isinstance(self._exchange, OverMemory) else None
         self._done = 0  # micro-batches of this round
         self._earlier: dict[nn.Parameter, Tensor] = {}  # gradients that earlier rounds of the step have left
-        self._late: list[dict[Place, Tensor]] = []  # what the round's micro-batches have made of buffers that stood still so far
+        self._late: list[
+            dict[Place, Tensor]
+        ] = []  # what the round's micro-batches have made of buffers that stood still so far
         self._arrange([])
 
     @property
@@ -91,12 +98,15 @@ class Exact:
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Enclose forward and backward of a micro-batch; after the last one of a round the parameters have their gradients.
+        """Enclose forward and backward of a micro-batch.
+
+        After the last one of a round the parameters have their gradients.
 
         Ranks: all, equally often; communicates after the last one.
 
         Raises:
-            DdpexpError: a parameter without a gradient, a gradient or a buffer that cannot be summed, a round of another length.
+            DdpexpError: a parameter without a gradient, a gradient or a buffer that cannot be summed, a round of
+            another length.
         """
         if self._done == 0:
             self._begin()
@@ -104,8 +114,10 @@ class Exact:
         self._close_leaf()
         if self._done != self._each and (last or self._done > self._each):
             raise DdpexpError(
-                f"the task's train_step went through {self._done} micro-batches{' up to last=True' if last else ''}, where "
-                f"trainer.reduction=exact sums over {self._each} on each worker: go through all batches once, and say last=True "
+                f"the task's train_step went through {self._done} micro-batches{' up to last=True' if last else ''}, "
+                "where "
+                f"trainer.reduction=exact sums over {self._each} on each worker: go through all batches once, and say "
+                "last=True "
                 f"with the last of them."
             )
         if last:
@@ -116,7 +128,10 @@ class Exact:
         yield from self._replica.parameters
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same value on all, without communication."""
+        """Return the 2-norm of the reduced gradient, on the device. Ranks.
+
+        The same value on all, without communication.
+        """
         return self._replica.gradient_norm(parameters)
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
@@ -149,7 +164,9 @@ class Exact:
         return {}
 
     def _arrange(self, moving: Sequence[Place]) -> None:
-        """Lay a leaf out: gradients, changes of the buffers that move, and flags: which units were used, which buffers moved first.
+        """Lay a leaf out: gradients, changes of the buffers that move, and flags.
+
+        Which units were used, which buffers moved first.
 
         A unit is what has gradients altogether or not at all: a model, or with `find_unused_parameters` a parameter.
         """
@@ -160,7 +177,9 @@ class Exact:
         self._unit_of = [numbers.setdefault(name, len(numbers)) for name in names]
         self._units = list(numbers)
         flags = torch.empty((len(self._units) if self._counts else 0) + len(self._still))
-        self._layout = Layout([*(p for _, _, p in self._parameters), *(one.start for one in self._movement.places), flags])
+        self._layout = Layout(
+            [*(p for _, _, p in self._parameters), *(one.start for one in self._movement.places), flags]
+        )
         self._partial = self._sums(self._layout)
 
     def _sums(self, layout: Layout) -> Partial:
@@ -200,14 +219,19 @@ class Exact:
                 continue
             if p.grad.layout is not torch.strided:
                 raise DdpexpError(
-                    f"the gradient of {name} is sparse, and trainer.reduction=exact sums dense ones, of one size in every "
+                    f"the gradient of {name} is sparse, and trainer.reduction=exact sums dense ones, of one size in "
+                    "every "
                     f"micro-batch. Build the layer with sparse=False, or use trainer.reduction=fast."
                 )
             gradients.append(p.grad)
             places.append(view)
             used.add(unit)
             p.grad = None
-        if missing and not self._finds_unused and (names := [name for name, u in missing if u in used or not self._counts]):
+        if (
+            missing
+            and not self._finds_unused
+            and (names := [name for name, u in missing if u in used or not self._counts])
+        ):
             raise unused(names)
         self._check_still_frozen()
         if gradients:
@@ -220,7 +244,8 @@ class Exact:
         for name, p in self._frozen:
             if p.grad is not None:
                 raise DdpexpError(
-                    f"{name} has a gradient, but was frozen when the model was built, so trainer.reduction=exact does not sum it. "
+                    f"{name} has a gradient, but was frozen when the model was built, so trainer.reduction=exact does "
+                    "not sum it. "
                     f"Build it with requires_grad=True, and freeze it afterwards."
                 )
 
@@ -242,7 +267,9 @@ class Exact:
         used = flags[: len(self._units)] if self._counts else [float(self._num_leaves)] * len(self._units)
         self._movement.read(views[len(self._parameters) : -1], self._num_leaves)
         self._give_gradients(views, used)
-        late = [place for place, count in zip(self._still, flags[len(flags) - len(self._still) :], strict=True) if count]
+        late = [
+            place for place, count in zip(self._still, flags[len(flags) - len(self._still) :], strict=True) if count
+        ]
         if late:
             self._sum_late(late)
             self._arrange([*self._movement.places, *late])
@@ -251,7 +278,8 @@ class Exact:
         partly = [name for name, count in zip(self._units, used, strict=True) if 0 < count < self._num_leaves]
         if partly and not self._finds_unused:
             raise DdpexpError(
-                f"{listed(partly)} got gradients in some micro-batches of the step and none in others. If that is meant, use "
+                f"{listed(partly)} got gradients in some micro-batches of the step and none in others. If that is "
+                "meant, use "
                 f"strategy.find_unused_parameters=true."
             )
         for (_, _, p), view, unit in zip(self._parameters, views, self._unit_of, strict=False):
@@ -287,10 +315,13 @@ def _trained(models: Models) -> list[tuple[str, str, nn.Parameter]]:
     for name, model, p in _named(models):
         if is_lazy(p):
             raise RefusedError(
-                f"{name} has no shape before the first forward pass. Give the layer its sizes for trainer.reduction=exact."
+                f"{name} has no shape before the first forward pass. Give the layer its sizes for "
+                "trainer.reduction=exact."
             )
         if p.is_complex():
-            raise RefusedError(f"{name} is complex, which trainer.reduction=exact does not sum. Use trainer.reduction=fast.")
+            raise RefusedError(
+                f"{name} is complex, which trainer.reduction=exact does not sum. Use trainer.reduction=fast."
+            )
         if p.requires_grad:
             found.setdefault(id(p), (name, model, p))
     return list(found.values())

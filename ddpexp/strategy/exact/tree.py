@@ -1,8 +1,9 @@
 """One order for a sum over micro-batches, whichever rank computed which: the tree of a binary counter.
 
-Leaf j is the part of micro-batch j. Two neighbouring blocks of 2^l leaves merge when the left one begins at a multiple of
-2^(l+1), as carries do in a counter; what is left at the end is added up from the right. A rank merges what lies inside its
-own leaves, and the ranks exchange only the blocks that remain: one a rank, where both numbers are powers of two.
+Leaf j is the part of micro-batch j. Two neighbouring blocks of 2^l leaves merge when the left one begins at a multiple
+of 2^(l+1), as carries do in a counter; what is left at the end is added up from the right. A rank merges what lies
+inside its own leaves, and the ranks exchange only the blocks that remain: one a rank, where both numbers are powers of
+two.
 """
 
 from __future__ import annotations

@@ -27,7 +27,12 @@ def images(flip: bool = False, crop: int = 0) -> Images:
     """Return images whose pixels are all different within one, and never black; a label is its image's number."""
     places = torch.arange(1, 2 * HEIGHT * WIDTH + 1, dtype=torch.uint8).view(1, 2, HEIGHT, WIDTH)
     return Images(
-        places + torch.arange(COUNT, dtype=torch.uint8).view(-1, 1, 1, 1), torch.arange(COUNT), (0.0,), (1.0,), flip, crop
+        places + torch.arange(COUNT, dtype=torch.uint8).view(-1, 1, 1, 1),
+        torch.arange(COUNT),
+        (0.0,),
+        (1.0,),
+        flip,
+        crop,
     )
 
 
@@ -37,7 +42,10 @@ def batches(data: Any, size: int = 1, rank: int = 0, micro: Any = "auto", seed: 
 
 def by_sample(steps: Iterator[list[Any]]) -> list[dict[int, list[float]]]:
     """Return of each step what every sample looked like."""
-    return [{int(label): image.flatten().tolist() for pair in step for image, label in zip(*pair, strict=True)} for step in steps]
+    return [
+        {int(label): image.flatten().tolist() for pair in step for image, label in zip(*pair, strict=True)}
+        for step in steps
+    ]
 
 
 def pixels(image: Tensor) -> Tensor:
@@ -46,7 +54,10 @@ def pixels(image: Tensor) -> Tensor:
 
 def test_a_batch_is_normalised_by_channel() -> None:
     data = Images(
-        torch.tensor([[[[0]], [[51]]], [[[255]], [[102]]]], dtype=torch.uint8), torch.tensor([3, 4]), (0.5, 0.2), (0.5, 0.1)
+        torch.tensor([[[[0]], [[51]]], [[[255]], [[102]]]], dtype=torch.uint8),
+        torch.tensor([3, 4]),
+        (0.5, 0.2),
+        (0.5, 0.1),
     )
     found, labels = data.gather(torch.tensor([1, 0]), CPU)
     assert found.dtype == torch.float32
@@ -104,7 +115,10 @@ def test_a_sample_looks_the_same_after_an_interruption(begin: int) -> None:
 def test_another_epoch_or_seed_is_another_cut() -> None:
     held = images(crop=2)
     looks = [held.of_epoch(seed, epoch).gather(torch.arange(COUNT), CPU)[0] for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    same = [float((one == other).flatten(1).all(1).float().mean()) for one, other in zip(looks, looks[1:] + looks[:1], strict=True)]
+    same = [
+        float((one == other).flatten(1).all(1).float().mean())
+        for one, other in zip(looks, looks[1:] + looks[:1], strict=True)
+    ]
     assert max(same) < 0.2  # one in 25 by chance
 
 
@@ -121,7 +135,8 @@ def test_what_is_evaluated_is_as_it_is_also_where_it_is_held_out() -> None:
 DEVICES = [
     CPU,
     pytest.param(
-        torch.device("cuda", 0), marks=[pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")]
+        torch.device("cuda", 0),
+        marks=[pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")],
     ),
 ]
 
@@ -135,7 +150,11 @@ def test_batches_made_on_the_device_are_those_made_on_the_host(flip: bool, crop:
     trained = TrainBatches(there.train, plan, 0, 0, device, on_device=True)
     assert by_sample(trained.steps(1, 11)) == by_sample(TrainBatches(kept, plan, 0, 0, CPU).steps(1, 11))
     for name, part in {"eval": images(), "validation": held}.items():
-        pairs = zip(EvalBatches(there.evals[name], 7, 0, 1, device, on_device=True), EvalBatches(part, 7, 0, 1, CPU), strict=True)
+        pairs = zip(
+            EvalBatches(there.evals[name], 7, 0, 1, device, on_device=True),
+            EvalBatches(part, 7, 0, 1, CPU),
+            strict=True,
+        )
         for found, expected in pairs:
             assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
 
@@ -182,7 +201,8 @@ def test_a_run_on_augmented_images_ends_with_the_same_weights_at_other_world_siz
     for part, count in (("train", 70), ("test", 16)):
         np.save(tmp_path / f"{part}-images.npy", draw.integers(0, 256, (count, 28, 28), dtype=np.uint8))
         np.save(tmp_path / f"{part}-labels.npy", draw.integers(0, 10, count))
-    words = ("recipe=mnist", "model=linear", "scheduler=constant", "logger=none", "data=images", f"data.root={tmp_path}",
+    words = ("recipe=mnist", "model=linear", "scheduler=constant", "logger=none", "data=images",
+        f"data.root={tmp_path}",
              "data.flip=true", "trainer.reduction=exact", "trainer.global_batch_size=16", "trainer.micro_batch_size=4",
              "trainer.epochs=null", "trainer.eval_every=0")  # fmt: skip
     whole = ddpexp(*words, "data.crop=3", "trainer.gpus=1", "trainer.max_steps=9")

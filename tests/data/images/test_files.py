@@ -46,7 +46,11 @@ def test_other_content_has_another_hash_wherever_it_lies(folder: Path, name: str
         ("train-images", np.zeros((20, 3, 8, 8), np.float32), "holds <f4 of shape 20 x 3 x 8 x 8: store bytes"),
         ("train-images", np.zeros((20, 64), np.uint8), "holds |u1 of shape 20 x 64: store bytes"),
         ("train-images", np.asfortranarray(np.zeros((20, 3, 8, 8), np.uint8)), "is no .npy file of numbers in C order"),
-        ("test-images", np.zeros((4, 3, 9, 8), np.uint8), "two sizes, 3 x 8 x 8 in train-images.npy and 3 x 9 x 8 in test-"),
+        (
+            "test-images",
+            np.zeros((4, 3, 9, 8), np.uint8),
+            "two sizes, 3 x 8 x 8 in train-images.npy and 3 x 9 x 8 in test-",
+        ),
         ("test-labels", np.zeros(5, np.int64), "holds <i8 of shape 5, and there are 4 images"),
         ("test-labels", np.zeros(4, np.float64), "holds <f8 of shape 4, and there are 4 images"),
     ],
@@ -111,7 +115,10 @@ def test_a_file_that_was_cut_off_is_refused_before_a_worker_reads_past_its_end(f
     ("options", "sentence"),
     [
         ({"mean": (0.5, 0.5)}, "data.mean=[0.5, 0.5] has 2 numbers, and the images 3 channels: use one for each."),
-        ({"mean": (0.5,) * 3}, "data.mean=[0.5, 0.5, 0.5] and data.deviation=[0.5] differ in length: use one for each channel."),
+        (
+            {"mean": (0.5,) * 3},
+            "data.mean=[0.5, 0.5, 0.5] and data.deviation=[0.5] differ in length: use one for each channel.",
+        ),
         ({"deviation": (0.0,)}, "data.deviation=[0.0] divides the images: use numbers above 0."),
         ({"crop": 9}, "data.crop=9 is no frame for images of 3 x 8 x 8: use 0 to 8."),
         ({"crop": -1}, "data.crop=-1 is no frame for images of 3 x 8 x 8: use 0 to 8."),

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("below", ["", "MNIST/raw", "raw"])
 @pytest.mark.parametrize("dotted", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_files_are_found_by_all_their_usual_names(below: str, dotted: bool, packed: bool, small: Small, tmp_path: Path) -> None:
+def test_files_are_found_by_all_their_usual_names(
+    below: str, dotted: bool, packed: bool, small: Small, tmp_path: Path
+) -> None:
     folder = tmp_path / "data" / below
     folder.mkdir(parents=True)
     for name in NAMES:
@@ -66,7 +68,9 @@ WRONG: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 @pytest.mark.fault(57, "S11")
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("source", ["files", "auto", "download"])
-def test_wrong_file_is_refused_with_its_name_and_fault(wrong: str, source: str, root: Path, small: Small, server: Server) -> None:
+def test_wrong_file_is_refused_with_its_name_and_fault(
+    wrong: str, source: str, root: Path, small: Small, server: Server
+) -> None:
     spoil, fault = WRONG[wrong]
     server.answers |= small.packed
     path = root / f"{TEST_IMAGES}.gz"

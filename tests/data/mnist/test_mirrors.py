@@ -83,7 +83,9 @@ def patience_with(bad: str, mirrors: int) -> Patience:
 
 @pytest.mark.fault(57, 58)
 @pytest.mark.parametrize("bad", BAD_ANSWERS)
-def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(bad: str, small: Small, server: Server, tmp_path: Path) -> None:
+def test_bad_mirror_is_refused_in_time_and_nothing_of_it_kept(
+    bad: str, small: Small, server: Server, tmp_path: Path
+) -> None:
     make, fault = BAD_ANSWERS[bad]
     server.answers |= small.packed | {TEST_IMAGES: make(small.unpacked[TEST_IMAGES])}
     text = refusal(tmp_path / "new", "download", server, patience=patience_with(bad, 1))
@@ -124,7 +126,9 @@ def test_name_look_up_that_hangs_is_cut_off(small: Small, tmp_path: Path, monkey
     assert "no answer from http://one.invalid/, http://two.invalid/ within 1 seconds" in warnings[0]
 
 
-def test_auto_tries_a_failed_download_again_only_after_a_while(small: Small, server: Server, tmp_path: Path, home: Path) -> None:
+def test_auto_tries_a_failed_download_again_only_after_a_while(
+    small: Small, server: Server, tmp_path: Path, home: Path
+) -> None:
     warnings: list[str] = []
     prepare(tmp_path / "new", "auto", server, warn=warnings.append)
     server.answers |= small.packed

@@ -80,7 +80,12 @@ def test_etcd_leads_the_ranks_together(recipe: Recipe, etcd: str) -> None:
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
     done = recipe(
-        "launcher=elastic", "trainer.gpus=2", "trainer.threads=1", "task._target_=points.Breaks", f"+task.how={how}", timeout=60
+        "launcher=elastic",
+        "trainer.gpus=2",
+        "trainer.threads=1",
+        "task._target_=points.Breaks",
+        f"+task.how={how}",
+        timeout=60,
     )
     assert done.code == 0, done.err
     assert done.result()["status"] == "done"
@@ -88,7 +93,9 @@ def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe
     assert [one["step"] for one in done.metrics()] == [4, 4, 8, 8]
     assert "ddpexp: rank 1 on" in done.err
     assert "ddpexp: going on in" in done.err
-    assert "torch/distributed" not in done.err.replace("torch/distributed/c10d", "")  # no log of the agent, no traceback of it
+    assert "torch/distributed" not in done.err.replace(
+        "torch/distributed/c10d", ""
+    )  # no log of the agent, no traceback of it
 
 
 @pytest.mark.parametrize(
@@ -103,9 +110,17 @@ def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe
     ],
 )
 def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: Phase, end: Exception | StoppedError, left: int, leaves: int | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: Phase,
+    end: Exception | StoppedError,
+    left: int,
+    leaves: int | None,
 ) -> None:
-    """The agent ends who is left when one rank's command has gone, and all when a machine comes: that is no user's stop."""
+    """The agent ends who is left when one rank's command has gone, and all when a machine comes.
+
+    That is no user's stop.
+    """
 
     def ended(*_: object) -> int:
         raise end
@@ -133,7 +148,9 @@ def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
 
 def test_a_member_by_hand_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPEXP_BOARD", raising=False)
-    with pytest.raises(RefusedError, match=r"^DDPEXP_BOARD is not set: `ddpexp member` is for the agent that launcher=elastic"):
+    with pytest.raises(
+        RefusedError, match=r"^DDPEXP_BOARD is not set: `ddpexp member` is for the agent that launcher=elastic"
+    ):
         Elastic().member(Call("time:sleep", ["0"], tmp_path))
 
 
@@ -167,7 +184,9 @@ def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
         (("launcher.max_restarts=-1",), "launcher.max_restarts=-1: use 0 or more."),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_before_anything_starts(recipe: Recipe, words: tuple[str, ...], sentence: str) -> None:
+def test_what_cannot_be_is_refused_before_anything_starts(
+    recipe: Recipe, words: tuple[str, ...], sentence: str
+) -> None:
     done = recipe("launcher=elastic", *words)
     assert done.code == 2
     assert done.err.startswith(f"ddpexp: {sentence}"), done.err
@@ -177,14 +196,21 @@ def test_what_cannot_be_is_refused_before_anything_starts(recipe: Recipe, words:
 
 def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
     done = recipe("trainer.nodes=1:2")
-    assert (done.code, done.err) == (2, "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic understands.\n")
+    assert (done.code, done.err) == (
+        2,
+        "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic understands.\n",
+    )
 
 
 @pytest.mark.variants(1)
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+)
 def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals) -> None:
     before = ddpexp_processes()
-    process, run = recipe.start("launcher=elastic", "trainer.gpus=2", "task._target_=points.Sleeps", "trainer.epochs=500")
+    process, run = recipe.start(
+        "launcher=elastic", "trainer.gpus=2", "task._target_=points.Sleeps", "trainer.epochs=500"
+    )
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(number)
     done = finish(process, run)
@@ -222,7 +248,8 @@ def test_a_signal_to_save_and_one_to_go_on_later_reach_the_ranks(recipe: Recipe)
 
 QUICK = 'launcher.rdzv_conf="last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"'
 LONG = (
-    "data.train=4800", "trainer.epochs=2", "trainer.log_every=1", "trainer.checkpoint_every=20", "trainer.reduction=exact",
+    "data.train=4800", "trainer.epochs=2", "trainer.log_every=1", "trainer.checkpoint_every=20",
+    "trainer.reduction=exact",
     "trainer.micro_batch_size=12", "logger=tensorboard", "task._target_=points.Gated",
 )  # fmt: skip
 

@@ -72,7 +72,9 @@ def test_any_number_of_workers_trains_to_a_result(runs: dict[int, Done], size: i
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_each_ranks_output_is_in_its_own_log_and_rank_zeros_on_the_terminal_once(runs: dict[int, Done], size: int) -> None:
+def test_each_ranks_output_is_in_its_own_log_and_rank_zeros_on_the_terminal_once(
+    runs: dict[int, Done], size: int
+) -> None:
     done = runs[size]
     logs = {int(path.stem): path.read_text() for path in (done.run / "ranks").iterdir()}
     assert sorted(logs) == list(range(size))
@@ -96,7 +98,11 @@ def test_a_warning_is_shown_once_with_its_rank_even_if_all_ranks_give_it(runs: d
 @pytest.mark.parametrize("size", [2, 4])
 def test_both_start_methods_give_the_same_weights(recipe: Recipe, runs: dict[int, Done], size: int) -> None:
     done = recipe(
-        "task._target_=points.Speaks", "trainer.threads=1", f"trainer.gpus={size}", "launcher.start_method=spawn", environ=PLAIN
+        "task._target_=points.Speaks",
+        "trainer.threads=1",
+        f"trainer.gpus={size}",
+        "launcher.start_method=spawn",
+        environ=PLAIN,
     )
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == runs[size].result()["weights_sha256"]
@@ -107,7 +113,9 @@ def test_a_flood_of_output_and_a_line_without_an_end_hang_nothing(recipe: Recipe
     done = recipe("task._target_=points.Floods", "trainer.gpus=2")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert [line for line in lines if line.startswith("line ")] == [f"line {number:06} {'x' * 64}" for number in range(40_000)]
+    assert [line for line in lines if line.startswith("line ")] == [
+        f"line {number:06} {'x' * 64}" for number in range(40_000)
+    ]
     assert sum(line.count("y") for line in lines) >= 500_000
     assert lines[-1].startswith("done ")
 
@@ -135,14 +143,16 @@ def main(path, prepared):
 
     return ddpexp.train.worker.main(path, prepared)
 """
-# What a worker may still import: the recipe, a few quick modules (the stand-in for torch's compiler is one), and what only
-# rank zero of a run with TensorBoard wants.
+# What a worker may still import: the recipe, a few quick modules (the stand-in for torch's compiler is one), and what
+# only rank zero of a run with TensorBoard wants.
 QUICK = {"points", "ddpexp.start", "torch._dynamo", "torch.profiler._cupti_monitor"}
 TENSORBOARD = {"tensorboard", "google", "fsspec", "absl", "xml", "encodings", "configparser"}
 OUR_TENSORBOARD = ("torch.utils.tensorboard", "ddpexp.loggers.tensorboard")
 
 
-def test_training_imports_nothing_heavy_after_the_fork(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_imports_nothing_heavy_after_the_fork(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ("trainer.gpus=2", "trainer.clip_grad_norm=1.0", "logger=tensorboard")
     done = recipe("task._target_=points.Lists", f"+task.folder={tmp_path}", *words)
     assert done.code == 1  # there is no module `begins` on its path
@@ -153,14 +163,19 @@ def test_training_imports_nothing_heavy_after_the_fork(recipe: Recipe, tmp_path:
         shutil.copy(path, again.path)
     (tmp_path / "begins.py").write_text(BEGINS)
     monkeypatch.syspath_prepend(tmp_path)
-    assert Spawn().launch(Call("begins:main", [str(again.path), '{"data": null}'], again.ranks, WorkerRequest(gpus=2))) == 0
+    assert (
+        Spawn().launch(Call("begins:main", [str(again.path), '{"data": null}'], again.ranks, WorkerRequest(gpus=2)))
+        == 0
+    )
     late = {}
     for rank in (0, 1):
         names = set((tmp_path / str(rank)).read_text().split()) - QUICK
         late[rank] = {name for name in names if not name.startswith("ddpexp.launch.")}
     assert late[1] == set()
     assert "torch.utils.tensorboard" in late[0]
-    assert {name for name in late[0] if name.split(".")[0] not in TENSORBOARD and not name.startswith(OUR_TENSORBOARD)} == set()
+    assert {
+        name for name in late[0] if name.split(".")[0] not in TENSORBOARD and not name.startswith(OUR_TENSORBOARD)
+    } == set()
 
 
 @pytest.mark.slow

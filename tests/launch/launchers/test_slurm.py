@@ -114,7 +114,9 @@ def cluster() -> str:
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str], cluster: str) -> Recipe:
     # As from a login node, wherever these tests run themselves.
-    login = {name: value for name, value in environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SALLOC_", "SRUN_"))}
+    login = {
+        name: value for name, value in environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SALLOC_", "SRUN_"))
+    }
     return Recipe(Ddpexp(tmp_path_factory.mktemp("slurm"), {**login, "SLURM_CONF": cluster}), CODE)
 
 
@@ -165,7 +167,9 @@ def shown_job(job_id: str) -> str:
 
 def state_of(job_id: str) -> tuple[str, str]:
     """Return a job's state and exit code as Slurm keeps them, after its end."""
-    wait_for(lambda: not re.search(r"^ +JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", shown_job(job_id), re.MULTILINE))
+    wait_for(
+        lambda: not re.search(r"^ +JobState=(PENDING|CONFIGURING|RUNNING|COMPLETING)", shown_job(job_id), re.MULTILINE)
+    )
     text = shown_job(job_id)
     found = re.search(r"^ +JobState=(\w+) .*^ +Requeue=\d [^\n]* ExitCode=(\S+)", text, re.MULTILINE | re.DOTALL)
     assert found
@@ -243,12 +247,19 @@ FAILURES = [
 
 
 @pytest.mark.variants(1)
-@pytest.mark.parametrize(("how", "rank", "code", "kind", "message", "host"), FAILURES, ids=[case[0] for case in FAILURES])
+@pytest.mark.parametrize(
+    ("how", "rank", "code", "kind", "message", "host"), FAILURES, ids=[case[0] for case in FAILURES]
+)
 def test_one_failed_rank_ends_the_job_at_once_with_its_cause(
     recipe: Recipe, how: str, rank: int, code: int, kind: str, message: str, host: str
 ) -> None:
     done = recipe(
-        *WAIT, *TWO_BY_TWO, "task._target_=points.Act", f"+task.how='{how}'", f"+task.rank={rank}", "trainer.epochs=50000"
+        *WAIT,
+        *TWO_BY_TWO,
+        "task._target_=points.Act",
+        f"+task.how='{how}'",
+        f"+task.rank={rank}",
+        "trainer.epochs=50000",
     )
     job_id = job_of(done)
     assert done.code == code
@@ -293,9 +304,9 @@ def test_a_batch_that_does_not_split_is_refused_before_anything_is_written(recip
 def test_a_machine_without_slurm_says_what_to_do(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", environ={"PATH": str(tmp_path)})
     assert (done.code, done.out) == (2, "")
-    assert (
-        done.err
-        == "ddpexp: launcher=slurm: there is no sbatch on this machine, it is not in a Slurm cluster. Use launcher=spawn.\n"
+    assert done.err == (
+        "ddpexp: launcher=slurm: there is no sbatch on this machine, it is not in a Slurm cluster. Use "
+        "launcher=spawn.\n"
     )
     assert not done.run.exists()
 
@@ -315,7 +326,8 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
     text = shown_job(job_id)
     for shown in (
         "JobName=named", "Partition=main", "TimeLimit=01:02:00", "MinMemoryNode=2G", "CPUs/Task=6", "ReqNodeList=node1",
-        "Account=somebody", "Comment=two words", f"WorkDir={recipe.ddpexp.folder}", f"StdOut={done.run}/slurm-{job_id}.log",
+        "Account=somebody", "Comment=two words", f"WorkDir={recipe.ddpexp.folder}",
+        f"StdOut={done.run}/slurm-{job_id}.log",
     ):  # fmt: skip
         assert f"{shown}\n" in text or f"{shown} " in text, (shown, text)
     assert "TresPerNode=gres:gpu:2\n" in text
@@ -361,7 +373,8 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(recipe: Recipe) -> None:
 
 
 HOSTILE = [
-    "two  words", "\"double' quotes", "$(touch pwned)`touch pwned`;touch pwned", "back\\slash", "back\\%j", "\\", "ünï☃ ",
+    "two  words", "\"double' quotes", "$(touch pwned)`touch pwned`;touch pwned", "back\\slash", "back\\%j",
+    "\\", "ünï☃ ",
     "-x --wrap=y", "#%j 100%", "~", "a JobState=COMPLETED Reason=None ExitCode=0:0", "n" * 250,
 ]  # fmt: skip
 
@@ -405,17 +418,29 @@ def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Reci
 @pytest.mark.fault(71, "S9")
 @pytest.mark.parametrize("where", ["sbatch", "salloc", "srun"])
 def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: Path, where: str) -> None:
-    text = "-x --wrap=y  \n$(touch pwned) `touch pwned`; touch pwned & 'one' \"two\": 100% # %j b\\s ünï☃ " + "long" * 75
+    text = (
+        "-x --wrap=y  \n$(touch pwned) `touch pwned`; touch pwned & 'one' \"two\": 100% # %j b\\s ünï☃ " + "long" * 75
+    )
     quoted = text.replace("'", "\\'")
-    words = ("task._target_=points.Keeps", f"+task.folder={tmp_path}", f"+task.text='{quoted}'", "launcher.job_name=" + "n" * 300)
+    words = (
+        "task._target_=points.Keeps",
+        f"+task.folder={tmp_path}",
+        f"+task.text='{quoted}'",
+        "launcher.job_name=" + "n" * 300,
+    )
     if where == "sbatch":
         done = recipe(*WAIT, *TWO_BY_TWO, *words)
     else:
         done = typed(
-            recipe, TWO_HOSTS if where == "salloc" else FOUR_TASKS, *words, *(("trainer.gpus=2",) if where == "salloc" else ())
+            recipe,
+            TWO_HOSTS if where == "salloc" else FOUR_TASKS,
+            *words,
+            *(("trainer.gpus=2",) if where == "salloc" else ()),
         )
     assert done.code == 0, done.err
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.text")} == {f"{rank}.text": text for rank in range(4)}
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.text")} == {
+        f"{rank}.text": text for rank in range(4)
+    }
     assert not [*recipe.ddpexp.folder.rglob("pwned"), *tmp_path.rglob("pwned"), *Path.cwd().glob("pwned")]
     if where == "sbatch":
         assert f"JobName={'n' * 300} " in ask("scontrol", "show", "job", "-o", job_of(done))
@@ -451,7 +476,9 @@ def begun(folder: Path, size: int) -> bool:
     return len(list(folder.glob("train*"))) == size
 
 
-def test_a_running_job_listens_on_its_hosts_own_addresses_alone_and_scancel_leaves_nothing(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_running_job_listens_on_its_hosts_own_addresses_alone_and_scancel_leaves_nothing(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
     wait_for(lambda: begun(tmp_path, 4))
     found = listening()
@@ -473,8 +500,12 @@ def listening() -> set[str]:
         try:
             if not (proc / "comm").read_text().startswith("python"):
                 continue
-            inodes = {os.readlink(link)[8:-1] for link in (proc / "fd").iterdir() if os.readlink(link).startswith("socket:[")}
-            lines = [line.split() for name in ("tcp", "tcp6") for line in (proc / "net" / name).read_text().splitlines()[1:]]
+            inodes = {
+                os.readlink(link)[8:-1] for link in (proc / "fd").iterdir() if os.readlink(link).startswith("socket:[")
+            }
+            lines = [
+                line.split() for name in ("tcp", "tcp6") for line in (proc / "net" / name).read_text().splitlines()[1:]
+            ]
         except OSError:
             continue  # it has ended meanwhile
         for line in lines:
@@ -532,7 +563,9 @@ def test_an_allocation_of_two_hosts_runs_a_step_on_both(recipe: Recipe, spawned:
 def test_the_users_own_batch_script_is_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     words, run = recipe.words("launcher=slurm", "trainer.threads=1", "trainer.gpus=1")
     script = recipe.ddpexp.folder / "own.sbatch"
-    script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *words])}\n")
+    script.write_text(
+        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *words])}\n"
+    )
     log = recipe.ddpexp.folder / "own.log"
     done = subprocess.run(
         ["sbatch", "--parsable", f"--output={log}", str(script)],
@@ -574,7 +607,14 @@ def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None
     done = typed(recipe, TWO_HOSTS, "launcher.dry_run=true", "launcher.cpus_per_task=2", "trainer.gpus=3")
     assert (done.code, done.err) == (0, "")
     words = shlex.split(done.out)
-    options = ["--disable-status", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=6"]
+    options = [
+        "--disable-status",
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--kill-on-bad-exit=1",
+        "--cpus-per-task=6",
+    ]
     assert words[:7] == ["srun", *options]
     assert words[7:-1] == [sys.executable, "-m", "ddpexp", "member"]
     assert not done.run.exists()
@@ -586,7 +626,9 @@ def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None
     [(("--ntasks-per-node=2", "--gpus-per-task=2"), "0,1,2,3"), (("--gpus-per-node=3",), "0,1,2"), ((), "none")],
     ids=["per-task", "per-node", "none"],
 )
-def test_the_step_sees_all_gpus_of_an_allocation(recipe: Recipe, tmp_path: Path, options: tuple[str, ...], shown: str) -> None:
+def test_the_step_sees_all_gpus_of_an_allocation(
+    recipe: Recipe, tmp_path: Path, options: tuple[str, ...], shown: str
+) -> None:
     task = ("task._target_=points.Shows", f"+task.folder={tmp_path}")
     done = typed(recipe, [*TWO_HOSTS, *options], *task, "trainer.gpus=1", "trainer.device=cpu")
     assert (done.code, done.err) == (0, "")
@@ -689,7 +731,9 @@ def test_what_is_typed_in_a_pty_shell_is_inside_an_allocation(recipe: Recipe, sp
 
 
 def test_a_wrapped_task_of_a_step_from_a_pty_shell_is_a_task(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
-    done = in_pty(recipe, ["-N1", "-c2"], lambda line: f"srun -Q --overlap -n2 bash -c {shlex.quote(line + '; exit $?')}")
+    done = in_pty(
+        recipe, ["-N1", "-c2"], lambda line: f"srun -Q --overlap -n2 bash -c {shlex.quote(line + '; exit $?')}"
+    )
     assert done.code == 0, done.out
     assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
 
@@ -765,7 +809,10 @@ def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: P
     ask("scancel", "--signal=USR2", job_id)
     assert state_of(job_id) == ("FAILED", "140:0")
     text = (done.run / f"slurm-{job_id}.log").read_text()
-    assert f"ddpexp: job {job_id} is not requeued: it has saved no step since it started, and would do the same again" in text
+    assert (
+        f"ddpexp: job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
+        in text
+    )
     assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
 
 
@@ -813,7 +860,13 @@ def test_the_users_own_srun_goes_on_in_the_directory_that_it_had(recipe: Recipe,
 
 @pytest.mark.slow
 def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
-    words = ("launcher.time=2", "launcher.signal_seconds=30", "trainer.gpus=2", *slow(tmp_path), "trainer.epochs=100000")
+    words = (
+        "launcher.time=2",
+        "launcher.signal_seconds=30",
+        "trainer.gpus=2",
+        *slow(tmp_path),
+        "trainer.epochs=100000",
+    )
     done = recipe("launcher=slurm", *words)
     job_id = job_of(done)
     wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)

@@ -1,4 +1,7 @@
-"""Many jobs as one job array of Slurm: the script, what is cut and refused, and real arrays on a cluster of two hosts."""
+"""Many jobs as one job array of Slurm.
+
+The script, what is cut and refused, and real arrays on a cluster of two hosts.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,13 @@ class Sweep:
         self.recipe, self.folder = recipe, folder
 
     def start(self, *jobs: Sequence[str], common: Sequence[str] = (), **variables: str) -> subprocess.Popen[str]:
-        first = ["--config-dir", str(self.recipe.folder / "conf"), "recipe=points", "launcher=slurm", "trainer.threads=1"]
+        first = [
+            "--config-dir",
+            str(self.recipe.folder / "conf"),
+            "recipe=points",
+            "launcher=slurm",
+            "trainer.threads=1",
+        ]
         words = json.dumps([[*first, *common, *own] for own in jobs])
         return subprocess.Popen(
             [sys.executable, "-c", DRIVER, str(self.folder), words],
@@ -143,14 +152,17 @@ def test_the_script_of_an_array_starts_a_member_in_each_run_directory(monkeypatc
         "ddpexp_run=${ddpexp_runs[SLURM_ARRAY_TASK_ID]:?has no such task}\n"
         'exec >>"$ddpexp_run/slurm-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID.log" 2>&1\n'
         "module load cuda\n"
-        "exec srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 python3 -m ddpexp member \"$ddpexp_run\"\n"
+        "exec srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1 python3 -m ddpexp member "
+        "\"$ddpexp_run\"\n"
     )  # fmt: skip
 
 
 def test_the_number_of_jobs_at_once_is_said_to_slurm_and_to_nobody_else() -> None:
     assert "#SBATCH --array=0-0%3\n" in script(Slurm(array_parallelism=3), "/sweep/0000")
     assert "%3" not in Slurm(array_parallelism=3).script(job(), 1, Path("/run"))
-    with pytest.raises(RefusedError, match=r"^launcher\.array_parallelism=0 lets no job run: use 1 or more, or null\.$"):
+    with pytest.raises(
+        RefusedError, match=r"^launcher\.array_parallelism=0 lets no job run: use 1 or more, or null\.$"
+    ):
         Slurm(array_parallelism=0).kind(job(), 1, Path("/sweep"))
 
 
@@ -171,7 +183,9 @@ def test_bash_hands_a_hostile_run_directory_to_srun_unchanged(tmp_path: Path, na
     program.chmod(0o755)
     text = script(Slurm(), "/elsewhere", str(run))
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert (run / "slurm-7_1.log").read_text() == f"[{run}]"
     assert not list(tmp_path.rglob("pwned"))
@@ -186,7 +200,11 @@ def test_jobs_that_sbatch_is_told_the_same_of_share_arrays_of_a_size_that_slurm_
     one, other = Kind((), (), "srun", None), Kind(("#SBATCH --time=5",), (), "srun", None)
     jobs = [job() for _ in range(5)]
     found = cut(by_kind([one, other, one, one, one], jobs), 3)
-    assert [(kind, [number for number, _ in part]) for kind, part in found] == [(one, [0, 2, 3]), (one, [4]), (other, [1])]
+    assert [(kind, [number for number, _ in part]) for kind, part in found] == [
+        (one, [0, 2, 3]),
+        (one, [4]),
+        (other, [1]),
+    ]
     assert [job for _, job in found[0][1]] == [jobs[0], jobs[2], jobs[3]]
     # Run directories are no difference, what is typed for the job's size or time is.
     launchers = [Slurm(), Slurm(), Slurm(time=5)]
@@ -208,7 +226,9 @@ def test_slurm_is_a_launcher_that_submits() -> None:
         ({"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "3"}, "5_3", "5_3"),
     ],
 )
-def test_a_task_of_an_array_is_called_by_its_place_in_it(environ: dict[str, str], name: str | None, exact: str | None) -> None:
+def test_a_task_of_an_array_is_called_by_its_place_in_it(
+    environ: dict[str, str], name: str | None, exact: str | None
+) -> None:
     assert (own_id(environ), exact_id(environ)) == (name, exact)
 
 
@@ -241,7 +261,9 @@ class Directory(Job):
         try:
             self.run.mkdir()
         except FileExistsError:
-            raise (FinishedError if (self.run / "done").exists() else RefusedError)(f"{self.run.name} is there.") from None
+            raise (FinishedError if (self.run / "done").exists() else RefusedError)(
+                f"{self.run.name} is there."
+            ) from None
         return self.run
 
     def note(self, status: str, **facts: Any) -> None:
@@ -273,17 +295,24 @@ def test_what_is_too_large_for_an_array_is_cut_and_said(
     config = "echo 'MaxArraySize            = 5'; echo 'SchedulerParameters     = bf_interval=1,max_array_tasks=3'"
     refuses = 'if [ $n = 3 ]; then echo "sbatch: error: No more." >&2; exit 1; fi'
     monkeypatch.setenv(
-        "PATH", programs(tmp_path / "bin", scontrol=config, sbatch=f'{COUNTS}; {refuses}; echo "$n$SBATCH_ARRAY_INX;cluster"')
+        "PATH",
+        programs(tmp_path / "bin", scontrol=config, sbatch=f'{COUNTS}; {refuses}; echo "$n$SBATCH_ARRAY_INX;cluster"'),
     )
     monkeypatch.setenv("SBATCH_ARRAY_INX", "0-99")
     assert array_size() == 3
     jobs = [Directory(tmp_path / f"{number}") for number in range(8)]
     jobs_of = by_kind([Slurm(array_parallelism=2).kind(job(), 1, tmp_path)] * 8, jobs)
     ids: dict[int, str] = {}
-    with pytest.raises(RefusedError, match=r"^sbatch did not take the job: sbatch: error: No more\. \(.*/array-2\.sbatch\)$"):
+    with pytest.raises(
+        RefusedError, match=r"^sbatch did not take the job: sbatch: error: No more\. \(.*/array-2\.sbatch\)$"
+    ):
         submit(jobs_of, tmp_path, ids.__setitem__)
     assert list(ids.values()) == ["1_0", "1_1", "1_2", "2_0", "2_1", "2_2"]
-    assert [json.loads((job.run / "result.json").read_text()).get("job_id") for job in jobs] == [*ids.values(), None, None]
+    assert [json.loads((job.run / "result.json").read_text()).get("job_id") for job in jobs] == [
+        *ids.values(),
+        None,
+        None,
+    ]
     assert [bool(job.ended) for job in jobs] == [False] * 6 + [True] * 2
     assert sum(job.prepared for job in jobs) == 1
     out, err = capfd.readouterr()
@@ -388,7 +417,10 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
         assert (sweep.result(number)["status"], sweep.result(number)["weights_sha256"]) == ("done", expected)
         assert "done    eval/loss" in (sweep.folder / f"{number:04d}/slurm-{ids[number]}.log").read_text()
     runs = [sweep.folder / f"{number:04d}" for number in range(4)]
-    assert {host for run in runs for host in json.loads((run / "manifest.json").read_text())["hosts"]} == {"node0", "node1"}
+    assert {host for run in runs for host in json.loads((run / "manifest.json").read_text())["hosts"]} == {
+        "node0",
+        "node1",
+    }
     assert (sweep.folder / "logs/slurm.log").read_text() == ""  # Slurm's patterns do not work beside a backslash
     assert not [*tmp_path.rglob("pwned"), *recipe.ddpexp.folder.rglob("pwned")]
     assert states(ids) == dict.fromkeys(ids, "COMPLETED")
@@ -396,7 +428,9 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
 
 @pytest.mark.slurm
 def test_jobs_of_one_node_and_of_two_go_into_two_arrays_and_end_the_same(sweep: Sweep) -> None:
-    done = sweep(["trainer.nodes=2", "trainer.gpus=1"], ["trainer.nodes=1", "trainer.gpus=2"], common=["launcher.wait=true"])
+    done = sweep(
+        ["trainer.nodes=2", "trainer.gpus=1"], ["trainer.nodes=1", "trainer.gpus=2"], common=["launcher.wait=true"]
+    )
     assert (done.code, done.err) == (0, "")
     ids = said(done, "id")
     assert [task.partition("_")[2] for task in ids.values()] == ["0", "0"]
@@ -461,7 +495,9 @@ def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(sweep: S
         assert (f"ddpexp: job {job_id} is requeued\n" in text) == (number == 1)
         assert (sweep.result(number)["status"], steps(run)) == ("done", list(range(1, 161)))
         refused = (run / f"slurm-{again}_{number}.log").read_text()
-        assert f"ddpexp: job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.\n" in refused
+        assert (
+            f"ddpexp: job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.\n" in refused
+        )
 
 
 @pytest.mark.slurm
@@ -476,16 +512,25 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     told, refused = done.err.splitlines()
     assert told == f"ddpexp: 2 of 3 jobs are submitted and go on; end them with scancel {array}"
     script = re.escape(str(sweep.folder / "array-1.sbatch"))
-    assert re.fullmatch(rf"ddpexp: sbatch did not take the job: .*invalid partition specified: nosuch.* \({script}\)", refused)
-    assert [sweep.result(number) for number in range(2)] == [{"status": "submitted", "job_id": job_id} for job_id in ids]
+    assert re.fullmatch(
+        rf"ddpexp: sbatch did not take the job: .*invalid partition specified: nosuch.* \({script}\)", refused
+    )
+    assert [sweep.result(number) for number in range(2)] == [
+        {"status": "submitted", "job_id": job_id} for job_id in ids
+    ]
     assert sweep.result(2)["status"] == "failed"
     assert states(ids) == dict.fromkeys(ids, "PENDING")
     assert is_over(ids[1]) is False
     again = sweep(*words[:2])
     assert (again.code, said(again, "id")) == (2, {})
-    assert f"was submitted as job {array}_0, which is in the queue: wait for it, or scancel {array}_0 first." in again.err
+    assert (
+        f"was submitted as job {array}_0, which is in the queue: wait for it, or scancel {array}_0 first." in again.err
+    )
     ask("scancel", f"{array}_0")
-    assert states(ids) == {ids[0]: "FORGOTTEN", ids[1]: "PENDING"}  # Slurm keeps no record of a task that it never made a job of
+    assert states(ids) == {
+        ids[0]: "FORGOTTEN",
+        ids[1]: "PENDING",
+    }  # Slurm keeps no record of a task that it never made a job of
     ask("scancel", array)
     ends: list[tuple[int, str, int]] = []
     follow([*ids, "99999999"], lambda *end: ends.append(end))

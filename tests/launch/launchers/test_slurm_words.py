@@ -54,8 +54,12 @@ PTY = {**TASK, "SLURM_PTY_PORT": "40000"}
         (PTY, 101, (), "step"),
     ],
     ids=[
-        "none", "a cluster alone", "salloc", "batch script", "batch script of newer versions", "interactive step", "task",
-        "wrapped task", "srun --pty python", "typed in a shell of srun --pty", "the same, without a terminal of its own",
+        "none", "a cluster alone", "salloc", "batch script", "batch script of newer versions", "interactive step",
+        "task",
+        "wrapped task", "srun --pty python", "typed in a shell of srun --pty", (
+            "the same, without a terminal of its "
+            "own"
+        ),
         "typed in a terminal that a task opened", "task of srun in a shell of srun --pty", "wrapped task of that",
     ],
 )  # fmt: skip
@@ -213,7 +217,8 @@ def test_a_job_is_told_before_its_end_so_that_it_may_go_on_later() -> None:
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("90", 5400), (90, 5400), ("1:30", 90), ("1:02:03", 3723), ("2-3", 183600), ("2-3:04", 183840), ("2-3:04:05", 183845),
+        ("90", 5400), (90, 5400), ("1:30", 90), ("1:02:03", 3723), ("2-3", 183600), ("2-3:04", 183840), ("2-3:04:05",
+            183845),
         ("0", None), (None, None), ("infinite", None), ("1:2:3:4", None),
     ],
 )  # fmt: skip
@@ -241,7 +246,9 @@ def test_a_time_that_leaves_none_to_train_is_refused(launcher: Slurm, sentence: 
 
 
 def test_the_container_and_its_python_are_passed_to_srun() -> None:
-    launcher = Slurm(container_image="a image.sqsh", container_mounts="/data:/data", python="python3", srun_args=("--mpi=none",))
+    launcher = Slurm(
+        container_image="a image.sqsh", container_mounts="/data:/data", python="python3", srun_args=("--mpi=none",)
+    )
     assert launcher.srun(job(), 1, Path("/runs/one"))[-8:] == [
         "--container-image=a image.sqsh", "--container-mounts=/data:/data", "--mpi=none",
         "python3", "-m", "ddpexp", "member", "/runs/one",
@@ -285,7 +292,11 @@ def test_a_signal_while_sbatch_runs_does_not_lose_the_job(ddpexp: Ddpexp, tmp_pa
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     done = recipe("launcher=slurm", environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert (done.code, done.out, done.err) == (128 + signal.SIGTERM, "", "ddpexp: job 12 goes on; end it with scancel 12\n")
+    assert (done.code, done.out, done.err) == (
+        128 + signal.SIGTERM,
+        "",
+        "ddpexp: job 12 goes on; end it with scancel 12\n",
+    )
     found = done.result()
     assert (found["status"], found["job_id"]) == ("submitted", "12")
 

@@ -1,4 +1,7 @@
-"""launcher=torchrun-env under real torchrun and in shells: what is refused, what is shown, what is started again, what is left."""
+"""launcher=torchrun-env under real torchrun and in shells.
+
+What is refused, what is shown, what is started again, what is left.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,9 @@ def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> No
     done = finish(process, run)
     assert done.code == 1
     summary = done.err[done.err.index("ChildFailedError") :]
-    cause = f"rank 1 on {os.uname().nodename}: " + ("ValueError: a bad sample" if how == "raise" else "SIGKILL: killed by SIGKILL")
+    cause = f"rank 1 on {os.uname().nodename}: " + (
+        "ValueError: a bad sample" if how == "raise" else "SIGKILL: killed by SIGKILL"
+    )
     assert "<N/A>" not in summary
     assert cause in summary[summary.index("Root Cause") :]
     assert done.err.count("ddpexp: rank 1 on") == 1  # said once, by rank zero's command
@@ -95,14 +100,21 @@ def test_a_restart_goes_on_in_the_same_run_directory(recipe: Recipe, how: str) -
     assert done.result()["status"] == "done"
     assert json.loads((run / "error-1.json").read_text())["rank"] == 1
     assert not (run / "error.json").exists()
-    assert [(one["step"], "eval/loss" in one) for one in done.metrics()] == [(4, False), (4, True), (8, False), (8, True)]
+    assert [(one["step"], "eval/loss" in one) for one in done.metrics()] == [
+        (4, False),
+        (4, True),
+        (8, False),
+        (8, True),
+    ]
     assert len(list((run / "tb").glob("events.*"))) == 1
     assert "ddpexp: going on in" in done.err
     assert done.out.count("step 8/8  epoch  2.00  loss") == 1  # the first attempt's lines are not shown again
 
 
 def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path) -> None:
-    typed, _ = recipe.words("trainer.threads=1", "launcher=torchrun-env", "task._target_=points.Breaks", "+task.how=raise")
+    typed, _ = recipe.words(
+        "trainer.threads=1", "launcher=torchrun-env", "task._target_=points.Breaks", "+task.how=raise"
+    )
     words = [word for word in typed if not word.startswith("run.dir=")]
     program = [
         sys.executable,
@@ -115,7 +127,9 @@ def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path)
         "ddpexp",
     ]
     environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*program, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [*program, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "outputs/points").iterdir()
     assert json.loads((run / "result.json").read_text())["status"] == "done"
@@ -136,7 +150,10 @@ def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe)
     first, second = shells(recipe, ["trainer.seed=0"], ["trainer.seed=1"])
     assert (first.code, second.code) == (2, 2)
     host = os.uname().nodename
-    expected = f"ddpexp: trainer.seed is 0 on rank 0 ({host}) and 1 on rank 1 ({host}): start all of them with the same words.\n"
+    expected = (
+        f"ddpexp: trainer.seed is 0 on rank 0 ({host}) and 1 on rank 1 ({host}): start all of them with the "
+        "same words.\n"
+    )
     assert (first.err, second.err) == (expected, "")
     assert not first.run.exists()
 
@@ -150,7 +167,10 @@ def test_a_rank_that_does_not_come_is_named(recipe: Recipe) -> None:
 
 
 def test_shells_without_local_ranks_learn_them(recipe: Recipe) -> None:
-    code = "import json; print('place', json.dumps({k: os.environ[k] for k in ('LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'GROUP_RANK')}))"
+    code = (
+        "import json; print('place', json.dumps({k: os.environ[k] for k in ('LOCAL_RANK', 'LOCAL_WORLD_SIZE', "
+        "'GROUP_RANK')}))"
+    )
     (recipe.folder / "points.py").write_text(
         (recipe.folder / "points.py").read_text() + f"\nif 'DDPEXP_CONTROL_FD' in os.environ:\n    {code}\n"
     )
@@ -176,7 +196,9 @@ def test_nothing_outlives_torchrun(recipe: Recipe, number: signal.Signals) -> No
 
 
 def test_a_killed_rank_command_is_the_cause(recipe: Recipe) -> None:
-    process, run = start(recipe, "task._target_=points.Sleeps", "trainer.epochs=50000", torchrun=("--nproc-per-node=3",))
+    process, run = start(
+        recipe, "task._target_=points.Sleeps", "trainer.epochs=50000", torchrun=("--nproc-per-node=3",)
+    )
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     victim = next(pid for pid in ddpexp_processes() if command(pid, "RANK") == "2" and parent(pid) == process.pid)
     os.kill(victim, signal.SIGKILL)
@@ -206,8 +228,12 @@ def test_evaluate_runs_under_torchrun_too(recipe: Recipe) -> None:
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "ddpexp"]
     words = ["evaluate", str(run), "--config-dir", str(recipe.folder / "conf"), "launcher=torchrun-env"]
     environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*program, *words], cwd=recipe.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [*program, *words], cwd=recipe.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     metrics = json.loads((run / "result.json").read_text())["metrics"]
     found = dict(re.findall(r"(eval/\w+) ([\d.]+)", done.stdout))
-    assert {name: pytest.approx(value, rel=1e-5) for name, value in metrics.items()} == {k: float(v) for k, v in found.items()}
+    assert {name: pytest.approx(value, rel=1e-5) for name, value in metrics.items()} == {
+        k: float(v) for k, v in found.items()
+    }

@@ -1,4 +1,7 @@
-"""Where a command stands: read from what torchrun, srun and mpirun leave in the environment; contradictions are named."""
+"""Where a command stands: read from what torchrun, srun and mpirun leave in the environment.
+
+Contradictions are named.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,10 @@ from tests.conftest import ANY, SMALL, Ddpexp
 
 # As the programs leave them in the second of their processes, on the second of two hosts where there are two.
 TORCHRUN = {
-    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
-    "ROLE_NAME": "default", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "46425",
+    "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_NAME": "default", "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "4", "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "46425",
     "TORCHELASTIC_RUN_ID": "c5bef3e5", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RESTART_COUNT": "0",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
@@ -29,7 +34,8 @@ SRUN = {
 }  # fmt: skip
 STEP = "slurm:big:7.0"
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_NAMESPACE": "165085185", "PMIX_RANK": "1",
     "OMPI_MCA_orte_hnp_uri": "165085184.0;tcp://192.0.2.2:53261",
 }  # fmt: skip
@@ -51,8 +57,16 @@ def mpi(asked: WorkerRequest, environ: Mapping[str, str]) -> LaunchEnvironment:
             LaunchEnvironment(3, 4, True, 1, 4, 1, "torchrun", OURS),
         ),
         (of_torchrun, BY_HAND, LaunchEnvironment(1, 2, True, None, None, None, "the environment")),
-        (of_torchrun, {**BY_HAND, "LOCAL_RANK": "0"}, LaunchEnvironment(1, 2, True, None, None, None, "the environment")),
-        (of_torchrun, {**BY_HAND, "LOCAL_WORLD_SIZE": "2"}, LaunchEnvironment(1, 2, True, None, 2, 1, "the environment")),
+        (
+            of_torchrun,
+            {**BY_HAND, "LOCAL_RANK": "0"},
+            LaunchEnvironment(1, 2, True, None, None, None, "the environment"),
+        ),
+        (
+            of_torchrun,
+            {**BY_HAND, "LOCAL_WORLD_SIZE": "2"},
+            LaunchEnvironment(1, 2, True, None, 2, 1, "the environment"),
+        ),
         (of_slurm_task, SRUN, LaunchEnvironment(2, 3, True, 0, 1, 2, "srun", STEP, False)),
         (
             of_slurm_task,
@@ -64,7 +78,11 @@ def mpi(asked: WorkerRequest, environ: Mapping[str, str]) -> LaunchEnvironment:
             {**SRUN, "SLURM_STEP_TASKS_PER_NODE": ""},
             LaunchEnvironment(2, 3, True, None, None, 2, "srun", STEP, False),
         ),
-        (of_slurm_task, {**SRUN, "SLURM_RESTART_COUNT": "1"}, LaunchEnvironment(2, 3, True, 0, 1, 2, "srun", STEP, True)),
+        (
+            of_slurm_task,
+            {**SRUN, "SLURM_RESTART_COUNT": "1"},
+            LaunchEnvironment(2, 3, True, 0, 1, 2, "srun", STEP, True),
+        ),
         (mpi, OPEN_MPI, LaunchEnvironment(1, 2, True, 1, 2, 1, "mpirun", OURS)),
         (mpi, {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"}, LaunchEnvironment(1, 4, True, 1, 2, None, "mpirun", OURS)),
         (mpi, MPICH, LaunchEnvironment(1, 2, True, 1, 2, 1, "mpirun", OURS)),
@@ -72,7 +90,9 @@ def mpi(asked: WorkerRequest, environ: Mapping[str, str]) -> LaunchEnvironment:
     ],
 )
 def test_the_place_is_what_the_starter_says(
-    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], place: LaunchEnvironment
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment],
+    environ: dict[str, str],
+    place: LaunchEnvironment,
 ) -> None:
     assert read(ANY, environ) == place
 
@@ -93,7 +113,9 @@ def test_the_ranks_of_one_mpirun_have_one_key_and_those_of_another_one_another()
 
 NEEDS = "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them."
 BY_SRUN = "srun gives it to every task; start the command with srun, in an environment that keeps Slurm's variables."
-BY_MPIRUN = "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables."
+BY_MPIRUN = (
+    "mpirun gives it to every process; start the command with mpirun, in an environment that keeps its variables."
+)
 
 
 @pytest.mark.fault(27)
@@ -141,7 +163,10 @@ def test_a_missing_variable_of_mpirun_is_named(environ: dict[str, str], name: st
 )
 @pytest.mark.parametrize("value", ["two", "1.0", "0x1", "1 2"])
 def test_a_malformed_variable_is_named_with_its_value(
-    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], names: str, value: str
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment],
+    environ: dict[str, str],
+    names: str,
+    value: str,
 ) -> None:
     for name in names.split():
         with pytest.raises(RefusedError) as refused:
@@ -160,14 +185,23 @@ Reader = Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment]
 CONTRADICTIONS: list[tuple[Reader, dict[str, str], dict[str, str], str]] = [
     (of_torchrun, TORCHRUN, {"RANK": "4"}, "RANK=4, but WORLD_SIZE=4: it goes from 0 to 3."),
     (of_torchrun, TORCHRUN, {"RANK": "-1"}, "RANK=-1, but WORLD_SIZE=4: it goes from 0 to 3."),
-    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "0"}, "WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
-    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "-4"}, "WORLD_SIZE=-4 leaves no worker: it is the number of workers, 1 or more."),
+    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "0"}, (
+        "WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or "
+        "more."
+    )),
+    (of_torchrun, TORCHRUN, {"WORLD_SIZE": "-4"}, (
+        "WORLD_SIZE=-4 leaves no worker: it is the number of workers, 1 or "
+        "more."
+    )),
     (of_torchrun, TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port: use one from 1 to 65535."),
     (of_torchrun, TORCHRUN, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: use one from 1 to 65535."),
     (of_torchrun, TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2: it goes from 0 to 1."),
     (of_torchrun, BY_HAND, {"LOCAL_WORLD_SIZE": "0"},
      "LOCAL_WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
-    (of_torchrun, TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE=5 is more than WORLD_SIZE=4: the variables contradict."),
+    (of_torchrun, TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, (
+        "LOCAL_WORLD_SIZE=5 is more than WORLD_SIZE=4: the variables "
+        "contradict."
+    )),
     (of_torchrun, TORCHRUN, {"GROUP_WORLD_SIZE": "0"},
      "GROUP_WORLD_SIZE=0 leaves no machine: it is the number of machines, 1 or more."),
     (of_slurm_task, SRUN, {"SLURM_PROCID": "3"}, "SLURM_PROCID=3, but SLURM_STEP_NUM_TASKS=3: it goes from 0 to 2."),
@@ -175,10 +209,16 @@ CONTRADICTIONS: list[tuple[Reader, dict[str, str], dict[str, str], str]] = [
      "SLURM_NODEID=2, but the number of nodes in SLURM_STEP_TASKS_PER_NODE=2: it goes from 0 to 1."),
     (of_slurm_task, SRUN, {"SLURM_NODEID": "-1"},
      "SLURM_NODEID=-1, but the number of nodes in SLURM_STEP_TASKS_PER_NODE=2: it goes from 0 to 1."),
-    (of_slurm_task, SRUN, {"SLURM_LOCALID": "1"}, "SLURM_LOCALID=1, but the number of tasks on this node=1: it goes from 0 to 0."),
+    (of_slurm_task, SRUN, {"SLURM_LOCALID": "1"}, (
+        "SLURM_LOCALID=1, but the number of tasks on this node=1: it goes "
+        "from 0 to 0."
+    )),
     (of_slurm_task, SRUN, {"SLURM_STEP_NUM_NODES": "0"},
      "SLURM_STEP_NUM_NODES=0 leaves no machine: it is the number of machines, 1 or more."),
-    (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, "OMPI_COMM_WORLD_RANK=2, but OMPI_COMM_WORLD_SIZE=2: it goes from 0 to 1."),
+    (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_RANK": "2"}, (
+        "OMPI_COMM_WORLD_RANK=2, but OMPI_COMM_WORLD_SIZE=2: it goes from 0 "
+        "to 1."
+    )),
     (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
      "OMPI_COMM_WORLD_LOCAL_SIZE=3 is more than OMPI_COMM_WORLD_SIZE=2: the variables contradict."),
     (mpi, MPICH, {"PMI_SIZE": "0"}, "PMI_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
@@ -220,7 +260,8 @@ def test_a_typed_number_of_workers_must_be_the_starters(
     with pytest.raises(RefusedError) as refused:
         read(WorkerRequest(gpus=8), environ)
     assert str(refused.value) == (
-        f"trainer.gpus=8, but {starter} has {workers} worker{'s' if workers > 1 else ''} on this node ({name}={workers}): "
+        f"trainer.gpus=8, but {starter} has {workers} worker{'s' if workers > 1 else ''} on this node "
+        f"({name}={workers}): "
         f"leave trainer.gpus=auto, for {starter} decides."
     )
 
@@ -230,7 +271,10 @@ def test_a_typed_number_of_workers_must_be_the_starters(
     [(of_torchrun, TORCHRUN, "torchrun", 2), (of_slurm_task, SRUN, "srun", 2), (mpi, OPEN_MPI, "mpirun", 1)],
 )
 def test_a_typed_number_of_nodes_must_be_the_starters(
-    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment], environ: dict[str, str], starter: str, nodes: int
+    read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment],
+    environ: dict[str, str],
+    starter: str,
+    nodes: int,
 ) -> None:
     read(WorkerRequest(nodes=nodes), environ)
     with pytest.raises(RefusedError) as refused:
@@ -262,7 +306,8 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
     ("words", "environ", "sentence"),
     [
         ("launcher=torchrun-env", {}, "launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: type "
-         "`torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env`, or use launcher=spawn, which needs no "
+         "`torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env`, or use launcher=spawn, which needs "
+         "no "
          "torchrun."),
         ("launcher=torchrun-env", {**BY_HAND, "MASTER_ADDR": ""}, f"MASTER_ADDR is not set: {NEEDS}"),
         ("launcher=torchrun-env", {**BY_HAND, "RANK": "2"}, "RANK=2, but WORLD_SIZE=2: it goes from 0 to 1."),

@@ -66,7 +66,13 @@ def test_a_typed_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )  # fmt: skip
 def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
-    monkeypatch: pytest.MonkeyPatch, gpus: Auto | int, device: str, backend: str, threads: Auto | int, present: int, sentence: str
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: Auto | int,
+    device: str,
+    backend: str,
+    threads: Auto | int,
+    present: int,
+    sentence: str,
 ) -> None:
     on_machine(monkeypatch, present)
     with pytest.raises(RefusedError) as caught:
@@ -74,8 +80,12 @@ def test_what_the_machine_does_not_have_is_refused_with_what_it_has(
     assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (8, 8, 1), (2, 8, 1), (1, 1, 1)])
-def test_the_cores_are_divided_among_the_workers(monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads"), [(8, 1, 8), (8, 2, 4), (8, 3, 2), (8, 8, 1), (2, 8, 1), (1, 1, 1)]
+)
+def test_the_cores_are_divided_among_the_workers(
+    monkeypatch: pytest.MonkeyPatch, cores: int, workers: int, threads: int
+) -> None:
     on_machine(monkeypatch, 0, cores)
     assert threads_per_worker(workers) == threads
     assert resolve(workers, "cpu", "auto", "auto").threads == threads
@@ -139,7 +149,9 @@ def test_cores_are_those_of_the_affinity_within_the_quota(tmp_path: Path, monkey
         ({}, None),
     ],
 )
-def test_the_quota_of_both_kinds_of_control_groups_is_read(tmp_path: Path, files: dict[str, str], cores: int | None) -> None:
+def test_the_quota_of_both_kinds_of_control_groups_is_read(
+    tmp_path: Path, files: dict[str, str], cores: int | None
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -20,7 +20,17 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.rendezvous import meeting
-from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Named, Published, Rendezvous, StoreRendezvous, by_key, join, lead
+from ddpexp.launch.rendezvous.meeting import (
+    Fixed,
+    Meeting,
+    Named,
+    Published,
+    Rendezvous,
+    StoreRendezvous,
+    by_key,
+    join,
+    lead,
+)
 from tests.conftest import PATIENCE, ROOT
 from tests.points import wait_for
 
@@ -85,7 +95,9 @@ def refusal(future: Future[Any]) -> str:
 
 @pytest.mark.variants(4)
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
-def test_the_order_of_arrival_does_not_matter(way: Rendezvous, background: ThreadPoolExecutor, order: list[int]) -> None:
+def test_the_order_of_arrival_does_not_matter(
+    way: Rendezvous, background: ThreadPoolExecutor, order: list[int]
+) -> None:
     leading: Future[Found] | None = None
     joining: dict[int, Future[Meeting]] = {}
     for index in order:
@@ -124,7 +136,9 @@ print(json.dumps(met.peers[0].receive(time.monotonic() + 600)))
 def test_other_processes_meet_a_late_leader_through_a_file(tmp_path: Path) -> None:
     way = Published(tmp_path / "meeting")
     words = [sys.executable, "-c", OTHER, str(way.path)]
-    others = [subprocess.Popen([*words, str(index)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for index in range(1, 5)]
+    others = [
+        subprocess.Popen([*words, str(index)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for index in range(1, 5)
+    ]
     time.sleep(0.5)
     found, _ = lead(way, 5, PATIENCE, "rank")
     found.send({"kind": "go"})
@@ -136,7 +150,8 @@ def test_other_processes_meet_a_late_leader_through_a_file(tmp_path: Path) -> No
 def test_fifty_come_at_once(fixed: Fixed) -> None:
     met: list[Meeting] = []
     threads = [
-        threading.Thread(target=lambda i=i: met.append(join(fixed, handshake(i, 51), PATIENCE, "rank"))) for i in range(1, 51)
+        threading.Thread(target=lambda i=i: met.append(join(fixed, handshake(i, 51), PATIENCE, "rank")))
+        for i in range(1, 51)
     ]
     for thread in threads:
         thread.start()
@@ -180,7 +195,9 @@ def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
 
 @pytest.mark.variants(2)
 @pytest.mark.fault(25)
-def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(way: Rendezvous, background: ThreadPoolExecutor) -> None:
+def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(
+    way: Rendezvous, background: ThreadPoolExecutor
+) -> None:
     leading = background.submit(lead, way, 4, 3.0, "node")
     joining = background.submit(join, way, handshake(2, 4), PATIENCE, "node")
     assert refusal(leading) == "node 1, 3 of 4 did not come within 3 s: were they started, and do they reach this host?"
@@ -190,7 +207,9 @@ def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(way: Rend
 
 
 def test_of_many_missing_ten_are_named(fixed: Fixed) -> None:
-    with pytest.raises(RefusedError, match=r"rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, \.\.\. of 100 did not come within 0\.1 s"):
+    with pytest.raises(
+        RefusedError, match=r"rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, \.\.\. of 100 did not come within 0\.1 s"
+    ):
         lead(fixed, 100, 0.1, "rank")
 
 
@@ -207,13 +226,17 @@ def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Pat
     for way, seen in ways:
         with pytest.raises(RefusedError) as refused:
             join(way, handshake(1), 0.4, "node")
-        assert str(refused.value) == (f"node 1 did not find node 0 within 0.4 s: {seen}. Was it started, and is its host reached?")
+        assert str(refused.value) == (
+            f"node 1 did not find node 0 within 0.4 s: {seen}. Was it started, and is its host reached?"
+        )
 
 
 @pytest.mark.fault(26)
 def test_a_host_that_nobody_knows_is_named(fixed: Fixed) -> None:
     for host in ("no-such-host.invalid", "a..b"):
-        with pytest.raises(RefusedError, match=f"node 1 did not find node 0 within 0.3 s: nobody answered at {host}:29500"):
+        with pytest.raises(
+            RefusedError, match=f"node 1 did not find node 0 within 0.3 s: nobody answered at {host}:29500"
+        ):
             join(Fixed(host, 29500, NAMES), handshake(1), 0.3, "node")
 
 
@@ -221,7 +244,9 @@ def test_a_host_that_nobody_knows_is_named(fixed: Fixed) -> None:
 
 
 @pytest.mark.fault(27)
-def test_two_commands_with_one_number_are_refused_with_their_hosts(way: Rendezvous, background: ThreadPoolExecutor) -> None:
+def test_two_commands_with_one_number_are_refused_with_their_hosts(
+    way: Rendezvous, background: ThreadPoolExecutor
+) -> None:
     leading = background.submit(lead, way, 3, PATIENCE, "node")
     first = join(way, handshake(1, 3), PATIENCE, "node")
     sentence = "two commands say that they are node 1, on host1 and on host9: each needs a number of its own."
@@ -250,13 +275,16 @@ def test_commands_that_count_differently_are_refused(
     way: Rendezvous, background: ThreadPoolExecutor, index: int, size: int
 ) -> None:
     leading = background.submit(lead, way, 2, PATIENCE, "node")
-    sentence = f"node {index} on host{index} counts {size} in all, node 0 counts 2: start all of them with the same number."
+    sentence = (
+        f"node {index} on host{index} counts {size} in all, node 0 counts 2: start all of them with the same number."
+    )
     with pytest.raises(RefusedError) as refused:
         join(way, handshake(index, size), PATIENCE, "node")
     assert (str(refused.value), refusal(leading)) == (sentence, sentence)
 
 
-# ------------------------------------------------------------------------------------------------- strangers at the door
+# ------------------------------------------------------------------------------------------------- strangers at the
+# door
 
 
 def is_open(port: int, host: str = LOOPBACK) -> bool:
@@ -372,7 +400,8 @@ def test_another_program_at_the_port_is_refused_soon_whether_it_speaks_or_not(
         if serving is not None:
             serving.result(PATIENCE)
     assert str(refused.value) == (
-        f"rank 1 did not find rank 0: another program answers at 127.0.0.1:{fixed.port}. Choose another launcher.master_port, the "
+        f"rank 1 did not find rank 0: another program answers at 127.0.0.1:{fixed.port}. Choose another "
+        "launcher.master_port, the "
         f"same for all, or end that program."
     )
 
@@ -424,7 +453,8 @@ def test_a_port_that_answers_itself_is_not_taken_for_the_leader(fixed: Fixed, mo
     fixed.listen()[0].close()  # the port is free
 
 
-# ------------------------------------------------------------------------------------------------------- a written place
+# ------------------------------------------------------------------------------------------------------- a written
+# place
 
 
 def test_the_file_is_private_and_gone_after_the_meeting(tmp_path: Path, background: ThreadPoolExecutor) -> None:
@@ -446,7 +476,8 @@ def test_the_file_is_gone_after_a_meeting_that_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "stale", ["dead port", "silent listener", "closing listener", "garbage", "other json", "empty", "a pipe", "a folder"]
+    "stale",
+    ["dead port", "silent listener", "closing listener", "garbage", "other json", "empty", "a pipe", "a folder"],
 )
 def test_what_was_left_in_the_files_place_is_survived(
     tmp_path: Path, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, stale: str
@@ -635,7 +666,8 @@ def test_an_address_of_another_host_is_refused(host: str) -> None:
     with pytest.raises(RefusedError) as refused:
         lead(Fixed(host, free_port(), NAMES), 2, 5, "node")
     assert str(refused.value) == (
-        f"launcher.master_addr={host} is not an address of {socket.gethostname()}, where rank zero runs: name this host."
+        f"launcher.master_addr={host} is not an address of {socket.gethostname()}, where rank zero runs: name this "
+        "host."
     )
 
 
@@ -650,25 +682,35 @@ def test_a_name_of_no_host_is_refused(host: str) -> None:
 def test_an_address_of_all_interfaces_is_refused(host: str) -> None:
     with pytest.raises(RefusedError) as refused:
         lead(Fixed(host, free_port(), NAMES), 2, 5, "node")
-    assert str(refused.value) == f"launcher.master_addr={host} is no address that the others could reach: name this host."
+    assert (
+        str(refused.value) == f"launcher.master_addr={host} is no address that the others could reach: name this host."
+    )
 
 
 @pytest.mark.fault(26)
 def test_a_name_that_stands_for_loopback_alone_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     # Debian gives a host's own name to 127.0.1.1: a fake of its /etc/hosts.
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))])
-    with pytest.raises(RefusedError, match=r"Here launcher\.master_addr=box stands for 127\.0\.1\.1, which only this host reaches"):
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_: [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
+    )
+    with pytest.raises(
+        RefusedError, match=r"Here launcher\.master_addr=box stands for 127\.0\.1\.1, which only this host reaches"
+    ):
         lead(Fixed("box", free_port(), NAMES), 2, 0.1, "node")
 
 
 @pytest.mark.fault(28)
-def test_a_connection_that_the_network_cuts_is_known_to_be_gone_in_seconds(fixed: Fixed, background: ThreadPoolExecutor) -> None:
+def test_a_connection_that_the_network_cuts_is_known_to_be_gone_in_seconds(
+    fixed: Fixed, background: ThreadPoolExecutor
+) -> None:
     leading = background.submit(lead, fixed, 2, PATIENCE, "node")
     other = join(fixed, handshake(1), PATIENCE, "node")
     found, _ = leading.result(PATIENCE)
     for channel in (found.peers[0].channel, other.peers[0].channel):
         assert channel.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        idle, every, times, unanswered = (channel.getsockopt(socket.IPPROTO_TCP, option) for option in meeting._KEEPALIVE)
+        idle, every, times, unanswered = (
+            channel.getsockopt(socket.IPPROTO_TCP, option) for option in meeting._KEEPALIVE
+        )
         assert idle + every * times <= 10
         assert 0 < unanswered <= 10_000
     end([found, other])

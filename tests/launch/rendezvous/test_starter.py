@@ -1,4 +1,7 @@
-"""What a starter leaves to its commands, while it lives and when it has been killed: real sockets and real processes."""
+"""What a starter leaves to its commands, while it lives and when it has been killed.
+
+Real sockets and real processes.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,9 @@ def ranks(failures: list[Failure]) -> list[int]:
     ],
     ids=lambda value: f"{value.kind}: {value.message}"[:40] if isinstance(value, Failure) else str(value),
 )
-def test_deaths_come_before_own_errors_before_broken_connections_before_ends_of_ours(found: Failure, expected: int) -> None:
+def test_deaths_come_before_own_errors_before_broken_connections_before_ends_of_ours(
+    found: Failure, expected: int
+) -> None:
     assert weight(found) == expected
 
 

@@ -30,8 +30,10 @@ LAYOUT = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
 def handshake(index: int, host: str = "a", workers: int = 1, **more: Any) -> dict[str, Any]:
     """What a command says of itself."""
     return {
-        "index": index, "host": host, "boot": f"boot of {host}", "versions": {"ddpexp": "1.0", "torch": "2.13.0", "Python": "3.11"},
-        "identity": {}, "layout": asdict(LAYOUT), "workers": workers, "told": False, "local_rank": None, "local_world_size": None,
+        "index": index, "host": host, "boot": f"boot of {host}", "versions": {"ddpexp": "1.0", "torch": "2.13.0",
+            "Python": "3.11"},
+        "identity": {}, "layout": asdict(LAYOUT), "workers": workers, "told": False, "local_rank": None,
+        "local_world_size": None,
         "cores": list(range(8)), "quota": None, "gpus": [], "owner": None, **more,
     }  # fmt: skip
 
@@ -42,7 +44,13 @@ def rank(index: int, host: str = "a", local_rank: int | None = None, **more: Any
 
 def places(assignments: Sequence[RankAssignment]) -> list[tuple[int, int, int, int, int]]:
     return [
-        (assignment.first_rank, assignment.workers, assignment.local_rank, assignment.local_world_size, assignment.node_rank)
+        (
+            assignment.first_rank,
+            assignment.workers,
+            assignment.local_rank,
+            assignment.local_world_size,
+            assignment.node_rank,
+        )
         for assignment in assignments
     ]
 
@@ -129,11 +137,16 @@ def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str
         (with_gpus("A B", workers=2, told=False), True),
     ],
 )
-def test_commands_that_see_their_own_gpus_count_them_from_the_first(handshakes: list[dict[str, Any]], own: bool) -> None:
+def test_commands_that_see_their_own_gpus_count_them_from_the_first(
+    handshakes: list[dict[str, Any]], own: bool
+) -> None:
     layout, assignments = settle(handshakes, "auto", "rank")
     assert [assignment.own_gpus for assignment in assignments] == [own] * len(handshakes)
     for assignment in assignments:
-        found = [environment(layout, assignment, number, ("127.0.0.1", 1), "127.0.0.1") for number in range(assignment.workers)]
+        found = [
+            environment(layout, assignment, number, ("127.0.0.1", 1), "127.0.0.1")
+            for number in range(assignment.workers)
+        ]
         assert [one.get("DDPEXP_GPU") for one in found] == (
             [str(n) for n in range(assignment.workers)] if own else [None] * assignment.workers
         )
@@ -162,11 +175,18 @@ def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -
     one = {"trainer": {"seed": 0, "gpus": 2}, "run": {"trust": ["a"]}}
     with pytest.raises(RefusedError) as refused:
         settle(
-            [handshake(0, identity=one), handshake(1, identity=one), handshake(2, "b", identity={**one, "run": {"trust": []}})],
+            [
+                handshake(0, identity=one),
+                handshake(1, identity=one),
+                handshake(2, "b", identity={**one, "run": {"trust": []}}),
+            ],
             1,
             "node",
         )
-    assert str(refused.value) == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same words."
+    assert (
+        str(refused.value)
+        == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same words."
+    )
 
 
 @pytest.mark.fault(33)
@@ -218,7 +238,9 @@ def test_devices_that_differ_are_refused(name: str, value: str) -> None:
         (1, 2, ("", 1, 2)),
     ],
 )
-def test_the_first_difference_of_two_trees_is_found(one: Any, other: Any, difference: tuple[str, Any, Any] | None) -> None:
+def test_the_first_difference_of_two_trees_is_found(
+    one: Any, other: Any, difference: tuple[str, Any, Any] | None
+) -> None:
     assert first_difference(one, other) == difference
 
 
@@ -228,7 +250,8 @@ def test_the_first_difference_of_two_trees_is_found(one: Any, other: Any, differ
 def test_a_worker_is_told_its_place() -> None:
     layout = Layout(nodes=2, world_size=5, device="cpu", backend="gloo", threads=1)
     assert environment(layout, RankAssignment(2, 3, 1, 4, 1, False, True), 2, ("127.0.0.1", 4711), "127.0.0.1") == {
-        "RANK": "4", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+        "RANK": "4", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711",
     }  # fmt: skip
 
@@ -300,10 +323,17 @@ def free_port() -> int:
 class Nodes:
     """The same command on several machines, all of which are this one; each may have words of its own."""
 
-    def __init__(self, recipe: Recipe, *words: str, nodes: int = 2, own: dict[int, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, *words: str, nodes: int = 2, own: dict[int, Sequence[str]] | None = None
+    ) -> None:
         typed, self.run = recipe.words(*words)
         self.recipe, self.own = recipe, own or {}
-        self.typed = [*typed, f"trainer.nodes={nodes}", "launcher.master_addr=127.0.0.1", f"launcher.master_port={free_port()}"]
+        self.typed = [
+            *typed,
+            f"trainer.nodes={nodes}",
+            "launcher.master_addr=127.0.0.1",
+            f"launcher.master_port={free_port()}",
+        ]
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, *ranks: int) -> Nodes:
@@ -352,7 +382,10 @@ def test_two_commands_train_as_one(recipe: Recipe) -> None:
     manifest = one.manifest()
     assert (manifest["world"], manifest["hosts"]) == (alone.manifest()["world"], [socket.gethostname()])
     assert rank_places(one.run) == rank_places(alone.run)
-    assert rank_places(one.run) == [["0", "0", "2", "2", "0", "127.0.0.1", "1"], ["1", "1", "2", "2", "0", "127.0.0.1", "1"]]
+    assert rank_places(one.run) == [
+        ["0", "0", "2", "2", "0", "127.0.0.1", "1"],
+        ["1", "1", "2", "2", "0", "127.0.0.1", "1"],
+    ]
 
 
 def test_machines_may_have_different_numbers_of_workers_when_each_says_so_itself(recipe: Recipe) -> None:
@@ -360,7 +393,9 @@ def test_machines_may_have_different_numbers_of_workers_when_each_says_so_itself
     done = Nodes(recipe, "task._target_=points.Places", "trainer.gpus=2").start(0, 1).finish()
     assert [one.code for one in done] == [0, 0]
     cores = len(os.sched_getaffinity(0))
-    assert [(place[0], place[1], place[3]) for place in rank_places(done[0].run)] == [(str(i), str(i), "4") for i in range(4)]
+    assert [(place[0], place[1], place[3]) for place in rank_places(done[0].run)] == [
+        (str(i), str(i), "4") for i in range(4)
+    ]
     assert done[0].manifest()["world"]["threads"] == max(1, cores // 4)
 
 
@@ -387,7 +422,9 @@ def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, words: s
 def test_differing_numbers_of_machines_are_refused_by_both(recipe: Recipe) -> None:
     both = Nodes(recipe, own={1: ["trainer.nodes=3"]})
     one, other = both.start(0, 1).finish()
-    sentence = f"node 1 on {socket.gethostname()} counts 3 in all, node 0 counts 2: start all of them with the same number."
+    sentence = (
+        f"node 1 on {socket.gethostname()} counts 3 in all, node 0 counts 2: start all of them with the same number."
+    )
     assert (one.code, other.code, one.err) == (2, 2, f"ddpexp: {sentence}\n")
     assert not both.run.exists()
 
@@ -442,12 +479,17 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
          "launcher.master_addr=0.0.0.0 is no address that the others could reach: name this host."),
         ((*FOUR, "launcher.master_addr=203.0.113.1"),
          "launcher.master_addr=203.0.113.1 is not an address of HOST, where rank zero runs: name this host."),
-        ((*FOUR, "launcher.master_addr=null"), "trainer.nodes=2 with launcher=spawn wants launcher.master_addr too: type the same "
+        ((*FOUR, "launcher.master_addr=null"),
+            "trainer.nodes=2 with launcher=spawn wants launcher.master_addr too: type the same "
          "command on every machine, with launcher.node_rank from 0 to 1 and the first one's address and a free port."),
         (("trainer.nodes=2",), "trainer.nodes=2 with launcher=spawn wants launcher.node_rank and launcher.master_addr and "
-         "launcher.master_port too: type the same command on every machine, with launcher.node_rank from 0 to 1 and the first "
+         "launcher.master_port too: type the same command on every machine, with launcher.node_rank from 0 to 1 and "
+         "the first "
          "one's address and a free port."),
-        (("launcher.node_rank=1",), "launcher.node_rank=1 is for several machines: say how many with trainer.nodes=... ."),
+        (("launcher.node_rank=1",), (
+            "launcher.node_rank=1 is for several machines: say how many with trainer.nodes=... "
+            "."
+        )),
         (("trainer.nodes=1", "launcher.master_port=1"),
          "launcher.master_port=1 is for several machines: say how many with trainer.nodes=... ."),
         (("trainer.nodes=0",), "trainer.nodes=0 leaves no machine: use 1 or more."),
@@ -460,7 +502,8 @@ def test_wrong_words_are_refused(recipe: Recipe, words: Sequence[str], sentence:
     assert not done.run.exists()
 
 
-# ---------------------------------------------------------------------------------------------------- when one of them fails
+# ---------------------------------------------------------------------------------------------------- when one of them
+# fails
 
 
 def failed(done: Done) -> dict[str, Any]:
@@ -478,7 +521,9 @@ def test_a_killed_command_ends_the_other_which_says_who_is_gone(recipe: Recipe) 
     assert (one.code, other.code) == (1, -signal.SIGKILL)
     error = failed(one)
     assert (error["rank"], error["host"], error["kind"]) == (1, host, "CommandLost")
-    assert f"rank 1 on {host} failed: CommandLost: the command of rank 1 on {host} is gone: it was killed, or" in one.err
+    assert (
+        f"rank 1 on {host} failed: CommandLost: the command of rank 1 on {host} is gone: it was killed, or" in one.err
+    )
 
 
 def test_a_killed_command_of_rank_zero_ends_the_other(recipe: Recipe) -> None:
@@ -552,7 +597,8 @@ def test_a_port_that_another_job_has_is_refused(recipe: Recipe) -> None:
     assert done.code == 2
     assert done.err == (
         f"ddpexp: launcher.master_port={port} cannot be opened on 127.0.0.1: Address already in use by "
-        f"{Path('/proc/self/comm').read_text().strip()} (process {os.getpid()}). Choose another port, the same for all.\n"
+        f"{Path('/proc/self/comm').read_text().strip()} (process {os.getpid()}). Choose another port, the same for "
+        "all.\n"
     )
 
 
@@ -572,9 +618,13 @@ def inside(host: str) -> list[str]:
 
 def listening(host: str) -> set[tuple[str, int]]:
     """Return the addresses that are listened on in a host."""
-    lines = subprocess.run([*inside(host), "cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True).stdout
+    lines = subprocess.run(
+        [*inside(host), "cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True
+    ).stdout
     found = [line.split()[1].split(":") for line in lines.splitlines() if line.split()[3] == "0A"]
-    return {(socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else "IPv6", int(port, 16)) for one, port in found}
+    return {
+        (socket.inet_ntoa(bytes.fromhex(one)[::-1]) if len(one) == 8 else "IPv6", int(port, 16)) for one, port in found
+    }
 
 
 @pytest.mark.fault("S6")

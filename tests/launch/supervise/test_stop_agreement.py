@@ -1,4 +1,7 @@
-"""The step at which all ranks save or stop: several commands' agreements wired together, with real pages and ranks' own ends."""
+"""The step at which all ranks save or stop.
+
+Several commands' agreements wired together, with real pages and ranks' own ends.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ class Commands:
     def __init__(self, stack: ExitStack, sizes: Sequence[int]) -> None:
         self.ranks: list[Control] = []
         self.sent: list[Mapping[str, Any]] = []  # by the leading command, once for all
-        self._mail: dict[tuple[int, int], deque[Mapping[str, Any]]] = {}  # by sender and receiver: a link keeps its order
+        self._mail: dict[
+            tuple[int, int], deque[Mapping[str, Any]]
+        ] = {}  # by sender and receiver: a link keeps its order
         self.agreements = []
         for number, size in enumerate(sizes):
             pages = []

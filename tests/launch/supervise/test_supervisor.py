@@ -142,7 +142,9 @@ def failed(done: Done) -> dict[str, Any]:
     ],
     ids=["model", "data", "item", "loader", "step", "eval"],
 )
-def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words: str, phase: str, step: int | None) -> None:
+def test_an_error_in_one_rank_is_shown_once_with_its_rank(
+    recipe: Recipe, words: str, phase: str, step: int | None
+) -> None:
     done = recipe(*words.split(), "trainer.gpus=2")
     error = failed(done)
     assert done.code == 1
@@ -152,7 +154,9 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(recipe: Recipe, words:
     assert 'points.py", line ' in error["traceback"]
     shown = done.out + done.err
     assert shown.count(error["traceback"].rstrip()) == 1
-    assert len(re.findall(r"^Traceback", shown, re.MULTILINE)) == len(re.findall(r"^Traceback", error["traceback"], re.MULTILINE))
+    assert len(re.findall(r"^Traceback", shown, re.MULTILINE)) == len(
+        re.findall(r"^Traceback", error["traceback"], re.MULTILINE)
+    )
     assert done.err.endswith("(rank 0 ended with it)\n")
     assert "no luck" in (done.run / "ranks/1.log").read_text()
 
@@ -300,7 +304,10 @@ def test_ctrl_c_in_a_terminal_ends_the_run_cleanly(recipe: Recipe, tmp_path: Pat
     )
     environ: Any = recipe.ddpexp.environ
     child = pexpect.spawn(
-        sys.executable, ["-m", "ddpexp", *words, "trainer.log_every=1", "logger=tensorboard"], env=environ, encoding="utf-8"
+        sys.executable,
+        ["-m", "ddpexp", *words, "trainer.log_every=1", "logger=tensorboard"],
+        env=environ,
+        encoding="utf-8",
     )
     wait_for(lambda: recorded(run))
     child.sendintr()

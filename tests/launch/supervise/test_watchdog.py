@@ -1,4 +1,7 @@
-"""Which rank hangs: real processes that sleep, spin, are stopped or get no processor, watched as a command watches its ranks."""
+"""Which rank hangs: real processes that sleep, spin, are stopped or get no processor, watched.
+
+As a command watches its ranks.
+"""
 
 from __future__ import annotations
 
@@ -203,7 +206,10 @@ def test_a_stopped_fork_server_is_named_where_a_rank_cannot_be_asked(ranks: Rank
     ranks.server.send_signal(signal.SIGSTOP)
     found = ranks.look()
     assert found is not None
-    assert f"the fork server of its host, process {ranks.server.pid}, is stopped (by SIGSTOP or a debugger)" in found.message
+    assert (
+        f"the fork server of its host, process {ranks.server.pid}, is stopped (by SIGSTOP or a debugger)"
+        in found.message
+    )
 
 
 def test_a_stopped_rank_is_named_before_its_stopped_server(ranks: Ranks) -> None:
@@ -216,7 +222,9 @@ def test_a_stopped_rank_is_named_before_its_stopped_server(ranks: Ranks) -> None
     assert f"its process {ranks.processes[1].pid} is stopped" in found.message
 
 
-def test_what_another_command_saw_for_an_earlier_inquiry_does_not_count(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_command_saw_for_an_earlier_inquiry_does_not_count(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 600.0)
     ranks.add("sleeps")
     ours, theirs = (ranks.stack.enter_context(one) for one in socket.socketpair())

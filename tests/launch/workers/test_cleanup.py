@@ -31,7 +31,13 @@ def test_what_a_dead_process_has_made_is_removed(tmp_path: Path, gone: int) -> N
 
 
 def test_what_may_be_somebody_elses_stays(tmp_path: Path, gone: int) -> None:
-    names = [f"torch_{os.getpid()}_123_0", f"torch_{gone}", f"torchx_{gone}_123_0", f"sem.{gone}_123_0", f"torch_{gone}_123_0.txt"]
+    names = [
+        f"torch_{os.getpid()}_123_0",
+        f"torch_{gone}",
+        f"torchx_{gone}_123_0",
+        f"sem.{gone}_123_0",
+        f"torch_{gone}_123_0.txt",
+    ]
     for name in names:
         (tmp_path / name).write_bytes(b"0")
     cleanup.clear(time.time() - 60, tmp_path)

@@ -26,7 +26,10 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[socket.socket, socket.so
     assert lines.read() == ([], True)
     control.send_nowait("phase", phase="train")
     control.send("error", message="line\nbreak and ünïcode")
-    assert lines.read() == ([{"kind": "phase", "phase": "train"}, {"kind": "error", "message": "line\nbreak and ünïcode"}], True)
+    assert lines.read() == (
+        [{"kind": "phase", "phase": "train"}, {"kind": "error", "message": "line\nbreak and ünïcode"}],
+        True,
+    )
 
 
 def test_a_message_that_arrives_in_parts_is_put_together(ends: tuple[socket.socket, socket.socket]) -> None:

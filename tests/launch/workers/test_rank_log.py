@@ -50,7 +50,8 @@ def test_a_log_that_is_held_is_refused_with_its_holder(
     with pytest.raises(RefusedError) as refused:
         Log(tmp_path, 3)
     assert str(refused.value) == (
-        f"{tmp_path}/3.log is in use by process {child.pid}: another start of this run has not ended. Wait for it, or end it."
+        f"{tmp_path}/3.log is in use by process {child.pid}: another start of this run has not ended. Wait for it, or "
+        "end it."
     )
 
 

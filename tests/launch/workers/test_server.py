@@ -101,7 +101,9 @@ def test_a_rank_that_is_killed_while_the_fork_server_is_stopped_is_named(recipe:
         os.kill(pid, number)
     done = finish(process, run)
     assert done.code == 1
-    assert re.search(r"^ddpexp: rank [01] on \S+ failed \(train.*\): SIGKILL: killed by SIGKILL", done.err, re.MULTILINE), done.err
+    assert re.search(
+        r"^ddpexp: rank [01] on \S+ failed \(train.*\): SIGKILL: killed by SIGKILL", done.err, re.MULTILINE
+    ), done.err
 
 
 @pytest.mark.fault(5)
@@ -149,7 +151,9 @@ def inet_addresses(pid: int) -> set[str]:
             words = line.split()
             if words[9] in inodes:
                 host, port = words[1].split(":")
-                readable = ".".join(str(byte) for byte in reversed(bytes.fromhex(host))) if len(host) == 8 else loopback6(host)
+                readable = (
+                    ".".join(str(byte) for byte in reversed(bytes.fromhex(host))) if len(host) == 8 else loopback6(host)
+                )
                 addresses.add(f"{readable}:{int(port, 16)}")
     return addresses
 
@@ -178,5 +182,7 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()
 """
-    done = subprocess.run([sys.executable, "-c", program, *PRELOAD], env=environ, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *PRELOAD], env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert (done.returncode, done.stderr) == (0, "")

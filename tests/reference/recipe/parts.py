@@ -116,7 +116,10 @@ def size(scores: Tensor, batch: Batch, counts: str) -> tuple[Tensor, int | Tenso
 
 
 def half(scores: Tensor) -> tuple[Tensor, int]:
-    """Return how many scores were computed in 16 bits, and of how many: rounding alone tells autocast from none badly."""
+    """Return how many scores were computed in 16 bits, and of how many.
+
+    Rounding alone tells autocast from none badly.
+    """
     return torch.tensor(float(scores.element_size() == 2) * len(scores)), len(scores)
 
 
@@ -199,7 +202,9 @@ class Pair:
 
     counts: str
 
-    def optimizers(self, model: Mapping[str, Net], make: Callable[[Iterable[Any]], Optimizer]) -> Mapping[str, Optimizer]:
+    def optimizers(
+        self, model: Mapping[str, Net], make: Callable[[Iterable[Any]], Optimizer]
+    ) -> Mapping[str, Optimizer]:
         return {name: make(net.parameters()) for name, net in model.items()}
 
     def train_step(self, update: Update, batches: list[Batch]) -> Sums:
@@ -224,7 +229,9 @@ class Game:
 
     counts: str
 
-    def optimizers(self, model: Mapping[str, Net], make: Callable[[Iterable[Any]], Optimizer]) -> Mapping[str, Optimizer]:
+    def optimizers(
+        self, model: Mapping[str, Net], make: Callable[[Iterable[Any]], Optimizer]
+    ) -> Mapping[str, Optimizer]:
         return {name: make(net.parameters()) for name, net in model.items()}
 
     def train_step(self, update: Update, batches: list[Batch]) -> Sums:

@@ -95,7 +95,8 @@ class Values(nn.Module):
 
 
 def order(world):
-    # The sum is ((g0 + g1) + g2) + ..., however the parameters lie in buckets and whatever brings the gradients together.
+    # The sum is ((g0 + g1) + g2) + ..., however the parameters lie in buckets and whatever brings the gradients
+    # together.
     size = world.world_size
     for dtype in DTYPES:
         for through in THROUGH:
@@ -498,7 +499,8 @@ def test_a_rank_that_is_silent_is_named_when_the_time_is_up(folder: Path) -> Non
     assert failure.kind == "PeerError"
     assert failure.rank in (0, 2)
     assert re.match(
-        r"rank 1 \(process \d+\) did not come to where ranks add up within 4 s, for which rank \d waited: ", failure.message
+        r"rank 1 \(process \d+\) did not come to where ranks add up within 4 s, for which rank \d waited: ",
+        failure.message,
     )
 
 
@@ -509,13 +511,16 @@ def test_ranks_that_bring_different_gradients_are_told(folder: Path) -> None:
 
 def test_a_backward_pass_whose_gradient_no_worker_would_sum_is_refused(folder: Path) -> None:
     failure = fails(folder, "outside", 2)
-    assert failure.message.startswith("the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose ")
+    assert failure.message.startswith(
+        "the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose "
+    )
 
 
 def test_ranks_that_build_different_models_are_told(folder: Path) -> None:
     failure = fails(folder, "other_model", 3)
     assert re.match(
-        r"rank [12] has built another model than rank zero: its parameters or buffers have other names, ", failure.message
+        r"rank [12] has built another model than rank zero: its parameters or buffers have other names, ",
+        failure.message,
     )
 
 
@@ -600,7 +605,9 @@ def digest(recipe: Recipe, *words: str) -> str:
         *(pytest.param(way, 3, marks=pytest.mark.slow) for way in WAYS if way not in ("layers", "two models")),
     ],
 )
-def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(recipe: Recipe, way: str, size: int) -> None:
+def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(
+    recipe: Recipe, way: str, size: int
+) -> None:
     words = (*WAYS[way].split(), f"trainer.gpus={size}")
     small = "strategy.bucket_cap_mb=0.001"
     found = digest(recipe, *words, "strategy.reduce_through=shared_memory")

@@ -204,7 +204,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.variants(2)
 @pytest.mark.parametrize(("size", "num_leaves"), [(2, 6), (3, 12), (4, 8), (8, 8)])
-def test_any_number_of_workers_leaves_the_same_gradients_and_buffers_as_one(folder: Path, size: int, num_leaves: int) -> None:
+def test_any_number_of_workers_leaves_the_same_gradients_and_buffers_as_one(
+    folder: Path, size: int, num_leaves: int
+) -> None:
     try:
         Spawn().launch(Call("exacts:main", [str(size), str(num_leaves)], folder / "logs", WorkerRequest(gpus=size)))
     except WorkerError as error:
@@ -245,7 +247,8 @@ def test_the_gradient_is_the_tree_of_the_micro_batches_own() -> None:
         g = [part[place] for part in own]
         assert torch.equal(gradient, ((g[0] + g[1]) + (g[2] + g[3])) + (g[4] + g[5]))
     assert not all(
-        torch.equal(one, torch.stack(parts).cumsum(0)[-1]) for one, parts in zip(found, zip(*own, strict=True), strict=True)
+        torch.equal(one, torch.stack(parts).cumsum(0)[-1])
+        for one, parts in zip(found, zip(*own, strict=True), strict=True)
     )
 
 
@@ -314,7 +317,9 @@ def test_a_buffer_that_is_loaded_between_steps_is_where_the_next_step_begins() -
 
 
 def test_a_parameter_that_no_micro_batch_uses_has_no_gradient() -> None:
-    model = alone(lambda: nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)]), find_unused_parameters=True)
+    model = alone(
+        lambda: nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)]), find_unused_parameters=True
+    )
     turn(model, lambda net, leaf: net[leaf // 2](rows(leaf)).sum())
     assert [p.grad is not None for p in model.parameters()] == [True, True, True, True, False, False]
 
@@ -364,7 +369,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Tensor], str]] 
     "unused": (
         lambda: nn.ModuleList([nn.Linear(3, 1), nn.Linear(3, 1)]),
         lambda net, leaf: net[leaf // 3](rows(leaf)).sum(),
-        r"model\.1\.weight, model\.1\.bias got no gradient in a micro-batch, .* strategy\.find_unused_parameters=true\.",
+        r"model\.1\.weight, model\.1\.bias got no gradient in a micro-batch, .* "
+        r"strategy\.find_unused_parameters=true\.",
     ),
     "a model in some": (
         lambda: {"one": nn.Linear(3, 1), "two": nn.Linear(3, 1)},
@@ -384,7 +390,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Tensor], str]] 
     "whole numbers": (
         lambda: Odd(lambda now, leaf: now + leaf, torch.tensor(3)),
         plain,
-        r"the buffer model\.odd holds whole numbers, and the 4 micro-batches of a step have changed it in different ways, ",
+        r"the buffer model\.odd holds whole numbers, and the 4 micro-batches of a step have changed it in different "
+        r"ways, ",
     ),
     "truths": (
         lambda: Odd(lambda now, leaf: now | (leaf == 2), torch.tensor(False)),
@@ -430,7 +437,9 @@ def test_a_round_of_another_length_is_refused(lasts: tuple[bool, ...]) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_a_model_that_cannot_be_summed_is_refused_when_it_is_built(factory: Callable[[], nn.Module], message: str) -> None:
+def test_a_model_that_cannot_be_summed_is_refused_when_it_is_built(
+    factory: Callable[[], nn.Module], message: str
+) -> None:
     with pytest.raises(RefusedError, match=f"^{message}"):
         alone(factory)
 
@@ -503,7 +512,8 @@ class TooEarly(Pair):
             update.backward(update.models["left"](rows).sum(), len(labels))
             update.apply("left")
 """
-DEEP = ("model._target_=points.Deep", "trainer.global_batch_size=48", "trainer.micro_batch_size=2", "trainer.log_every=1",
+DEEP = ("model._target_=points.Deep", "trainer.global_batch_size=48", "trainer.micro_batch_size=2",
+    "trainer.log_every=1",
         "trainer.threads=1")  # fmt: skip
 EXACT = "trainer.reduction=exact"
 ADAMW = ("optimizer=adamw", "trainer.precision=bf16", "trainer.clip_grad_norm=1.0", "trainer.ema_decay=0.9")
@@ -526,7 +536,9 @@ class Numbers:
     def of(cls, done: Done) -> Numbers:
         assert done.code == 0, done.err
         of_the_clock = ("time", "train/samples_per_second")
-        records = [{name: value for name, value in record.items() if name not in of_the_clock} for record in done.metrics()]
+        records = [
+            {name: value for name, value in record.items() if name not in of_the_clock} for record in done.metrics()
+        ]
         assert len(records) > 4
         return cls(done.result()["weights_sha256"], records)
 
@@ -540,7 +552,9 @@ def exact(recipe: Recipe) -> dict[int, Numbers]:
     return {size: numbers(recipe, size, EXACT) for size in SIZES}
 
 
-def test_every_world_size_gives_the_same_weights_and_records_to_the_bit(recipe: Recipe, exact: dict[int, Numbers]) -> None:
+def test_every_world_size_gives_the_same_weights_and_records_to_the_bit(
+    recipe: Recipe, exact: dict[int, Numbers]
+) -> None:
     fast = {size: numbers(recipe, size) for size in SIZES}
     print("\n\n| workers | trainer.reduction=fast | trainer.reduction=exact |\n|---|---|---|")
     for size in SIZES:

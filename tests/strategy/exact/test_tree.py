@@ -61,7 +61,10 @@ def test_the_order_of_a_sum(number: int, expected: str) -> None:
 @pytest.mark.parametrize("number", range(1, 65))
 def test_every_number_of_ranks_makes_the_same_sum(number: int) -> None:
     generator = torch.Generator().manual_seed(number)
-    values = [torch.randn(9, generator=generator) * 10.0 ** torch.randint(-3, 4, (9,), generator=generator) for _ in range(number)]
+    values = [
+        torch.randn(9, generator=generator) * 10.0 ** torch.randint(-3, 4, (9,), generator=generator)
+        for _ in range(number)
+    ]
     sums = [summed(number, size, values) for size in range(1, number + 1) if number % size == 0]
     assert all(torch.equal(one, sums[0]) for one in sums)
     assert torch.allclose(sums[0].double(), torch.stack(values).double().sum(0), rtol=1e-4, atol=1e-3)
