@@ -58,7 +58,7 @@ class Crowded(Job):
     def __init__(self, workers: int, mark: str) -> None:
         """Ask for CPU workers; one is what a starter of ranks gives each command. They make the file `mark`."""
         self.arguments = [mark]
-        self.asked = WorkerRequest(gpus=workers if workers > 1 else "auto", device="cpu", threads=1)
+        self.request = WorkerRequest(gpus=workers if workers > 1 else "auto", device="cpu", threads=1)
         self.identity = _identity()
 
 
@@ -75,7 +75,7 @@ def rank(mark: str) -> int:
     """
     control = Control.from_environ()
     control.send_nowait("began", step=0)
-    control.enter("train")
+    control.set_phase("train")
     step = 0
     while True:
         time.sleep(_STEP_SECONDS)

@@ -124,7 +124,7 @@ class Call(Job):
         asked: WorkerRequest = ANY,
         **identity: Any,
     ) -> None:
-        self.entry, self.arguments, self.logs, self.asked, self.identity = entry, arguments, logs, asked, identity
+        self.entry, self.arguments, self.logs, self.request, self.identity = entry, arguments, logs, asked, identity
 
 
 class Ddpexp:

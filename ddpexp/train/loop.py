@@ -135,9 +135,9 @@ class Loop:
         done, first_step_at = self.position.step, math.nan
         interrupted = not self.position.evaluated and not self._evaluate_and_show(done, clock)
         self.strategy.train(True)
-        self.control.enter("data")
+        self.control.set_phase("data")
         for step, micro_batches in enumerate(() if interrupted else self.train.steps(done, self.num_steps), start=done):
-            self.control.enter("train")
+            self.control.set_phase("train")
             done = step + 1
             logs = done % self.options.log_every == 0 or done == self.num_steps
             factor = self._set_learning_rate(step)
@@ -168,7 +168,7 @@ class Loop:
                 break
             if saves or better or asked == "save":
                 self._save(done, window, clock, end=False)
-            self.control.enter("data")
+            self.control.set_phase("data")
             fault_point("data")
         digest = self._save(done, window, clock, end=True)
         epoch = done / self.train.steps_per_epoch
@@ -192,7 +192,7 @@ class Loop:
     def _save(self, done: int, window: MetricAccumulator, clock: _Clock, end: bool) -> str | None:
         if self.checkpointer is None:
             return None
-        self.control.enter("save")
+        self.control.set_phase("save")
         fault_point("save")
         with clock.paused():
             self._check_kept(done, window)
@@ -310,7 +310,7 @@ class Loop:
 
     def _evaluate_and_show(self, done: int, clock: _Clock) -> bool:
         """Evaluate and record; return False when a stop request ended that before it was done, on all ranks alike."""
-        self.control.enter("evaluate")
+        self.control.set_phase("evaluate")
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         with clock.paused(), self.strategy.evaluation() as model, weights:
             metrics = evaluate(self.task, model, self.evals, self.precision, self.world, self.control)
@@ -328,7 +328,7 @@ class Loop:
                     self.task.on_eval(model, next(iter(self.evals.values())).first(), self.tracker, done)
         self.position.metrics, self.position.evaluated_at = metrics, done
         self._keep_best(metrics)
-        self.control.enter("train")
+        self.control.set_phase("train")
         return True
 
     def _keep_best(self, metrics: Mapping[str, float]) -> None:

@@ -46,7 +46,7 @@ def run_rank(work: Callable[[Control], None]) -> int:
     code = EXIT_FAILED
     try:
         work(control)
-        control.enter("leave")
+        control.set_phase("leave")
         code = EXIT_DONE
         control.send("done")
     except Interrupted as end:

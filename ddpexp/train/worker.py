@@ -75,12 +75,12 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     """
     data = worker_args["data"]
     experiment, layout = load(_configuration(run, worker_args.get("config"))), run.layout()
-    control.enter("join")
+    control.set_phase("join")
     world = _join(experiment, layout)
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
-    control.enter("build")
+    control.set_phase("build")
     _warn_of_little_room(experiment, log)
     _import_all(experiment, world)
     if not experiment.trainer.compile:
@@ -130,10 +130,10 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
     control.send_nowait("began", step=fit.position.step)
-    control.enter("train")
+    control.set_phase("train")
     try:
         outcome = fit.fit()
-        control.enter("save")
+        control.set_phase("save")
         checkpointer.finish()
         if world.is_rank_zero:
             log.info(report.finish(outcome, tracker))
@@ -164,10 +164,10 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     Ranks: all.
     """
     experiment, layout = load(described["config"]), Layout(**described["layout"])
-    control.enter("join")
+    control.set_phase("join")
     world = _join(experiment, layout)
     log = open_log(world, control, None)
-    control.enter("build")
+    control.set_phase("build")
     _warn_of_little_room(experiment, log)
     evals = _evals(experiment, open_data(experiment, described["data"], world), world, described["batch_size"])
     model = instantiate(experiment.model, experiment.trust, "model")
@@ -176,7 +176,7 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
         module.to(world.device).eval()
     averaged = experiment.trainer.ema_decay is not None
     load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}", averaged)
-    control.enter("evaluate")
+    control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     precision = Precision(experiment.trainer.precision, world.device, False)
     metrics = loop.evaluate(task, model, evals, precision, world, control)

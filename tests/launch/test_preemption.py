@@ -43,13 +43,13 @@ def work(control, folder, how):
     mark(folder, "pid", rank, str(os.getpid()))
     torch.set_num_threads(1)
     random.seed(os.getpid())
-    control.enter("join")
+    control.set_phase("join")
     world = World.join(Layout(1, size, "cpu", "gloo", 1))
     if "builds" in how:
         mark(folder, "builds", rank)
         time.sleep(600)
-    control.say("began", step=0)
-    control.enter("train")
+    control.send_nowait("began", step=0)
+    control.set_phase("train")
     one, done = torch.ones(1), 0
     last = next((int(word[5:]) for word in how if word.startswith("last=")), 1 << 30)
     with open(f"{folder}/seen{rank}", "w", buffering=1) as seen:
@@ -98,9 +98,10 @@ from pathlib import Path
 
 from ddpexp.run.outcome import launch, stop_on_signals
 from ddpexp.errors import ENDS, StoppedError
-from ddpexp.launch import Asked, Job, team
+from ddpexp.launch import Job, WorkerRequest
+from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
-from ddpexp.launch.rendezvous.environment import Place
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment
 from ddpexp.launch.launchers.local import Spawn
 
 
@@ -109,7 +110,7 @@ class Polls(Job):
 
     def __init__(self, folder, size, how, grace_seconds, nodes):
         self.arguments, self.logs = [folder, *how], Path(folder, "logs")
-        self.asked = Asked(nodes=nodes, gpus=size, grace_seconds=grace_seconds)
+        self.request = WorkerRequest(nodes=nodes, gpus=size, grace_seconds=grace_seconds)
 
     def interrupt(self, step=None, saved=False):
         return f"step {step} saved: {saved}"
@@ -137,7 +138,7 @@ def again():
         stop = threading.Thread(target=signals, args=(place, size, generator))
         stop.start()
         try:
-            team.run(Polls(str(place), size, how, 25.0, 1), Place(), None, server)
+            coordinator.run(Polls(str(place), size, how, 25.0, 1), LaunchEnvironment(), None, server)
             print("no end by a signal", flush=True)
         except StoppedError as error:
             print(error.step, error.saved, flush=True)

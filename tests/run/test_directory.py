@@ -44,7 +44,7 @@ def test_starts_in_the_same_second_get_directories_of_their_own(here: Path, monk
 
 def test_processes_that_start_together_never_share_a_directory(here: Path) -> None:
     program = (
-        "import sys, time; from ddpexp import rundir; print(flush=True); sys.stdin.read()\n"
+        "import sys, time; from ddpexp.run import directory as rundir; print(flush=True); sys.stdin.read()\n"
         "for _ in range(20): print(rundir.create(None, 'mnist').path)"
     )
     processes = [

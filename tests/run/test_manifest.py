@@ -141,7 +141,7 @@ def test_the_patch_of_a_start_is_kept_beside_those_of_others(tmp_path: Path) -> 
 
 
 def test_listing_the_packages_imports_none_of_them() -> None:
-    code = "import sys; from ddpexp import manifest; manifest.packages(sys.path); print(*sys.modules)"
+    code = "import sys; from ddpexp.run import manifest; manifest.packages(sys.path); print(*sys.modules)"
     said = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True
     ).stdout

@@ -17,7 +17,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from ddpexp import deferred_dynamo
+from ddpexp.train import lazy_dynamo
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
 from ddpexp.strategy import Options
@@ -32,7 +32,7 @@ OPTIONS = Options(
 
 def main(size):
     def work(control):
-        deferred_dynamo.defer()
+        lazy_dynamo.defer()
         torch.set_num_threads(1)
         world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
         for case in (begins, own, failed):
@@ -60,7 +60,7 @@ def begins(world):
     rank = world.rank
     model = DDP(OPTIONS, world, Counts)
     assert len(model._buckets) == 1
-    module = model.bare["model"]
+    module = model.modules["model"]
     module.count.fill_(10 + rank)  # as a checkpoint might leave it
 
     def found(mark, last):
@@ -84,10 +84,10 @@ def begins(world):
 def own(world):
     # Buffers that are not shared are rank zero's for a while, and each rank's own again afterwards, error or not.
     model = DDP(dataclasses.replace(OPTIONS, broadcast_buffers=False), world, Counts)
-    count = model.bare["model"].count
+    count = model.modules["model"].count
     count.fill_(5 + world.rank)
-    assert {name: float(buffer) for name, buffer in model.own_buffers().items()} == {"model.count": 5 + world.rank}
-    with model.common_buffers():
+    assert {name: float(buffer) for name, buffer in model.local_buffers().items()} == {"model.count": 5 + world.rank}
+    with model.synced_buffers():
         assert float(count) == 5
     assert float(count) == 5 + world.rank
     with model.evaluation() as bare:
@@ -104,8 +104,8 @@ def own(world):
     assert float(count) == 5 + world.rank
     shared = DDP(OPTIONS, world, Counts)
     shared.bare["model"].count.fill_(5 + world.rank)
-    assert shared.own_buffers() == {}
-    with shared.common_buffers():
+    assert shared.local_buffers() == {}
+    with shared.synced_buffers():
         pass
     assert float(shared.bare["model"].count) == 5
 
@@ -114,7 +114,7 @@ def failed(world):
     # What a micro-batch that failed has left is nobody's business: the error comes out, and no rank waits for another's
     # sum.
     model = DDP(OPTIONS, world, Counts)
-    weight = model.bare["model"].weight
+    weight = model.modules["model"].weight
     for _ in range(2):
         try:
             with model.micro_batch(last=True):

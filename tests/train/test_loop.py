@@ -32,7 +32,7 @@ import resource
 
 import torch.distributed as dist
 
-from ddpexp.strategy import reduce
+from ddpexp.strategy.comm import reduce
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 
 collectives, reductions = 0, 0

@@ -164,7 +164,7 @@ class Control:
         """Tell whether somebody reads: then progress goes there instead of to standard output."""
         return self._channel is not None
 
-    def enter(self, phase: Phase) -> None:
+    def set_phase(self, phase: Phase) -> None:
         """Say what this rank is at from now on; costs 0.1 us. Ranks: any."""
         if self._words is not None:
             self._words[_PHASE] = _NUMBERS[phase]

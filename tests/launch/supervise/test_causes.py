@@ -116,7 +116,7 @@ def test_what_the_kernel_has_counted_is_said_of_a_kill(worker: Callable[..., Wor
 def test_a_failure_seen_from_outside_has_its_place_and_the_last_lines_of_the_log(worker: Callable[..., Worker]) -> None:
     one = worker(3, step=4)
     one.log.add("".join(f"line {number}\n" for number in range(50)))
-    Control(None, one.status_page).enter("evaluate")
+    Control(None, one.status_page).set_phase("evaluate")
     found = failure_of(one, "Hung", "it hangs", signum=6, exit_code=7)
     assert (found.rank, found.host, found.kind, found.message, found.phase) == (3, HOST, "Hung", "it hangs", "evaluate")
     assert (found.signal, found.exit_code) == (6, 7)

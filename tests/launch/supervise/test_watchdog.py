@@ -73,7 +73,7 @@ class Ranks:
         ours, theirs = (self.stack.enter_context(one) for one in socket.socketpair())
         rank = Control(None, SharedStatus(descriptor))
         rank.step = 3
-        rank.enter(phase)
+        rank.set_phase(phase)
         self.processes.append(process)
         self.ranks.append(rank)
         self.workers.append(Worker(len(self.workers), Lines(ours), log, status_page, theirs, process.pid))
@@ -157,7 +157,7 @@ def test_a_stack_counts_only_if_the_rank_has_not_moved_since_it_was_asked(ranks:
         elif how == "a beat":
             rank.heartbeat()
         else:
-            rank.enter("save" if ranks.request == 1 else "train")
+            rank.set_phase("save" if ranks.request == 1 else "train")
 
     ranks.before_dump = moves
     found = ranks.look()
@@ -171,7 +171,7 @@ def test_an_answer_to_an_earlier_question_does_not_count(ranks: Ranks) -> None:
     process = ranks.add("does_not_answer", "start")
     rank = ranks.ranks[0]
     assert ranks.look(until=lambda: ranks.request == 1 and not ranks.watchdog.writes_stacks) is None
-    rank.enter("evaluate")
+    rank.set_phase("evaluate")
     ranks.before_dump = lambda: process.send_signal(signal.SIGUSR1)
     found = ranks.look()
     assert ranks.request == 3  # the second answer may be the first question's

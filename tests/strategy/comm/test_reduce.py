@@ -32,13 +32,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpexp import deferred_dynamo
+from ddpexp.train import lazy_dynamo
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
 from ddpexp.strategy import Options, reduce
 from ddpexp.strategy.ddp import DDP
-from ddpexp.strategy.comm.reduce import ThroughBackend, ThroughSharedMemory
+from ddpexp.strategy.comm.reduce import BackendReducer, SharedMemoryReducer
 from ddpexp.strategy.comm.shared_memory import share
 from ddpexp.distributed.world import World
 
@@ -54,7 +54,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 def main(case, size):
     def work(control):
-        deferred_dynamo.defer()
+        lazy_dynamo.defer()
         torch.set_num_threads(1)
         world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
         globals()[case](world)
@@ -103,11 +103,11 @@ def order(world):
             for cap, sizes in itertools.product((25, 0.3, 0.0001), (LARGE, SMALL)):
                 model = DDP(options(reduce_through=through, bucket_cap_mb=cap), world, lambda: Values(dtype, sizes))
                 for step in range(3):  # DDP makes other buckets after the first
-                    given = [[wide(1000 * step + 10 * rank + i, p.numel(), dtype) for i, p in enumerate(model.bare["model"].all)]
+                    given = [[wide(1000 * step + 10 * rank + i, p.numel(), dtype) for i, p in enumerate(model.modules["model"].all)]
                              for rank in range(size)]
                     with model.micro_batch(last=True):
                         model.train_model(given[world.rank]).backward()
-                    for place, parameter in enumerate(model.bare["model"].all):
+                    for place, parameter in enumerate(model.modules["model"].all):
                         parts = [gradients[place] for gradients in given]
                         expected = mean(parts).to(dtype)
                         assert torch.equal(parameter.grad, expected), (dtype, through, cap, step, place)
@@ -142,22 +142,22 @@ def plain(world):
 def carriers(world):
     # What carries what: memory where it can, else gloo, and DDP alone where the order is no question.
     parameter = [torch.zeros(5)]
-    assert isinstance(reduce.carrier_for(parameter, OPTIONS, world), ThroughSharedMemory)
-    through_backend = reduce.carrier_for(parameter, options(reduce_through="backend"), world)
-    assert (type(through_backend) is ThroughBackend) == (world.world_size > 2)
+    assert isinstance(reduce.reducer_for(parameter, OPTIONS, world), SharedMemoryReducer)
+    through_backend = reduce.reducer_for(parameter, options(reduce_through="backend"), world)
+    assert (type(through_backend) is BackendReducer) == (world.world_size > 2)
     elsewhere = dataclasses.replace(world, local_world_size=world.world_size - 1)
-    assert not isinstance(reduce.carrier_for(parameter, OPTIONS, elsewhere), ThroughSharedMemory)
+    assert not isinstance(reduce.reducer_for(parameter, OPTIONS, elsewhere), SharedMemoryReducer)
     huge = [torch.empty(10**12, device="meta")]
-    memory = reduce.carrier_for(huge, OPTIONS, world).memory
+    memory = reduce.reducer_for(huge, OPTIONS, world).memory
     assert memory.slot_bytes == 1 << 20
-    small = reduce.carrier_for(parameter, OPTIONS, world).memory
+    small = reduce.reducer_for(parameter, OPTIONS, world).memory
     assert small.slot_bytes == 4096
 
 
 def stress(world):
     # Thousands of small sums, the ranks out of step with one another: a store that is seen late would be a wrong sum.
     memory = share(world, 4096)
-    carrier = ThroughSharedMemory(memory, world)
+    reducer = SharedMemoryReducer(memory, world)
     common, own = random.Random(0), random.Random(world.rank)
     for number in range(2000):
         expected, given = [], []
@@ -169,8 +169,8 @@ def stress(world):
         if own.random() < 0.02:
             time.sleep(own.random() * 0.006)  # longer than a peer stays awake
         for gradient in given:
-            carrier.add(gradient)
-        carrier.finish()
+            reducer.add(gradient)
+        reducer.finish()
         assert all(torch.equal(found, right) for found, right in zip(given, expected)), number
         if common.random() < 0.3:  # a record between two steps, of any length
             columns = common.randint(1, 1500)
@@ -311,7 +311,7 @@ def buffers(world):
                 rows = wide(7 * step + 3 * number + world.rank, 32, torch.float32).view(8, 4)
                 with model.micro_batch(last=number == step % 3):
                     model.train_model(rows).square().mean().backward()
-                found += [buffer.clone() for buffer in model.bare["model"].buffers()]
+                found += [buffer.clone() for buffer in model.modules["model"].buffers()]
             optimizer.step()
             model.clear_gradient()
             if step == 3:
@@ -325,7 +325,7 @@ def buffers(world):
         assert torch.equal(one, other)
     apart = DDP(options(broadcast_buffers=False), world, net)
     assert type(apart.training) is nn.Sequential
-    assert len(apart.own_buffers()) == 6
+    assert len(apart.local_buffers()) == 6
 
 
 def outside(world):
@@ -376,9 +376,9 @@ def stopped(world):
 def different(world):
     # A rank that trains something else must not be summed with the others.
     ranks_own = nn.Linear(2, 2) if world.rank else nn.Linear(2, 3)
-    carrier = reduce.carrier_for([torch.zeros(100)], OPTIONS, world)
-    carrier.add(torch.cat([p.detach().flatten() for p in ranks_own.parameters()]).repeat(20))
-    carrier.finish()
+    reducer = reduce.reducer_for([torch.zeros(100)], OPTIONS, world)
+    reducer.add(torch.cat([p.detach().flatten() for p in ranks_own.parameters()]).repeat(20))
+    reducer.finish()
 
 
 def without_capability():
@@ -410,11 +410,11 @@ def fallback(world):
 
     logging.getLogger("ddpexp").addHandler(Keep())
     hide(world)
-    carrier = reduce.carrier_for([torch.zeros(100)], OPTIONS, world)
-    assert type(carrier) is ThroughBackend, carrier  # on every rank, also on those that could have mapped it
+    reducer = reduce.reducer_for([torch.zeros(100)], OPTIONS, world)
+    assert type(reducer) is BackendReducer, reducer  # on every rank, also on those that could have mapped it
     gradient = torch.full((10,), float(world.rank))
-    carrier.add(gradient)
-    carrier.finish()
+    reducer.add(gradient)
+    reducer.finish()
     assert torch.equal(gradient, mean([torch.full((10,), float(rank)) for rank in range(world.world_size)]))
     assert len(warnings) == (world.rank == 0)
     for text in warnings:

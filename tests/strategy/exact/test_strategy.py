@@ -26,7 +26,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from ddpexp import deferred_dynamo
+from ddpexp.train import lazy_dynamo
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
 from ddpexp.strategy.exact import Exact
@@ -37,7 +37,7 @@ from tests.fitting import ALONE, STRATEGY
 
 def main(size, num_leaves):
     def work(control):
-        deferred_dynamo.defer()
+        lazy_dynamo.defer()
         torch.set_num_threads(1)
         world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
         for name, case in CASES.items():
@@ -174,7 +174,7 @@ def trained(case, world, num_leaves, **options):
         left += [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
         optimizer.step()
         model.clear_gradient()
-        left += [one.detach().clone() for module in model.bare.values() for one in (*module.parameters(), *module.buffers())]
+        left += [one.detach().clone() for module in model.modules.values() for one in (*module.parameters(), *module.buffers())]
     return model, left
 
 
