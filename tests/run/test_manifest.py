@@ -29,7 +29,7 @@ def described(before: dict[str, Any] | None = None, *, code: Snapshot = CLEAN, *
     facts: dict[str, Any] = {
         "layout": LAYOUT,
         "argv": ["ddpexp", "recipe=mnist"],
-        "crew": Participants(["a", "a"], []),
+        "participants": Participants(["a", "a"], []),
         **changed,
     }
     found = manifest.describe(manifest.Start(code=code, **facts), {"name": "points"}, before)

@@ -97,7 +97,7 @@ def test_local_ranks_that_nobody_told_or_that_contradict_are_counted(told: tuple
 
 
 @pytest.mark.parametrize(
-    ("hellos", "threads"),
+    ("handshakes", "threads"),
     [
         ([handshake(0, "a", 2), handshake(1, "b", 2)], 4),
         ([handshake(0, "a", 2), handshake(1, "a", 2)], 2),  # the same eight cores
@@ -126,7 +126,7 @@ def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str
 
 
 @pytest.mark.parametrize(
-    ("hellos", "own"),
+    ("handshakes", "own"),
     [
         (with_gpus("A B", "A B"), False),  # per node: each takes the one with its local rank
         (with_gpus("A B C", "A B C"), False),
@@ -153,7 +153,7 @@ def test_commands_that_see_their_own_gpus_count_them_from_the_first(
 
 
 @pytest.mark.parametrize(
-    ("hellos", "sentence"),
+    ("handshakes", "sentence"),
     [
         (with_gpus("A", "A"), "a runs 2 workers, and they see 1 GPU: "),
         (with_gpus("A B", "A B", "A B"), "a runs 3 workers, and they see 2 GPUs: "),
