@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.config.instantiate import Node, Trust, instantiate
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
@@ -26,7 +27,7 @@ def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
     """
     if data.prepare is None:
         return None
-    if data.prepare.startswith("ddpexp."):
+    if key_of("data.prepare", data.prepare) is not None:
         found = instantiate(Node(data.prepare, data.options), trust, "data.prepare")
     else:
         found = _call_elsewhere(data, trust)
