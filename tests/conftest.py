@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     seen: collections.Counter[str] = collections.Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        # Two processes of tests share the work: a file stays in one of them, and so does all that needs the one cluster.
+        # Two processes share the tests: a file stays in one of them, and so does all that needs the one cluster.
         group = "cluster" if item.get_closest_marker("slurm") else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))
         few = item.get_closest_marker("variants")
