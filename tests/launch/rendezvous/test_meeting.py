@@ -587,7 +587,7 @@ def test_a_name_that_somebody_else_has_is_refused() -> None:
 OTHER_USER = """\
 import encodings.idna, os, sys
 from ddpexp.errors import RefusedError
-from ddpexp.launch import meeting
+from ddpexp.launch.rendezvous import meeting
 os.setgid(12345)
 os.setuid(12345)
 way = meeting.Named(sys.argv[1])
