@@ -240,7 +240,7 @@ class Slurm(Launcher):
             passed = (signal.SIGUSR1, signal.SIGUSR2)
             code = foreign.run(words, environ, job.request.grace_seconds, passed, asks_with=signal.SIGINT)
         except StoppedError as error:
-            error.told = status(run) == "interrupted"
+            error.recorded = status(run) == "interrupted"
             raise
         if code and status(run) == "submitted":
             text = f"srun ended with exit code {code} before the job began: see what it says above"

@@ -110,7 +110,7 @@ def _open(path: Path) -> IO[bytes]:
         raise RefusedError(f"{path} cannot be written: {why}.") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RefusedError(f"{path} cannot be written: it is no plain file.")
+        raise RefusedError(f"{path} cannot be written: it is not a regular file.")
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "a+b", buffering=0)
 
