@@ -238,7 +238,7 @@ class Slurm(Launcher):
         try:
             words = _forwarding(self.srun(job, nodes, run))
             passed = (signal.SIGUSR1, signal.SIGUSR2)
-            code = foreign.run(words, environ, job.request.grace_seconds, passed, asks_with=signal.SIGINT)
+            code = foreign.run(words, environ, job.request.grace_seconds, passed, stop_signal=signal.SIGINT)
         except StoppedError as error:
             error.recorded = status(run) == "interrupted"
             raise
