@@ -331,7 +331,7 @@ class Slurm(Launcher):
     def _nodes(self, job: Job, here: str) -> int:
         asked = job.request.nodes
         if isinstance(asked, str) and asked != "auto":
-            raise RefusedError(f"trainer.nodes={asked} is a range, which only launcher=elastic understands.")
+            raise RefusedError(f"trainer.nodes={asked} is a range, which only launcher=elastic supports.")
         if here == "login":
             return 1 if asked == "auto" else int(asked)
         there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
