@@ -360,7 +360,7 @@ def _step(folder: Path) -> int:
 
 def _size(path: Path) -> int:
     if not path.is_file():
-        raise OSError(0, "it is no plain file" if path.exists() else "it is missing", str(path))
+        raise OSError(0, "it is not a regular file" if path.exists() else "it is missing", str(path))
     return path.stat().st_size
 
 

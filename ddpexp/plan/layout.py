@@ -93,7 +93,7 @@ def _resources(launcher: Slurm, job: Job, nodes: int) -> tuple[str, ...]:
 
 def _one(nodes: int | str) -> int:
     if isinstance(nodes, str) and nodes != "auto":
-        raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic understands.")
+        raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
     return _nodes(nodes)[0]
 
 
@@ -103,5 +103,7 @@ def _nodes(nodes: int | str) -> list[int]:
     if first < 1:
         raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
     if last < first:
-        raise RefusedError(f"trainer.nodes={nodes} is no range: the least number of machines comes first, such as 1:4.")
+        raise RefusedError(
+            f"trainer.nodes={nodes} is not a valid range: the smaller number of machines comes first, such as 1:4."
+        )
     return list(range(first, last + 1))

@@ -143,7 +143,7 @@ def _open(path: Path) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no plain file")
+    raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> None:

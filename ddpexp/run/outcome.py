@@ -68,7 +68,7 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
             assert isinstance(end, WorkerError | RefusedError)
             _record(job, end)
             raise end from None
-        if end.told:
+        if end.recorded:
             end.quiet = True
             raise end from None
         stopped = StoppedError(end.signum, job.interrupt(end.step, end.saved), end.step)

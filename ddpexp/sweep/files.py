@@ -210,7 +210,7 @@ def _open(path: Path) -> IO[bytes]:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise OSError("it is no plain file")
+    raise OSError("it is not a regular file")
 
 
 def seen(path: str | Path) -> object:

@@ -22,8 +22,8 @@ from ddpexp.errors import Failure, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Peer, lead
 from ddpexp.launch.supervise import supervisor
+from ddpexp.launch.supervise.assignment import assign_ranks
 from ddpexp.launch.supervise.causes import Worker
-from ddpexp.launch.supervise.coordinator import settle
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.workers.control import Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
@@ -57,7 +57,7 @@ def handshake(index: int, size: int) -> dict[str, Any]:
     return {
         "index": index, "size": size, "word": "", "host": f"node{index // 8}", "boot": "one", "versions": {},
         "owner": None,
-        "identity": {"trainer": dict.fromkeys("abcdefgh", 1)}, "layout": asdict(layout), "workers": 1, "told": True,
+        "identity": {"trainer": dict.fromkeys("abcdefgh", 1)}, "layout": asdict(layout), "workers": 1, "externally_launched": True,
         "local_rank": index % 8, "local_world_size": 8, "cores": [0, 1], "quota": None, "gpus": [],
     }  # fmt: skip
 
@@ -83,7 +83,7 @@ def test_who_comes_to_the_meeting_costs_the_same_however_many_are_there(monkeypa
 def test_a_seat_costs_the_same_however_many_there_are() -> None:
     def a_seat(size: int) -> float:
         handshakes = [handshake(index, size) for index in range(size)]
-        return work(lambda: settle(handshakes, "auto", "rank")) / size
+        return work(lambda: assign_ranks(handshakes, "auto", "rank")) / size
 
     assert a_seat(MANY) < 1.2 * a_seat(FEW)
 

@@ -348,7 +348,7 @@ def training(*words: str) -> Training:
         (["trainer.gpus=3"], "trainer.global_batch_size=128 does not split over 3 workers"),
         (["trainer.gpus=0"], "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
         (["trainer.nodes=0"], "trainer.nodes=0 leaves no machine: use 1 or more."),
-        (["trainer.nodes=1:4"], "trainer.nodes=1:4 is a range, which only launcher=elastic understands."),
+        (["trainer.nodes=1:4"], "trainer.nodes=1:4 is a range, which only launcher=elastic supports."),
         (
             ["trainer.nodes=1:3", "launcher=elastic"],
             "with 3 of trainer.nodes=1:3: trainer.global_batch_size=128 does not split",

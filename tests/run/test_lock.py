@@ -153,7 +153,7 @@ def test_a_lock_that_is_a_link_or_no_file_is_not_followed(folder: Path) -> None:
     assert not target.exists()
     (folder / "lock").unlink()
     os.mkfifo(folder / "lock")
-    assert refused(folder) == f"run.dir=x cannot be locked: {folder}/lock: it is no plain file."
+    assert refused(folder) == f"run.dir=x cannot be locked: {folder}/lock: it is not a regular file."
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "\0", '{"pid": "/etc"}', '{"host": 1'])

@@ -238,9 +238,9 @@ class Slurm(Launcher):
         try:
             words = _forwarding(self.srun(job, nodes, run))
             passed = (signal.SIGUSR1, signal.SIGUSR2)
-            code = foreign.run(words, environ, job.request.grace_seconds, passed, asks_with=signal.SIGINT)
+            code = foreign.run(words, environ, job.request.grace_seconds, passed, stop_signal=signal.SIGINT)
         except StoppedError as error:
-            error.told = status(run) == "interrupted"
+            error.recorded = status(run) == "interrupted"
             raise
         if code and status(run) == "submitted":
             text = f"srun ended with exit code {code} before the job began: see what it says above"
@@ -331,7 +331,7 @@ class Slurm(Launcher):
     def _nodes(self, job: Job, here: str) -> int:
         asked = job.request.nodes
         if isinstance(asked, str) and asked != "auto":
-            raise RefusedError(f"trainer.nodes={asked} is a range, which only launcher=elastic understands.")
+            raise RefusedError(f"trainer.nodes={asked} is a range, which only launcher=elastic supports.")
         if here == "login":
             return 1 if asked == "auto" else int(asked)
         there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))

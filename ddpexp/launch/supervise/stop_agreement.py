@@ -88,4 +88,4 @@ class Agreement:
 
     def _settle(self, number: int, step: int, what: What) -> None:
         for status_page in self.pages:
-            status_page.settle(number, step, what)
+            status_page.commit(number, step, what)

@@ -152,7 +152,7 @@ def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe)
     host = os.uname().nodename
     expected = (
         f"ddpexp: trainer.seed is 0 on rank 0 ({host}) and 1 on rank 1 ({host}): start all of them with the "
-        "same words.\n"
+        "same overrides.\n"
     )
     assert (first.err, second.err) == (expected, "")
     assert not first.run.exists()
