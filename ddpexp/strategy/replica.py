@@ -151,8 +151,7 @@ def check_same_models(models: Models, world: World) -> None:
     if not torch.equal(world.broadcast(mark.clone()), mark):
         raise DdpexpError(
             f"rank {world.rank} has built another model than rank zero: its parameters or buffers have other names, "
-            "shapes or "
-            f"kinds of number. Let model._target_ build the same one on every rank."
+            "shapes or kinds of number. Let model._target_ build the same one on every rank."
         )
 
 
@@ -201,8 +200,8 @@ class Gradients:
 def unused(names: Sequence[str]) -> DdpexpError:
     """Return the error of parameters that got no gradient where others did."""
     return DdpexpError(
-        f"{listed(names)} got no gradient in a micro-batch, for its loss does not depend on it. "
-        f"If that is meant, use strategy.find_unused_parameters=true."
+        f"{listed(names)} got no gradient in a micro-batch, for its loss does not depend on it. If that is meant, use "
+        "strategy.find_unused_parameters=true."
     )
 
 

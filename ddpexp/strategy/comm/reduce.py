@@ -88,8 +88,8 @@ def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemor
         return shared
     if options.reduce_through == "shared_memory":
         raise RefusedError(
-            f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). "
-            f"Use strategy.reduce_through=auto."
+            f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). Use "
+            "strategy.reduce_through=auto."
         )
     if world.is_rank_zero:
         text = "gradients go through the backend, for the workers cannot share memory (%s)"

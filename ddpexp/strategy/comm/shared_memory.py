@@ -66,7 +66,7 @@ class SharedMemory:
         self._ends = select.poll()
         for peer in peers.values():
             self._ends.register(peer.descriptor, select.POLLIN)
-        self._timeout = world.patience_seconds
+        self._timeout = world.timeout_seconds
         self._meetings = 0
         self._call = ctypes.CDLL(None, use_errno=True).syscall
         pointer, word = ctypes.c_void_p, ctypes.c_uint32
@@ -104,9 +104,9 @@ class SharedMemory:
             theirs = self._words[rank * _WORDS + word]
             if theirs != num_bytes:
                 raise DdpexpError(
-                    f"rank {rank} brought {theirs} bytes of gradients where rank {self._rank} brought {num_bytes}: the "
-                    "sum would "
-                    f"be of different parameters. Let the task train the same models on every rank, in the same order."
+                    f"rank {rank} brought {theirs} bytes of gradients where rank {self._rank} brought {num_bytes}: "
+                    "the sum would be of different parameters. Let the task train the same models on every rank, in "
+                    "the same order."
                 )
 
     def sum(self, tensor: Tensor) -> None:
@@ -166,9 +166,8 @@ class SharedMemory:
             )
             raise PeerError(
                 f"{late} did not come to where ranks add up within {self._timeout:g} s, for which rank {self._rank} "
-                "waited: "
-                f"it is stopped or busy with something else. See where it is, for example with py-spy dump --pid "
-                "PROCESS."
+                "waited: it is stopped or busy with something else. See where it is, for example with py-spy dump "
+                "--pid PROCESS."
             )
 
 

@@ -39,10 +39,8 @@ class Place:
             found = "nothing" if now is None else f"{tuple(now.shape)} of {now.dtype}"
             raise DdpexpError(
                 f"the buffer {self.name} was {tuple(self.start.shape)} of {self.start.dtype} and is {found} after a "
-                "micro-batch, "
-                f"so there is no mean over the micro-batches for trainer.reduction=exact. Keep its shape, or make it a "
-                "plain "
-                f"attribute of the module if it can be computed again."
+                "micro-batch, so there is no mean over the micro-batches for trainer.reduction=exact. Keep its "
+                "shape, or make it a plain attribute of the module if it can be computed again."
             )
         return now
 
@@ -78,9 +76,8 @@ class Buffers:
         if found != len(self.places):
             raise DdpexpError(
                 f"there were {len(self.places)} buffers, and there are {found} after a forward pass: "
-                "trainer.reduction=exact must "
-                f"know all of them before training to keep them the same on all workers. Register them in the module's "
-                "__init__."
+                "trainer.reduction=exact must know all of them before training to keep them the same on all workers. "
+                "Register them in the module's __init__."
             )
 
     def restore(self, places: Sequence[Place]) -> None:
@@ -135,10 +132,8 @@ class BufferDelta:
             if not bool(((total % num_leaves == 0) & (total.abs() < _WHOLE)).all()):
                 raise DdpexpError(
                     f"the buffer {place.name} holds whole numbers, and the {num_leaves} micro-batches of a step have "
-                    "changed it in "
-                    f"different ways, so their mean, which trainer.reduction=exact keeps, is none. Let it count the "
-                    "same in each, "
-                    f"or make it a buffer of torch.float32."
+                    "changed it in different ways, so their mean, which trainer.reduction=exact keeps, is none. Let "
+                    "it count the same in each, or make it a buffer of torch.float32."
                 )
             place.start.copy_(place.kept.long() + (total / num_leaves).long())
 

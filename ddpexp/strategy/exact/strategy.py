@@ -115,10 +115,8 @@ class Exact:
         if self._done != self._each and (last or self._done > self._each):
             raise DdpexpError(
                 f"the task's train_step went through {self._done} micro-batches{' up to last=True' if last else ''}, "
-                "where "
-                f"trainer.reduction=exact sums over {self._each} on each worker: go through all batches once, and say "
-                "last=True "
-                f"with the last of them."
+                f"where trainer.reduction=exact sums over {self._each} on each worker: go through all batches once, "
+                "and say last=True with the last of them."
             )
         if last:
             self._end()
@@ -220,8 +218,7 @@ class Exact:
             if p.grad.layout is not torch.strided:
                 raise DdpexpError(
                     f"the gradient of {name} is sparse, and trainer.reduction=exact sums dense ones, of one size in "
-                    "every "
-                    f"micro-batch. Build the layer with sparse=False, or use trainer.reduction=fast."
+                    "every micro-batch. Build the layer with sparse=False, or use trainer.reduction=fast."
                 )
             gradients.append(p.grad)
             places.append(view)
@@ -245,8 +242,7 @@ class Exact:
             if p.grad is not None:
                 raise DdpexpError(
                     f"{name} has a gradient, but was frozen when the model was built, so trainer.reduction=exact does "
-                    "not sum it. "
-                    f"Build it with requires_grad=True, and freeze it afterwards."
+                    "not sum it. Build it with requires_grad=True, and freeze it afterwards."
                 )
 
     def _take_buffers(self, views: Sequence[Tensor]) -> dict[Place, Tensor]:
@@ -279,8 +275,7 @@ class Exact:
         if partly and not self._finds_unused:
             raise DdpexpError(
                 f"{listed(partly)} got gradients in some micro-batches of the step and none in others. If that is "
-                "meant, use "
-                f"strategy.find_unused_parameters=true."
+                "meant, use strategy.find_unused_parameters=true."
             )
         for (_, _, p), view, unit in zip(self._parameters, views, self._unit_of, strict=False):
             earlier = self._earlier.get(p)

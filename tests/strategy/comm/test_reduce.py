@@ -364,7 +364,7 @@ def interrupt(world):
 
 
 def stopped(world):
-    world = dataclasses.replace(world, patience_seconds=4)
+    world = dataclasses.replace(world, timeout_seconds=4)
     model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
     for step in range(3):
         if step == 2 and world.rank == 1:
