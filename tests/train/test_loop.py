@@ -53,13 +53,13 @@ SharedMemory.sum = counted(SharedMemory.sum)
 SharedMemory.broadcast = counted(SharedMemory.broadcast)
 
 
-def counting(carrier, finish=reduce.ThroughSharedMemory.finish):
+def counting(carrier, finish=reduce.SharedMemoryReducer.finish):
     global reductions
     reductions += 1
     finish(carrier)
 
 
-reduce.ThroughSharedMemory.finish = counting
+reduce.SharedMemoryReducer.finish = counting
 
 
 class Records(Sides):

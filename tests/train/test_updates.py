@@ -327,8 +327,8 @@ def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(
 
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, _ = super().step(model, batch)
-            kept = float(self.calls // 4 != 2) if model.train_model else 1.0  # the third step's four micro-batches
-            self.calls += model.train_model
+            kept = float(self.calls // 4 != 2) if model.training else 1.0  # the third step's four micro-batches
+            self.calls += model.training
             return loss * kept, torch.tensor(count * kept), {}
 
     once = fit(Padded(), micro_batch_size=6, log_every=4, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -434,7 +434,7 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, metrics = super().step(model, batch)
             return (
-                loss * 1e30 if model.train_model else loss,
+                loss * 1e30 if model.training else loss,
                 count,
                 metrics,
             )  # with the scale more than fp32 holds, in any step

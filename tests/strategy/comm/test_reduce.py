@@ -519,7 +519,7 @@ def test_a_backward_pass_whose_gradient_no_worker_would_sum_is_refused(folder: P
 def test_ranks_that_build_different_models_are_told(folder: Path) -> None:
     failure = fails(folder, "other_model", 3)
     assert re.match(
-        r"rank [12] has built another model than rank zero: its parameters or buffers have other names, ",
+        r"rank [12] has built a different model than rank zero: its parameters or buffers have other names, ",
         failure.message,
     )
 
