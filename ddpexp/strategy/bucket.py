@@ -34,8 +34,7 @@ class Bucket:
         self.reducer, self._world = reducer, world
         self._groups = [_DtypeGroup(group) for group in _by_dtype(parameters.values())]
         # One hook is enough: any real backward pass reaches the last parameter.
-        list(parameters.values())[-1].register_post_accumulate_grad_hook(self._check_inside_micro_batch)  # type:
-        ignore[no - untyped - call]
+        list(parameters.values())[-1].register_post_accumulate_grad_hook(self._check_inside_micro_batch)  # type: ignore[no-untyped-call]
 
     @classmethod
     def fits(cls, parameters: Mapping[str, nn.Parameter], options: Options, slot_bytes: int) -> bool:

@@ -36,7 +36,8 @@ from ddpexp.train import lazy_dynamo
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
-from ddpexp.strategy import Options, reduce
+from ddpexp.strategy.comm import reduce
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.comm.reduce import BackendReducer, SharedMemoryReducer
 from ddpexp.strategy.comm.shared_memory import share
