@@ -46,8 +46,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
         return encode(value.item(), tensors, where)
     raise DdpexpError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it keeps "
-        "tensors, "
-        f"numbers, texts, lists and mappings, for anything else could run code when it is read."
+        "tensors, numbers, texts, lists and mappings, for anything else could run code when it is read."
     )
 
 

@@ -96,7 +96,7 @@ class Writer:
         self._anchor = Anchor(folder.parent)
         self._world = world
         self._keep_last, self._keep_best, self._stops = keep_last, keep_best, stops
-        self._board = world.board()
+        self._mailbox = world.mailbox()
         self._stage = _Stage(world.device)
         self._plan: tuple[Any, list[TensorFile]] | None = None
         self._thread: threading.Thread | None = None
@@ -124,8 +124,7 @@ class Writer:
             if len(data) > JSON_BYTES and not name.endswith(".safetensors"):
                 raise CheckpointError(
                     f"the plain values in {name} of the checkpoint of step {step} take {len(data):,} bytes, more than "
-                    "the "
-                    f"{JSON_BYTES:,} that are read back: keep large states as tensors."
+                    f"the {JSON_BYTES:,} that are read back: keep large states as tensors."
                 )
         self._number += 1
         manifest = {
@@ -210,7 +209,7 @@ class Writer:
         name = f"ddpexp/checkpoint/{job.number}"
         try:
             if not self._world.is_rank_zero:
-                self._board.put(f"{name}/{self._world.rank}", json.dumps(report))
+                self._mailbox.put(f"{name}/{self._world.rank}", json.dumps(report))
                 return
             others = range(1, self._world.world_size) if waits else ()
             reports = [report, *(json.loads(self._awaited(f"{name}/{rank}")) for rank in others)]
@@ -240,7 +239,7 @@ class Writer:
         return {"problem": problem, "moved": isinstance(error, MovedError)}
 
     def _awaited(self, name: str) -> str:
-        while (text := self._board.take(name)) is None:
+        while (text := self._mailbox.take(name)) is None:
             time.sleep(_POLL_SECONDS)
         return text
 
@@ -307,9 +306,8 @@ class Writer:
         remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
         return (
             f"the checkpoint of step {job.step} could not be written in {self._folder}: "
-            f"{said_with_limit(error, self._folder)}; "
-            f"rank {self._world.rank} writes {human(job.copied.numel())} of it. The checkpoints before it are as they "
-            f"were.{remedy}"
+            f"{said_with_limit(error, self._folder)}; rank {self._world.rank} writes {human(job.copied.numel())} of "
+            f"it. The checkpoints before it are as they were.{remedy}"
         )
 
 

@@ -48,8 +48,7 @@ class TrainBatches:
         if self.steps_per_epoch == 0:
             raise RefusedError(
                 f"trainer.global_batch_size={self.plan.global_batch_size} is more than the {len(self.data)} training "
-                "samples. "
-                f"Use at most {len(self.data)}."
+                f"samples. Use at most {len(self.data)}."
             )
 
     @cached_property

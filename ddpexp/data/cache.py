@@ -114,7 +114,7 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
             problems.append(f"{base}: {said_with_limit(error, base)}")
     raise RefusedError(
         f"the data could not be written ({'; '.join(problems)}), and training reads it from there: free about 70 MB, "
-        f"or set XDG_CACHE_HOME to a folder that can be written"
+        "or set XDG_CACHE_HOME to a folder that can be written"
     )
 
 

@@ -146,8 +146,8 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
         if not isinstance(_whole(part), DeviceData):
             raise RefusedError(
                 f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot lie in the memory of "
-                "a device. "
-                f"Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave data.on_device=false."
+                "a device. Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave "
+                "data.on_device=false."
             )
     wholes = {id(whole): whole for whole in map(_whole, parts.values())}
     if device.type == "cuda":
@@ -155,8 +155,7 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
         if size > free:
             raise RefusedError(
                 f"data.on_device=true: the samples take {size / 1e9:,.1f} GB, and of GPU {device.index} "
-                f"{free / 1e9:,.1f} GB are "
-                f"free. Leave data.on_device=false."
+                f"{free / 1e9:,.1f} GB are free. Leave data.on_device=false."
             )
     there = {number: whole.to(device) for number, whole in wholes.items()}
     train, *evals = (_part_of(there[id(_whole(part))], part, device) for part in parts.values())

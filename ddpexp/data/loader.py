@@ -108,7 +108,7 @@ def shared_memory_warning(num_workers: int) -> str | None:
         return None
     return (
         f"{_SHARED} has {size / 1e6:,.1f} MB on this host, little for the batches of data.num_workers={num_workers} "
-        f"DataLoader workers a rank: enlarge it (docker run --shm-size=1g), or use data.num_workers=0"
+        "DataLoader workers a rank: enlarge it (docker run --shm-size=1g), or use data.num_workers=0"
     )
 
 
@@ -221,7 +221,7 @@ def _no_room() -> LoaderError:
     )
     return LoaderError(
         f"the batches of the DataLoader workers do not fit into shared memory: {_SHARED} of this host has {found}. "
-        f"Enlarge it (docker run --shm-size=1g), or use data.num_workers=0, or a smaller trainer.micro_batch_size."
+        "Enlarge it (docker run --shm-size=1g), or use data.num_workers=0, or a smaller trainer.micro_batch_size."
     )
 
 
@@ -275,9 +275,8 @@ def _ended(code: int) -> str:
 def _silent(worker: int, samples: str, seconds: float) -> LoaderError:
     return LoaderError(
         f"DataLoader worker {worker} has given nothing for {seconds:g} s (trainer.timeout.data_seconds={seconds:g}): "
-        "it is at "
-        f"{samples}, and its stack is in the log of this rank. Raise trainer.timeout.data_seconds if a batch takes "
-        "that long."
+        f"it is at {samples}, and its stack is in the log of this rank. Raise trainer.timeout.data_seconds if a batch "
+        "takes that long."
     )
 
 

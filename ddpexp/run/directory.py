@@ -330,8 +330,7 @@ def check_kinds(folder: Path, places: Iterable[tuple[Path, Sequence[str]]], name
         )
         raise RefusedError(
             f"{name}: {path.relative_to(folder)} is {what}, where this start would write to {' or '.join(wanted)} of "
-            "its "
-            f"own: remove it, or copy it without its links."
+            "its own: remove it, or copy it without its links."
         )
 
 

@@ -158,8 +158,7 @@ def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> 
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"{name} is still in use after {_WAIT_SECONDS:.0f} s: {path} is locked, and "
-                    f"{owner or 'whoever did that'} "
-                    f"cannot be seen from here. Wait for its end, or end it there."
+                    f"{owner or 'whoever did that'} cannot be seen from here. Wait for its end, or end it there."
                 ) from None
         said = _say_that_we_wait(said, f"{name} is locked by a command that is gone: waiting for its rest to go")
         time.sleep(_POLL_SECONDS)
@@ -171,9 +170,8 @@ def _check_gone(descriptor: int, path: Path, name: str) -> None:
     lives = owner is not None and owner.lives()
     if owner is not None and lives is None:
         raise RefusedError(
-            f"{name} was taken by {owner} at {owner.since}, and whether that lives cannot be told from here (this file "
-            "system has "
-            f"no locks): end it there, or remove {path} when nothing runs in it any more."
+            f"{name} was taken by {owner} at {owner.since}, and whether that lives cannot be told from here (this "
+            f"file system has no locks): end it there, or remove {path} when nothing runs in it any more."
         )
     if lives:
         raise RefusedError(_in_use(name, owner))
@@ -186,8 +184,7 @@ def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
             numbers = ", ".join(path.stem for path in held)
             raise RefusedError(
                 f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that is gone lives "
-                "and writes to "
-                f"{held[0]}. End it (fuser -k {held[0]})."
+                f"and writes to {held[0]}. End it (fuser -k {held[0]})."
             )
         said = _say_that_we_wait(
             said, f"{name}: ranks of a command that is gone are still alive: waiting for them to go"

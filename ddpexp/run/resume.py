@@ -78,8 +78,7 @@ def look(run: RunDir, start: Start) -> Earlier:
     if start.resume == "never" and not start.again:
         raise RefusedError(
             f"{start.name} holds a run that is not finished, and run.resume=never refuses to go on with it: choose "
-            "another "
-            f"run.dir, or use run.resume=auto."
+            "another run.dir, or use run.resume=auto."
         )
     if status == "submitted" and not start.again:
         _check_not_queued(start.name, result.get("job_id"))
@@ -224,8 +223,8 @@ def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mappin
     if isinstance(accepted, Mapping) and not sources.differences(accepted, now):
         return [f"{what}, as the last start was allowed to"]
     raise RefusedError(
-        f"{name}: {what}, so the steps to come would be computed by other code than the steps so far. "
-        f"Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir."
+        f"{name}: {what}, so the steps to come would be computed by other code than the steps so far. Type "
+        "run.allow_changes=[code] to resume with it, or start a new run with another run.dir."
     )
 
 
@@ -294,10 +293,9 @@ def check_same_data(
     if "data" in allowed:
         return [f"data: {_data(before)} -> {_data(data)} (run.allow_changes=[data])"]
     raise RefusedError(
-        f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
-        f"samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with this, or "
-        "start a "
-        f"new run with another run.dir."
+        f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see "
+        "other samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with "
+        "this, or start a new run with another run.dir."
     )
 
 
@@ -321,8 +319,8 @@ def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[
             check_threads(threads)
             if threads != layout.threads:
                 notes.append(
-                    f"threads: {threads} each as before, for another number changes the last bits of the result; "
-                    f"this start would have chosen {layout.threads} (trainer.threads={layout.threads})"
+                    f"threads: {threads} each as before, for another number changes the last bits of the result; this "
+                    f"start would have chosen {layout.threads} (trainer.threads={layout.threads})"
                 )
             layout = replace(layout, threads=threads)
     return layout, notes + list_changes(earlier.changes)
@@ -405,8 +403,8 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
     what = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}"
     if other is not None:
         raise RefusedError(
-            f"{what}: {other} would change nothing any more. Start a new run with another run.dir, "
-            f"or make this one longer with trainer.epochs or trainer.max_steps."
+            f"{what}: {other} would change nothing any more. Start a new run with another run.dir, or make this one "
+            "longer with trainer.epochs or trainer.max_steps."
         )
     return f"{what}: nothing to do."
 

@@ -35,8 +35,8 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
         again = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(
             f"{files.typed(folder.path)} says itself what code runs, where, or from which weights "
-            f"({' '.join(missing[:2])}), "
-            f"which counts only when it is typed again. If it is yours: python -m ddpexp {again}"
+            f"({' '.join(missing[:2])}), which counts only when it is typed again. If it is yours: python -m ddpexp "
+            f"{again}"
         )
     now = {key_of(word): word for word in typed if "=" in word and word[0] != "-"}
     # In their order, which names the jobs; of a key that is typed now, nothing else that was said of it counts.

@@ -228,16 +228,14 @@ class Scheduler:
         if launcher.ranks_started_externally:
             raise RefusedError(
                 f"launcher={kind} does not go with -m: there every rank is a command of its own, and each would run "
-                "the whole "
-                f"sweep. Use launcher=spawn, or launcher=slurm on the login node"
+                "the whole sweep. Use launcher=spawn, or launcher=slurm on the login node"
             )
         if kind not in ("spawn", "elastic"):
             return None, False
         if trainer.nodes not in ("auto", 1):
             raise RefusedError(
                 f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is "
-                "one "
-                f"command. Use launcher=slurm for jobs of several machines"
+                "one command. Use launcher=slurm for jobs of several machines"
             )
         layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
         self._slots.check_arguments(layout.world_size, layout.device == "cuda")
@@ -317,9 +315,8 @@ class Scheduler:
             value = getattr(settings, key)
             if value != default:
                 raise RefusedError(
-                    f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to a "
-                    "scheduler: "
-                    f"leave it out, or run the sweep inside an allocation."
+                    f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to "
+                    "a scheduler: leave it out, or run the sweep inside an allocation."
                 )
         if not self._grid and not found.wait and not found.dry_run:
             raise RefusedError(

@@ -101,9 +101,9 @@ class Precision:
         else:
             if any(p.grad is not None and p.grad.dtype == torch.float16 for p in fresh):
                 raise DdpexpError(
-                    "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in fp16, "
-                    "whose "
-                    "gradients would be too small for it. Build the model in fp32, or use trainer.precision=fp32."
+                    "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in "
+                    "fp16, whose gradients would be too small for it. Build the model in fp32, or use "
+                    "trainer.precision=fp32."
                 )
             self._look(fresh, (self._gradient_weight / self._scale.value.double()).float())
         self._unscaled |= parameters.keys()

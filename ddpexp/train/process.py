@@ -134,10 +134,9 @@ def _forbid_debugger() -> None:
             frame = frame.f_back
         raise DdpexpError(
             f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type "
-            "into. Print what "
-            f"you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 ignores every "
-            "breakpoint(); a "
-            f"debugger with a connection of its own works, for example PYTHONBREAKPOINT=remote_pdb.set_trace."
+            "into. Print what you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 "
+            "ignores every breakpoint(); a debugger with a connection of its own works, for example "
+            "PYTHONBREAKPOINT=remote_pdb.set_trace."
         )
 
     pdb.Pdb.set_trace = set_trace  # type: ignore[method-assign,assignment]

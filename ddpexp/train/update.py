@@ -88,8 +88,8 @@ class Update:
             if not self._applied and (self._counts or self._has_numbers):
                 raise DdpexpError(
                     "the task's train_step calls update.backward without an update.apply behind it: gradients are "
-                    "cleared when the "
-                    "step ends, so these would be lost. Call update.apply() for the optimizers that are to use them."
+                    "cleared when the step ends, so these would be lost. Call update.apply() for the optimizers that "
+                    "are to use them."
                 )
             self._end_round()
 
@@ -116,9 +116,8 @@ class Update:
         fault_point("backward")
         if not self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end "
-                "the workers "
-                "sum their gradients: it belongs to none of them. Enclose it."
+                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose "
+                "end the workers sum their gradients: it belongs to none of them. Enclose it."
             )
         if self.look_at is not None:
             self.look_at(loss_sum, count)
@@ -135,11 +134,9 @@ class Update:
             total = count * self.plan.gradient_accumulation_steps * self.plan.world_size
         if self._counts and self._has_numbers:
             raise DdpexpError(
-                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: what "
-                "a tensor "
-                f"counts is known only when the whole gradient is there, and then it cannot be divided apart. Make all "
-                "of them "
-                f"tensors, or all numbers."
+                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: "
+                "what a tensor counts is known only when the whole gradient is there, and then it cannot be divided "
+                "apart. Make all of them tensors, or all numbers."
             )
         key = (total, loss_sum.dtype)
         weight = self._weights.get(key)
@@ -164,9 +161,8 @@ class Update:
         """
         if self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end the "
-                "workers sum "
-                "their gradients: the optimizer would see this worker's own. Call it after that."
+                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end "
+                "the workers sum their gradients: the optimizer would see this worker's own. Call it after that."
             )
         chosen = names or self._names
         if names or self._applied:
@@ -228,18 +224,16 @@ class Update:
         """
         if not count > 0:
             raise DdpexpError(
-                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for the "
-                "count of "
-                f"every micro-batch, so nothing would be left. Return a tensor where a micro-batch may have nothing to "
-                "count."
+                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for "
+                "the count of every micro-batch, so nothing would be left. Return a tensor where a micro-batch may "
+                "have nothing to count."
             )
         expected = self._numbers.setdefault(position, count)
         if count != expected:
             gave = "gave update.backward" if self.manual else "returned"
             raise DdpexpError(
                 f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every "
-                "micro-batch. "
-                f"Return a tensor where it depends on the data."
+                "micro-batch. Return a tensor where it depends on the data."
             )
 
     def _scale_by_counts(self) -> None:
@@ -259,10 +253,8 @@ class Update:
             shown = ", ".join(f"{total:g}" for total in totals)
             raise DdpexpError(
                 f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: that is "
-                "known only "
-                f"when all gradients are added up, and they cannot be divided apart then. Call it once with the sum of "
-                "the losses, "
-                f"weighted as you mean it, or give counts that are numbers."
+                "known only when all gradients are added up, and they cannot be divided apart then. Call it once "
+                "with the sum of the losses, weighted as you mean it, or give counts that are numbers."
             )
         # Where nothing was counted, padding alone, nothing is to be learned.
         factor = self.plan.global_batch_size / totals[0] if totals[0] else 0.0
@@ -282,8 +274,7 @@ class Update:
         if again:
             raise DdpexpError(
                 f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same "
-                "gradients, which "
-                f"would take the step twice. Go through a micro-batch in between, or call it once."
+                "gradients, which would take the step twice. Go through a micro-batch in between, or call it once."
             )
 
 

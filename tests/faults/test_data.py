@@ -236,9 +236,12 @@ def test_a_len_that_lies_shows_in_the_samples_number(recipe: Recipe) -> None:
 
 
 REFUSED = [
-    ("data.count=0", "data._target_=points.load_trouble gave no samples for `train`."),
-    ("data.kind=NoEval", "data._target_=points.load_trouble gave no samples for `eval`."),
-    ("data.kind=NoLen", "data._target_=points.load_trouble gave a generator without a len() for `train`: give it one."),
+    ("data.count=0", "data._target_=points.load_trouble returned no samples for `train`."),
+    ("data.kind=NoEval", "data._target_=points.load_trouble returned no samples for `eval`."),
+    (
+        "data.kind=NoLen",
+        "data._target_=points.load_trouble returned a generator without a len() for `train`: give it one.",
+    ),
     ("data.count=23", "trainer.global_batch_size=24 is more than the 23 training samples. Use at most 23."),
     (
         "data.train=differs",

@@ -379,9 +379,7 @@ def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: R
     done = recipe("trainer.gpus=2", *words, run=disk / "run")
     assert done.code == 0, done
     assert (
-        done.out.count(
-            "and 3 checkpoints of 8.39 MB are there at the same time (trainer.keep_last=2): saving will fail"
-        )
+        done.out.count("and 3 checkpoints of 8.39 MB exist at the same time (trainer.keep_last=2): saving will fail")
         == 1
     )
     assert "saving will fail" not in recipe("trainer.gpus=2", *words).out

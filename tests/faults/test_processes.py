@@ -18,7 +18,7 @@ from tests.points import Recipe
 EVERY = ("trainer.gpus=2", "trainer.log_every=1", "trainer.epochs=4")
 LONG = """\
 class Looks(Sides):
-    def on_eval(self, model, batch, tracker, step):
+    def on_eval(self, model, batch, logger, step):
         for _ in range(30):
             time.sleep(0.06)
 

@@ -299,7 +299,7 @@ def test_neither_machines_nor_memory_need_be_there(ddpexp: Ddpexp, mine: Path) -
     assert done.code == 0, done.err
     assert "Large, 103,079,542,794 parameters, fp32" in done.out
     assert "4,096 GPU workers on 512 machines, 8 each (nccl), 12 threads each" in done.out
-    assert "10: 1.43 epochs of 7, each leaves out 2,656 samples" in done.out
+    assert "10: 1.43 epochs of 7 steps, each leaves out 2,656 samples" in done.out
     assert re.search(r"^optimizer +825 GB", done.out, re.MULTILINE)
     assert "note: on this machine it would be refused: trainer.device=cuda, but this machine shows no GPU" in done.out
     assert [path.name for path in ddpexp.folder.iterdir()] == ["project"]

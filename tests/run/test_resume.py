@@ -519,15 +519,15 @@ def test_another_users_code_is_refused_even_when_it_is_typed(recipe: Recipe, run
 def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp: Ddpexp, run: Path) -> None:
     # What another process would do between the command's look and the worker's.
     program = (
-        "from ddpexp.train.worker import _configuration; from ddpexp.run.directory import RunDir; from pathlib import "
-        "Path\n"
-        "_configuration(RunDir(Path('run')), '0' * 64)"
+        "from ddpexp.train.worker import _read_configuration; from ddpexp.run.directory import RunDir\n"
+        "from pathlib import Path\n"
+        "_read_configuration(RunDir(Path('run')), '0' * 64)"
     )
     words = [sys.executable, "-c", program]
     found = subprocess.run(
         words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert "RefusedError: run/config.yaml is not what it was when the command read it" in found.stderr
+    assert "RefusedError: run/config.yaml has changed since the command read it" in found.stderr
 
 
 @pytest.mark.slurm

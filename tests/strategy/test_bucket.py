@@ -20,7 +20,7 @@ from torch import nn
 from ddpexp.train import lazy_dynamo
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
-from ddpexp.strategy import Options
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.ddp import DDP
 from ddpexp.distributed.world import World
 

@@ -55,10 +55,8 @@ def prepare(
     if not any((folder / f"{part}-{what}.npy").exists() for part in _PARTS for what in ("images", "labels")):
         raise RefusedError(
             f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, "
-            "test-images.npy and "
-            f"test-labels.npy there. Store the images as such arrays with numpy.save, or have a recipe of your own "
-            "read them as "
-            f"they are, for example with torchvision.datasets.ImageFolder."
+            "test-images.npy and test-labels.npy there. Store the images as such arrays with numpy.save, or have a "
+            "recipe of your own read them as they are, for example with torchvision.datasets.ImageFolder."
         )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
     for part in _PARTS:
@@ -109,14 +107,12 @@ def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) ->
     if images.kind != "|u1" or len(images.shape) not in (3, 4) or 0 in images.shape:
         raise RefusedError(
             f"{folder}/{part}-images.npy holds {images.kind} of shape {_spoken(images.shape)}: store bytes (uint8) of "
-            "shape "
-            f"samples x channels x height x width, or without the channels where there is one."
+            "shape samples x channels x height x width, or without the channels where there is one."
         )
     if labels.kind not in _LABELS or labels.shape != images.shape[:1]:
         raise RefusedError(
             f"{folder}/{part}-labels.npy holds {labels.kind} of shape {_spoken(labels.shape)}, and there are "
-            f"{images.shape[0]:,} "
-            f"images: store one whole number for each."
+            f"{images.shape[0]:,} images: store one whole number for each."
         )
 
 

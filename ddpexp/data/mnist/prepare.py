@@ -78,8 +78,8 @@ def prepare(
     ):
         raise RefusedError(
             f"data.root={folder} holds {images}, and none of the four MNIST files that data=mnist reads there: for "
-            "images of your "
-            f"own see data=images, or a recipe of your own; for MNIST leave data.root out or name another folder."
+            "images of your own see data=images, or a recipe of your own; for MNIST leave data.root out or name "
+            "another folder."
         )
     patience = patience or (AUTO_PATIENCE if source == "auto" else DOWNLOAD_PATIENCE)
     try:
@@ -92,9 +92,9 @@ def prepare(
             ) from None
         (warn or _to_stderr)(
             f"THIS IS NOT MNIST: data.root={folder} holds none of its files and they could not be downloaded "
-            f"({error}), so {embedded_train:,} + {embedded_test:,} drawn digits stand in and no accuracy is comparable "
-            f"with MNIST; for the real data put the four IDX files into that folder or set data.source=download, and "
-            f"set data.source=embedded if drawn digits are what you want"
+            f"({error}), so {embedded_train:,} + {embedded_test:,} drawn digits stand in and no accuracy is "
+            "comparable with MNIST; for the real data put the four IDX files into that folder or set "
+            "data.source=download, and set data.source=embedded if drawn digits are what you want"
         )
         return _embedded(embedded_train, embedded_test)
 
