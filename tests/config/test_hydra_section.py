@@ -122,7 +122,7 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
 
     words = recipe(tmp_path, "")
     monkeypatch.setattr(
-        "ddpexp.config.compose.refuse_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called)
+        "ddpexp.config.compose.check_nothing_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called)
     )
     one(words)
     sweep([*words, "-m", "trainer.seed=1,2"])
