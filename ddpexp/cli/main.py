@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,10 @@ from typing import TextIO
 
 from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
+from ddpexp.launch import Job
+from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.local import Spawn
+from ddpexp.launch.rendezvous.environment import externally_started
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
 from ddpexp.system import secrets
@@ -61,7 +66,7 @@ def _evaluate(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.subcommands import evaluate
 
     found = evaluate(argv[1:], sys.argv)
-    return EXIT_DONE if found is None else outcome.launch(*found, server)
+    return EXIT_DONE if found is None else _launch(*found, server)
 
 
 def _resume(argv: list[str], server: Server | None) -> int:
@@ -73,10 +78,11 @@ def _resume(argv: list[str], server: Server | None) -> int:
         from ddpexp.sweep.run import run_sweep
 
         again = resumed(argv[1:], sys.argv)
+        _check_sweep_is_started_once()
         outcome.stop_on_signals()
         return run_sweep(again, server)
     run = resume(argv[1:], sys.argv)
-    return EXIT_DONE if run is None else outcome.launch(*run, server)
+    return EXIT_DONE if run is None else _launch(*run, server)
 
 
 def _member(argv: list[str], server: Server | None) -> int:
@@ -148,6 +154,7 @@ def _train(argv: list[str], server: Server | None) -> int:
     if isinstance(composed, Swept):
         from ddpexp.sweep.run import run_sweep
 
+        _check_sweep_is_started_once()
         outcome.stop_on_signals()
         return run_sweep(composed, server)
     experiment = parse(composed.values)
@@ -157,9 +164,37 @@ def _train(argv: list[str], server: Server | None) -> int:
 
     from ddpexp.run.jobs import Training
 
-    return outcome.launch(
-        experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server
-    )
+    return _launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
+
+
+def _launch(launcher: Launcher, job: Job, server: Server | None) -> int:
+    check_started_once(launcher, job)
+    return outcome.launch(launcher, job, server)
+
+
+def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] = os.environ) -> None:
+    """Check that nothing has started several of this command where each of them would run the whole job.
+
+    Raises:
+        RefusedError: torchrun, mpirun or srun has, and the launcher is the one for a command that stands alone.
+    """
+    if not isinstance(launcher, Spawn) or job.request.nodes not in ("auto", 1):
+        return
+    if (started := externally_started(environ)) is not None:
+        starter, count, right = started
+        raise RefusedError(
+            f"{starter} has started {count} of these commands, and launcher=spawn would run each alone: "
+            f"add launcher={right}."
+        )
+
+
+def _check_sweep_is_started_once() -> None:
+    if (started := externally_started()) is not None:
+        starter, count, _ = started
+        raise RefusedError(
+            f"{starter} has started {count} of these commands, and each would run the whole sweep: type the command "
+            f"without {starter}."
+        )
 
 
 _COMMANDS = {

@@ -51,6 +51,7 @@ from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
 from ddpexp.config.schema import DATA_KEYS, Logger, Recipe, Run, Trainer
 from ddpexp.config.sentences import check_override, first_line, one_sentence, sentence, unknown_key_of
+from ddpexp.config.user_files import check_user_files
 from ddpexp.config.versions import VERSION_BASE, get_yaml_loader, register_resolver
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.options import Options as Strategy
@@ -197,7 +198,10 @@ def compose_sweep(argv: list[str]) -> Swept:
     for word in overrides:
         _check_outside_sweep(word)
     _check_words(overrides, False, in_sweep=True)
+    _check_typed_once(overrides)
     added = added_folder(words.config_dir)
+    for choice in _choices(overrides):
+        check_user_files(choice, added)
     with (
         one_sentence(), bounded_interpolations(), quick_yaml(),
         hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
@@ -353,6 +357,34 @@ def _check_outside_sweep(word: str) -> None:
         raise RefusedError(f"{word} is one run, and -m a sweep: leave one of them out.")
 
 
+def _check_typed_once(overrides: Sequence[str]) -> None:
+    """Refuse a key that a sweep has been given twice, as the shell makes it of `key={1,2}`: only the last would count.
+
+    Several values may follow a single one, which a script has typed before them as its own default.
+
+    Raises:
+        RefusedError: with the key and its values.
+    """
+    values: dict[str, list[str]] = {}
+    for word in overrides:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and not word.startswith("~"):
+            values.setdefault(key, []).append(value)
+    for key, typed in values.items():
+        sweeps = [bool(re.search(r"[,(\[{]", value)) for value in typed]
+        if len(set(typed)) < 2 or (sweeps[-1] and not any(sweeps[:-1])):
+            continue
+        if re.match(r"sweep\.|hydra[./]", key) or any(sweeps):
+            raise RefusedError(f"{key} is typed twice: leave {key}={typed[0]} or {key}={typed[-1]} out.")
+        raise RefusedError(f"{key} is typed twice: write {key}={','.join(dict.fromkeys(typed))}.")
+
+
+def _choices(overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides once for every option that they choose of a group, as `recipe=a,b` chooses two."""
+    parts = [word.partition("=") for word in overrides if "." not in word.partition("=")[0]]
+    return [[f"{key}={option}"] for key, _, options in parts for option in options.split(",")]
+
+
 def _words(argv: list[str]) -> Namespace:
     parser = get_args_parser()
     parser.exit_on_error = False  # its own way to refuse is a page of usage, of Hydra's flags
@@ -475,7 +507,7 @@ def _hydra_composes(overrides: list[str], added: Path | None) -> DictConfig:
     # Hydra's own main composes twice, once to learn whether this is a sweep: the API does it once, in half the time.
     words = _without_inherited(overrides, added)
     with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
-        _check_package_header(overrides, added)
+        check_user_files(overrides, added)
         try:
             cfg = hydra.compose("config", [*_searched(added), *words], return_hydra_config=True)
         except ConfigCompositionException as error:
@@ -505,24 +537,6 @@ def _check_nothing_ignored(cfg: DictConfig, overrides: list[str], added: Path | 
         return [path for path in paths if path.is_file()]
 
     check_nothing_ignored(cfg, lambda: hydra.compose("config", _searched(added), return_hydra_config=True), files)
-
-
-def _check_package_header(overrides: Sequence[str], added: Path | None) -> None:
-    """Look at the first line of the user's recipe.
-
-    Without it all that the recipe says would be about `recipe` itself.
-    """
-    name = next((word.partition("=")[2] for word in reversed(overrides) if re.match(r"\+*recipe=", word)), None)
-    path = added / "recipe" / f"{name}.yaml" if added is not None and name else None
-    if path is None or not path.is_file() or (conf_folder() / "recipe" / path.name).is_file():
-        return
-    text = path.read_text(errors="replace")
-    if text.startswith("\ufeff"):
-        raise RefusedError(f"{path} begins with a byte order mark, which Hydra does not read: save it as plain UTF-8.")
-    if not re.match(r"(\s*#.*\n)*?\s*#\s*@package\s", text):
-        raise RefusedError(
-            f"{path} does not begin with the line # @package _global_, by which its keys count for the whole run."
-        )
 
 
 def _nothing_to_delete(key: str, overrides: list[str], added: Path | None) -> RefusedError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +42,17 @@ def test_a_member_of_another_users_run_is_refused(ddpexp: Ddpexp) -> None:
     assert refused.stderr == (
         f"ddpexp: {done.run} is another user's: its configuration says whose code runs, so it must be your own.\n"
     )
+
+
+@pytest.mark.parametrize("words", [SMALL, [*SMALL, "-m", "trainer.seed=1,2"], ["evaluate", "run"], ["resume", "run"]])
+def test_several_commands_that_would_each_run_alone_are_refused(
+    ddpexp: Ddpexp, tmp_path: Path, words: list[str]
+) -> None:
+    if words[0] in ("evaluate", "resume"):
+        words = [words[0], str(ddpexp(*SMALL).run)]
+    before = sorted(tmp_path.rglob("*"))
+    done = ddpexp(*words, environ={"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    would = "each would run the whole sweep" if "-m" in words else "launcher=spawn would run each alone"
+    advice = "type the command without torchrun" if "-m" in words else "add launcher=torchrun-env"
+    assert (done.code, done.err) == (2, f"ddpexp: torchrun has started 2 of these commands, and {would}: {advice}.\n")
+    assert sorted(tmp_path.rglob("*")) == before

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.config.build import unknown_key
-from ddpexp.config.compose import Composed, compose_command
+from ddpexp.config.compose import Composed, Swept, compose_command
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
 
@@ -75,6 +75,10 @@ train.py is not an override: ddpexp takes no files. A recipe is chosen by name: 
 @args.txt is neither an override
 """
 UNREAD = """\
+> -m trainer.seed=1 trainer.seed=2
+trainer.seed is typed twice: write trainer.seed=1,2.
+> -m trainer.seed=1,2 trainer.seed=3
+trainer.seed is typed twice: leave trainer.seed=1,2 or trainer.seed=3 out.
 > trainer.gpus==2
 trainer.gpus==2 has = twice: write trainer.gpus=2.
 > optimizer.lr=1e-3, trainer.gpus=2
@@ -211,6 +215,12 @@ def test_a_wrong_word_is_answered_with_what_to_type(project: Path, typed: str, s
     assert refusal(*words).startswith(sentence)
 
 
+def test_a_sweep_may_override_the_single_value_of_a_script_and_repeat_one() -> None:
+    made = compose_command(["-m", "trainer.epochs=9", "optimizer.lr=0.1", "optimizer.lr=0.1", "trainer.epochs=1,2"])
+    assert isinstance(made, Swept)
+    assert made.keys == {"trainer.epochs"}
+
+
 def test_a_quoted_text_is_a_text_also_for_the_grammar_of_hydra(project: Path) -> None:
     """What the answers suggest is accepted."""
     for word in ('run.dir="a=b"', "run.dir=a", "optimizer.lr=0.1", "trainer.clip_grad_norm=null", "~model.hidden"):
@@ -308,6 +318,8 @@ FILES = [
         "\ufeff# @package _global_\ntask: {_target_: mine.Task}\n",
         "begins with a byte order mark, which Hydra does not read: save it as",
     ),
+    ("# @package _globals_\n", "begins with # @package _globals_: write # @package _global_, by which its keys"),
+    ("# @package recipe\n", "begins with # @package recipe: write # @package _global_, by which its keys"),
 ]
 TEXTS = [
     ('task:\n\t_target_: mine.Task\n',
@@ -334,6 +346,29 @@ TEXTS = [
      'epochs is not a known section. Did you mean trainer.epochs?'),
     ('task: {_target_: mine.Task}\ntrainer: {max_epochs: 3}\n',
      'trainer.max_epochs is not a known key. Did you mean trainer.epochs?'),
+    ('defaults:\n  - override /model: [net, lenet]\n',
+     'bad.yaml: - override /model: [net, lenet] chooses several options, and a run has one: write one of them'),
+    ('defaults:\n  - override /optimiser: adamw\n',
+     'bad.yaml: there is no group optimiser. Did you mean - override /optimizer: adamw?'),
+    ('defaults:\n  - override /model:net\n',
+     'bad.yaml: - override /model:net needs a space after the colon: - override /model: net.'),
+    ('defaults:\n  - override /model = net\n',
+     'bad.yaml: - override /model = net needs a colon in place of =: - override /model: net.'),
+    ('defaults:\n  override /model: net\n',
+     'bad.yaml: defaults is a list: write each entry after a dash, as in - override /model: net.'),
+    ('default:\n  - override /model: net\ntask: {_target_: mine.Task}\n',
+     'bad.yaml: default is not a known key. Did you mean defaults?'),
+    ('optimizer: adamw\ntask: {_target_: mine.Task}\n',
+     'bad.yaml: optimizer: adamw stands in the place of the section optimizer. An option is chosen under defaults, as '
+     '- override /optimizer: adamw.'),
+    ('trainer:\ntask: {_target_: mine.Task}\n',
+     'bad.yaml sets trainer to nothing: write its keys below it, indented, or leave the line trainer: out.'),
+    ('model: {hidden:16}\ntask: {_target_: mine.Task}\n',
+     'bad.yaml: hidden:16 needs a space after the colon: write hidden: 16.'),
+    ('trainer:\n  epochs:3\ntask: {_target_: mine.Task}\n',
+     'bad.yaml: epochs:3 needs a space after the colon: write epochs: 3.'),
+    ('trainer:\n  epochs: 3\n  seed:3\ntask: {_target_: mine.Task}\n',
+     'bad.yaml, line 4: seed:3 needs a space after the colon: write seed: 3.'),
     ('task: {_target_: mine.Tusk}\n',
      'task._target_=mine.Tusk: '),
 ]  # fmt: skip
@@ -353,6 +388,23 @@ def test_a_wrong_recipe_is_answered_with_what_to_write(project: Path, text: str,
         refusal("--config-dir", "mine/conf", "recipe=bad")
         .removeprefix(f"{project}/mine/conf/recipe/")
         .startswith(sentence)
+    )
+
+
+def test_a_mistake_in_a_file_that_a_recipe_chooses_is_found_too(project: Path) -> None:
+    (project / "mine/conf/recipe/bad.yaml").write_text("# @package _global_\ndefaults:\n  - override /model: big\n")
+    (project / "mine/conf/model/big.yaml").write_text("_target_: mine.Net\ninner: {hidden:16}\n")
+    said = f"{project}/mine/conf/model/big.yaml: hidden:16 needs a space after the colon: write hidden: 16."
+    assert refusal("--config-dir", "mine/conf", "recipe=bad") == said
+    assert refusal("--config-dir", "mine/conf", "-m", "recipe=mine,bad") == said
+
+
+def test_a_folder_named_almost_like_a_group_is_named(project: Path) -> None:
+    (project / "mine/conf/models").mkdir()
+    (project / "mine/conf/model/net.yaml").rename(project / "mine/conf/models/net.yaml")
+    folder = project / "mine/conf"
+    assert refusal("--config-dir", "mine/conf", "model=net") == (
+        f"{folder}/models is not the folder of model=net: rename it to {folder}/model."
     )
 
 

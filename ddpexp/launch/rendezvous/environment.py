@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ddpexp.errors import RefusedError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.rendezvous.starter import control_port
+from ddpexp.launch.workers.control import CONTROL_FD
 from ddpexp.system import start
 from ddpexp.system.process import ancestors, stat
 
@@ -136,6 +137,26 @@ def of_mpi(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> t
     return LaunchEnvironment(
         rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())
     ), key
+
+
+def externally_started(environ: Mapping[str, str] = os.environ) -> tuple[str, int, str] | None:
+    """Return which program has started this command several times, how often, and the launcher for that.
+
+    None where nothing did: what a batch script or an interactive shell of Slurm inherits is no sign of it.
+    """
+    if CONTROL_FD in environ:  # a worker of ours has started this command, and its environment is inherited
+        return None
+    started = (
+        ("torchrun", "torchrun-env", "WORLD_SIZE" if "TORCHELASTIC_RUN_ID" in environ else ""),
+        ("mpirun", "mpi", "OMPI_COMM_WORLD_SIZE"),
+        ("srun", "slurm", "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_ID" in environ else ""),
+        ("mpirun", "mpi", "PMI_SIZE"),  # also set by srun --mpi=pmi2, hence behind it
+    )
+    for starter, launcher, name in started:
+        count = environ.get(name, "")
+        if count.isdecimal() and int(count) > 1:
+            return starter, int(count), launcher
+    return None
 
 
 def process_identity(pid: int) -> str | None:

@@ -14,7 +14,14 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import WorkerRequest
-from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_mpi, of_slurm_task, of_torchrun, process_identity
+from ddpexp.launch.rendezvous.environment import (
+    LaunchEnvironment,
+    externally_started,
+    of_mpi,
+    of_slurm_task,
+    of_torchrun,
+    process_identity,
+)
 from tests.conftest import ANY, SMALL, Ddpexp
 
 # As the programs leave them in the second of their processes, on the second of two hosts where there are two.
@@ -95,6 +102,31 @@ def test_the_place_is_what_the_starter_says(
     place: LaunchEnvironment,
 ) -> None:
     assert read(ANY, environ) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "started"),
+    [
+        (TORCHRUN, ("torchrun", 4, "torchrun-env")),
+        (OPEN_MPI, ("mpirun", 2, "mpi")),
+        (MPICH, ("mpirun", 2, "mpi")),
+        (SRUN, ("srun", 3, "slurm")),
+        ({**SRUN, **TORCHRUN}, ("torchrun", 4, "torchrun-env")),
+        ({**SRUN, **OPEN_MPI}, ("mpirun", 2, "mpi")),
+        ({**SRUN, "PMI_RANK": "2", "PMI_SIZE": "3"}, ("srun", 3, "slurm")),
+        ({}, None),
+        (BY_HAND, None),  # a shell in which the variables of another run are left
+        ({**TORCHRUN, "WORLD_SIZE": "1"}, None),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_PROCID": "0"}, None),  # an sbatch script, and salloc's shell
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, None),  # salloc's interactive step
+        ({**TORCHRUN, "DDPEXP_CONTROL_FD": "5"}, None),  # started by a worker of ours
+    ],
+)
+def test_what_has_started_several_commands_is_recognised(
+    environ: dict[str, str], started: tuple[str, int, str] | None
+) -> None:
+    assert externally_started(environ) == started
 
 
 def test_slurms_short_form_gives_every_node_its_tasks() -> None:

@@ -1,0 +1,175 @@
+"""Check a user's own YAML files for mistakes that Hydra accepts in silence, or reports about something else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddpexp.config.build import nearest
+from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.schema import Experiment
+from ddpexp.errors import RefusedError
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_OPTION = re.compile(r"\+*([\w/]+)=([\w.-]+)")  # an override that chooses an option of a group
+_HEADER = re.compile(r"(?:\s*#.*\n)*?\s*#\s*@package[ \t]+(\S+)")
+_SPACELESS = re.compile(r"(\w+):([^\s:/].*)")  # `hidden:16`, which YAML reads as one text
+_SPACELESS_LINE = re.compile(r"\s*(?:- +)?[A-Za-z_]\w*:[^\s:/]")
+_ENTRY = re.compile(r"((?:override +)?/?[\w/]+) *([:=]) *([\w.-]+)")  # `override /model:net`, an entry that is a text
+
+
+def check_user_files(overrides: Sequence[str], added: Path | None) -> None:
+    """Check the files in the added folder that the overrides choose, and those that their defaults choose.
+
+    Raises:
+        RefusedError: one of them has a mistake; the sentence names the file and what to write.
+    """
+    if added is None:
+        return
+    waiting = [(match[1], match[2]) for word in overrides if (match := _OPTION.fullmatch(word)) is not None]
+    checked: set[Path] = set()
+    while waiting:
+        group, option = waiting.pop(0)
+        name = f"{group}/{option.removesuffix('.yaml')}.yaml"
+        path = added / name
+        if (conf_folder() / name).is_file() or path in checked:
+            continue
+        if not path.is_file():
+            _check_folder_name(added, group, option)
+            continue
+        checked.add(path)
+        waiting += _check_file(path, group)
+
+
+def _check_file(path: Path, group: str) -> list[tuple[str, str]]:
+    """Check one file and return the options that its defaults choose, each with its group."""
+    text = path.read_text(errors="replace")
+    is_global = _check_header(path, text, group == "recipe")
+    try:
+        values = yaml.load(text, Loader=_LOADER)
+    except yaml.MarkedYAMLError as error:
+        _check_space_near(path, text, error)
+        return []  # Hydra reports it
+    except (ValueError, yaml.YAMLError):
+        return []
+    if not isinstance(values, dict):
+        return []
+    if is_global and "default" in values:
+        raise RefusedError(f"{path}: default is not a known key. Did you mean defaults?")
+    chosen = [*_check_defaults(path, values.get("defaults"))]
+    sections = {key: value for key, value in values.items() if key != "defaults"}
+    for key, value in sections.items() if is_global else ():
+        _check_section(path, str(key), value)
+    _check_spaces(path, sections)
+    return chosen
+
+
+def _check_header(path: Path, text: str, is_recipe: bool) -> bool:
+    """Check the line `# @package` and return whether the file's keys count for the whole run."""
+    if text.startswith("\ufeff"):
+        raise RefusedError(f"{path} begins with a byte order mark, which Hydra does not read: save it as plain UTF-8.")
+    header = _HEADER.match(text)
+    if header is None:
+        if is_recipe:
+            raise RefusedError(
+                f"{path} does not begin with the line # @package _global_, by which its keys count for the whole run."
+            )
+        return False
+    package = header[1]
+    if package != "_global_" and (is_recipe or nearest(package.strip("_"), ["global"]) is not None):
+        raise RefusedError(
+            f"{path} begins with # @package {package}: write # @package _global_, by which its keys count for the "
+            "whole run."
+        )
+    return package == "_global_"
+
+
+def _check_space_near(path: Path, text: str, error: yaml.MarkedYAMLError) -> None:
+    """Refuse a key without a space after its colon where YAML stumbles over it, or over the line after it."""
+    place = error.problem_mark.line if error.problem_mark is not None else 0
+    lines = text.splitlines()
+    for number in (place, place - 1):
+        if 0 <= number < len(lines) and _SPACELESS_LINE.match(lines[number]):
+            raise _no_space(f"{path}, line {number + 1}", lines[number].strip())
+
+
+def _check_spaces(path: Path, values: Any) -> None:
+    """Refuse keys such as `hidden:16`, which YAML reads as a text: in braces a key without a value, else a value."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            if value is None and _SPACELESS.fullmatch(str(key)):
+                raise _no_space(str(path), str(key))
+            _check_spaces(path, value)
+    elif isinstance(values, list):
+        for value in values:
+            _check_spaces(path, value)
+
+
+def _no_space(where: str, text: str) -> RefusedError:
+    return RefusedError(f"{where}: {text} needs a space after the colon: write {re.sub(':', ': ', text, count=1)}.")
+
+
+def _check_defaults(path: Path, defaults: Any) -> Iterator[tuple[str, str]]:
+    """Check the list of defaults and yield the options that it chooses."""
+    if defaults is None:
+        return
+    if not isinstance(defaults, list):
+        raise RefusedError(f"{path}: defaults is a list: write each entry after a dash, as in - override /model: net.")
+    for entry in defaults:
+        if isinstance(entry, str) and (match := _ENTRY.fullmatch(entry)) is not None:
+            missing = "a space after the colon" if match[2] == ":" else "a colon in place of ="
+            raise RefusedError(f"{path}: - {entry} needs {missing}: - {match[1]}: {match[3]}.")
+        for key, option in entry.items() if isinstance(entry, dict) else ():
+            yield from _check_entry(path, str(key), option)
+
+
+def _check_entry(path: Path, key: str, option: Any) -> Iterator[tuple[str, str]]:
+    typed = re.fullmatch(r"(override +)?(/?)([\w/]+?)(@[\w.]+)?", key.strip())
+    if typed is None:
+        return
+    group, ours = typed[3], groups([conf_folder()])
+    if group in ours and isinstance(option, list):
+        raise RefusedError(
+            f"{path}: - {key}: [{', '.join(map(str, option))}] chooses several options, and a run has one: write one "
+            f"of them, and -m {group}={','.join(map(str, option))} on the command line for a run with each."
+        )
+    near = nearest(group, ours, 0.8)
+    if near is not None and near != group and not (path.parent.parent / group).is_dir():
+        raise RefusedError(f"{path}: there is no group {group}. Did you mean - {typed[1] or ''}/{near}: {option}?")
+    if isinstance(option, str) and (typed[2] or typed[1]):
+        yield group, option
+
+
+def _check_section(path: Path, key: str, value: Any) -> None:
+    """Check what stands at a top-level key of a file whose keys count for the whole run."""
+    if key not in Experiment.__dataclass_fields__:
+        return
+    if value is None:
+        raise RefusedError(
+            f"{path} sets {key} to nothing: write its keys below it, indented, or leave the line {key}: out."
+        )
+    if not isinstance(value, str):
+        return
+    if _SPACELESS.fullmatch(value):
+        raise _no_space(str(path), value)
+    if key in groups([conf_folder()]) and re.fullmatch(r"[\w-]+", value):
+        raise RefusedError(
+            f"{path}: {key}: {value} stands in the place of the section {key}. An option is chosen under defaults, as "
+            f"- override /{key}: {value}."
+        )
+
+
+def _check_folder_name(added: Path, group: str, option: str) -> None:
+    """Refuse a folder such as `models` that holds the option which is looked for in `model`."""
+    if option in options(group, [conf_folder(), *plugin_folders()]):
+        return
+    ours = groups([conf_folder()])
+    for path in sorted(added.glob(f"*/{option.removesuffix('.yaml')}.yaml")):
+        folder = path.parent
+        if group in ours and folder.name not in ours and nearest(folder.name, ours, 0.8) == group:
+            raise RefusedError(f"{folder} is not the folder of {group}={option}: rename it to {added / group}.")
