@@ -34,7 +34,7 @@ from ddpexp.run.directory import RunDir
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative
-from ddpexp.train import lazy_dynamo
+from ddpexp.train import lazy_dynamo, schedule  # noqa: F401  # schedules are named by the registry, and loaded early
 from ddpexp.train.build import (
     RunContext,
     arrange,
