@@ -20,7 +20,9 @@ import pytest
 
 from ddpexp.errors import Failure, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
-from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Peer, lead
+from ddpexp.launch.rendezvous.kinds import Fixed
+from ddpexp.launch.rendezvous.meeting import lead
+from ddpexp.launch.rendezvous.wire import Meeting, Peer
 from ddpexp.launch.supervise import run_end, supervisor
 from ddpexp.launch.supervise.assignment import assign_ranks
 from ddpexp.launch.supervise.causes import Worker

@@ -27,7 +27,7 @@ from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.slurm_array import status
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_slurm_task, tasks_per_node
-from ddpexp.launch.rendezvous.meeting import Published, by_key
+from ddpexp.launch.rendezvous.kinds import Published, by_key
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpexp.launch.rendezvous.meeting import Meeting, Peer
+from ddpexp.launch.rendezvous.wire import Meeting, Peer
 from ddpexp.launch.supervise.messages import PeerMessage, encode
 
 

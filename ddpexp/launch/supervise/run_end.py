@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, Failure, RefusedError, StoppedError, WorkerError
-from ddpexp.launch.rendezvous.meeting import Peer
+from ddpexp.launch.rendezvous.wire import Peer
 from ddpexp.launch.supervise.causes import (
     ReportedFailure,
     Worker,

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddpexp.errors import Failure
 from ddpexp.launch import WorkerRequest
-from ddpexp.launch.rendezvous.meeting import Meeting, Peer
+from ddpexp.launch.rendezvous.wire import Meeting, Peer
 from ddpexp.launch.supervise import messages
 from ddpexp.launch.supervise.causes import (
     ReportedFailure,

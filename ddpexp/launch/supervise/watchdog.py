@@ -28,7 +28,7 @@ from ddpexp.launch.supervise.stacks import Frame, threads
 from ddpexp.system.process import is_stopped
 
 if TYPE_CHECKING:
-    from ddpexp.launch.rendezvous.meeting import Peer
+    from ddpexp.launch.rendezvous.wire import Peer
     from ddpexp.launch.supervise.causes import Worker
 
 _LOOK_SECONDS = 0.25

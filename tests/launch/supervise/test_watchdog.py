@@ -19,7 +19,7 @@ import pytest
 
 from ddpexp.errors import Failure
 from ddpexp.launch import Timeout
-from ddpexp.launch.rendezvous.meeting import Peer
+from ddpexp.launch.rendezvous.wire import Peer
 from ddpexp.launch.supervise import watchdog
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.hangs import Account, verdict
