@@ -32,9 +32,9 @@ from ddpexp.config.compose import compose
 from ddpexp.errors import EXIT_FAILED, Failure
 from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-from ddpexp.launch.rendezvous.meeting import Fixed
+from ddpexp.launch.rendezvous.kinds import Fixed
 from ddpexp.launch.supervise.assignment import versions
-from ddpexp.launch.supervise.watchdog import Account
+from ddpexp.launch.supervise.hangs import Account
 from ddpexp.launch.workers.control import Control
 from ddpexp.system.limits import raise_files
 from ddpexp.system.network import LOOPBACK, boot_id

@@ -26,7 +26,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, Fin
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Submitter
 from ddpexp.launch.rendezvous.layout import resolve
-from ddpexp.launch.supervise.supervisor import signals_as_bytes
+from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import directory, resume
 from ddpexp.run.directory import RunDir

@@ -12,7 +12,7 @@ from ddpexp.launch.workers.client import Server
 
 if TYPE_CHECKING:
     from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-    from ddpexp.launch.rendezvous.meeting import Rendezvous
+    from ddpexp.launch.rendezvous.kinds import Rendezvous
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Spawn(Launcher):
 
     def _environment(self, nodes: int | str) -> tuple[LaunchEnvironment, Rendezvous | None]:
         from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-        from ddpexp.launch.rendezvous.meeting import Fixed
+        from ddpexp.launch.rendezvous.kinds import Fixed
 
         fields = {"node_rank": self.node_rank, "master_addr": self.master_addr, "master_port": self.master_port}
         if isinstance(nodes, str) and nodes != "auto":

@@ -10,7 +10,7 @@ from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.launch.rendezvous.environment import of_mpi
-from ddpexp.launch.rendezvous.meeting import by_key
+from ddpexp.launch.rendezvous.kinds import by_key
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 

@@ -12,7 +12,7 @@ from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_torchrun
-from ddpexp.launch.rendezvous.meeting import Fixed, Rendezvous, StoreRendezvous
+from ddpexp.launch.rendezvous.kinds import Fixed, Rendezvous, StoreRendezvous
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 

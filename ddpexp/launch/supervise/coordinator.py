@@ -20,8 +20,10 @@ from ddpexp.errors import ENDS, EXIT_FAILED, AbsentError, Failure, FinishedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import starter
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
+from ddpexp.launch.rendezvous.kinds import Rendezvous
 from ddpexp.launch.rendezvous.layout import resolve
-from ddpexp.launch.rendezvous.meeting import Meeting, Peer, Rendezvous, join, lead
+from ddpexp.launch.rendezvous.meeting import join, lead
+from ddpexp.launch.rendezvous.wire import Meeting, Peer
 from ddpexp.launch.supervise.assignment import RankAssignment, assign_ranks, versions
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.supervisor import supervise

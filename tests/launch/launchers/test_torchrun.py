@@ -162,7 +162,7 @@ def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe)
 def test_a_rank_that_does_not_come_is_named(recipe: Recipe) -> None:
     [done] = shells(recipe, ["trainer.timeout.init_seconds=2"], WORLD_SIZE="3")
     assert done.code == 2
-    assert re.search(r"rank 1, 2 of 3 did not come within 2 s", done.err), done.err
+    assert re.search(r"rank 1, 2 of 3 did not join within 2 s", done.err), done.err
     assert not done.run.exists()
 
 

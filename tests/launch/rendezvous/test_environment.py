@@ -232,7 +232,7 @@ CONTRADICTIONS: list[tuple[Reader, dict[str, str], dict[str, str], str]] = [
      "LOCAL_WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
     (of_torchrun, TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, (
         "LOCAL_WORLD_SIZE=5 is more than WORLD_SIZE=4: the variables "
-        "contradict."
+        "contradict each other."
     )),
     (of_torchrun, TORCHRUN, {"GROUP_WORLD_SIZE": "0"},
      "GROUP_WORLD_SIZE=0 leaves no machine: it is the number of machines, 1 or more."),

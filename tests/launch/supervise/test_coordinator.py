@@ -452,9 +452,9 @@ def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("present", "sentence"),
     [
-        (0, "node 1 of 2 did not come within 1 s: were they started, and do they reach this host?"),
+        (0, "node 1 of 2 did not join within 1 s: were they started, and can they reach this host?"),
         (1, r"node 1 did not find node 0 within 1 s: nobody answered at 127.0.0.1:PORT (Connection refused). "
-         "Was it started, and is its host reached?"),
+         "Was it started, and is its host reachable?"),
     ],
 )  # fmt: skip
 def test_a_machine_that_does_not_come_is_missed_in_time(recipe: Recipe, present: int, sentence: str) -> None:
@@ -487,7 +487,7 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
         ((*FOUR, "launcher.master_port=0"), "launcher.master_port=0 is not a valid port: use one from 1 to 65535."),
         ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536 is not a valid port: use one from 1 to 65535."),
         ((*FOUR, "launcher.master_addr=0.0.0.0"),
-         "launcher.master_addr=0.0.0.0 is no address that the others could reach: name this host."),
+         "launcher.master_addr=0.0.0.0 is not an address that the others can reach: name this host."),
         ((*FOUR, "launcher.master_addr=203.0.113.1"),
          "launcher.master_addr=203.0.113.1 is not an address of HOST, where rank zero runs: name this host."),
         ((*FOUR, "launcher.master_addr=null"),
