@@ -185,8 +185,8 @@ def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
         if time.monotonic() > deadline:
             numbers = ", ".join(path.stem for path in held)
             raise RefusedError(
-                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that has exited is still alive "
-                f"and writes to {held[0]}. End it (fuser -k {held[0]})."
+                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that has exited is "
+                f"still alive and writes to {held[0]}. End it (fuser -k {held[0]})."
             )
         report_at = _report_waiting(
             report_at, f"{name}: ranks of a command that has exited are still alive: waiting for them to exit"
