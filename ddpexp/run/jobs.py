@@ -20,6 +20,7 @@ import yaml
 from ddpexp.checkpoint import weights
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
+from ddpexp.config.registry import deprecation_warnings
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
 from ddpexp.data.batch_plan import plan_batches
@@ -95,6 +96,7 @@ class Training(Job):
 
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
+        self._warn_of_deprecated_overrides()
         run, earlier = self._claim(())
         self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
         with self._refuse_if_unwritable(run):
@@ -139,6 +141,7 @@ class Training(Job):
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data, create the run directory or resume the run in it, and record what will run."""
+        self._warn_of_deprecated_overrides()
         if self.vacant is not None:
             self.vacant()
         # A new run directory is created only once the data is prepared. An existing one is locked first, so that a run
@@ -169,6 +172,10 @@ class Training(Job):
             )
         self._worker_args = {"notes": notes, "config": _digest(run.config), **initial_weights}
         self._enter(run, data)
+
+    def _warn_of_deprecated_overrides(self) -> None:
+        for warning in deprecation_warnings(self.identity, self._new_overrides):
+            say(f"ddpexp: warning: {warning}")
 
     def _initial_weights(self, owners: Sequence[str]) -> dict[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
