@@ -76,13 +76,13 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
     else:
         try:
             described = files.read_json(place)
-            text, goes_on, typed = described["config"], described["goes_on"], described["typed"]
+            text, resume_from = described["config"], described["resume_from"]
             words = described["overrides"], described["command"]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RefusedError(f"{place} describes no job: {error}.") from None
         experiment = load(text)
-        home = RunDir(Path(goes_on)) if goes_on is not None else None
-        job = Training(experiment, text, *words, typed=typed, goes_on=home)
+        home = RunDir(Path(resume_from)) if resume_from is not None else None
+        job = Training(experiment, text, *words, new_overrides=described["new_overrides"], resume_from=home)
     if not isinstance(experiment.launcher, Starter):
         raise RefusedError(f"{place}: its launcher starts no further commands.")
     return experiment.launcher, job
@@ -124,7 +124,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     experiment = parse(values)
     _check_words_are_typed(run, experiment.launcher, typed, command)
     return experiment.launcher, Training(
-        experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run
+        experiment, text, going_on.merge_overrides(run, typed), command, new_overrides=typed, resume_from=run
     )
 
 
@@ -162,7 +162,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     for key, target in foreign.items():
         if trust.allows(target, key.removesuffix("._target_")):
             continue
-        recorded = going_on.trusted_words(run)
+        recorded = going_on.trust_arguments(run)
         if recorded:
             words = " ".join(
                 shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)]

@@ -60,7 +60,7 @@ class Files:
             if ended is None and result and result.get("status") != "submitted":
                 ended = run.result.stat().st_mtime  # of an older version
         return cls(
-            overrides=set_by(masked_tree(run.words(), mask)),
+            overrides=set_by(masked_tree(run.read_overrides(), mask)),
             result=masked_tree(result, mask),
             metrics=masked_tree(metrics, mask),
             step=step if done_step is None else done_step,

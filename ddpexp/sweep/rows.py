@@ -235,7 +235,7 @@ def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -
         return "done", None
     lives, where = _lives(path, queue)
     if lives is not False:
-        return "running", None if lives else f"whether {where} still lives cannot be told from here"
+        return "running", None if lives else f"whether {where} is still running cannot be checked from this host"
     if kind == "started" and _lives(path.parent, queue)[0] is not False:
         return "running", None  # its command has not got to the directory yet, or has just left it
     if files.problem is not None:
@@ -303,7 +303,7 @@ def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
         return False, ""
     if owner.host != directory.host() and owner.slurm_job is not None:
         return queue.has(owner.slurm_job), str(owner)
-    return owner.lives(), str(owner)
+    return owner.is_alive(), str(owner)
 
 
 def _broken(number: int, path: Path, message: str) -> Row:

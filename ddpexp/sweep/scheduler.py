@@ -275,7 +275,7 @@ class Scheduler:
             return None
         asked = resume.Start(job.name, job.text, job.words)
         try:
-            resume.look(job.run, asked)
+            resume.inspect(job.run, asked)
         except FinishedError:
             return Ended("done", self._objective(job))
         except RefusedError:

@@ -184,7 +184,7 @@ def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[st
         lines.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
     lines += ["", *tables.summary(rows, goal)]
     owner = lock.read(path / lock.NAME)
-    if owner is not None and owner.lives() is not False:
+    if owner is not None and owner.is_alive() is not False:
         lines.append(Text(f"the sweep runs: {one_line(str(owner))}, since {one_line(owner.since)}"))
     elif any(row.status in (*UNFINISHED, "waiting") for row in rows):
         lines.append(Text(f"go on: {_again(path)}"))

@@ -62,7 +62,7 @@ class Report:
     def hyperparameters(self) -> dict[str, bool | float | str]:
         """Return the hyperparameters by their keys: a fixed selection, and every override of this run."""
         overrides = {}
-        for override in self.run.words():
+        for override in self.run.read_overrides():
             key, _, value = override.lstrip("+").partition("=")
             if not key.startswith(("~", "run.", "hydra.", "sweep.", "launcher.")):
                 overrides[key] = _value(value)

@@ -103,11 +103,11 @@ def own(world):
         pass
     assert float(count) == 5 + world.rank
     shared = DDP(OPTIONS, world, Counts)
-    shared.bare["model"].count.fill_(5 + world.rank)
+    shared.modules["model"].count.fill_(5 + world.rank)
     assert shared.local_buffers() == {}
     with shared.synced_buffers():
         pass
-    assert float(shared.bare["model"].count) == 5
+    assert float(shared.modules["model"].count) == 5
 
 
 def failed(world):

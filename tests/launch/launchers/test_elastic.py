@@ -92,7 +92,7 @@ def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe
     assert (done.run / "error-1.json").is_file()
     assert [one["step"] for one in done.metrics()] == [4, 4, 8, 8]
     assert "ddpexp: rank 1 on" in done.err
-    assert "ddpexp: going on in" in done.err
+    assert "ddpexp: resuming " in done.err
     assert "torch/distributed" not in done.err.replace(
         "torch/distributed/c10d", ""
     )  # no log of the agent, no traceback of it

@@ -107,7 +107,7 @@ def test_a_restart_goes_on_in_the_same_run_directory(recipe: Recipe, how: str) -
         (8, True),
     ]
     assert len(list((run / "tb").glob("events.*"))) == 1
-    assert "ddpexp: going on in" in done.err
+    assert "ddpexp: resuming " in done.err
     assert done.out.count("step 8/8  epoch  2.00  loss") == 1  # the first attempt's lines are not shown again
 
 
