@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -49,6 +49,7 @@ from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
+from ddpexp.train.recipe_checks import check_model, check_optimizers, check_signature, check_splits, check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, check_room, choose, restore, truncate_records
 
@@ -170,7 +171,7 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     control.set_phase("build")
     _warn_of_little_room(experiment, log)
     evals = _evals(experiment, open_data(experiment, described["data"], world), world, described["batch_size"])
-    model = instantiate(experiment.model, experiment.trust, "model")
+    model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
@@ -178,6 +179,7 @@ def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
     load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}", averaged)
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
+    check_task(task, experiment.task.target)
     precision = Precision(experiment.trainer.precision, world.device, False)
     metrics = loop.evaluate(task, model, evals, precision, world, control)
     if metrics is None:
@@ -306,20 +308,10 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     data = experiment.data
     if data.prepare is None:
         node = Node(data.target, data.options)
-        splits = instantiate(node, experiment.trust, "data")
+        made = instantiate(node, experiment.trust, "data")
     else:
-        splits = instantiate(Node(data.target), experiment.trust, "data", prepared)
-    if not isinstance(splits, Splits):
-        raise RefusedError(
-            f"data._target_={data.target} must return ddpexp.data.datasets.Splits, not {type(splits).__name__}."
-        )
-    for name, part in {"train": splits.train, **splits.evals}.items():
-        if not isinstance(part, Sized):
-            raise RefusedError(
-                f"data._target_={data.target} gave a {type(part).__name__} without a len() for `{name}`: give it one."
-            )
-        if len(part) == 0:
-            raise RefusedError(f"data._target_={data.target} gave no samples for `{name}`.")
+        made = instantiate(Node(data.target), experiment.trust, "data", prepared)
+    splits = check_splits(made, data.target)
     _check_same_sizes(splits, data.target, world)
     return splits
 
@@ -380,7 +372,8 @@ def _strategy(experiment: Experiment, world: World, plan: BatchPlan, prepare: Ca
 
     def factory() -> Any:
         torch.manual_seed(trainer.seed)
-        return instantiate(experiment.model, experiment.trust, "model")
+        model = instantiate(experiment.model, experiment.trust, "model")
+        return check_model(model, experiment.model.target, trains=True)
 
     build: Callable[..., Strategy]
     if trainer.reduction == "exact":
@@ -408,6 +401,7 @@ def _loop(
 ) -> Loop:  # fmt: skip
     trust, trainer = experiment.trust, experiment.trainer
     task = instantiate(experiment.task, trust, "task")
+    check_task(task, experiment.task.target)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
@@ -415,7 +409,9 @@ def _loop(
 
     model = strategy.eval_model
     optimizers = (
-        task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(strategy.parameters())}
+        check_optimizers(task.optimizers(model, make), task.optimizers)
+        if isinstance(task, HasOptimizers)
+        else {"optimizer": make(strategy.parameters())}
     )
     return Loop(
         task=task,
@@ -451,6 +447,7 @@ def _schedule(experiment: Experiment, num_steps: int) -> Schedule:
             "num_steps), which "
             f"returns what optimizer.lr is multiplied by at a step: see ddpexp.task.Schedule."
         )
+    check_signature(schedule.factor, "factor", ("step", "num_steps"))
     for step in (0, num_steps - 1):
         value: Any = schedule.factor(step, num_steps)
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):

@@ -238,7 +238,13 @@ def test_a_len_that_lies_shows_in_the_samples_number(recipe: Recipe) -> None:
 REFUSED = [
     ("data.count=0", "data._target_=points.load_trouble gave no samples for `train`."),
     ("data.kind=NoEval", "data._target_=points.load_trouble gave no samples for `eval`."),
-    ("data.kind=NoLen", "data._target_=points.load_trouble gave a generator without a len() for `train`: give it one."),
+    (
+        "data.kind=NoLen",
+        (
+            "data._target_=points.load_trouble: `train` is a generator: a data set needs __len__ and __getitem__ "
+            "(map-style)."
+        ),
+    ),
     ("data.count=23", "trainer.global_batch_size=24 is more than the 23 training samples. Use at most 23."),
     (
         "data.train=differs",
