@@ -16,6 +16,14 @@ from ddpexp.errors import RefusedError
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
 _NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
 _TRUTHS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
+_SECONDS = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
+_MEGABYTES = {**dict.fromkeys(("m", "mb", "mib"), 1), **dict.fromkeys(("g", "gb", "gib"), 1024)}
+_COUNTS = {"%": 0.01, "k": 1_000}
 
 T = TypeVar("T")
 
@@ -163,10 +171,18 @@ def _meant(value: Any, hint: Any, parts: Sequence[Any], key: str) -> str | None:
         return _TRUTHS[text]
     if int in parts and isinstance(value, float) and value.is_integer():
         return str(int(value))
-    if float in parts and isinstance(value, str) and (unit := re.fullmatch(r"([\d.]+) ?(%|s|m|h)", text)) is not None:
-        factor = {"%": 0.01, "s": 1, "m": 60, "h": 3600}[unit[2]]
-        return f"{float(unit[1]) * factor:g}" if unit[2] == "%" or key.endswith("_seconds") else None
+    if {int, float} & set(parts) and isinstance(value, str) and (number := _without_unit(text, key)) is not None:
+        return str(int(number)) if number.is_integer() else f"{number:g}" if float in parts else None
     return nearest(shown(value), filter(_is_text, literals(hint)))
+
+
+def _without_unit(text: str, key: str) -> float | None:
+    """Return the number that a text with a unit stands for, in the unit of the key; None where it has none of these."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+) ?([a-z%]+)", text)
+    if match is None:
+        return None
+    units = _SECONDS if key.endswith("_seconds") else _MEGABYTES if key.endswith("_mb") else _COUNTS
+    return float(match[1]) * units[match[2]] if match[2] in units else None
 
 
 def _is_text(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import shlex
 import sys
 from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,16 +46,16 @@ from ddpexp.config.hydra_section import (
 )
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.kinds import several, takes_number
 from ddpexp.config.names import check_present, named
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
-from ddpexp.config.schema import DATA_KEYS, Logger, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS
 from ddpexp.config.sentences import check_override, first_line, one_sentence, sentence, unknown_key_of
 from ddpexp.config.user_files import check_user_files
 from ddpexp.config.versions import VERSION_BASE, get_yaml_loader, register_resolver
 from ddpexp.errors import RefusedError
-from ddpexp.strategy.options import Options as Strategy
 from ddpexp.system.files import check_yaml
 
 _MODE = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
@@ -62,13 +63,6 @@ _ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE)  # what Hydra takes for no text
 # A typed `_target_` of a section that is called with its other keys, or of a node in it.
 _TARGET = re.compile(r"\+{0,2}((?:task|model|data|optimizer|scheduler)(?:\.\w+)*)\._target_=(.*)")
-_TYPED_SECTIONS: Mapping[str, Any] = {
-    "trainer": Trainer,
-    "run": Run,
-    "strategy": Strategy,
-    "logger": Logger,
-    "recipe": Recipe,
-}
 
 
 def _dirname_of_job(conf: Any, words: Sequence[str]) -> str:
@@ -198,6 +192,7 @@ def compose_sweep(argv: list[str]) -> Swept:
     for word in overrides:
         _check_outside_sweep(word)
     _check_words(overrides, False, in_sweep=True)
+    _check_single_values(overrides)
     _check_typed_once(overrides)
     added = added_folder(words.config_dir)
     for choice in _choices(overrides):
@@ -220,6 +215,7 @@ def compose_sweep(argv: list[str]) -> Swept:
         chosen = OmegaConf.to_container(cfg.hydra.sweep, resolve=False) != _default_sweep()
         with answered(answers_of(cfg)):
             settings = OmegaConf.to_container(cfg.sweep, resolve=True)
+            never_evaluated = OmegaConf.select(cfg, "trainer.eval_every") == 0
             cfg.hydra.sweep.dir = str(
                 cfg.hydra.sweep.dir
             )  # resolved here, where what is wrong with it becomes a sentence
@@ -231,6 +227,9 @@ def compose_sweep(argv: list[str]) -> Swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
             raise RefusedError(f"{key} is a setting of the sweep itself: give it one value.")
     assert isinstance(settings, dict)
+    objective = settings.get("objective")
+    if never_evaluated and "trainer.eval_every" not in swept and re.match(r"(eval|validation)/", str(objective)):
+        raise RefusedError(f"sweep.objective={objective} needs evaluations, and trainer.eval_every=0 makes none.")
     return Swept(
         cfg=cfg,
         loader=found.config_loader,
@@ -357,6 +356,22 @@ def _check_outside_sweep(word: str) -> None:
         raise RefusedError(f"{word} is one run, and -m a sweep: leave one of them out.")
 
 
+def _check_single_values(overrides: Sequence[str]) -> None:
+    """Refuse what seems to be several values of a sweep for a key that takes a number, written as one value.
+
+    Raises:
+        RefusedError: with the values as a sweep takes them.
+    """
+    for word in overrides:
+        key, equals, value = word.lstrip("+").partition("=")
+        if not equals or key == "trainer.gpus" or re.match(r"~|hydra|sweep", word) or not takes_number(key):
+            continue
+        meant = several(value)
+        if meant is not None and meant != value.strip() and not re.fullmatch(r"[^\[\](){}]*,[^\[\](){}]*", value):
+            suggestion = shlex.quote(f"{key}={meant}") if "(" in meant else f"{key}={meant}"
+            raise RefusedError(f"{word} is one value, and {key} takes a number. Did you mean {suggestion}?")
+
+
 def _check_typed_once(overrides: Sequence[str]) -> None:
     """Refuse a key that a sweep has been given twice, as the shell makes it of `key={1,2}`: only the last would count.
 
@@ -368,13 +383,13 @@ def _check_typed_once(overrides: Sequence[str]) -> None:
     values: dict[str, list[str]] = {}
     for word in overrides:
         key, equals, value = word.lstrip("+").partition("=")
-        if equals and not word.startswith("~"):
+        if equals and not re.match(r"~|sweep\.|hydra[./]", word):
             values.setdefault(key, []).append(value)
     for key, typed in values.items():
         sweeps = [bool(re.search(r"[,(\[{]", value)) for value in typed]
         if len(set(typed)) < 2 or (sweeps[-1] and not any(sweeps[:-1])):
             continue
-        if re.match(r"sweep\.|hydra[./]", key) or any(sweeps):
+        if any(sweeps):
             raise RefusedError(f"{key} is typed twice: leave {key}={typed[0]} or {key}={typed[-1]} out.")
         raise RefusedError(f"{key} is typed twice: write {key}={','.join(dict.fromkeys(typed))}.")
 
@@ -388,6 +403,9 @@ def _choices(overrides: Sequence[str]) -> list[list[str]]:
 def _words(argv: list[str]) -> Namespace:
     parser = get_args_parser()
     parser.exit_on_error = False  # its own way to refuse is a page of usage, of Hydra's flags
+    abbreviated = next((word for word in argv if re.match("--config(=|$)", word)), None)
+    if abbreviated is not None:
+        raise RefusedError(f"{abbreviated} is not an option. Did you mean --config-dir?")
     try:
         words, unknown = parser.parse_known_intermixed_args(argv)  # options may stand anywhere
     except ArgumentError as error:
@@ -410,7 +428,7 @@ def _no_option(word: str) -> str:
         return f"{word} is not an option. Did you mean {option}?"
     key = name.replace("-", "_")
     advice = advice_on_key(key)
-    section = next((section for section, typed in _TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
+    section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
     if not advice and section is not None:
         advice = f" Did you mean {section}.{key}={value or '...'}?"
     return f"{word} is not an option: write key=value, for example trainer.gpus=2.{advice}"
@@ -421,6 +439,9 @@ def _check_words(overrides: list[str], question: bool, in_sweep: bool = False) -
     check_override(overrides)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
+        if key == "sweep.dir":
+            of_run = "" if in_sweep else f" or, for one run, run.dir={value}"
+            raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
         if not question:
             check_not_typed(word, in_sweep)
         if word.startswith("~"):
@@ -444,7 +465,7 @@ def _check_no_deletion(word: str, key: str) -> None:
     section, _, name = key.partition(".")
     if section in groups([conf_folder()]) and not name:
         raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(section, [conf_folder()]))}.")
-    typed = _TYPED_SECTIONS.get(section)
+    typed = TYPED_SECTIONS.get(section)
     if typed is None or name not in typed.__dataclass_fields__:
         return
     instead = (

@@ -147,11 +147,23 @@ def _advice(target: str, trust: Trust, key: str) -> str:
         near = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.7)
         advice = "" if head else " A name stands behind its module, as in mine.Net."
         return f" Did you mean {classes[near[0]]}?" if near else advice
+    if (inside := _inside_config_folder(root, trust)) is not None:
+        return f" {inside} lies inside --config-dir: move it beside it."
+    if "-" in head:
+        renamed = head.replace("-", "_")
+        return f" The name of a module has no dash: rename its file, and write {renamed}.{name}."
     beside = [path.stem for path in trust.code.iterdir() if path.suffix == ".py" or path.is_dir()] if trust.code else []
     near = difflib.get_close_matches(root, beside, n=1, cutoff=0.6)
     if near:
         return f" Did you mean {near[0]}.{rest}?"
     return "" if root in sys.stdlib_module_names else f" If this code is yours, add run.trust=[{root}]."
+
+
+def _inside_config_folder(module: str, trust: Trust) -> Path | None:
+    """Return where a module lies in the folder of configs itself, such as conf/mine.py, whose place is beside it."""
+    folders = sorted(path for path in trust.code.glob("*/") if any(path.glob("*/*.yaml"))) if trust.code else []
+    found = next((path for path in folders if _lies_in(path, module)), None)
+    return Path(found.name, f"{module}.py" if (found / f"{module}.py").is_file() else module) if found else None
 
 
 def _public_names(module: str) -> list[str] | None:

@@ -17,14 +17,12 @@ import yaml
 from ddpexp.config import registry
 from ddpexp.config.build import build, convert, unknown_key
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
-from ddpexp.config.schema import DATA_KEYS, Data, Experiment, Logger, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Logger, Recipe, Run, Trainer
 from ddpexp.config.validate import _check
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.options import Options as Strategy
 from ddpexp.task import Schedule
-
-_TYPED: Mapping[str, Any] = {"trainer": Trainer, "strategy": Strategy, "logger": Logger, "run": Run, "recipe": Recipe}
 
 
 def load(text: str) -> Experiment:
@@ -56,7 +54,9 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     sections = list(Experiment.__dataclass_fields__)
     for key in values:
         if key not in sections:
-            keys = [f"{name}.{field}" for name, section in _TYPED.items() for field in section.__dataclass_fields__]
+            keys = [
+                f"{name}.{field}" for name, section in TYPED_SECTIONS.items() for field in section.__dataclass_fields__
+            ]
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
         if values.get(name) is None:

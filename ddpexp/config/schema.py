@@ -113,3 +113,13 @@ class Experiment:
     def trust(self) -> Trust:
         """Return whose code this experiment may name."""
         return Trust(self.run.trust, Path(self.run.code) if self.run.code else None)
+
+
+TYPED_SECTIONS: Mapping[str, Any] = {
+    "trainer": Trainer,
+    "strategy": Strategy,
+    "logger": Logger,
+    "run": Run,
+    "recipe": Recipe,
+}
+"""The sections whose keys are fields with types, checked by `parse`."""

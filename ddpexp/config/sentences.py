@@ -21,6 +21,7 @@ from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import conf_folder, groups, options
 from ddpexp.config.foreign import value_here
 from ddpexp.config.hydra_section import no_effect
+from ddpexp.config.kinds import several, takes_fraction, takes_list, takes_number, takes_text
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.errors import RefusedError
 
@@ -37,6 +38,7 @@ _FUNCTIONS = {  # of Hydra's sweeps
     "shuffle": "shuffle(1,2,3)",
     "sort": "sort(1,2,3)",
 }
+_CASTS = ("int", "float", "str", "bool", "json_str", "extend_list")  # functions of Hydra's for single runs
 _RESOLVERS = ("oc.env", "oc.select", "oc.decode", "oc.create", "oc.dict.keys", "oc.dict.values", "hydra", "now")
 _YAML = {  # what PyYAML says, and what it means to somebody who has not written PyYAML
     "found unexpected end of stream": " (a quote is not closed)",
@@ -44,6 +46,7 @@ _YAML = {  # what PyYAML says, and what it means to somebody who has not written
     "mapping values are not allowed here": " (a line is indented too far, or a value with a colon has no quotes)",
     "could not find expected ':'": " (a key without a colon)",
 }
+_UNITS = r"[kmgt]i?b?|seconds?|s|minutes?|mins?|m|hours?|h|days?|d|%"
 _BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 _EXAMPLE = "write key=value, for example trainer.gpus=2"
 
@@ -85,6 +88,8 @@ def check_override(words: Sequence[str]) -> None:
         empty = word.endswith("=") and word.strip("=") and (not follows or re.search("[=~]", follows))  # as in run.dir=
         if "=" in word.strip("=") or word.startswith("~") or empty:
             continue
+        if place and (joined := _joined(words, place)) is not None:
+            raise RefusedError(f"{words[place - 1]} {word} has a space, at which the shell cuts it: {joined}.")
         open_before = next(
             (one for one in words[:place] if any(one.count(a) > one.count(b) for a, b in _BRACKETS)), None
         )
@@ -95,6 +100,22 @@ def check_override(words: Sequence[str]) -> None:
                 f"{whole} has spaces, at which the shell cuts it into words: write {shlex.quote(parts)}."
             )
         raise RefusedError(_no_override(word, words[place - 1] if place else "", [*words[place + 1 :], "", ""]))
+
+
+def _joined(words: Sequence[str], place: int) -> str | None:
+    """Return what to type where a word is the rest of the override before it, such as the `gb` of `launcher.mem=64 gb`.
+
+    None where it is not.
+    """
+    before, last = words[place - 1], place
+    if not re.fullmatch(r"[^=]+=\S+", before) or not _KEY.fullmatch(before.partition("=")[0]):
+        return None
+    if before.endswith(","):
+        while words[last].endswith(",") and last + 1 < len(words):
+            last += 1
+    elif not (re.search(r"\d$", before) and re.fullmatch(_UNITS, words[place], re.IGNORECASE)):
+        return None
+    return f"leave out the space: {''.join(words[place - 1 : last + 1])}"
 
 
 def _no_override(word: str, before: str, after: Sequence[str]) -> str:
@@ -152,9 +173,12 @@ def _unread(word: str) -> str:
         return f"{word} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
     if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
         return f"{word} is not read: words are separated by spaces, not by {more[0][0]}."
-    called = re.match(r"(\w+)\(", value)
-    if called is not None and called[1] in _FUNCTIONS:
-        return f"{word} is not read: {called[1]} is written as in {shlex.quote(f'{key}={_FUNCTIONS[called[1]]}')}."
+    if (more := re.search(r"\s(\+{0,2}[A-Za-z_][\w./]*=.*)", value)) is not None:
+        first = f"{key}={value[: more.start()]}"
+        text = f", or a text that holds both: {_quoted(key, value)}" if takes_text(key) and "." in key else ""
+        return f"{word} has two overrides inside one pair of quotes: write {first} {more[1]}, each on its own{text}."
+    if (advice := _no_function(word, key, value)) is not None:
+        return advice
     if value.startswith("~"):
         return (
             f"{word} is not read: neither the shell nor Hydra makes a folder of ~ there. Write {key}=$HOME{value[1:]}."
@@ -167,13 +191,36 @@ def _unread(word: str) -> str:
                 f"{word} has a bracket without its other half. A value with spaces is quoted for the shell: "
                 f"{shlex.quote(f'{key}=[a, b]')}."
             )
-    quoted = '{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"'))
-    if _is_read(quoted):
-        return (
-            f"{word} is not read: its value has characters that mean something to Hydra. Quote it twice: "
-            f"{shlex.quote(quoted)}."
-        )
+    quoted = _quoted(key, value)
+    if _is_read(shlex.split(quoted)[0]):
+        return f"{word} is not read: its value has characters that mean something to Hydra. Quote it twice: {quoted}."
     return f"{word} is not an override: {_EXAMPLE}."
+
+
+def _quoted(key: str, value: str) -> str:
+    """Return an override whose value is a text for Hydra's grammar and for the shell."""
+    return shlex.quote('{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"')))
+
+
+def _no_function(word: str, key: str, value: str) -> str | None:
+    """Report a function of sweeps that is misspelt, or that Hydra does not have; None where the value is none."""
+    called = re.match(r"(\w+)([(\[])", value)
+    if called is not None and called[1] in _FUNCTIONS:
+        meant = f"{key}={_FUNCTIONS[called[1]]}"
+        if called[2] == "[" and value.endswith("]") and _is_read(f"{key}={called[1]}({value[len(called[0]) : -1]})"):
+            meant = f"{key}={called[1]}({value[len(called[0]) : -1]})"
+        return f"{word} is not read: {called[1]} is written as in {shlex.quote(meant)}."
+    braces = value[:1] + value[-1:] == "{}" and several(value)
+    if braces:
+        return f"{word} is not read: several values are written {key}={braces}, with -m."
+    if called is not None and called[1] not in _CASTS and (called[2] == "(" or takes_number(key)):
+        known = ", ".join(_FUNCTIONS[name] for name in ("choice", "range", "interval"))
+        text = f" As a text: {_quoted(key, value)}." if takes_text(key) else ""
+        return (
+            f"{word} is not read: there is no function {called[1]}. With -m there are {known}, and several values as "
+            f"0.1,0.01.{text}"
+        )
+    return None
 
 
 def _is_read(word: str) -> bool:
@@ -260,7 +307,9 @@ def _composition(error: ConfigCompositionException) -> str:
     several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
     if several:
         key, _, value = several[1].partition("=")
-        or_list = "" if key in groups([conf_folder()]) else f", or write a list as {key}=[{value}]"
+        or_list = f", or write a list as {key}=[{value}]" if takes_list(key) else ""
+        if takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
+            or_list = f", or {key}={value.replace(',', '.')}" if takes_fraction(key) else or_list
         return f"{several[1]} gives several values: add -m for a run with each{or_list}."
     sweeps = re.match(r"Sweep parameters '(.+)' requires --multirun", str(error))
     if sweeps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -36,6 +37,12 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
         raise RefusedError(f"sweep.slots={settings.slots} runs nothing: use 1 or more, or auto.")
     if settings.retries < 0:
         raise RefusedError(f"sweep.retries={settings.retries}: use 0 or more.")
+    with_mode = re.fullmatch(r"(min|max):(.+)", settings.objective or "")
+    if with_mode is not None:
+        raise RefusedError(
+            f"sweep.objective={settings.objective} is not the name of a metric: type sweep.mode={with_mode[1]} "
+            f"sweep.objective={with_mode[2]}."
+        )
     if settings.early_stop is not None and settings.objective is None:
         raise RefusedError(
             f"sweep.early_stop={settings.early_stop} compares objectives: say which with sweep.objective=eval/loss."

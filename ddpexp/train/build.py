@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -32,6 +32,7 @@ from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
+from ddpexp.train.recipe_checks import check_model, check_optimizers, check_signature, check_splits, check_task
 from ddpexp.train.run_state import RunState
 
 
@@ -81,22 +82,10 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     """
     data = experiment.data
     if data.prepare is None:
-        node = Node(data.target, data.options)
-        splits = instantiate(node, experiment.trust, "data")
+        returned = instantiate(Node(data.target, data.options), experiment.trust, "data")
     else:
-        splits = instantiate(Node(data.target), experiment.trust, "data", prepared)
-    if not isinstance(splits, Splits):
-        raise RefusedError(
-            f"data._target_={data.target} must return ddpexp.data.datasets.Splits, not {type(splits).__name__}."
-        )
-    for name, dataset in {"train": splits.train, **splits.evals}.items():
-        if not isinstance(dataset, Sized):
-            raise RefusedError(
-                f"data._target_={data.target} returned a {type(dataset).__name__} without a len() for `{name}`: give "
-                "it one."
-            )
-        if len(dataset) == 0:
-            raise RefusedError(f"data._target_={data.target} returned no samples for `{name}`.")
+        returned = instantiate(Node(data.target), experiment.trust, "data", prepared)
+    splits = check_splits(returned, data.target)
     _check_same_sizes(splits, data.target, world)
     return splits
 
@@ -147,7 +136,8 @@ def build_strategy(
 
     def factory() -> Any:
         torch.manual_seed(trainer.seed)
-        return instantiate(experiment.model, experiment.trust, "model")
+        model = instantiate(experiment.model, experiment.trust, "model")
+        return check_model(model, experiment.model.target, trains=True)
 
     build: Callable[..., Strategy]
     if trainer.reduction == "exact":
@@ -184,6 +174,7 @@ def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
             f"scheduler._target_={node.target} returned a {type(schedule).__name__} without the method factor(step, "
             "num_steps), which returns what optimizer.lr is multiplied by at a step: see ddpexp.task.Schedule."
         )
+    check_signature(schedule.factor, "factor", ("step", "num_steps"))
     for step in (0, num_steps - 1):
         value: Any = schedule.factor(step, num_steps)
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
@@ -239,6 +230,7 @@ def build_loop(
     experiment, world = context.experiment, context.world
     trust, trainer = experiment.trust, experiment.trainer
     task = instantiate(experiment.task, trust, "task")
+    check_task(task, experiment.task.target)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
@@ -246,7 +238,9 @@ def build_loop(
 
     model = strategy.eval_model
     optimizers = (
-        task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(strategy.parameters())}
+        check_optimizers(task.optimizers(model, make), task.optimizers)
+        if isinstance(task, HasOptimizers)
+        else {"optimizer": make(strategy.parameters())}
     )
     return Loop(
         task=task,

@@ -19,7 +19,7 @@ from ddpexp.task import Task
 from ddpexp.train.precision import Precision
 from ddpexp.train.undo import Undo
 
-_SUMS = "(loss_sum, count, {name: (sum, count)})"
+SUMS = "(loss_sum, count, {name: (sum, count)})"
 
 
 def named(function: Callable[..., Any]) -> str:
@@ -55,7 +55,7 @@ def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
 def _problem(found: Any, trains: bool) -> str | None:
     if not isinstance(found, tuple | list) or len(found) != 3:
         return (
-            f"{_shown(found)}, where the loop expects {_SUMS}: the loss summed over the batch, what it is to be "
+            f"{shown(found)}, where the loop expects {SUMS}: the loss summed over the batch, what it is to be "
             f"divided by (mostly the number of samples), and the metrics, {{}} for none."
         )
     loss, count, metrics = found
@@ -66,7 +66,7 @@ def _problem(found: Any, trains: bool) -> str | None:
     if problem is not None:
         return problem
     if not isinstance(metrics, Mapping):
-        return f"{_shown(metrics)} as the metrics, where {{name: (sum, count)}} belongs, {{}} for none."
+        return f"{shown(metrics)} as the metrics, where {{name: (sum, count)}} belongs, {{}} for none."
     for name, pair in metrics.items():
         if not isinstance(name, str) or name == "loss":
             return (
@@ -75,13 +75,13 @@ def _problem(found: Any, trains: bool) -> str | None:
             )
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             return (
-                f"{_shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count "
+                f"{shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count "
                 "that the sum is divided by when it is recorded."
             )
         wrong = next((part for part in pair if not _is_number(part)), None)
         if wrong is not None:
             return (
-                f"{_shown(wrong)} in the pair of the metric {name!r}, where one number belongs: add it up over the "
+                f"{shown(wrong)} in the pair of the metric {name!r}, where one number belongs: add it up over the "
                 "batch."
             )
     return None
@@ -89,11 +89,10 @@ def _problem(found: Any, trains: bool) -> str | None:
 
 def _problem_of_loss(loss: Any, trains: bool) -> str | None:
     if not isinstance(loss, Tensor):
-        return f"{_shown(loss)} as the loss, where a tensor of one number belongs: the loss summed over the batch."
+        return f"{shown(loss)} as the loss, where a tensor of one number belongs: the loss summed over the batch."
     if loss.dim():
         return (
-            f"{_shown(loss)} as the loss, where one number belongs: add it up over the batch, for example by "
-            "loss.sum()."
+            f"{shown(loss)} as the loss, where one number belongs: add it up over the batch, for example by loss.sum()."
         )
     if trains and not loss.requires_grad:
         return (
@@ -106,14 +105,15 @@ def _problem_of_loss(loss: Any, trains: bool) -> str | None:
 def _problem_of_count(count: Any) -> str | None:
     if _is_number(count):
         return None
-    return f"{_shown(count)} as the count, where one number belongs: what the loss of this batch is to be divided by."
+    return f"{shown(count)} as the count, where one number belongs: what the loss of this batch is to be divided by."
 
 
 def _is_number(value: Any) -> bool:
     return not value.dim() if isinstance(value, Tensor) else isinstance(value, Real)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Describe a value in a few words, such as `a tensor of shape (3,)`."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}" if value.dim() else "a single tensor"
     if isinstance(value, tuple | list):

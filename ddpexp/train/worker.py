@@ -53,6 +53,7 @@ from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
+from ddpexp.train.recipe_checks import check_model, check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, choose, restore_checkpoint, truncate_records
 
@@ -224,7 +225,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     _warn_of_little_shared_memory(experiment, log)
     splits = open_data(experiment, evaluation["data"], world)
     evals = build_evals(experiment, splits, world, evaluation["batch_size"])
-    model = instantiate(experiment.model, experiment.trust, "model")
+    model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
@@ -232,6 +233,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
+    check_task(task, experiment.task.target)
     precision = Precision(experiment.trainer.precision, world.device, False)
     metrics = compute_metrics(task, model, evals, precision, world, control)
     if metrics is None:

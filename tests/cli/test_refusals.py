@@ -27,10 +27,8 @@ REFUSED = [
         "trainer.global_batch_size=100 does not split over 8 workers with trainer.micro_batch_size=16 (128 a pass). "
         "Use a multiple of 128, for example trainer.global_batch_size=128.",
     ),
-    (
-        "trainer.seed=1,2",
-        "trainer.seed=1,2 gives several values: add -m for a run with each, or write a list as trainer.seed=[1,2].",
-    ),
+    ("trainer.seed=1,2", "trainer.seed=1,2 gives several values: add -m for a run with each.\n"),
+    ("--config mine/conf", "--config is not an option. Did you mean --config-dir?"),
     ("-m trainer.sed=1,2", "trainer.sed is not a known key. Did you mean trainer.seed?"),
     ("--gpus 2", "--gpus is not an option: write key=value, for example trainer.gpus=2."),
     ("data.source=embeded", "data.source=embeded is not one of auto, files, download, embedded."),

@@ -246,7 +246,7 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("=1", "=1 is not an override: write key=value, for example trainer.gpus=2."),
         (
             "trainer.gpus=1,2",
-            "trainer.gpus=1,2 gives several values: add -m for a run with each, or write a list as trainer.gpus=[1,2].",
+            "trainer.gpus=1,2 gives several values: add -m for a run with each.",
         ),
         ("optimizer.lr=fast", "optimizer.lr=fast is not a number (its default is "),
         ("optimizer.nesterov=1", "optimizer.nesterov=1 is not true or false (its default is true)."),

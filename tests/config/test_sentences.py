@@ -74,6 +74,40 @@ train.py is not an override: ddpexp takes no files. A recipe is chosen by name: 
 > @args.txt
 @args.txt is neither an override
 """
+SEVERAL = """\
+> -m optimizer.lr=[0.1,0.01]
+optimizer.lr=[0.1,0.01] is one value, and optimizer.lr takes a number. Did you mean optimizer.lr=0.1,0.01?
+> -m optimizer.lr={0.1,0.01}
+optimizer.lr={0.1,0.01} is one value, and optimizer.lr takes a number. Did you mean optimizer.lr=0.1,0.01?
+> -m optimizer.lr=0.1:0.01
+optimizer.lr=0.1:0.01 is one value, and optimizer.lr takes a number. Did you mean optimizer.lr=0.1,0.01?
+> -m trainer.seed=0..3
+trainer.seed=0..3 is one value, and trainer.seed takes a number. Did you mean 'trainer.seed=range(0,4)'?
+> -m trainer.seed=1-3
+trainer.seed=1-3 is one value, and trainer.seed takes a number. Did you mean 'trainer.seed=range(1,4)'?
+> -m optimizer.lr=0.1, 0.01, 0.001 trainer.seed=1
+optimizer.lr=0.1, 0.01, has a space, at which the shell cuts it: leave out the space: optimizer.lr=0.1,0.01,0.001.
+> launcher=slurm launcher.mem=64 gb
+launcher.mem=64 gb has a space, at which the shell cuts it: leave out the space: launcher.mem=64gb.
+> optimizer.lr=0,1
+optimizer.lr=0,1 gives several values: add -m for a run with each, or optimizer.lr=0.1.
+> run.trust=a,b
+run.trust=a,b gives several values: add -m for a run with each, or write a list as run.trust=[a,b].
+> run.dir=a,b
+run.dir=a,b gives several values: add -m for a run with each.
+> sweep.dir=sw
+sweep.dir is not a known key. Did you mean hydra.sweep.dir=sw (with -m) or, for one run, run.dir=sw?
+> -m sweep.dir=sw trainer.seed=1,2
+sweep.dir is not a known key. Did you mean hydra.sweep.dir=sw (with -m)?
+> -m trainer.seed=1,2 sweep.objective=eval/loss trainer.eval_every=0
+sweep.objective=eval/loss needs evaluations, and trainer.eval_every=0 makes none.
+> optimizer.lr=logspace(-3,-1,3)
+optimizer.lr=logspace(-3,-1,3) is not read: there is no function logspace. With -m there are choice(1,2,3), range(0,1
+> optimizer.lr=choice[0.1,0.2]
+optimizer.lr=choice[0.1,0.2] is not read: choice is written as in 'optimizer.lr=choice(0.1,0.2)'.
+> optimizer.lr={0.1,0.01}
+optimizer.lr={0.1,0.01} is not read: several values are written optimizer.lr=0.1,0.01, with -m.
+"""
 UNREAD = """\
 > -m trainer.seed=1 trainer.seed=2
 trainer.seed is typed twice: write trainer.seed=1,2.
@@ -209,7 +243,7 @@ def pairs(*tables: str) -> list[tuple[str, str]]:
     return [(typed.removeprefix("> "), said) for typed, said in zip(lines[::2], lines[1::2], strict=True)]
 
 
-@pytest.mark.parametrize(("typed", "sentence"), pairs(BARE, UNREAD, KEYS, VALUES, OPTION_WORDS))
+@pytest.mark.parametrize(("typed", "sentence"), pairs(BARE, SEVERAL, UNREAD, KEYS, VALUES, OPTION_WORDS))
 def test_a_wrong_word_is_answered_with_what_to_type(project: Path, typed: str, sentence: str) -> None:
     words = [typed] if "(" in typed and " " not in typed else typed.split(" ")
     assert refusal(*words).startswith(sentence)
@@ -219,6 +253,21 @@ def test_a_sweep_may_override_the_single_value_of_a_script_and_repeat_one() -> N
     made = compose_command(["-m", "trainer.epochs=9", "optimizer.lr=0.1", "optimizer.lr=0.1", "trainer.epochs=1,2"])
     assert isinstance(made, Swept)
     assert made.keys == {"trainer.epochs"}
+
+
+def test_several_overrides_inside_one_pair_of_quotes_are_told_apart() -> None:
+    assert refusal("optimizer.lr=0.1 trainer.seed=3") == (
+        "optimizer.lr=0.1 trainer.seed=3 has two overrides inside one pair of quotes: write optimizer.lr=0.1 "
+        "trainer.seed=3, each on its own."
+    )
+    assert refusal("run.dir=a b c=d").endswith("each on its own, or a text that holds both: 'run.dir=\"a b c=d\"'.")
+    assert refusal("-m", "optimizer.lr=0.1 0.01").endswith(" Did you mean optimizer.lr=0.1,0.01?")
+
+
+def test_what_is_suggested_for_a_sweep_is_one() -> None:
+    suggested = [["optimizer.lr=0.1,0.01", "hydra.sweep.dir=sw"], ["trainer.seed=range(0,4)"], ["run.trust=[a,b]"]]
+    for words in [*suggested, ["trainer.seed=1,2", "trainer.eval_every=1", "sweep.objective=eval/loss"]]:
+        assert isinstance(compose_command(["-m", *words]), Swept)
 
 
 def test_a_quoted_text_is_a_text_also_for_the_grammar_of_hydra(project: Path) -> None:

@@ -240,7 +240,10 @@ REFUSED = [
     ("data.kind=NoEval", "data._target_=points.load_trouble returned no samples for `eval`."),
     (
         "data.kind=NoLen",
-        "data._target_=points.load_trouble returned a generator without a len() for `train`: give it one.",
+        (
+            "data._target_=points.load_trouble: `train` is a generator: a data set needs __len__ and __getitem__ "
+            "(map-style)."
+        ),
     ),
     ("data.count=23", "trainer.global_batch_size=24 is more than the 23 training samples. Use at most 23."),
     (

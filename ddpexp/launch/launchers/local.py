@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +28,15 @@ class Spawn(Launcher):
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse an address that has its port with it, on every machine alike."""
+        address = re.fullmatch(r"([^:]+):(\d+)", self.master_addr or "")
+        if address is not None:
+            raise RefusedError(
+                f"launcher.master_addr={self.master_addr} has a port: write launcher.master_addr={address[1]} "
+                f"launcher.master_port={address[2]}."
+            )
 
     def launch(self, job: Job, server: Server | None = None) -> int:
         """Run the job and return its exit code; `server` is a fork server that was started early.

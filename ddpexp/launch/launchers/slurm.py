@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -41,6 +42,15 @@ from ddpexp.system.programs import find
 from ddpexp.system.slurm import own_id, sbatch, signals_wait
 from ddpexp.system.terminal import say
 
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)  # sbatch's --time
+
+
+def _time_meant(text: str) -> str:
+    match = re.fullmatch(r"(\d+) ?(m|min|minutes?|h|hours?|d|days?)", text.lower())
+    if match is None:
+        return ""
+    return f" Did you mean launcher.time={match[1]}{ {'m': '', 'h': ':00:00', 'd': '-0'}[match[2][0]] }?"
+
 
 @dataclass(frozen=True)
 class Slurm(Launcher):
@@ -75,6 +85,14 @@ class Slurm(Launcher):
     array_parallelism: int | None = None
     wait: bool = False
     dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a limit of time that sbatch would not read."""
+        if isinstance(self.time, str) and not _TIME.fullmatch(self.time):
+            raise RefusedError(
+                f"launcher.time={self.time} is no time for Slurm: write minutes, hours:minutes:seconds, or "
+                f"days-hours.{_time_meant(self.time)}"
+            )
 
     @property
     def ranks_started_externally(self) -> bool:

@@ -1,0 +1,137 @@
+"""Check what a recipe's own classes and functions give before anything is trained with it.
+
+Every refusal names the function with its file and line, and what belongs in the place of what it gave.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddpexp.data.datasets import IndexData, Splits
+from ddpexp.errors import RefusedError
+from ddpexp.task import HasTrainStep
+from ddpexp.train.task_checks import SUMS, named, shown
+
+
+@runtime_checkable
+class _MapStyle(Protocol):
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+@runtime_checkable
+class _HasStep(Protocol):
+    def step(self, model: Any, batch: Any) -> Any: ...
+
+
+def check_splits(splits: Any, target: str) -> Splits:
+    """Return what a data function has returned, once its sets can be read by index.
+
+    Raises:
+        RefusedError: it is no `Splits`, or one of its sets is not a map-style data set with samples.
+    """
+    data = f"data._target_={target}"
+    if not isinstance(splits, Splits):
+        raise RefusedError(f"{data} must return ddpexp.data.datasets.Splits, not {type(splits).__name__}.")
+    if not isinstance(splits.evals, Mapping):
+        raise RefusedError(
+            f"{data} gave {shown(splits.evals)} as evals, where a mapping of names to data sets belongs: "
+            'Splits(train, {"eval": ...}), {} for none.'
+        )
+    for name, part in {"train": splits.train, **splits.evals}.items():
+        if isinstance(part, DataLoader):
+            raise RefusedError(f"{data}: `{name}` is a DataLoader: return its data set; ddpexp makes the batches.")
+        if isinstance(part, IterableDataset) or not isinstance(part, _MapStyle | IndexData):
+            raise RefusedError(
+                f"{data}: `{name}` is a {type(part).__name__}: a data set needs __len__ and __getitem__ (map-style)."
+            )
+        if len(part) == 0:
+            raise RefusedError(f"{data} returned no samples for `{name}`.")
+    return splits
+
+
+def check_model(model: Any, target: str, trains: bool) -> Any:
+    """Return what a model function has returned, once it is a module or a mapping of them.
+
+    Raises:
+        RefusedError: it is something else, or it is to be trained and all of its parameters are frozen.
+    """
+    modules = list(model.values()) if isinstance(model, Mapping) else [model]
+    wrong = [module for module in modules if not isinstance(module, nn.Module)]
+    if wrong or not modules:
+        within = " in a mapping" if isinstance(model, Mapping) and wrong else ""
+        raise RefusedError(
+            f"model._target_={target} returned {shown(wrong[0] if wrong else model)}{within}, where a torch.nn.Module, "
+            "or a mapping of them, belongs."
+        )
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    if trains and parameters and not any(parameter.requires_grad for parameter in parameters):
+        raise RefusedError(
+            f"model._target_={target} returned a model of which no parameter requires a gradient, so there is nothing "
+            "to train: leave requires_grad of those to be trained as it is, true."
+        )
+    return model
+
+
+def check_task(task: Any, target: str) -> None:
+    """Check that a task has the methods that the loop calls, with their arguments.
+
+    Raises:
+        RefusedError: with the method as it is written.
+    """
+    if isinstance(task, HasTrainStep):
+        check_signature(task.train_step, "train_step", ("update", "batches"))
+    if isinstance(task, _HasStep):
+        check_signature(task.step, "step", ("model", "batch"))
+    elif not isinstance(task, HasTrainStep):
+        made = "None" if task is None else f"a {_located(type(task))}"
+        raise RefusedError(
+            f"task._target_={target} gave {made} without the method step(self, model, batch), which returns {SUMS}: "
+            "see ddpexp.task.Task."
+        )
+
+
+def check_signature(method: Callable[..., Any], name: str, arguments: Sequence[str]) -> None:
+    """Check that a method can be called with these arguments, by position.
+
+    Raises:
+        RefusedError: it cannot; with the definition that can.
+    """
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        raise RefusedError(
+            f"{named(method)} cannot be called with ({', '.join(arguments)}): write def "
+            f"{name}(self, {', '.join(arguments)})."
+        ) from None
+    except ValueError:
+        return  # a builtin without a signature
+
+
+def check_optimizers(optimizers: Any, make: Callable[..., Any]) -> Any:
+    """Return what a task's `optimizers` has returned, once it is a mapping.
+
+    Raises:
+        RefusedError: it is a list, or a single optimizer.
+    """
+    if not isinstance(optimizers, Mapping) or not optimizers:
+        raise RefusedError(
+            f"{named(make)} returned {shown(optimizers)}, where a mapping of names to optimizers belongs, such as "
+            '{"name": optimizer}.'
+        )
+    return optimizers
+
+
+def _located(kind: type) -> str:
+    """Return a class's name, and its file and line where its source is there."""
+    try:
+        file, (_, line) = inspect.getsourcefile(kind), inspect.getsourcelines(kind)
+    except (OSError, TypeError):
+        return kind.__qualname__
+    return f"{kind.__qualname__} ({file}:{line})"

@@ -1,0 +1,152 @@
+"""What a recipe's own functions give is named, with what belongs there, before anything is trained."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ddpexp.data.datasets import Splits
+from ddpexp.errors import RefusedError
+from ddpexp.train.recipe_checks import check_model, check_optimizers, check_signature, check_splits, check_task
+
+
+class Stream(IterableDataset[int]):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[int]:
+        yield from range(3)
+
+
+class Bare:
+    def __len__(self) -> int:
+        return 3
+
+
+def refused(check: Callable[..., Any], *arguments: Any, **options: Any) -> str:
+    with pytest.raises(RefusedError) as caught:
+        check(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def frozen() -> nn.Module:
+    return nn.Linear(2, 2).requires_grad_(False)
+
+
+MAP_STYLE = "a data set needs __len__ and __getitem__ (map-style)."
+SPLITS = [
+    (Splits(DataLoader(Stream()), {}), ": `train` is a DataLoader: return its data set; ddpexp makes the batches."),
+    (Splits([1], {"eval": DataLoader(Stream())}), ": `eval` is a DataLoader: return its data set; ddpexp makes the"),
+    (Splits(Stream(), {}), f": `train` is a Stream: {MAP_STYLE}"),
+    (Splits(Bare(), {}), f": `train` is a Bare: {MAP_STYLE}"),
+    (Splits(iter([1]), {}), f": `train` is a list_iterator: {MAP_STYLE}"),
+    (Splits([1], [[2]]), " gave a list of 1 as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
+    (Splits([1], None), " gave None as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
+    (Splits([], {}), " gave no samples for `train`."),
+    (([1], {}), " must return ddpexp.data.datasets.Splits, not tuple."),
+]
+
+
+@pytest.mark.parametrize(("splits", "sentence"), SPLITS)
+def test_what_a_data_function_returns_is_named(splits: Any, sentence: str) -> None:
+    assert refused(check_splits, splits, "mine.load").startswith(f"data._target_=mine.load{sentence}")
+
+
+def test_data_that_can_be_read_by_index_is_accepted() -> None:
+    splits = Splits([1, 2], {"eval": range(3)})
+    assert check_splits(splits, "mine.load") is splits
+
+
+BELONGS = "where a torch.nn.Module, or a mapping of them, belongs."
+MODELS = [
+    (None, f"model._target_=mine.build returned None, {BELONGS}"),
+    ([nn.Linear(1, 1)], f"model._target_=mine.build returned a list of 1, {BELONGS}"),
+    ({"net": None}, f"model._target_=mine.build returned None in a mapping, {BELONGS}"),
+    ({}, f"model._target_=mine.build returned a dict, {BELONGS}"),
+    (frozen(), "model._target_=mine.build returned a model of which no parameter requires a gradient, so there is"),
+]
+
+
+@pytest.mark.parametrize(("model", "sentence"), MODELS)
+def test_what_a_model_function_returns_is_named(model: Any, sentence: str) -> None:
+    assert refused(check_model, model, "mine.build", trains=True).startswith(sentence)
+
+
+def test_a_model_that_can_be_trained_is_accepted_and_a_frozen_one_can_be_evaluated() -> None:
+    for model in (nn.Linear(1, 1), nn.Identity(), {"net": nn.Linear(1, 1), "teacher": frozen()}):
+        assert check_model(model, "mine.build", trains=True) is model
+    check_model(frozen(), "mine.build", trains=False)
+
+
+class Empty:
+    pass
+
+
+class NoSelf:
+    def step(model: Any, batch: Any) -> None:
+        return None
+
+
+class NoBatches(Empty):
+    def train_step(self, update: Any) -> None:
+        return None
+
+
+class ByHand(Empty):
+    def train_step(self, update: Any, batches: list[Any]) -> None:
+        return None
+
+
+class Tasked:
+    def step(self, model: Any, batch: Any, scale: float = 1.0) -> None:
+        return None
+
+    def optimizers(self, model: Any, make: Any) -> None:
+        return None
+
+
+def line(thing: Any) -> str:
+    return f"{thing.__qualname__} ({__file__}:{inspect.getsourcelines(thing)[1]})"
+
+
+def test_a_task_that_the_loop_cannot_call_is_named_with_its_file_and_line() -> None:
+    assert refused(check_task, Empty(), "mine.Task").startswith(
+        f"task._target_=mine.Task gave a {line(Empty)} without the method step(self, model, batch), which returns"
+    )
+    assert refused(check_task, None, "mine.Task").startswith("task._target_=mine.Task gave None without the method")
+    wrong: list[tuple[Any, Any, str]] = [
+        (NoSelf(), NoSelf.step, "(model, batch): write def step(self, model, batch)."),
+        (NoBatches(), NoBatches.train_step, "(update, batches): write def train_step(self, update, batches)."),
+    ]
+    for task, method, says in wrong:
+        assert refused(check_task, task, "mine.Task") == f"{line(method)} cannot be called with {says}"
+    for right in (Tasked(), ByHand()):
+        check_task(right, "mine.Task")
+
+
+def test_a_schedule_with_other_arguments_is_named_with_its_file_and_line() -> None:
+    class Falling:
+        def factor(self, step: int) -> float:
+            return 1.0
+
+    assert refused(check_signature, Falling().factor, "factor", ("step", "num_steps")) == (
+        f"{line(Falling.factor)} cannot be called with (step, num_steps): write def factor(self, step, num_steps)."
+    )
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_optimizers_without_names_are_refused(several: bool) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    returned = "a list of 1" if several else "a SGD"
+    assert refused(check_optimizers, [optimizer] if several else optimizer, Tasked().optimizers) == (
+        f"{line(Tasked.optimizers)} returned {returned}, where a mapping of names to optimizers belongs, such as "
+        '{"name": optimizer}.'
+    )
+    assert check_optimizers({"net": optimizer}, Tasked().optimizers) == {"net": optimizer}
