@@ -91,15 +91,15 @@ def _describe(cause: Account, all_wait: Sequence[Account], alone: bool) -> str:
         f"trainer.timeout.{cause.key}={cause.limit_seconds - (LOADER_SECONDS if cause.key == 'data_seconds' else 0):g}"
     )
     text = f"no progress for {cause.silent_seconds:.0f} s ({limit})"
-    place = f" {cause.where}" if cause.where else ""
+    where = f" {cause.where}" if cause.where else ""
     how = {
         "absent": "its process was not started",
         "stopped": f"its process {cause.pid} is stopped (by SIGSTOP or a debugger)",
         "orphaned": f"the fork server of its host, process {cause.where}, is stopped (by SIGSTOP or a debugger)",
         "mute": f"its process {cause.pid} does not answer at all: it waits for a disk or a device",
-        "busy": f"it is busy{place}",
-        "asleep": f"it waits{place}",
-        "waits": f"it waits for other ranks{place}",
+        "busy": f"it is busy{where}",
+        "asleep": f"it waits{where}",
+        "waits": f"it waits for other ranks{where}",
     }[cause.how]
     if all_wait:
         places = "; ".join(
