@@ -297,7 +297,7 @@ def mnist_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def digits_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's cache directory that holds the few drawn digits of the tests."""
+    """A user's cache directory that holds the few synthetic digits of the tests."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -322,4 +322,4 @@ def ddpexp(tmp_path: Path, environ: dict[str, str]) -> Ddpexp:
 
 SMALL = ("recipe=mnist", "model=linear", "data.source=embedded", "data.embedded_train=640", "data.embedded_test=100",
          "trainer.max_steps=10", "trainer.log_every=5", "logger=none")  # fmt: skip
-"""A run of a second: few drawn digits, a linear model, ten steps."""
+"""A run of a second: few synthetic digits, a linear model, ten steps."""

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from ddpexp.checkpoint import format as on_disk
 from ddpexp.checkpoint.format import CONFIG, OLDER, Checkpoint, Damaged
 from ddpexp.checkpoint.layout import lay_out
-from ddpexp.checkpoint.reader import copy_into, read_model, read_own, read_part, weights_sha256
+from ddpexp.checkpoint.reader import copy_into, read_model, read_part, read_rank_state, weights_sha256
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.config.schema import Trainer
 from ddpexp.distributed.rng import HostRandom
@@ -275,7 +275,7 @@ def _restore_local(
                 world_size,
             )
         return
-    local = read_own(checkpoint, world.rank) or {}
+    local = read_rank_state(checkpoint, world.rank) or {}
     checkpointer.random.restore(local.get("random") or {})
     if buffers:
         where = f"rank {world.rank}'s part of the checkpoint of step {checkpoint.step}"
