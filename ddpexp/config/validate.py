@@ -16,7 +16,7 @@ from ddpexp.launch import Layout, Timeout
 
 _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
-    "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value", 
+    "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
     "alpha", "centered", "momentum_decay",
 )  # fmt: skip
 
