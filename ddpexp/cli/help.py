@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from ddpexp.cli.keys import Catalogue, Key, Option, nearest
 from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.compose import overview, split
+from ddpexp.config.command_line import split
+from ddpexp.config.compose import overview
 from ddpexp.errors import RefusedError
 
 _FIRST = """\

@@ -12,11 +12,12 @@ import yaml
 
 from ddpexp.checkpoint import weights
 from ddpexp.config import commands
-from ddpexp.config.compose import compose, override_file
+from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import named
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
+from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import directory
@@ -116,7 +117,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     moved = next((word for word in words if word.startswith("run.dir=")), None)
     if moved is not None:
         raise RefusedError(f"{moved}: resume goes on in {source} itself.")
-    values, text = override_file(run.config, words, goes_on=True)
+    values, text = override_file(run.config, words, resumes=True)
     _check_code_is_typed(run, values, command)
     typed = [
         word
