@@ -4,12 +4,20 @@
 import os
 import sys
 
-if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+try:
+    _here = os.getcwd()
+except FileNotFoundError:
+    sys.stderr.write("ddpexp: the current folder has been removed: change to another one.\n")
+    sys.exit(2)
+
+if (
+    __name__ == "__main__"
+    and not getattr(sys.flags, "safe_path", False)
+    and sys.path[0] == _here != os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+):
     # `python -m` has put the current folder in front, which may be anybody's. It stays where it is the checkout that
     # runs.
-    _here = os.getcwd() if os.path.exists(os.curdir) else None
-    if sys.path[0] == _here != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
-        del sys.path[0]
+    del sys.path[0]
 
 from ddpexp.system import start
 

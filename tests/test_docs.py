@@ -19,9 +19,11 @@ from ddpexp.cli.help import answer
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, resume
 from ddpexp.config import commands
-from ddpexp.config.compose import Composed, JobComposer, Swept, compose_command
+from ddpexp.config.compose import compose_command
 from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
+from ddpexp.config.sweeps import JobComposer, Swept
+from ddpexp.config.values import Composed
 from ddpexp.plan.layout import assume
 from ddpexp.plan.words import Words
 from ddpexp.run.jobs import Training

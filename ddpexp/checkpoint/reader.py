@@ -91,7 +91,7 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where:
         parts = [
             *shapes,
             *([f"it lacks {_few(missing)}"] if missing else []),
-            *([f"it has {_few(extra)} more"] if extra else []),
+            *([f"it also has {_few(extra)}"] if extra else []),
         ]
         raise RefusedError(f"{where} holds the weights of another model: {_few(parts, '; ')}.")
     with torch.no_grad():
@@ -145,7 +145,7 @@ def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
         return " ".join(str(error).split())[:300].rstrip(".")
     missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]  # only those of tensors
     parts = [f"it lacks {_few(missing)}"] if missing else []
-    parts += [f"it has {_few(result.unexpected_keys)} more"] if result.unexpected_keys else []
+    parts += [f"it also has {_few(result.unexpected_keys)}"] if result.unexpected_keys else []
     return "; ".join(parts) or None
 
 

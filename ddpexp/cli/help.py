@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import textwrap
@@ -10,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from ddpexp.cli.keys import Catalogue, Key, Option, nearest
 from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.compose import overview, split
+from ddpexp.config.command_line import split
+from ddpexp.config.compose import overview
 from ddpexp.errors import RefusedError
 
 _FIRST = """\
@@ -73,6 +75,9 @@ def answer(argv: Sequence[str], by_name: bool) -> str:
     if catalogue is None or choices:
         catalogue = Catalogue(overview(choices, directory))
     parts = words if by_name else [word for word in words if word not in choices]
+    for group, option in itertools.pairwise(parts):
+        if group in catalogue.groups and option in catalogue.options(group):
+            raise RefusedError(f"help {group} {option}: {option} is an option. Did you mean help {group}={option}?")
     return "\n\n".join(_part(catalogue, word) for word in parts) if parts else _everything(catalogue)
 
 

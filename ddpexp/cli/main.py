@@ -145,8 +145,9 @@ def _train(argv: list[str], server: Server | None) -> int:
         raise RefusedError(wrong)
     if _HELP & set(argv):
         return _explain([word for word in argv if word not in _HELP], server, by_name=False)
-    from ddpexp.config.compose import Swept, compose_command
+    from ddpexp.config.compose import compose_command
     from ddpexp.config.parse import parse
+    from ddpexp.config.sweeps import Swept
 
     composed = compose_command(argv)
     if composed is None:

@@ -12,11 +12,12 @@ import yaml
 
 from ddpexp.checkpoint import weights
 from ddpexp.config import commands
-from ddpexp.config.compose import compose, override_file
+from ddpexp.config.compose import compose
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import named
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
+from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import directory
@@ -27,6 +28,8 @@ from ddpexp.system import files
 from ddpexp.system.terminal import say
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
+_RECORDS = (".yaml", ".json", ".jsonl", ".log", ".txt")  # files of a run directory that hold no weights
+_SHOWN_RUNS = 3
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _USAGE = f"""{commands.of("evaluate").usage}
@@ -99,14 +102,14 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     if {"--help", "-h"} & set(argv):
         print(_RESUME)
         return None
-    source, words = _source(argv)
+    source, words = _source(argv, "resume")
     _check_options(words)
     run = RunDir(Path(source))
     if not run.path.exists():
         raise RefusedError(f"resume {source}: there is no such directory.")
     if not run.config.is_file() or not directory.is_ours(run.path):
         home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
-        advice = f" Did you mean {files.typed(home)}?" if home is not None else ""
+        advice = f" Did you mean {files.typed(home)}?" if home is not None else _runs_below(run.path)
         raise RefusedError(f"resume {source}: it is no run directory.{advice}")
     directory.check_no_links(run, f"resume {source}")
     if "run.resume=never" in words:
@@ -114,7 +117,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     moved = next((word for word in words if word.startswith("run.dir=")), None)
     if moved is not None:
         raise RefusedError(f"{moved}: resume goes on in {source} itself.")
-    values, text = override_file(run.config, words, goes_on=True)
+    values, text = override_file(run.config, words, resumes=True)
     _check_code_is_typed(run, values, command)
     typed = [
         word
@@ -204,11 +207,15 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return None
-    name, words = _source(argv)
+    name, words = _source(argv, "evaluate")
     source = Path(name)
     if not source.exists():
         raise RefusedError(f"evaluate {source}: there is no such directory or file.")
     home = next((folder for folder in (source, *source.resolve().parents) if weights.is_run(folder)), None)
+    if home is None and source.is_dir() and (below := _runs_below(source)):
+        raise RefusedError(f"evaluate {source}: it is no run directory.{below}")
+    if home is not None and source.is_file() and source.suffix in _RECORDS:
+        raise RefusedError(f"evaluate {source}: this file holds no weights. Did you mean {files.typed(home)}?")
     if home is not None:
         text, experiment = _of_run(home, words, command)
     else:
@@ -217,10 +224,33 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     return experiment.launcher, Evaluation(experiment, text, found)
 
 
-def _source(argv: list[str]) -> tuple[str, list[str]]:
-    """Take the first word that is no option, which may stand before it as in `--config-dir DIR SOURCE`."""
-    place = next((i for i, word in enumerate(argv) if word[:1] != "-" and (i == 0 or argv[i - 1] not in _OPTIONS)), 0)
+def _source(argv: list[str], name: str) -> tuple[str, list[str]]:
+    """Return the argument that names what the command `name` is about, and the other ones.
+
+    Options may stand before it, as in `--config-dir DIR SOURCE`.
+
+    Raises:
+        RefusedError: there is none, or a second one.
+    """
+    bare = [i for i, word in enumerate(argv) if word[:1] != "-" and (i == 0 or argv[i - 1] not in _OPTIONS)]
+    place = bare[0] if bare else 0
+    key, _, value = argv[place].partition("=")
+    if key == "run.dir" and value and not os.path.exists(argv[place]):
+        raise RefusedError(f"{name} {argv[place]}: the run is named without a key. Did you mean {name} {value}?")
+    second = next((argv[i] for i in bare[1:] if "=" not in argv[i] and os.path.exists(argv[i])), None)
+    if second is not None:
+        raise RefusedError(f"{name} {argv[place]} {second}: it takes one directory or file: type a command for each.")
     return argv[place], argv[:place] + argv[place + 1 :]
+
+
+def _runs_below(folder: Path) -> str:
+    """Return a sentence that names a few runs in a folder, the newest first; empty where there is none."""
+    runs = [path.parent for path in folder.glob("*/manifest.json")] + [
+        path.parent for path in folder.glob("*/*/manifest.json")
+    ]
+    runs = sorted(filter(weights.is_run, runs), key=lambda run: (run / "manifest.json").stat().st_mtime, reverse=True)
+    more = f" and {len(runs) - _SHOWN_RUNS} more" if len(runs) > _SHOWN_RUNS else ""
+    return f" Runs in it: {', '.join(map(files.typed, runs[:_SHOWN_RUNS]))}{more}." if runs else ""
 
 
 def _of_run(home: Path, words: list[str], command: Sequence[str]) -> tuple[str, Experiment]:

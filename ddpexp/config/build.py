@@ -171,7 +171,7 @@ def _meant(value: Any, hint: Any, parts: Sequence[Any], key: str) -> str | None:
         return _TRUTHS[text]
     if int in parts and isinstance(value, float) and value.is_integer():
         return str(int(value))
-    if {int, float} & set(parts) and isinstance(value, str) and (number := _without_unit(text, key)) is not None:
+    if (int in parts or float in parts) and isinstance(value, str) and (number := _without_unit(text, key)) is not None:
         return str(int(number)) if number.is_integer() else f"{number:g}" if float in parts else None
     return nearest(shown(value), filter(_is_text, literals(hint)))
 

@@ -25,6 +25,8 @@ _KEYS = {
     "trainer.seed": "random_seed seed_everything manual_seed",
     "trainer.compile": "torch_compile",
     "optimizer.lr": "lr learning_rate base_lr",
+    "optimizer.weight_decay": "wd weight_decay_rate",
+    "optimizer.eps": "epsilon adam_epsilon",
     "data.root": "data_dir data_path dataset_path dataset_dir",
     "data.num_workers": "dataloader_num_workers n_workers",
     "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir",

@@ -110,6 +110,8 @@ def _joined(words: Sequence[str], place: int) -> str | None:
     before, last = words[place - 1], place
     if not re.fullmatch(r"[^=]+=\S+", before) or not _KEY.fullmatch(before.partition("=")[0]):
         return None
+    if any(before.count(opening) > before.count(closing) for opening, closing in _BRACKETS):
+        return None
     if before.endswith(","):
         while words[last].endswith(",") and last + 1 < len(words):
             last += 1

@@ -6,11 +6,19 @@ import math
 import re
 from pathlib import Path
 
-from ddpexp.config.build import shown
+from ddpexp.config.build import nearest, shown, unknown_key
+from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.instantiate import Node
 from ddpexp.config.schema import _MOST_LOADERS, Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
+
+_OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
+    "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
+    "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
+    "alpha", "centered", "momentum_decay",
+)  # fmt: skip
 
 
 def check_layout(experiment: Experiment, found: Layout) -> None:
@@ -104,6 +112,7 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+    _check_optimizer_keys(experiment.optimizer)
     rate = experiment.optimizer.kwargs.get("lr")
     if rate is None:
         raise RefusedError(
@@ -158,6 +167,18 @@ def _check(experiment: Experiment) -> None:
             "strategy.static_graph=true finds unused parameters by itself in the first step: "
             "leave strategy.find_unused_parameters=false."
         )
+
+
+def _check_optimizer_keys(optimizer: Node) -> None:
+    """Refuse a key that is another name for one that torch's optimizers take; the rest is for the workers to see."""
+    if not optimizer.target.startswith("torch.optim."):
+        return
+    for key in optimizer.kwargs:
+        if key in ("beta1", "beta2"):
+            raise RefusedError(f"optimizer.{key} is not a known key. Did you mean optimizer.betas=[0.9,0.999]?")
+        misspelt = key not in _OF_OPTIMIZERS and nearest(key, _OF_OPTIMIZERS, 0.8) is not None
+        if misspelt or (key not in _OF_OPTIMIZERS and advice_on_key(key)):
+            raise unknown_key(key, _OF_OPTIMIZERS, "optimizer")
 
 
 def _check_exact(experiment: Experiment) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.errors import RefusedError
 
 NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores")
@@ -47,10 +50,15 @@ class Words:
             elif word in _OF_RUNS:
                 run += [word, next(words, "")]
             elif word.startswith("--") and key not in _OF_RUNS:
-                raise RefusedError(f"plan {word}: no such option.{did_you_mean(key, (*NUMBERS, *SWITCHES, *_OF_RUNS))}")
+                raise RefusedError(f"plan {word}: no such option.{_meant(key, value if equals else next(words, ''))}")
             elif word in ("-m", "-cn", "-cp"):
                 raise RefusedError(
                     f"plan {word}: it looks at one run, as python -m ddpexp would start it: leave that out."
+                )
+            elif "=" not in word and os.path.isdir(word):
+                raise RefusedError(
+                    f"plan {word}: it takes key=value, as a training does, and no directory: type the overrides of the "
+                    "run, which its overrides.yaml lists."
                 )
             else:
                 run.append(word)
@@ -70,6 +78,15 @@ class Words:
             whole.get("--num_samples"),
             whole.get("--cores"),
         )
+
+
+def _meant(option: str, value: str) -> str:
+    """Return what may be meant by an option that there is not: one of the plan's, or a key of the configuration."""
+    name = option.removeprefix("--").replace("-", "_")
+    section = next((section for section, keys in TYPED_SECTIONS.items() if name in keys.__dataclass_fields__), None)
+    if section is not None:
+        return f" Did you mean {section}.{name}={value or '...'}?"
+    return advice_on_key(name) or did_you_mean(option, (*NUMBERS, *SWITCHES, *_OF_RUNS))
 
 
 def _number(key: str, text: str) -> float:

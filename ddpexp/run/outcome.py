@@ -137,7 +137,7 @@ def _first_cause(error: WorkerError) -> str:
     failure = error.failure
     step = f" at step {failure.step}" if failure.step is not None else ""
     phase = f" ({failure.phase}{step})" if failure.phase else step
-    summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {failure.kind}: {failure.message}"
+    summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {_described(failure)}"
     if error.leader is not None:
         return f"{summary} (the whole report is with rank zero, on {error.leader})"
     lines = [] if error.shown or not failure.traceback else [failure.traceback.rstrip()]
@@ -152,5 +152,10 @@ def _first_line(error: End) -> str:
     """Return the error in one line, with its rank if it has one."""
     if isinstance(error, WorkerError):
         failure = error.failure
-        return f"rank {failure.rank} on {failure.host}: {failure.kind}: {failure.message}"
+        return f"rank {failure.rank} on {failure.host}: {_described(failure)}"
     return str(error)
+
+
+def _described(failure: Failure) -> str:
+    """Return a failure's message; an error that is not a sentence of ours has its kind in front."""
+    return failure.message if failure.kind == "DdpexpError" else f"{failure.kind}: {failure.message}"

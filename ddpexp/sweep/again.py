@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddpexp.config.compose import Swept, compose_sweep
+from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir, asked_of, key_of, runs_code
 from ddpexp.system import files

@@ -48,7 +48,10 @@ class Arguments:
             elif word in FLAGS:
                 values[word] = word
             elif word.startswith("-"):
-                raise RefusedError(f"{verb} {word}: no such option.{did_you_mean(key, [*VALUED, *FLAGS, '--help'])}")
+                advice = did_you_mean(key, [*VALUED, *FLAGS, "--help"])
+                if key in ("--sort", "--sort-by", "--order-by"):
+                    advice = " The rows are sorted by sweep.objective=METRIC, in the order of sweep.mode=min or max."
+                raise RefusedError(f"{verb} {word}: no such option.{advice}")
             elif (
                 equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists()
             ):  # a job's directory has = in its name too
@@ -103,6 +106,8 @@ def look(place: Path) -> list[Path]:
     found = list(directories(place))
     if found:
         return found
+    if place.is_file():
+        raise RefusedError(f"{place} is a file: name the directory of a run or a sweep, such as {place.parent}.")
     if not place.is_dir():
         try:
             beside = [path.name for path in place.parent.iterdir() if path.is_dir()]

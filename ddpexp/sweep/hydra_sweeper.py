@@ -15,9 +15,9 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
-from ddpexp.config.compose import Swept
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.sentences import one_sentence
+from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import key_of
 from ddpexp.system.limits import said_with_limit

@@ -8,7 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from ddpexp.config.compose import Swept
+from ddpexp.config.sweeps import Swept
 from ddpexp.errors import EXIT_DONE, RefusedError, StoppedError
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import lock

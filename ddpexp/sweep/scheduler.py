@@ -17,10 +17,10 @@ import yaml
 
 from ddpexp.checkpoint import weights
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.compose import JobComposer, Swept
 from ddpexp.config.parse import parse
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.schema import Experiment
+from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.config.validate import check_layout
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Job

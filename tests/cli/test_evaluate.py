@@ -285,7 +285,7 @@ def test_tied_weights_are_there_under_any_of_their_names(tmp_path: Path, names: 
             "embed.weight and head.weight are one tensor here and two different ones there",
         ),
         ({"tail.bias": None}, "it lacks tail.bias"),
-        ({"tail.bias": None, "tail.bais": torch.zeros(5)}, "it lacks tail.bias; it has tail.bais more"),
+        ({"tail.bias": None, "tail.bais": torch.zeros(5)}, "it lacks tail.bias; it also has tail.bais"),
         ({"embed.weight": None}, "it lacks embed.weight, head.weight, tail.weight"),
         ({"tail.bias": torch.zeros(4)}, "Error(s) in loading state_dict for Tied: size mismatch for tail.bias: "),
     ],

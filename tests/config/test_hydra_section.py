@@ -9,17 +9,13 @@ from typing import NoReturn
 import pytest
 import yaml
 
-from ddpexp.config.compose import (
-    Composed,
-    JobComposer,
-    SweepInFileError,
-    Swept,
-    compose,
-    compose_command,
-    override_file,
-)
+from ddpexp.config.compose import compose, compose_command
 from ddpexp.config.hydra_section import check_nothing_ignored
+from ddpexp.config.hydra_tree import SweepInFileError
 from ddpexp.config.parse import load, parse
+from ddpexp.config.stored import override_file
+from ddpexp.config.sweeps import JobComposer, Swept
+from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 
 RECIPE = (
@@ -122,7 +118,7 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
 
     words = recipe(tmp_path, "")
     monkeypatch.setattr(
-        "ddpexp.config.compose.check_nothing_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called)
+        "ddpexp.config.hydra_tree.check_nothing_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called)
     )
     one(words)
     sweep([*words, "-m", "trainer.seed=1,2"])

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from ddpexp.config.build import unknown_key
-from ddpexp.config.compose import Composed, Swept, compose_command
+from ddpexp.config.compose import compose_command
 from ddpexp.config.parse import parse
+from ddpexp.config.sweeps import Swept
+from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 
 
@@ -66,7 +68,7 @@ trainer.gpus: is not an override: write trainer.gpus=2, without spaces.
 > recipe:mnist
 recipe:mnist is not an override: write recipe=mnist, without spaces.
 > optimizer.betas=[0.9, 0.99]
-optimizer.betas=[0.9, 0.99] has spaces, at which the shell cuts it into words: write 'optimizer.bet
+optimizer.betas=[0.9, 0.99] has a space, at which the shell cuts it: leave out the space: optimizer.betas=[0.9,0.99].
 > train.py recipe=mnist
 train.py is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR recipe=NAME.
 > –config-dir mine/conf
@@ -189,6 +191,28 @@ model.hidden: Interpolation key 'model.hiden' not found. Did you mean ${model.hi
 trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
+> trainer.checkpoint_every_seconds=10min
+trainer.checkpoint_every_seconds=10min is not a number or null. Did you mean trainer.checkpoint_every_seconds=600?
+> strategy.bucket_cap_mb=25MB
+strategy.bucket_cap_mb=25MB is not a whole number or a number. Did you mean strategy.bucket_cap_mb=25?
+> trainer.global_batch_size=64k
+trainer.global_batch_size=64k is not a whole number. Did you mean trainer.global_batch_size=64000?
+> trainer.global_batch_size=2.5
+trainer.global_batch_size=2.5 is not a whole number.
+> launcher=slurm launcher.time=1h
+launcher.time=1h is no time for Slurm: write minutes, hours:minutes:seconds, or days-hours. Did you mean launcher.time=1
+> launcher=slurm launcher.time=tomorrow
+launcher.time=tomorrow is no time for Slurm: write minutes, hours:minutes:seconds, or days-hours.
+> trainer.nodes=2 launcher.master_addr=localhost:29500
+launcher.master_addr=localhost:29500 has a port: write launcher.master_addr=localhost launcher.master_port=29500.
+> optimizer=adamw +optimizer.learning_rate=0.1
+optimizer.learning_rate is not a known key. Did you mean optimizer.lr?
+> optimizer=adamw +optimizer.beta1=0.9
+optimizer.beta1 is not a known key. Did you mean optimizer.betas=[0.9,0.999]?
+> optimizer=adamw +optimizer.amsgard=true
+optimizer.amsgard is not a known key. Did you mean optimizer.amsgrad?
+> --config-dir mine/conf data._target_=train-net.load
+data._target_=train-net.load is not allowed: a configuration may name ddpexp's recipes, a closed set of torch classes, m
 > trainer.gpus=2.0
 trainer.gpus=2.0 is not auto or a whole number. Did you mean trainer.gpus=2?
 > trainer.gpus='2'
@@ -446,6 +470,25 @@ def test_a_mistake_in_a_file_that_a_recipe_chooses_is_found_too(project: Path) -
     said = f"{project}/mine/conf/model/big.yaml: hidden:16 needs a space after the colon: write hidden: 16."
     assert refusal("--config-dir", "mine/conf", "recipe=bad") == said
     assert refusal("--config-dir", "mine/conf", "-m", "recipe=mine,bad") == said
+
+
+def test_code_inside_the_folder_of_configs_is_to_be_moved_beside_it(project: Path) -> None:
+    (project / "mine/mine.py").rename(project / "mine/conf/mine.py")
+    said = refusal("--config-dir", "mine/conf", "recipe=mine")
+    assert said.endswith(" conf/mine.py lies inside --config-dir: move it beside it.")
+
+
+def test_a_module_with_a_dash_is_to_be_renamed(project: Path) -> None:
+    (project / "mine/train-net.py").write_text("def load(): ...\n")
+    said = refusal("--config-dir", "mine/conf", "data._target_=train-net.load")
+    assert said.endswith(" The name of a module has no dash: rename its file, and write train_net.load.")
+
+
+@pytest.mark.parametrize("time", ["60", "1:25", "1:00:00", "2-0", "2-12:30:00", "unlimited"])
+def test_every_form_of_time_that_slurm_reads_is_accepted(time: str) -> None:
+    made = compose_command(["launcher=slurm", f"launcher.time={time}"])
+    assert isinstance(made, Composed)
+    parse(made.values)
 
 
 def test_a_folder_named_almost_like_a_group_is_named(project: Path) -> None:

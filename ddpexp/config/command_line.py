@@ -1,0 +1,225 @@
+"""Read the arguments of a command, and refuse those that Hydra would misread or ignore."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from argparse import ArgumentError, Namespace
+from collections.abc import Sequence
+from typing import get_args, get_type_hints
+
+from hydra._internal.utils import get_args_parser
+
+from ddpexp.config.build import nearest
+from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.foreign import advice_on_key
+from ddpexp.config.hydra_section import (
+    check_not_typed,
+)
+from ddpexp.config.kinds import several, takes_number
+from ddpexp.config.schema import TYPED_SECTIONS
+from ddpexp.config.sentences import check_override
+from ddpexp.errors import RefusedError
+
+SWEEPS = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
+ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
+_NO_NAME = re.compile(
+    r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE
+)  # what Hydra does not read as a text
+_OPTIONS = (
+    "--help",
+    "--hydra-help",
+    "--version",
+    "--cfg",
+    "--resolve",
+    "--package",
+    "--multirun",
+    "--config-dir",
+    "--info",
+)
+
+
+def parse_arguments(argv: list[str]) -> Namespace:
+    """Parse a command line with Hydra's options and its overrides.
+
+    Raises:
+        RefusedError: an option that is unknown or given twice, or one without the question it belongs to.
+    """
+    parser = get_args_parser()
+    parser.exit_on_error = False  # argparse would print the usage of all of Hydra's options
+    abbreviated = next((word for word in argv if re.match("--config(=|$)", word)), None)
+    if abbreviated is not None:
+        raise RefusedError(f"{abbreviated} is not an option. Did you mean --config-dir?")
+    try:
+        arguments, unknown = parser.parse_known_intermixed_args(argv)  # options may stand anywhere
+    except ArgumentError as error:
+        raise RefusedError(f"{error}. --help shows what can be typed.") from None
+    if unknown:
+        raise RefusedError(_no_option(unknown[0]))
+    if sum(word.partition("=")[0] in ("--config-dir", "-cd") for word in argv) > 1:
+        raise RefusedError("--config-dir is typed twice: it takes one folder.")
+    if (arguments.package or arguments.resolve) and not arguments.cfg:
+        option = "--package" if arguments.package else "--resolve"
+        raise RefusedError(f"{option} goes with a question, such as --cfg job {option}.")
+    return arguments
+
+
+def _no_option(word: str) -> str:
+    """Return the message for an unknown option: the nearest option, or the key that it may stand for."""
+    name, _, value = word.lstrip("-").partition("=")
+    option = nearest(f"--{name}", _OPTIONS, 0.8) if word.startswith("--") else None
+    if option is not None:
+        return f"{word} is not an option. Did you mean {option}?"
+    key = name.replace("-", "_")
+    advice = advice_on_key(key)
+    section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
+    if not advice and section is not None:
+        advice = f" Did you mean {section}.{key}={value or '...'}?"
+    return f"{word} is not an option: write key=value, for example trainer.gpus=2.{advice}"
+
+
+def is_sweep(argv: list[str]) -> bool:
+    """Return whether a command line is a sweep, which a question such as --help is not."""
+    if {"--version", "--help", "-h"} & set(argv):
+        return False
+    arguments = parse_arguments(argv)
+    return bool(arguments.multirun or any(map(SWEEPS.match, arguments.overrides))) and not is_question(arguments)
+
+
+def is_question(arguments: Namespace) -> bool:
+    """Return whether the arguments only ask Hydra something, such as --cfg.
+
+    Raises:
+        RefusedError: an option of Hydra's that ddpexp does not support.
+    """
+    if arguments.config_path or arguments.config_name or arguments.experimental_rerun:
+        raise RefusedError(
+            "--config-path, --config-name and --experimental-rerun do not apply: use --config-dir DIR recipe=NAME."
+        )
+    if arguments.shell_completion:
+        raise RefusedError(
+            '--shell-completion is Hydra\'s own: type eval "$(ddpexp completion bash)" (ddpexp help completion).'
+        )
+    return bool(arguments.hydra_help or arguments.cfg or arguments.info)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the overrides of a command line, and the argument of --config-dir.
+
+    Raises:
+        RefusedError: an unknown option.
+    """
+    arguments = parse_arguments(list(argv))
+    return [word for word in arguments.overrides if not SWEEPS.match(word)], arguments.config_dir
+
+
+def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False) -> None:
+    """Check overrides that Hydra would accept without effect, or reject with a traceback.
+
+    Raises:
+        RefusedError: with what to type instead.
+    """
+    check_override(overrides)
+    for word in overrides:
+        key, _, value = word.lstrip("+~").partition("=")
+        if key == "sweep.dir":
+            of_run = "" if in_sweep else f" or, for one run, run.dir={value}"
+            raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
+        if not question:
+            check_not_typed(word, in_sweep)
+        if word.startswith("~"):
+            _check_no_deletion(word, key)
+        several = re.fullmatch(r"\[(.*,.*)\]", value)
+        if several is not None and key in groups([conf_folder()]):
+            raise RefusedError(
+                f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
+            )
+        if value == "null" and key in groups([conf_folder()]):
+            raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(key, [conf_folder()]))}.")
+        number = next((part for part in value.split(",") if _NO_NAME.fullmatch(part.strip())), None)
+        if number is not None and key in groups([conf_folder()]):
+            raise RefusedError(
+                f"{key}={number} is not a known option. Known here: {', '.join(options(key, [conf_folder()]))}."
+            )
+
+
+def _check_no_deletion(word: str, key: str) -> None:
+    """Refuse an override that removes a key or a section that every run has."""
+    section, _, name = key.partition(".")
+    if section in groups([conf_folder()]) and not name:
+        raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(section, [conf_folder()]))}.")
+    typed = TYPED_SECTIONS.get(section)
+    if typed is None or name not in typed.__dataclass_fields__:
+        return
+    instead = (
+        f"{key}=null switches it off"
+        if type(None) in get_args(get_type_hints(typed)[name])
+        else f"write {key}=... to change it"
+    )
+    raise RefusedError(f"{word}: every run has this key, so it cannot be removed: {instead}.")
+
+
+def check_override_of_sweep(word: str) -> None:
+    """Refuse an override that a sweep cannot have.
+
+    Raises:
+        RefusedError: with what to type instead.
+    """
+    key, _, value = word.lstrip("+~").partition("=")
+    if key in ("sweep", "hydra.sweeper"):
+        example = {"sweep": "sweep.slots=2", "hydra.sweeper": "hydra.sweeper.n_trials=20"}[key]
+        raise RefusedError(f"{word}: {key} is a section: set its keys, such as {example}.")
+    if key == "hydra/sweeper" and (value == "null" or _NO_NAME.fullmatch(value)):
+        raise RefusedError(
+            f"{word}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed."
+        )
+    if key == "run.dir":
+        raise RefusedError(
+            f"{word}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... ."
+        )
+    if ONE_RUN.match(word):
+        raise RefusedError(f"{word} is one run, and -m a sweep: leave one of them out.")
+
+
+def check_single_values(overrides: Sequence[str]) -> None:
+    """Refuse several values that are written as one, such as `[0.1,0.01]`, for a key that takes a number.
+
+    Raises:
+        RefusedError: with the values as a sweep reads them.
+    """
+    for word in overrides:
+        key, equals, value = word.lstrip("+").partition("=")
+        if not equals or key == "trainer.gpus" or re.match(r"~|hydra|sweep", word) or not takes_number(key):
+            continue
+        meant = several(value)
+        if meant is not None and meant != value.strip() and not re.fullmatch(r"[^\[\](){}]*,[^\[\](){}]*", value):
+            suggestion = shlex.quote(f"{key}={meant}") if "(" in meant else f"{key}={meant}"
+            raise RefusedError(f"{word} is one value, and {key} takes a number. Did you mean {suggestion}?")
+
+
+def check_typed_once(overrides: Sequence[str]) -> None:
+    """Refuse a key that is given twice, as when the shell expands `key={1,2}`: only the last value would count.
+
+    Several values may follow a single one, which is how a wrapper script's default is overridden.
+
+    Raises:
+        RefusedError: with the key and its values.
+    """
+    values: dict[str, list[str]] = {}
+    for word in overrides:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and not re.match(r"~|sweep\.|hydra[./]", word):
+            values.setdefault(key, []).append(value)
+    for key, typed in values.items():
+        sweeps = [bool(re.search(r"[,(\[{]", value)) for value in typed]
+        if len(set(typed)) < 2 or (sweeps[-1] and not any(sweeps[:-1])):
+            continue
+        if any(sweeps):
+            raise RefusedError(f"{key} is typed twice: leave {key}={typed[0]} or {key}={typed[-1]} out.")
+        raise RefusedError(f"{key} is typed twice: write {key}={','.join(dict.fromkeys(typed))}.")
+
+
+def choices(overrides: Sequence[str]) -> list[list[str]]:
+    """Return each option that the overrides choose as an override of its own: `recipe=a,b` chooses two."""
+    parts = [word.partition("=") for word in overrides if "." not in word.partition("=")[0]]
+    return [[f"{key}={option}"] for key, _, options in parts for option in options.split(",")]

@@ -1,0 +1,135 @@
+"""Have Hydra compose the configuration tree from the files and overrides."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from ddpexp.config.build import unknown_key
+from ddpexp.config.folders import conf_folder
+from ddpexp.config.hydra_section import (
+    check_no_ignored_options,
+    check_nothing_ignored,
+)
+from ddpexp.config.plugins import plugin_folders, searched_packages
+from ddpexp.config.quick_yaml import quick_yaml
+from ddpexp.config.registry import names_the_same
+from ddpexp.config.typed_targets import forced, is_in, keys_of_target, typed_targets
+from ddpexp.config.user_files import check_user_files
+from ddpexp.config.versions import VERSION_BASE
+from ddpexp.errors import RefusedError
+
+
+class SweepInFileError(RefusedError):
+    """A config file turns a command into a sweep that its arguments do not request."""
+
+
+def compose_tree(overrides: list[str], added: Path | None) -> DictConfig:
+    """Compose the tree of one run, with Hydra's own section.
+
+    Raises:
+        RefusedError: a file or an override has a mistake. SweepInFileError: a config file makes this a sweep.
+    """
+    # Hydra's main composes twice, once to find out whether this is a sweep; its API composes once, in half the time.
+    words = without_inherited(overrides, added)
+    with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
+        check_user_files(overrides, added)
+        try:
+            cfg = hydra.compose("config", [*_searched(added), *words], return_hydra_config=True)
+        except ConfigCompositionException as error:
+            if re.match("Ambiguous value|Sweep parameters", str(error)) and _is_sweep_in_file(overrides, added):
+                raise sweep_in_file() from None
+            if gone := re.match(r"Could not delete from config\. '([^']+)' does not exist", str(error)):
+                raise _nothing_to_delete(gone[1], overrides, added) from None
+            raise
+        check_settings_of_hydra(cfg, overrides, added)
+        return cfg
+
+
+def compose_for_sweep(found: Hydra, overrides: list[str], added: Path | None) -> DictConfig:
+    """Compose the tree of a sweep, in which overrides with several values are left to the jobs."""
+    words = forced(overrides, typed_targets(overrides))
+    cfg = found.compose_config(
+        "config",
+        [*_searched(added), *words],
+        RunMode.MULTIRUN,
+        with_log_configuration=False,
+        validate_sweep_overrides=False,
+    )
+    cfg.hydra.overrides.task = overrides  # what sweepers read
+    return cfg
+
+
+def _searched(added: Path | None) -> list[str]:
+    """Return the override that adds the user's and the plugins' folders to Hydra's search path."""
+    folders = [*([added] if added else []), *plugin_folders()]
+    return [f"hydra.searchpath=[{','.join(f'file://{folder}' for folder in folders)}]"] if folders else []
+
+
+def check_settings_of_hydra(cfg: DictConfig, overrides: list[str], added: Path | None) -> None:
+    """Check what the user's files set in Hydra's own section; call it within `hydra.initialize_config_dir`."""
+    folders = [*([added] if added else []), *plugin_folders(), *searched_packages()]
+    if not folders:
+        return
+
+    chosen = [(str(group), option) for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)]
+    paths = [folder / group / f"{option}.yaml" for group, option in chosen for folder in folders]
+    check_no_ignored_options([path for path in paths if path.is_file()])
+
+    def files() -> list[Path]:
+        found = GlobalHydra.instance().config_loader()
+        default_list = found.compute_defaults_list("config", [*_searched(added), *overrides], RunMode.MULTIRUN).defaults
+        paths = [folder / f"{default.config_path}.yaml" for default in default_list for folder in folders]
+        return [path for path in paths if path.is_file()]
+
+    check_nothing_ignored(cfg, lambda: hydra.compose("config", _searched(added), return_hydra_config=True), files)
+
+
+def _nothing_to_delete(key: str, overrides: list[str], added: Path | None) -> RefusedError:
+    """Return the error for a deletion that fails: no such key, or a null, which Hydra treats alike."""
+    rest = [word for word in overrides if not word.startswith("~")]
+    cfg = hydra.compose("config", [*_searched(added), *rest], return_hydra_config=True)
+    parent, _, name = key.rpartition(".")
+    section = OmegaConf.select(cfg, parent) if parent else cfg
+    if isinstance(section, DictConfig) and name in section:
+        return RefusedError(f"~{key}: its value is null, and there is nothing to remove: leave ~{key} out.")
+    names = [str(one) for one in section if one != "hydra"] if isinstance(section, DictConfig) else []
+    return unknown_key(name, names, parent)
+
+
+def _is_sweep_in_file(overrides: list[str], added: Path | None) -> bool:
+    found = GlobalHydra.instance().hydra
+    assert found is not None
+    return bool(compose_for_sweep(found, overrides, added).hydra.mode == RunMode.MULTIRUN)
+
+
+def sweep_in_file() -> SweepInFileError:
+    """Return the error of a config file that makes a command a sweep."""
+    return SweepInFileError(
+        "A config file sets hydra.mode=MULTIRUN, which makes this a sweep: add hydra.mode=RUN for one run."
+    )
+
+
+def without_inherited(overrides: Sequence[str], added: Path | None) -> list[str]:
+    """Return overrides that also delete the keys which files give for another `_target_` than the overridden one."""
+    typed = typed_targets(overrides)
+    if not typed:
+        return list(overrides)
+    before = compose_tree([word for word in overrides if not is_in(word, typed)], added)
+    removed: dict[str, list[str]] = {}
+    for name, target in typed.items():
+        node = OmegaConf.select(before, name)
+        same = isinstance(node, DictConfig) and names_the_same(name, node.get("_target_"), target)
+        if not same and not is_in(f"{name}._target_", removed):
+            removed[name] = keys_of_target(node, name)
+    # Hydra cannot delete a null or an interpolation that does not resolve, so the key gets a plain value first.
+    gone = [word for name, keys in removed.items() for key in keys for word in (f"++{name}.{key}=0", f"~{name}.{key}")]
+    return [*gone, *forced([word for word in overrides if word[0] != "~" or not is_in(word, removed)], removed)]

@@ -1,0 +1,121 @@
+"""Override the configuration stored in a run directory's config.yaml."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from ddpexp.config.build import did_you_mean
+from ddpexp.config.command_line import parse_arguments
+from ddpexp.config.folders import added_folder, conf_folder, groups, options
+from ddpexp.config.hydra_section import (
+    answered,
+)
+from ddpexp.config.interpolations import bounded_interpolations
+from ddpexp.config.names import check_present
+from ddpexp.config.plugins import plugin_folders
+from ddpexp.config.quick_yaml import quick_yaml
+from ddpexp.config.registry import names_the_same
+from ddpexp.config.sentences import check_override, first_line, sentence, unknown_key_of
+from ddpexp.config.typed_targets import is_in, keys_of_target, typed_targets
+from ddpexp.config.values import offered_by_packages, plain, trust_of
+from ddpexp.config.versions import get_yaml_loader
+from ddpexp.errors import RefusedError
+from ddpexp.system.files import check_yaml
+
+
+@bounded_interpolations()
+@quick_yaml()
+def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[Mapping[str, Any], str]:
+    """Read a run directory's config.yaml and apply overrides to it; also return the result as text.
+
+    run.trust and the code folder of the file are ignored and must be restated in `argv`, and run.allow_changes was
+    for an earlier start only. A run that `resumes` keeps its launcher unless another one is given, and may choose other
+    options of its groups.
+
+    Raises:
+        RefusedError: the file is damaged, or an override does not apply to it.
+    """
+    arguments = parse_arguments(argv)
+    try:
+        check_yaml(path)
+        cfg = OmegaConf.load(path)
+    except (OSError, ValueError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise RefusedError(f"{path} cannot be read: {first_line(error)}.") from None
+    if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
+        raise RefusedError(f"{path} is not the configuration of a run.")
+    added = added_folder(arguments.config_dir)
+    check_override(arguments.overrides)
+    chosen_from = (
+        groups([folder for folder in (conf_folder(), added) if folder is not None]) if resumes else ["launcher"]
+    )
+    chosen = {key: name for key, _, name in (word.partition("=") for word in arguments.overrides) if key in chosen_from}
+    if not resumes:
+        chosen.setdefault("launcher", "spawn")  # whatever the run itself was started with
+    for group, name in chosen.items():
+        cfg[group] = _option(group, name, added)
+    cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
+    cfg.run.allow_changes = []
+    nodes = _remove_inherited(cfg, typed_targets(arguments.overrides))
+    OmegaConf.set_struct(cfg, True)
+    try:
+        for word in arguments.overrides:
+            if word.partition("=")[0] not in chosen:
+                _override(cfg, word, adds=is_in(word, nodes))
+        with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
+            values = plain(cfg)
+        if offered := offered_by_packages(values):
+            cfg.run.trust = values["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+        check_present(values, trust_of(values))
+        return values, OmegaConf.to_yaml(cfg)
+    except OmegaConfBaseException as error:
+        raise RefusedError(f"{path}: {sentence(error)}") from None
+
+
+def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
+    folders = [conf_folder(), *([added] if added is not None else []), *plugin_folders()]
+    known = options(group, folders)
+    if name not in known:
+        raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, known, f'{group}=')}")
+    found = OmegaConf.load(
+        next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
+    )
+    assert isinstance(found, DictConfig)
+    if "defaults" in found or group == "recipe":
+        raise RefusedError(f"{group}={name} is made of several files: type the whole command again, with run.dir=... .")
+    return found
+
+
+def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
+    """Remove the keys of sections whose `_target_` is overridden with another one, and return those sections."""
+    others = []
+    for name, target in typed.items():
+        node = OmegaConf.select(cfg, name)
+        if isinstance(node, DictConfig) and not names_the_same(name, node.get("_target_"), target):
+            others.append(name)
+            for key in keys_of_target(node, name):
+                del node[key]
+    return others
+
+
+def _override(cfg: DictConfig, word: str, adds: bool = False) -> None:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
+    try:
+        value = yaml.load(text, Loader=get_yaml_loader())
+        if isinstance(OmegaConf.select(cfg, key), DictConfig):
+            raise RefusedError(
+                f"{word}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."
+            )
+        OmegaConf.update(cfg, key, value, force_add=adds)
+    except yaml.YAMLError:
+        raise RefusedError(f"{word} is not an override: its value is no YAML.") from None
+    except (ConfigKeyError, ConfigAttributeError) as error:
+        raise RefusedError(unknown_key_of(key, error)) from None

@@ -1,0 +1,224 @@
+"""Turn a composed tree into plain values and the text of a run's config.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from operator import getitem
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
+from omegaconf.resolvers import oc
+
+from ddpexp.config.build import shown
+from ddpexp.config.folders import conf_folder
+from ddpexp.config.hydra_section import (
+    answered,
+    answers_of,
+    written_out,
+)
+from ddpexp.config.instantiate import Trust
+from ddpexp.config.names import check_present, named
+from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
+from ddpexp.config.schema import DATA_KEYS
+from ddpexp.config.typed_targets import typed_targets
+from ddpexp.config.versions import register_resolver
+from ddpexp.errors import RefusedError
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A composed configuration: plain values, and what they were composed from."""
+
+    values: Mapping[str, Any]  # resolved
+    text: str  # YAML, resolved but for references to the environment, which may be secrets
+    overrides: tuple[str, ...]  # as typed
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree that Hydra has composed, without the sections `hydra` and `sweep`."""
+
+    cfg: DictConfig
+    choices: Mapping[str, str]  # the chosen option of each group
+    answers: Mapping[str, Any]  # to ${hydra:...}
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> Tree:
+        """Separate Hydra's section from the rest."""
+        answers = answers_of(cfg)
+        chosen = cfg.hydra.runtime.choices.items()
+        choices = {str(group): option.removesuffix(".yaml") for group, option in chosen if isinstance(option, str)}
+        with open_dict(cfg):
+            del cfg["hydra"]
+            del cfg["sweep"]
+        return cls(cfg, choices, answers)
+
+
+def finish(base: Tree, overrides: Sequence[str], added: Path | None, run: Path | None = None) -> Composed:
+    """Resolve a tree and check what only its values show; `run` is the run directory of a job.
+
+    Raises:
+        RefusedError: a value of another type, a name that is not defined, or a file that grants trust.
+    """
+    with answered(base.answers):
+        values, kept = plain(base.cfg), _resolved_but_secrets(base.cfg, base.answers)
+    _check_trust_is_typed(values, overrides)
+    for tree in (values, kept):
+        tree["run"]["code"] = str(added.parent) if added else None
+        if run is not None:
+            tree["run"]["dir"] = str(run)
+        tree.setdefault("recipe", {}).setdefault("name", base.choices.get("recipe", "run"))
+    offered = offered_by_packages(values)
+    for tree in (values, kept) if offered else ():
+        tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
+    folders = [conf_folder(), *([added] if added else []), *searched_packages()]
+    _check_types(values, base.choices, folders, typed_targets(overrides))
+    check_present(values, trust_of(values))
+    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), warnings_of(added))
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return the resolved values; a missing one raises OmegaConf's error."""
+    values = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    return {str(key): value for key, value in cast(dict[Any, Any], values).items()}
+
+
+def _resolved_but_secrets(cfg: DictConfig, answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolve the tree, but leave as written what reads the environment, directly or through other keys.
+
+    `answers` are the values of `${hydra:...}`, which only this command knows.
+    """
+    with _reads_of_environment() as reads:
+
+        def kept(raw: Any, read: Callable[[], Any]) -> Any:
+            if isinstance(raw, dict):
+                return {str(key): kept(inner, partial(getitem, read(), key)) for key, inner in raw.items()}
+            if isinstance(raw, list):
+                return [kept(inner, partial(getitem, read(), index)) for index, inner in enumerate(raw)]
+            if not isinstance(raw, str) or "${" not in raw:
+                return raw
+            reads.clear()
+            value = read()
+            plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, Container) else value
+            return written_out(raw, answers) if reads or "${" in str(plain) else plain
+
+        tree: dict[str, Any] = kept(OmegaConf.to_container(cfg, resolve=False), lambda: cfg)
+    return tree
+
+
+@contextmanager
+def _reads_of_environment() -> Iterator[list[str]]:
+    """Collect the names that `${oc.env:NAME}` reads."""
+    reads: list[str] = []
+
+    def env(*arguments: str) -> Any:
+        reads.append(arguments[0])
+        return oc.env(*arguments)
+
+    register_resolver("oc.env", env, replace=True)
+    try:
+        yield reads
+    finally:
+        register_resolver("oc.env", oc.env, replace=True)
+
+
+def offered_by_packages(values: Mapping[str, Any]) -> list[str]:
+    """Return the names in a configuration that are trusted because an installed package's own configs use them."""
+    trust = trust_of(values)
+    foreign = {
+        str(name) for key, name in named(values).items() if not trust.allows(str(name), key.removesuffix("._target_"))
+    }
+    return sorted(foreign & offered_targets()) if foreign else []
+
+
+def trust_of(values: Mapping[str, Any]) -> Trust:
+    """Return whose code a configuration may name."""
+    run = values["run"]
+    prefixes = run["trust"] if isinstance(run["trust"], list) else ()  # parse refuses another type
+    return Trust(tuple(map(str, prefixes)), Path(run["code"]) if run["code"] else None)
+
+
+def warnings_of(added: Path | None) -> tuple[str, ...]:
+    """Return the warnings about the user's and the plugins' files."""
+    return tuple(warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder))
+
+
+def _shadowed(added: Path) -> Iterator[str]:
+    """Yield a warning for each added option that one of ours hides: Hydra searches our folder first."""
+    ours = conf_folder()
+    for path in sorted(added.glob("*/*.yaml")):
+        name = path.relative_to(added)
+        if (ours / name).is_file():
+            yield f"{path} is not used: ddpexp has its own {name.with_suffix('')}. Give yours another name."
+
+
+def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> None:
+    run = values.get("run")
+    if not isinstance(run, Mapping):
+        raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
+    if run.get("trust") and not any(word.lstrip("+").startswith("run.trust=") for word in typed):
+        raise RefusedError(f"run.trust={run['trust']} stands in a file: it counts only when typed on the command line.")
+    if run.get("allow_changes") and not any(word.lstrip("+").startswith("run.allow_changes=") for word in typed):
+        raise RefusedError(
+            f"run.allow_changes={run['allow_changes']} stands in a file: it is for one start, so it counts only when "
+            "typed on the command line."
+        )
+    if run.get("code"):
+        raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
+
+
+def _check_types(
+    values: Mapping[str, Any], choices: Mapping[str, str], folders: list[Path], typed_targets: Iterable[str]
+) -> None:
+    """Compare the values of sections with a `_target_` with the types in the chosen option's own file.
+
+    The other sections are typed, and checked by `parse`. Sections in `typed_targets` have no file to compare with.
+    """
+    sections = [section for section in ("task", "model", "data", "optimizer") if section not in typed_targets]
+    for group in ("recipe", *sections):
+        paths = [folder / group / f"{choices.get(group)}.yaml" for folder in folders]
+        path = next((path for path in paths if path.is_file()), None)
+        written = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if path else None
+        if not isinstance(written, dict):
+            continue
+        for section in sections if group == "recipe" else (group,):
+            default = written.get(section) if group == "recipe" else written
+            if isinstance(default, dict):
+                typed_here = DATA_KEYS if section == "data" else ()
+                _compare(
+                    {key: inner for key, inner in default.items() if key not in typed_here},
+                    values.get(section),
+                    section,
+                )
+
+
+def _compare(default: Any, value: Any, key: str) -> None:
+    """Refuse a value that is no number, truth or list where the file has one; a text in the file allows anything."""
+    if isinstance(default, dict):
+        if isinstance(value, Mapping):
+            for name, inner in default.items():
+                _compare(inner, value.get(name), f"{key}.{name}")
+        return
+    if value is None or default is None or isinstance(default, str):
+        return
+    if isinstance(default, list):
+        if not isinstance(value, list | tuple):
+            raise RefusedError(f"{key}={shown(value)} is not a list (its default is {default}).")
+        if len({type(item) for item in default}) == 1:
+            for index, item in enumerate(value):
+                _compare(default[0], item, f"{key}[{index}]")
+        return
+    if isinstance(default, bool):
+        kind = None if isinstance(value, bool) else "true or false"
+    elif isinstance(value, bool) or not isinstance(value, int | float):
+        kind = "a number"
+    else:
+        kind = "a whole number" if isinstance(default, int) and isinstance(value, float) else None
+    if kind:
+        raise RefusedError(f"{key}={shown(value)} is not {kind} (its default is {shown(default)}).")

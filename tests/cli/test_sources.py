@@ -1,0 +1,109 @@
+"""What `resume`, `evaluate`, `table`, `plan` and `help` answer to an argument that names something else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpexp.cli.help import answer
+from ddpexp.cli.subcommands import evaluate, resume
+from ddpexp.errors import RefusedError
+from ddpexp.plan.words import Words
+from ddpexp.sweep.arguments import Arguments
+from tests.conftest import PATIENCE, ROOT
+
+
+@pytest.fixture
+def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Five runs, as far as their directories can be told, in outputs/mnist."""
+    for number in range(5):
+        run = tmp_path / f"outputs/mnist/{number}"
+        run.mkdir(parents=True)
+        for name in ("config.yaml", "manifest.json", "metrics.jsonl"):
+            (run / name).write_text("{}")
+        os.utime(run / "manifest.json", (number, number))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(work: Callable[..., Any], *arguments: Any) -> str:
+    with pytest.raises(RefusedError) as caught:
+        work(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["outputs", "outputs/mnist"])
+@pytest.mark.parametrize(("name", "work"), [("resume", resume), ("evaluate", evaluate)])
+def test_a_folder_of_runs_is_answered_with_the_newest_of_them(
+    outputs: Path, name: str, work: Callable[..., Any], folder: str
+) -> None:
+    assert refused(work, [folder], [name, folder]) == (
+        f"{name} {folder}: it is no run directory. Runs in it: outputs/mnist/4, outputs/mnist/3, outputs/mnist/2 and "
+        "2 more."
+    )
+
+
+SOURCES = [
+    ("evaluate run.dir=good", "the run is named without a key. Did you mean evaluate good?"),
+    ("resume run.dir=good", "the run is named without a key. Did you mean resume good?"),
+    ("evaluate outputs/mnist/1/config.yaml", "this file holds no weights. Did you mean outputs/mnist/1?"),
+    ("evaluate outputs/mnist/1 outputs/mnist/2", "it takes one directory or file: type a command for each."),
+    ("resume outputs/mnist/1 outputs/mnist/2", "it takes one directory or file: type a command for each."),
+]
+
+
+@pytest.mark.parametrize(("typed", "says"), SOURCES)
+def test_a_run_that_is_named_another_way_is_answered_with_its_name(outputs: Path, typed: str, says: str) -> None:
+    name, *words = typed.split()
+    assert refused({"evaluate": evaluate, "resume": resume}[name], words, typed.split()) == f"{typed}: {says}"
+
+
+PLANS = [
+    (["recipe=mnist", "--nodes", "2"], "plan --nodes: no such option. Did you mean trainer.nodes=2?"),
+    (["--gpus=4"], "plan --gpus=4: no such option. Did you mean trainer.gpus=4?"),
+    (["--batch-size", "2"], "plan --batch-size: no such option. Did you mean trainer.global_batch_size"),
+    (["--jason"], "plan --jason: no such option. Did you mean --json?"),
+    (["outputs/mnist/1"], "plan outputs/mnist/1: it takes key=value, as a training does, and no directory: "),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), PLANS)
+def test_what_a_plan_does_not_take_is_answered(outputs: Path, words: Sequence[str], sentence: str) -> None:
+    assert refused(Words.of, words).startswith(sentence)
+
+
+def test_what_a_table_does_not_take_is_answered(outputs: Path) -> None:
+    assert refused(Arguments.of, "table", ["outputs/mnist/1/metrics.jsonl"]) == (
+        "outputs/mnist/1/metrics.jsonl is a file: name the directory of a run or a sweep, such as outputs/mnist/1."
+    )
+    assert refused(Arguments.of, "table", ["outputs", "--sort", "x"]).startswith(
+        "table --sort: no such option. The rows are sorted by sweep.objective=METRIC"
+    )
+
+
+def test_an_option_behind_its_group_is_answered_with_both_in_one_word() -> None:
+    said = refused(answer, ["launcher", "slurm"], True)
+    assert said == "help launcher slurm: slurm is an option. Did you mean help launcher=slurm?"
+    assert answer(["launcher", "trainer.seed"], True)
+
+
+def test_a_current_folder_that_is_removed_is_one_sentence_and_2(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); os.execv({sys.executable!r}, "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}[{sys.executable!r}, '-m', 'ddpexp', 'recipe=mnist'])"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "ddpexp: the current folder has been removed: change to another one.\n"
