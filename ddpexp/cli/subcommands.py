@@ -238,7 +238,7 @@ def _source(argv: list[str], name: str) -> tuple[str, list[str]]:
     if key == "run.dir" and value and not os.path.exists(argv[place]):
         raise RefusedError(f"{name} {argv[place]}: the run is named without a key. Did you mean {name} {value}?")
     second = next((argv[i] for i in bare[1:] if "=" not in argv[i] and os.path.exists(argv[i])), None)
-    if second is not None:
+    if second is not None and os.path.exists(argv[place]):
         raise RefusedError(f"{name} {argv[place]} {second}: it takes one directory or file: type a command for each.")
     return argv[place], argv[:place] + argv[place + 1 :]
 

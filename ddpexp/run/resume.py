@@ -404,7 +404,7 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
     state = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}"
     if other is not None:
         raise RefusedError(
-            f"{state}: {other} has no effect, the run is finished. Start a new run with another run.dir, or make this "
+            f"{state}: {other} has no effect. Start a new run with another run.dir, or make this "
             "one longer with trainer.epochs or trainer.max_steps."
         )
     return f"{state}: nothing to do."

@@ -68,7 +68,7 @@ trainer.gpus: is not an override: write trainer.gpus=2, without spaces.
 > recipe:mnist
 recipe:mnist is not an override: write recipe=mnist, without spaces.
 > optimizer.betas=[0.9, 0.99]
-optimizer.betas=[0.9, 0.99] has a space, at which the shell cuts it: leave out the space: optimizer.betas=[0.9,0.99].
+optimizer.betas=[0.9, 0.99] has spaces, at which the shell cuts it into words: write 'optimizer.bet
 > train.py recipe=mnist
 train.py is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR recipe=NAME.
 > –config-dir mine/conf

@@ -131,7 +131,7 @@ def test_a_finished_run_cannot_become_another_one(ddpexp: Ddpexp, run: Path) -> 
     before = listing(run)
     refused(
         resumed(ddpexp, "run", "optimizer.lr=0.5"),
-        r"run is finished at step 10 .*: optimizer\.lr 0\.1 -> 0\.5 would change noth",
+        r"run is finished at step 10 .*: optimizer\.lr 0\.1 -> 0\.5 has no effect\. ",
     )
     refused(
         again(ddpexp, "trainer.seed=1"),
@@ -285,7 +285,7 @@ def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: P
         ddpexp(*SMALL, "run.dir=new", "run.resume=require"),
         r"run\.resume=require resumes the run in run\.dir, and there is",
     )
-    refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and no run\.dir is typed\.\n$")
+    refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and run\.dir is not set\.\n$")
     assert not (ddpexp.folder / "new").exists()
     # `never` was the word of the first command; `resume` is typed to go on.
     (stopped / "config.yaml").write_text((stopped / "config.yaml").read_text().replace("resume: auto", "resume: never"))
