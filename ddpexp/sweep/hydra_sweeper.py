@@ -108,7 +108,7 @@ def _refusal(swept: Swept, error: Exception) -> str:
 
 
 def check_ends(swept: Swept) -> None:
-    """Check how many jobs a grid has before Hydra makes a list of them, which a typo in a range can make larger than memory.
+    """Check the size of a grid before Hydra lists its jobs, which a typo in a range can make larger than memory.
 
     Raises:
         RefusedError: more than any machine trains.

@@ -15,7 +15,7 @@ class Slots:
     def __init__(
         self, count: Literal["auto"] | int = "auto", gpus: Sequence[str] | None = None, cores: int | None = None
     ) -> None:
-        """Create `count` slots; `gpus` are the names of the GPUs as in CUDA_VISIBLE_DEVICES, `cores` the number of cores.
+        """Create `count` slots; `gpus` are GPU names as in CUDA_VISIBLE_DEVICES, `cores` is their number.
 
         With more slots than GPUs several share one.
         """
