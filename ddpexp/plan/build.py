@@ -1,4 +1,4 @@
-"""Learn what a run holds by building it without memory.
+"""Collect the facts about a run by building it without memory.
 
 The model, its optimizers and one forward pass on torch's meta device.
 
@@ -46,7 +46,7 @@ _ALONE = World(0, 0, 0, 1, 1, _CPU)
 
 
 def answer(parent: int, answers: int) -> None:
-    """Be the other process: read what is asked from the standard input.
+    """Subprocess entry point: read the request from standard input.
 
     Write what was found to the descriptor `answers`.
     """

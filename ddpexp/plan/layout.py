@@ -1,4 +1,4 @@
-"""Which workers a run would have, on machines that need not be there."""
+"""The workers a run would have, on machines that need not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpexp.system.hardware import count_gpus, usable_cores
 
 @dataclass(frozen=True)
 class Assumed:
-    """The workers, and what was taken for granted of their machines."""
+    """The workers, and what is assumed about their machines."""
 
     layout: Layout
     cores: int  # of a machine, that its workers share
@@ -29,9 +29,9 @@ class Assumed:
 
 
 def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
-    """Decide the layout from the words, and from this machine what they leave open.
+    """Return the layout for the overrides; what they leave open is taken from this machine.
 
-    A missing device is told, not refused.
+    A missing device is noted, not refused.
 
     `cores` are those of a machine; None takes as many as this one has.
 

@@ -1,4 +1,4 @@
-"""The plan for people."""
+"""Printing the plan in human-readable form."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def render(outcome: Outcome) -> RenderableType:
 
 
 def _lines(outcome: Outcome) -> dict[str, str]:
-    """Say what would run, in the words that a run begins with."""
+    """Return what would run, as in the headline of a run."""
     experiment, layout, batch = outcome.experiment, outcome.assumed.layout, outcome.batch
     kind = "GPU" if layout.device == "cuda" else "CPU"
     where = "" if layout.nodes == 1 else f" on {layout.nodes:,} machines, {outcome.assumed.workers} each"
@@ -70,7 +70,7 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.reducer]}), {threads} each{crowded}",
         "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
-        "folder": outcome.folder + (", which goes on" if outcome.goes_on else ""),
+        "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),
     }
     if outcome.assumed.resources:
         lines["slurm"] = "  ".join(line.removeprefix("#SBATCH ") for line in outcome.assumed.resources)

@@ -327,9 +327,9 @@ def _non_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of_rank_zero(world: World, text: str) -> str:
-    """Return rank zero's text, truncated if it is long, so that all ranks report the same. Ranks: all.
+    """Return rank zero's text, truncated if it is long, so that all ranks report the same.
 
-    Communicates.
+    Ranks: all; communicates.
     """
     data = text.encode()[:_TEXT_BYTES] if world.is_rank_zero else b""
     numbers = torch.tensor([*data, *bytes(_TEXT_BYTES - len(data))], device=world.device)

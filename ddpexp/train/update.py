@@ -239,9 +239,9 @@ class Update:
             )
 
     def _scale_by_counts(self) -> None:
-        """Rescale the gradient from the global batch size to the total of the counts. Ranks: all.
+        """Rescale the gradient from the global batch size to the total of the counts.
 
-        Communicates.
+        Ranks: all; communicates.
         """
         counted = _stack(self._counts, self.world.device)
         codes = torch.tensor([turn * _MAX_CALLS + position for turn, position in self._places], dtype=torch.float64)

@@ -268,8 +268,8 @@ BAD = [
         ("optimizer.lr=0.1", "trainer.seed=range(0)"),
         r"^ddpexp: the sweep has no jobs: one of trainer\.seed=range\(0\) gives no value\.$",
     ),
-    (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env does not go with -m"),
-    (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi does not go with -m"),
+    (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env is incompatible with -m"),
+    (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi is incompatible with -m"),
     (("trainer.seed=0,1", "trainer.nodes=2"), r"trainer\.nodes=2 with launcher=spawn wants a command on every machine"),
     (
         ("trainer.seed=interval(0,1)",),
