@@ -32,9 +32,9 @@ from ddpexp.config.compose import compose
 from ddpexp.errors import EXIT_FAILED, Failure
 from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-from ddpexp.launch.rendezvous.meeting import Fixed
-from ddpexp.launch.supervise.coordinator import versions
-from ddpexp.launch.supervise.watchdog import Account
+from ddpexp.launch.rendezvous.kinds import Fixed
+from ddpexp.launch.supervise.assignment import versions
+from ddpexp.launch.supervise.hangs import Account
 from ddpexp.launch.workers.control import Control
 from ddpexp.system.limits import raise_files
 from ddpexp.system.network import LOOPBACK, boot_id
@@ -233,7 +233,7 @@ class Crowd:
             "index": index, "size": self._commands, "word": "", "host": _host(index, self._workers), "boot": self._boot,
             "versions": self._versions, "identity": self._identity, "layout": asdict(Layout(1, self._workers, "cpu",
                 "gloo", 1)),
-            "workers": self._workers, "told": told, "local_rank": index % _ON_A_HOST if told else None,
+            "workers": self._workers, "externally_launched": told, "local_rank": index % _ON_A_HOST if told else None,
             "local_world_size": min(self._commands, _ON_A_HOST) if told else None, "cores": list(range(64)),
             "quota": None,
             "gpus": [], "owner": f"slurm:cluster:1.{index}",

@@ -77,7 +77,7 @@ def main() -> None:
 
 
 def ours() -> Way:
-    """Return ddpexp's way: drawn digits, a linear model, a record every step."""
+    """Return ddpexp's way: synthetic digits, a linear model, a record every step."""
 
     def command(folder: Path) -> list[str]:
         typed = [

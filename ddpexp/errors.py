@@ -1,4 +1,4 @@
-"""The family of errors and the exit codes of the command."""
+"""The exceptions that every part of ddpexp raises, and the exit codes that they become."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ EXIT_REFUSED = 2
 
 
 class DdpexpError(Exception):
-    """An error whose text is one sentence for the user: what happened, why it matters, what to do."""
+    """Base of all errors whose text is one sentence for the user: what happened, why it matters, what to do."""
 
     exit_code = EXIT_FAILED
-    quiet = False  # another command of the same job says it
+    quiet = False  # another command of the same job reports it
 
 
 class RefusedError(DdpexpError):
-    """Something is wrong before training: configuration, usage, environment or data. Nothing was lost."""
+    """The start was refused before training: configuration, usage, environment or data. Nothing was lost."""
 
     exit_code = EXIT_REFUSED
 
 
 class AbsentError(RefusedError):
-    """Another command of the job did not come, or left before the job began."""
+    """Another command of the job did not arrive, or left before the job began."""
 
 
 class FinishedError(DdpexpError):
-    """The run that was asked for is finished: there is nothing to do, and nothing is wrong."""
+    """The requested run is already finished: there is nothing to do, and nothing is wrong."""
 
     exit_code = EXIT_DONE
 
 
 class CodeError(DdpexpError):
-    """An error of the user's own code, under its own name and with its own traceback, and what it was about."""
+    """An error in the user's own code, with its original class name, message and traceback."""
 
     def __init__(self, kind: str, message: str, trace: str) -> None:
-        """`kind` is the name of the error's class."""
-        super().__init__(kind, message, trace)  # all of them: it comes from other processes too
+        """`kind` is the name of the original exception's class."""
+        super().__init__(kind, message, trace)  # all arguments, so that it can be pickled between processes
         self.kind, self.message, self.trace = kind, message, trace
 
     def __str__(self) -> str:
@@ -50,13 +50,13 @@ class CodeError(DdpexpError):
 class PeerError(DdpexpError):
     """A rank that this one waited for has died or is silent.
 
-    Mostly a consequence, whose cause that rank tells itself.
+    Usually a consequence: that rank reports the cause itself.
     """
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker failed: what error.json holds."""
+    """How one worker failed; the content of error.json."""
 
     rank: int
     host: str
@@ -76,14 +76,15 @@ class Failure:
 class LoaderError(BaseException):
     """A DataLoader worker died, hangs, or has no room for its batches.
 
-    A signal brings the first, wherever its rank is: no `Exception`, which libraries catch and forget.
+    A worker's death is raised from a signal handler, wherever its rank is at that moment. Not an `Exception`, which
+    libraries catch and discard.
     """
 
     exit_code = EXIT_FAILED
 
 
 class WorkerError(DdpexpError):
-    """A worker failed: the first genuine cause, and the ranks that only went down with it."""
+    """A worker failed: the first genuine cause, and the ranks that were terminated as a consequence."""
 
     def __init__(
         self,
@@ -93,11 +94,10 @@ class WorkerError(DdpexpError):
         leader: str | None = None,
         quiet: bool = False,
     ) -> None:
-        """Keep the first failure, the other ranks that ended because of it.
+        """Store the failure and the `others` that ended because of it.
 
-        And whether its last words are on the terminal.
-
-        `leader` is the host of the command that reports it, where that is another one than this.
+        `shown`: its last output is already on the terminal. `leader`: the host of the command that reports the
+        failure, where that is not this command.
         """
         super().__init__(failure.message)
         self.failure = failure
@@ -111,14 +111,13 @@ class WorkerError(DdpexpError):
 class StoppedError(BaseException):
     """A signal to the command, or to one of its ranks, ended the run.
 
-    It can come anywhere, so it is no `Exception`: libraries catch those, and OmegaConf raises them anew as it likes.
+    It can be raised anywhere, so it is not an `Exception`: libraries catch those, and OmegaConf re-raises them as
+    errors of its own.
     """
 
-    quiet = False  # another command of the same job says it
-    told = False  # another command of the same job has written it down and says it
-    then: Callable[[], str] | None = (
-        None  # what is done when the end is written down and said; returns what to say of it
-    )
+    quiet = False  # another command of the same job reports it
+    recorded = False  # another command of the same job has recorded it in the run directory and reports it
+    then: Callable[[], str] | None = None  # called once the end is recorded; returns a sentence for the last message
 
     def __init__(
         self,
@@ -128,10 +127,10 @@ class StoppedError(BaseException):
         saved: bool = False,
         began: int | None = None,
     ) -> None:
-        """Keep the signal's number: the exit code is 128 more; `rest` says what is left.
+        """Store the signal's number; the exit code is 128 + signum. `rest` describes what is left.
 
-        `step` is how far the run was, where that is known, and `saved` whether all of it is saved; `began` is where
-        this start began.
+        `step`: the last step that was done, where that is known. `saved`: everything up to it is saved. `began`: the
+        step at which this start began.
         """
         super().__init__(f"interrupted by {signal.Signals(signum).name}; {rest}")
         self.signum = signum
@@ -142,21 +141,20 @@ class StoppedError(BaseException):
 
 
 End: TypeAlias = DdpexpError | StoppedError
-ENDS = (DdpexpError, StoppedError)  # all that a command has a sentence and an exit code for
+ENDS = (DdpexpError, StoppedError)  # every way to end for which a command has a sentence and an exit code
 
 
 def first_end(error: End) -> End:
-    """Return how the job ended, where a signal came while that was on its way.
+    """Return how the job really ended, where a signal arrived while another error was being handled.
 
-    What starts commands may end all with the first.
-
-    A failure or a refusal counts before a stop.
+    Launchers may terminate all commands as soon as the first one ends. A failure or a refusal takes precedence over a
+    stop.
     """
-    found: End = error
+    first: End = error
     cause = error.__context__
     while cause is not None:
         if isinstance(cause, WorkerError | RefusedError):
             return cause
-        found = cause if isinstance(cause, StoppedError) else found
+        first = cause if isinstance(cause, StoppedError) else first
         cause = cause.__context__
-    return found
+    return first

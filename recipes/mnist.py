@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from ddpexp.loggers.base import Tracker
+    from ddpexp.loggers.base import Logger
 
 
 class LeNet(nn.Sequential):
@@ -60,11 +60,11 @@ class Classify:
         correct = (scores.argmax(1) == labels).sum()
         return loss, len(labels), {"accuracy": (correct, len(labels))}
 
-    def on_eval(self, model: nn.Module, batch: tuple[Tensor, Tensor], tracker: Tracker, step: int) -> None:
+    def on_eval(self, model: nn.Module, batch: tuple[Tensor, Tensor], logger: Logger, step: int) -> None:
         """Show the first images of the evaluation with what the network takes them for."""
         images, labels = batch[0][:32], batch[1][:32]
         guesses = model(images).argmax(1)
-        tracker.image("predictions", _grid(images.cpu(), guesses.tolist(), labels.tolist()), step)
+        logger.image("predictions", _grid(images.cpu(), guesses.tolist(), labels.tolist()), step)
 
 
 def _grid(images: Tensor, guesses: list[int], labels: list[int], columns: int = 8, size: int = 56) -> Tensor:

@@ -86,13 +86,16 @@ ANY = WorkerRequest()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the further variants of a test to the longer run (-m slow): past its own number.
+    """Say which tests stay together, and leave the further variants of a test to the longer run (-m slow).
 
-    Of runs with a fault past two.
+    Those past its own number; of runs with a fault past two.
     """
     seen: collections.Counter[str] = collections.Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
+        # Two processes share the tests: a file stays in one of them, and so does all that needs the one cluster.
+        group = "cluster" if item.get_closest_marker("slurm") else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
         few = item.get_closest_marker("variants")
         runs = {"recipe", "ddpexp", "commands", "run"} & set(getattr(item, "fixturenames", ()))
         most = few.args[0] if few is not None else 2 if name.startswith("tests/faults/") and runs else None
@@ -294,7 +297,7 @@ def mnist_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def digits_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's cache directory that holds the few drawn digits of the tests."""
+    """A user's cache directory that holds the few synthetic digits of the tests."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -319,4 +322,4 @@ def ddpexp(tmp_path: Path, environ: dict[str, str]) -> Ddpexp:
 
 SMALL = ("recipe=mnist", "model=linear", "data.source=embedded", "data.embedded_train=640", "data.embedded_test=100",
          "trainer.max_steps=10", "trainer.log_every=5", "logger=none")  # fmt: skip
-"""A run of a second: few drawn digits, a linear model, ten steps."""
+"""A run of a second: few synthetic digits, a linear model, ten steps."""

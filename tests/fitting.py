@@ -101,8 +101,8 @@ def loop_alone(
         precision=Precision(options.precision, ALONE.device, options.nonfinite == "skip"), world=ALONE,
         train=TrainBatches(points.points(96, 0) if data is None else data, cut, 0, options.seed, ALONE.device),
         evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
-        tracker=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
-        average=None if options.ema_decay is None else EMA(strategy.modules, options.ema_decay),
+        logger=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
+        ema=None if options.ema_decay is None else EMA(strategy.modules, options.ema_decay),
     )  # fmt: skip
     return loop, path
 
@@ -117,7 +117,7 @@ def fit_alone(points: Any, folder: Path, task: Any, num_steps: int = 8, around: 
         with around or torch.enable_grad():
             loop.fit()
     finally:
-        loop.tracker.close()
+        loop.logger.close()
     return Once(loop, [json.loads(line) for line in path.read_text().splitlines()])
 
 

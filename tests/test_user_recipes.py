@@ -259,7 +259,7 @@ def test_a_users_prepare_runs_once_in_a_process_of_its_own(ddpexp: Ddpexp, prepa
         (
             2,
             "ValueError: no luck\n",
-            "ddpexp: data.prepare=ready.prepare failed with exit code 1: see its own words above.\n",
+            "ddpexp: data.prepare=ready.prepare failed with exit code 1: see its output above.\n",
         ),
         (3, None, "ddpexp: data.prepare=ready.prepare must return a mapping with at least a `name`, not 'nothing'.\n"),
     ],

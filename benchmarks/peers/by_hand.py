@@ -114,7 +114,7 @@ def shared(network: nn.Module, rank: int, workers: int) -> Callable[[], None]:
     def reduce() -> None:
         bucket.fill()
         carrier.finish()
-        bucket.give()
+        bucket.assign()
 
     return reduce
 

@@ -1,4 +1,1 @@
-"""Checkpoints: state to disk and back. `format` says what lies on the disk, and is free of torch.
-
-`writer`, `reader`.
-"""
+"""Checkpoints: `format` describes them on disk, and is free of torch; `writer` and `reader` save and load them."""

@@ -1,4 +1,4 @@
-"""Trees of plain values and tensors as JSON and named tensors, and back; nothing that is read can run code."""
+"""Trees of plain values and tensors as JSON and named tensors, and back; reading never runs code."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from torch import Tensor
 
 from ddpexp.errors import DdpexpError, RefusedError
 
-_KIND = "$"  # marks what JSON has no form for
+_KIND = "$"  # the key that marks values without a JSON representation
 
 
 def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """Return `value` as what JSON can hold.
+    """Return `value` as JSON; its tensors are added to `tensors`, named by their paths, such as `a/b/0`.
 
-    Its tensors go into `tensors` under the names of their places, such as `a/b/0`.
-
-    Numbers come back to the bit, tuples as tuples and keys as they were.
+    Decoding restores numbers to the bit, tuples as tuples, and keys of any type.
 
     Raises:
-        DdpexpError: a value of another kind.
+        DdpexpError: a value has an unsupported type.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -30,49 +28,48 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
     if isinstance(value, Tensor):
         name = where or "tensor"
-        while name in tensors:  # keys may hold a / themselves
+        while name in tensors:  # keys may contain a /
             name += "'"
         tensors[name] = value
         return {_KIND: "tensor", "value": name}
     if isinstance(value, Mapping):
-        inner = [(key, encode(one, tensors, f"{where}/{key}" if where else str(key))) for key, one in value.items()]
+        inner = [(key, encode(item, tensors, f"{where}/{key}" if where else str(key))) for key, item in value.items()]
         if all(isinstance(key, str) for key in value) and _KIND not in value:
             return dict(inner)
-        return {_KIND: "mapping", "value": [[encode(key, tensors, where), one] for key, one in inner]}
+        return {_KIND: "mapping", "value": [[encode(key, tensors, where), item] for key, item in inner]}
     if isinstance(value, list | tuple):
-        items = [encode(one, tensors, f"{where}/{index}" if where else str(index)) for index, one in enumerate(value)]
+        items = [encode(item, tensors, f"{where}/{index}" if where else str(index)) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_KIND: "tuple", "value": items}
-    if hasattr(value, "item") and callable(value.item):  # a number of numpy
+    if hasattr(value, "item") and callable(value.item):  # a scalar of numpy
         return encode(value.item(), tensors, where)
     raise DdpexpError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold: it keeps "
-        "tensors, "
-        f"numbers, texts, lists and mappings, for anything else could run code when it is read."
+        "tensors, numbers, texts, lists and mappings, for anything else could run code when it is read."
     )
 
 
 def decode(value: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Return what `encode` was given; `tensor` finds a tensor by its name.
+    """Invert `encode`; `tensor` returns a tensor by its name.
 
     Raises:
-        RefusedError: it is not what `encode` makes.
+        RefusedError: it was not made by `encode`.
     """
     if isinstance(value, list):
-        return [decode(one, tensor) for one in value]
+        return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(_KIND)
     if kind is None:
-        return {key: decode(one, tensor) for key, one in value.items()}
+        return {key: decode(item, tensor) for key, item in value.items()}
     inner = value.get("value")
     if kind == "float" and isinstance(inner, str):
         return float(inner)
     if kind == "tensor" and isinstance(inner, str):
         return tensor(inner)
     if kind == "tuple" and isinstance(inner, list):
-        return tuple(decode(one, tensor) for one in inner)
+        return tuple(decode(item, tensor) for item in inner)
     if kind == "mapping" and isinstance(inner, list):
-        return {decode(key, tensor): decode(one, tensor) for key, one in inner}
+        return {decode(key, tensor): decode(item, tensor) for key, item in inner}
     raise RefusedError(f"state.json holds a {kind!r}, which this version of ddpexp does not know.")
 
 
@@ -82,4 +79,4 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
 }  # fmt: skip
-"""Types by the names that the safetensors format gives them."""
+"""Dtypes by their names in the safetensors format."""

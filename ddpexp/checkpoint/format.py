@@ -1,19 +1,19 @@
-"""What a checkpoint is on the disk: a folder whose every byte is under a hash.
+"""Checkpoints on disk: a folder in which every byte is hashed.
 
-Free of torch, so the command can ask, too.
+Free of torch, so that the command can use it, too.
 
     step-00000500/
-      <model>.safetensors        parameters and buffers, one file a model
-      <model>.ema.safetensors    their average
+      <model>.safetensors        parameters and buffers, one file per model
+      <model>.ema.safetensors    their moving average
       state.<part>.json          everything else, in named parts: optimizers, progress, modules, clock, world, ...
       state.<part>.safetensors   the tensors of a part
-      state.rank-00001.json      what one rank has for itself
+      state.rank-00001.json      state of a single rank
       config.yaml                the configuration that wrote it
       checkpoint.json            the manifest: facts, and size and hashes of every file
 
-A part is a tree of plain values and tensors (`ddpexp.checkpoint.codec`). A reader ignores parts that it does not know
-and sees None for those that are missing, so new kinds of state are new parts, not a new format. The manifest ends with
-the SHA-256 of all its bytes before that. Format 1 had `manifest.json`, without a hash of itself, and other files
+A part is a tree of plain values and tensors (`ddpexp.checkpoint.codec`). A reader ignores unknown parts, and returns
+None for missing ones, so that new kinds of state are new parts, not a new format. The manifest ends with
+the SHA-256 of all its preceding bytes. Format 1 had `manifest.json`, without a hash of itself, and other files
 (`ddpexp.checkpoint.format_1`).
 """
 
@@ -47,7 +47,7 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous part of a file, which one rank wrote. Units: bytes."""
+    """A contiguous part of a file, written by one rank. Units: bytes."""
 
     offset: int
     num_bytes: int
@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class File:
-    """A file as the manifest describes it: its pieces, in order, cover it without a gap."""
+    """A file as described by the manifest; its pieces, in order, cover it without gaps."""
 
     num_bytes: int
     pieces: Sequence[Piece]
@@ -64,7 +64,7 @@ class File:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest is sound; `problem` tells whether its files are."""
+    """A checkpoint with an intact manifest; `problem` checks its files."""
 
     folder: Path
     manifest: Mapping[str, Any]
@@ -78,26 +78,26 @@ class Checkpoint:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """Return the metrics of the last evaluation, where that was after this very step."""
+        """Return the metrics of the last evaluation if it was after this step."""
         evaluated = self.manifest.get("evaluated_at") == self.step
         return self.manifest.get("metrics") or {} if evaluated else {}
 
     @property
     def weights(self) -> list[str]:
-        """Return the names of the files of models and of their averages."""
+        """Return the names of the weights files: of models and of their averages."""
         return [
             name for name in self.files if name.endswith(".safetensors") and not name.startswith(("state.", "rank-"))
         ]
 
     @property
     def config(self) -> str | None:
-        """Return the configuration that wrote it, or None where it holds none. Raises OSError, ValueError."""
+        """Return the configuration that wrote it, or None if there is none. Raises OSError, ValueError."""
         return read_plain_file(self.folder / CONFIG).decode() if CONFIG in self.files else None
 
     def problem(self, rank: int = 0, world_size: int = 1, files: Sequence[str] | None = None) -> str | None:
-        """Compare the files with the manifest and return the first difference, or None.
+        """Compare the files with the manifest; return the first difference, or None.
 
-        Ranks: all, or one alone; each compares all sizes and hashes every `world_size`-th piece.
+        Ranks: all, or a single one; each checks all sizes and hashes every `world_size`-th piece.
         """
         wrong = self.wrong_size(files)
         if wrong is not None:
@@ -110,84 +110,84 @@ class Checkpoint:
                 if _sha256(self.folder / name, piece) != piece.sha256:
                     return f"{name} is damaged: its hash is not the one in the manifest"
         except OSError as error:
-            return _said(error)
+            return _message(error)
         return None
 
     def wrong_size(self, files: Sequence[str] | None = None) -> str | None:
-        """Compare the files' sizes alone with the manifest and return the first difference, or None."""
+        """Compare only the sizes of the files with the manifest; return the first difference, or None."""
         for name in self.files if files is None else files:
             if name not in self.files:
                 return f"{name} is not in the manifest"
-            wanted = self.files[name].num_bytes
+            expected = self.files[name].num_bytes
             try:
                 size = _size(self.folder / name)
             except OSError as error:
-                return _said(error)
-            if size < wanted:
-                return f"{name} is cut off: it has {size:,} of its {wanted:,} bytes"
-            if size > wanted:
-                return f"{name} has {size:,} bytes where {wanted:,} were written"
+                return _message(error)
+            if size < expected:
+                return f"{name} is cut off: it has {size:,} of its {expected:,} bytes"
+            if size > expected:
+                return f"{name} has {size:,} bytes where {expected:,} were written"
         return None
 
 
 @dataclass(frozen=True)
 class Damaged:
-    """A folder in the place of a checkpoint that is none, or none any more."""
+    """A folder with the name of a checkpoint that is not an intact one."""
 
     folder: Path
     problem: str
 
     @property
     def step(self) -> int:
-        """Return the step that its name says."""
+        """Return the step in its name."""
         return _step(self.folder)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder of checkpoints holds, each the newest first."""
+    """The checkpoints in a folder, newest first."""
 
     complete: list[Checkpoint] = field(default_factory=list)
     damaged: list[Damaged] = field(default_factory=list)
 
 
 def scan(folder: Path) -> Found:
-    """Read the manifests of all checkpoints in a folder; not a byte of their files.
+    """Read the manifests of all checkpoints in a folder, but none of their files.
 
     Raises:
-        RefusedError: one was written by a newer version of ddpexp.
+        RefusedError: one of them was written by a newer version of ddpexp.
     """
     found = Found()
     for path in _folders(folder):
         try:
             found.complete.append(open_checkpoint(path))
         except (OSError, ValueError) as error:
-            found.damaged.append(Damaged(path, _said(error)))
+            found.damaged.append(Damaged(path, _message(error)))
     return found
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint with a sound manifest. Raises RefusedError, as `scan`."""
+    """Return the newest checkpoint with an intact manifest. Raises RefusedError, as `scan`."""
     return next(iter(scan(folder).complete), None)
 
 
-def whole(folder: Path, weights_alone: bool = False) -> tuple[Checkpoint | None, list[Damaged]]:
-    """Return the newest checkpoint of which every byte is right, and the newer ones that are damaged.
+def newest_intact(folder: Path, weights_only: bool = False) -> tuple[Checkpoint | None, list[Damaged]]:
+    """Return the newest intact checkpoint, and the newer damaged ones.
 
-    `weights_alone` looks at the files of models and their averages alone.
+    `weights_only` checks only the weights files.
     Raises: RefusedError, as `scan`.
     """
     found = scan(folder)
     damaged = list(found.damaged)
     chosen = None
-    for one in found.complete:
-        problem = one.problem(files=one.weights if weights_alone else None)
+    for checkpoint in found.complete:
+        problem = checkpoint.problem(files=checkpoint.weights if weights_only else None)
         if problem is None:
-            chosen = one
+            chosen = checkpoint
             break
-        damaged.append(Damaged(one.folder, problem))
-    newer = [one for one in damaged if chosen is None or one.step > chosen.step]
-    return chosen, sorted(newer, key=lambda one: one.step, reverse=True)
+        damaged.append(Damaged(checkpoint.folder, problem))
+    newer = [entry for entry in damaged if chosen is None or entry.step > chosen.step]
+    return chosen, sorted(newer, key=lambda entry: entry.step, reverse=True)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
@@ -213,7 +213,7 @@ def _open(folder: Path) -> Checkpoint:
         version = int(manifest["format"])
         if version != FORMAT:
             raise ValueError(f"{MANIFEST} says that it is of format {version}")
-    if _FOLDER.fullmatch(folder.name) and manifest["step"] != _step(folder):  # a copy may have any name
+    if _FOLDER.fullmatch(folder.name) and manifest["step"] != _step(folder):  # copies may have any name
         raise ValueError("its manifest is that of another step")
     for name, file in files.items():
         _check_file(name, file)
@@ -223,7 +223,7 @@ def _open(folder: Path) -> Checkpoint:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder has the manifest of a checkpoint; run directories have a file of the older name, too."""
+    """Return whether a folder has the manifest of a checkpoint; run directories have a `manifest.json`, too."""
     return (folder / MANIFEST).is_file() or (is_named_so(folder) and (folder / _MANIFEST_1).is_file())
 
 
@@ -233,7 +233,7 @@ def is_named_so(folder: Path) -> bool:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the folders that have a manifest, the newest first: a quick look, which reads none."""
+    """Return the folders that have a manifest, newest first, without reading the manifests."""
     return [path for path in _folders(folder) if is_checkpoint(path)]
 
 
@@ -250,33 +250,33 @@ def newest_checkpoint(folder: Path) -> Path:
 
 
 def clean(folder: Path) -> None:
-    """Remove what writes and removals before have left half done. Ranks: rank zero, while nobody writes."""
+    """Remove incomplete writes and removals. Ranks: rank zero, while no rank writes."""
     for path in [*folder.glob(".step-*.partial"), *folder.glob(".step-*.removed")]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside(damaged: Iterable[Damaged]) -> None:
-    """Give damaged checkpoints another name, so that none stands where training will put a whole one.
+    """Rename damaged checkpoints, so that their names are free for new ones.
 
-    They are kept for whoever wants to save something of them. Ranks: rank zero, while nobody writes.
+    They are kept in case something can be recovered from them. Ranks: rank zero, while no rank writes.
     """
     log = logging.getLogger("ddpexp")
-    for one in damaged:
+    for entry in damaged:
         try:
-            place = set_folder_aside(one.folder)
+            renamed = set_folder_aside(entry.folder)
         except OSError as error:
-            log.warning("%s is damaged and cannot be renamed: %s", relative(one.folder), error.strerror)
+            log.warning("%s is damaged and cannot be renamed: %s", relative(entry.folder), error.strerror)
         else:
-            log.warning("%s cannot be used (%s): it is kept as %s", relative(one.folder), one.problem, place.name)
+            log.warning("%s cannot be used (%s): it is kept as %s", relative(entry.folder), entry.problem, renamed.name)
 
 
 def set_folder_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to the first free name that is none of a checkpoint. Raises OSError."""
+    """Rename a damaged checkpoint to the first free name ending in `.damaged`. Raises OSError."""
     number = 1
-    while os.path.lexists(place := folder.with_name(f"{folder.name}.damaged{'' if number == 1 else f'-{number}'}")):
+    while os.path.lexists(target := folder.with_name(f"{folder.name}.damaged{'' if number == 1 else f'-{number}'}")):
         number += 1
-    os.rename(folder, place)
-    return place
+    os.rename(folder, target)
+    return target
 
 
 def folder_name(step: int) -> str:
@@ -285,13 +285,13 @@ def folder_name(step: int) -> str:
 
 
 def seal(manifest: Mapping[str, Any]) -> bytes:
-    """Return a manifest as JSON whose last entry is the hash of all bytes before it."""
+    """Return a manifest as JSON whose last entry is the hash of all preceding bytes."""
     text = dumps(manifest).removesuffix("\n}\n") + _SEAL
     return f"{text}{hashlib.sha256(text.encode()).hexdigest()}{_END}".encode()
 
 
 def _unsealed(raw: bytes) -> dict[str, Any]:
-    """Return the manifest that `seal` was given. Raises ValueError: a byte of it is another one."""
+    """Invert `seal`. Raises ValueError: a byte has changed."""
     text, digest, end = raw[: -_HEX - len(_END)], raw[-_HEX - len(_END) : -len(_END)], raw[-len(_END) :]
     if end != _END.encode() or digest != hashlib.sha256(text).hexdigest().encode():
         raise ValueError(f"{MANIFEST} is damaged: it does not have its own hash")
@@ -302,7 +302,7 @@ def _unsealed(raw: bytes) -> dict[str, Any]:
 
 
 def _manifest_1(folder: Path) -> tuple[dict[str, Any], dict[str, File]]:
-    """Read a manifest of format 1, in which the pieces of all files stand in one list."""
+    """Read a manifest of format 1, which lists the pieces of all files together."""
     manifest = parse_json(read_plain_file(folder / _MANIFEST_1))
     _check_no_newer(folder, manifest)
     pieces: dict[str, list[Piece]] = {}
@@ -324,11 +324,11 @@ def _check_no_newer(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def _file(record: Mapping[str, Any]) -> File:
     pieces = [Piece(piece["offset"], piece["num_bytes"], piece["sha256"]) for piece in record["pieces"]]
-    return File(record["num_bytes"], pieces)  # other entries are of a later version
+    return File(record["num_bytes"], pieces)  # later versions may add entries
 
 
 def _check_file(name: str, file: File) -> None:
-    """Raise ValueError where the description of a file cannot be that of one."""
+    """Raise ValueError if the description of a file is invalid."""
     if not name or Path(name).name != name:
         raise ValueError(f"{name!r} is no name of a file")
     end = 0
@@ -342,14 +342,14 @@ def _check_file(name: str, file: File) -> None:
         raise ValueError(f"the pieces of {name} have {end} bytes, and the file {file.num_bytes}")
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{Path(error.filename).name}: {error.strerror}"
     return str(error)
 
 
 def _folders(folder: Path) -> Iterator[Path]:
-    """Yield what has the name of a checkpoint, the newest first."""
+    """Yield the folders with the name of a checkpoint, newest first."""
     named = [path for path in folder.glob("step-*") if _FOLDER.fullmatch(path.name) and path.is_dir()]
     yield from sorted(named, key=_step, reverse=True)
 
@@ -360,7 +360,7 @@ def _step(folder: Path) -> int:
 
 def _size(path: Path) -> int:
     if not path.is_file():
-        raise OSError(0, "it is no plain file" if path.exists() else "it is missing", str(path))
+        raise OSError(0, "it is not a regular file" if path.exists() else "it is missing", str(path))
     return path.stat().st_size
 
 

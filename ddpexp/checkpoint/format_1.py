@@ -1,8 +1,7 @@
-"""Checkpoints of format 1 as parts of today's.
+"""Reading checkpoints of format 1, written until November 2026.
 
-`state.json` and `state.safetensors` held everything, optimizers by position.
-
-Written until November 2026. Model files are the same, averages had the parameters' own type.
+`state.json` and `state.safetensors` held everything, optimizers by the positions of parameters. Model files are the
+same; averages had the dtype of their parameters.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.files import read_json
 
 
-def read_part(one: Checkpoint, name: str) -> Any:
-    """Return a part of the state as today's format names them, None where there is none of this name.
+def read_part(checkpoint: Checkpoint, name: str) -> Any:
+    """Return a part of the state by its name in the current format, None if there is none.
 
     Raises:
         RefusedError: it cannot be read.
     """
     if name == "world":
-        return {"world_size": int(one.manifest["world_size"])}
+        return {"world_size": int(checkpoint.manifest["world_size"])}
     if name.startswith("rank-"):
-        return _own(one, f"{name}.safetensors")
-    state = _state(one)
+        return _own(checkpoint, f"{name}.safetensors")
+    state = _state(checkpoint)
     position = dict(state["position"])
     if name == "clock":
         since = sum(float(entry["seconds"]) for entry in position.get("window", []))
@@ -49,8 +48,8 @@ def read_part(one: Checkpoint, name: str) -> Any:
     return None
 
 
-def _state(one: Checkpoint) -> Mapping[str, Any]:
-    tensors = read_tensors(one.folder / "state.safetensors")
+def _state(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    tensors = read_tensors(checkpoint.folder / "state.safetensors")
 
     def known(name: str) -> Tensor:
         if name not in tensors:
@@ -58,22 +57,22 @@ def _state(one: Checkpoint) -> Mapping[str, Any]:
         return tensors[name]
 
     try:
-        found = decode(read_json(one.folder / "state.json"), known)
+        found = decode(read_json(checkpoint.folder / "state.json"), known)
         if (
             not isinstance(found, Mapping)
             or not {"position", "precision", "hidden_buffers", "extra", "optimizers"} <= found.keys()
         ):
             raise ValueError("it is not the state of a run")
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise RefusedError(f"{one.folder / 'state.json'} cannot be read: {error}.") from None
+        raise RefusedError(f"{checkpoint.folder / 'state.json'} cannot be read: {error}.") from None
     return found
 
 
-def _own(one: Checkpoint, file: str) -> dict[str, dict[str, Tensor]] | None:
-    if file not in one.files:
+def _own(checkpoint: Checkpoint, file: str) -> dict[str, dict[str, Tensor]] | None:
+    if file not in checkpoint.files:
         return None
     found: dict[str, dict[str, Tensor]] = {"random": {}, "buffers": {}}
-    for name, tensor in read_tensors(one.folder / file).items():
+    for name, tensor in read_tensors(checkpoint.folder / file).items():
         kind, _, key = name.partition(".")
         found[kind][key] = tensor
     return found

@@ -1,4 +1,4 @@
-"""Read checkpoints and files of weights: tensors and plain values, never code."""
+"""Reading checkpoints and weights files: tensors and plain values, never code."""
 
 from __future__ import annotations
 
@@ -38,44 +38,44 @@ def weights_sha256(models: Models) -> str:
     return digest.hexdigest()
 
 
-def read_model(one: Checkpoint, name: str, average: bool = False) -> dict[str, Tensor] | None:
-    """Return the tensors of a model, or of its average; tied ones under each of their names. None where it holds none.
+def read_model(checkpoint: Checkpoint, name: str, average: bool = False) -> dict[str, Tensor] | None:
+    """Return the tensors of a model or of its average, or None; tied tensors appear under each of their names.
 
     Raises:
         RefusedError: they cannot be read.
     """
     file = f"{name}.ema.safetensors" if average else f"{name}.safetensors"
-    return read_tensors(one.folder / file) if file in one.files else None
+    return read_tensors(checkpoint.folder / file) if file in checkpoint.files else None
 
 
-def read_part(one: Checkpoint, name: str) -> Any:
-    """Return a part of the state as it was given to the writer, or None where the checkpoint has none of this name.
+def read_part(checkpoint: Checkpoint, name: str) -> Any:
+    """Return a part of the state as it was passed to the writer, or None if the checkpoint has no such part.
 
     Raises:
         RefusedError: it cannot be read.
     """
-    if one.version == 1:
-        return format_1.read_part(one, name)
+    if checkpoint.version == 1:
+        return format_1.read_part(checkpoint, name)
     text, file = f"state.{name}.json", f"state.{name}.safetensors"
-    if text not in one.files:
+    if text not in checkpoint.files:
         return None
-    tensors = read_tensors(one.folder / file) if file in one.files else {}
+    tensors = read_tensors(checkpoint.folder / file) if file in checkpoint.files else {}
     try:
-        return decode(read_json(one.folder / text), lambda key: tensors[key])
+        return decode(read_json(checkpoint.folder / text), lambda key: tensors[key])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RefusedError(f"{one.folder / text} cannot be read: {error}.") from None
+        raise RefusedError(f"{checkpoint.folder / text} cannot be read: {error}.") from None
 
 
-def read_own(one: Checkpoint, rank: int) -> Any:
-    """Return what one rank had that others had not, None where there was nothing. Raises RefusedError."""
-    return read_part(one, f"rank-{rank:05}")
+def read_rank_state(checkpoint: Checkpoint, rank: int) -> Any:
+    """Return the state of a single rank, or None if there is none. Raises RefusedError."""
+    return read_part(checkpoint, f"rank-{rank:05}")
 
 
 def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
-    """Copy tensors by name into those of the same shapes and types.
+    """Copy tensors by name into tensors of the same shapes and dtypes.
 
     Raises:
-        RefusedError: a name, a shape or a type that differs; names the first ones.
+        RefusedError: a name, shape or dtype differs; lists the first ones.
     """
 
     def form(tensor: Tensor) -> str:
@@ -99,34 +99,34 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where:
             tensor.copy_(source[name])
 
 
-def load_weights(models: Models, source: Path, asked: str, averaged: bool = False) -> None:
-    """Load weights from a safetensors file, or a checkpoint folder with one file a model, of which the `averaged` ones.
+def load_weights(models: Models, source: Path, description: str, averaged: bool = False) -> None:
+    """Load weights from a safetensors file, or from a checkpoint folder with checkpoint file per model.
 
     Raises:
-        RefusedError: no such file, damaged, or of another model; `asked` is how the user named it.
+        RefusedError: there is no such file, or it is damaged or of another model.
     """
     ending = ".ema.safetensors" if averaged else ".safetensors"
     files = {name: source / f"{name}{ending}" for name in models} if source.is_dir() else dict.fromkeys(models, source)
     if len(models) > 1 and not source.is_dir():
-        raise RefusedError(f"{asked} is one file, but there are several models: name the checkpoint's folder.")
+        raise RefusedError(f"{description} is one file, but there are several models: name the checkpoint's folder.")
     for name, path in files.items():
         try:
             check_plain_file(path)
             _check_hash(path)
             tensors = read_tensors(path)
         except (OSError, ValueError) as error:
-            raise RefusedError(f"{asked}: {path.name} cannot be read as safetensors ({error}).") from None
+            raise RefusedError(f"{description}: {path.name} cannot be read as safetensors ({error}).") from None
         except RefusedError as error:
-            raise RefusedError(f"{asked}: {error}") from None
+            raise RefusedError(f"{description}: {error}") from None
         problem = _load(models[name], tensors)
         if problem is not None:
-            raise RefusedError(f"{asked} holds the weights of another model: {problem}.")
+            raise RefusedError(f"{description} holds the weights of another model: {problem}.")
 
 
 def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
-    """Load weights by the names of the state_dict; return what does not fit.
+    """Load weights by the names of the state_dict; return what does not fit, or None.
 
-    Tensors that the model has under several names (tied weights) may be there under one of them.
+    Tensors that the model has under several names (tied weights) may be saved under only checkpoint of them.
     """
     given = dict(tensors)
     state = {
@@ -140,24 +140,24 @@ def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
             if not torch.equal(given.setdefault(name, given[there[0]]), given[there[0]]):
                 return f"{there[0]} and {name} are one tensor here and two different ones there"
     try:
-        found = module.load_state_dict(given, strict=False)
-    except RuntimeError as error:  # of tensors that have another size
+        result = module.load_state_dict(given, strict=False)
+    except RuntimeError as error:  # tensors have other sizes
         return " ".join(str(error).split())[:300].rstrip(".")
-    missing = [name for name in found.missing_keys if not name.endswith("_extra_state")]  # of tensors alone
+    missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]  # only those of tensors
     parts = [f"it lacks {_few(missing)}"] if missing else []
-    parts += [f"it also has {_few(found.unexpected_keys)}"] if found.unexpected_keys else []
+    parts += [f"it also has {_few(result.unexpected_keys)}"] if result.unexpected_keys else []
     return "; ".join(parts) or None
 
 
 def _check_hash(path: Path) -> None:
-    """Raise OSError or ValueError where a file that lies in a checkpoint is not the one that was written there."""
+    """Raise OSError or ValueError if a file in a checkpoint is not the checkpoint that was written."""
     folder = path.resolve().parent
-    if is_checkpoint(folder) or is_named_so(folder):  # one without its manifest is damaged
-        one = open_checkpoint(folder)
-        problem = one.problem(files=[path.name])
+    if is_checkpoint(folder) or is_named_so(folder):  # without a manifest it is damaged
+        checkpoint = open_checkpoint(folder)
+        problem = checkpoint.problem(files=[path.name])
         if problem is not None:
             raise OSError(problem)
-        if one.version == 1:
+        if checkpoint.version == 1:
             logging.getLogger("ddpexp").warning(OLDER, path.parent.name)
 
 

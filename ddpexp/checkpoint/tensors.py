@@ -1,4 +1,4 @@
-"""Read safetensors files."""
+"""Reading safetensors files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddpexp.errors import RefusedError
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file, tied tensors under each of their names.
+    """Read a safetensors file; tied tensors appear under each of their names.
 
     Raises:
         RefusedError: it cannot be read as one.
@@ -21,15 +21,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         check_plain_file(path)
         with safe_open(str(path), framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
-            same = {
-                name: kept for name, kept in (file.metadata() or {}).items() if kept in tensors and name not in tensors
+            tied = {
+                name: first
+                for name, first in (file.metadata() or {}).items()
+                if first in tensors and name not in tensors
             }
     except (OSError, SafetensorError, ValueError) as error:
         raise RefusedError(f"{path} cannot be read as safetensors ({error}).") from None
-    return {**tensors, **{name: tensors[kept] for name, kept in same.items()}}
+    return {**tensors, **{name: tensors[first] for name, first in tied.items()}}
 
 
 def check_plain_file(path: Path) -> None:
-    """Raise OSError where a path is there and no plain file: a pipe would keep its reader waiting."""
+    """Raise OSError if a path exists and is not a plain file: reading from a pipe would block."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path.name} is no plain file")

@@ -1,7 +1,7 @@
-"""Write checkpoints, by all ranks and asynchronously: atomic, each either complete or not there.
+"""Writing checkpoints: by all ranks, asynchronously and atomically.
 
-Every rank knows the bytes of all files, for the ranks hold the same tensors, and writes its share of them. Rank zero
-then writes the manifest with the hash of every piece, and gives the folder its name.
+All ranks hold the same tensors, so every rank knows the bytes of all files, and writes its share of them. Rank zero
+then writes the manifest with the hash of every piece, and renames the folder.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from ddpexp.system.limits import human, said_with_limit
 
 Files = Mapping[str, Mapping[str, Tensor]]
 
-_TRIES = 4
-_PAUSE_SECONDS = 0.5  # before the second try; twice as long before each further one
+_ATTEMPTS = 4
+_PAUSE_SECONDS = 0.5  # before the second attempt; doubled for each further one
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 2.0  # a run that fails ends within five
-_NICE = 10  # the thread that writes yields to the training
+_GRACE_SECONDS = 2.0  # a failing run ends within five
+_NICE = 10  # the writing thread yields to training
 
 
 class CheckpointError(DdpexpError):
@@ -48,18 +48,14 @@ class CheckpointError(DdpexpError):
 
 @dataclass(frozen=True)
 class Content:
-    """What one checkpoint holds."""
+    """The contents of a checkpoint."""
 
     models: Files  # by the name of their file, without its ending
-    parts: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # trees of plain values and tensors, by name; the same on all ranks
-    own: Any = None  # a tree that this rank alone has; tensors of rank zero alone belong here, too
-    texts: Mapping[str, bytes] = field(default_factory=dict)  # whole small files, by name
+    parts: Mapping[str, Any] = field(default_factory=dict)  # trees of values and tensors, by name; equal on all ranks
+    own: Any = None  # a tree of this rank alone; tensors that only rank zero has belong here, too
+    texts: Mapping[str, bytes] = field(default_factory=dict)  # small files, by name
     facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
-    records: Mapping[Path, int] = field(
-        default_factory=dict
-    )  # files that must be on the disk first, up to so many bytes
+    records: Mapping[Path, int] = field(default_factory=dict)  # log files to flush first, and their sizes
 
 
 @dataclass(frozen=True)
@@ -70,7 +66,7 @@ class _Job:
     number: int
     spans: Sequence[Span]
     copied: Tensor  # the bytes of the spans, one after the other
-    mine: Mapping[str, bytes]  # whole small files of this rank
+    own_files: Mapping[str, bytes]  # whole small files of this rank
     manifest: Mapping[str, Any]
     records: Sequence[Path]
 
@@ -96,7 +92,7 @@ class Writer:
         self._anchor = Anchor(folder.parent)
         self._world = world
         self._keep_last, self._keep_best, self._stops = keep_last, keep_best, stops
-        self._board = world.board()
+        self._mailbox = world.mailbox()
         self._stage = _Stage(world.device)
         self._plan: tuple[Any, list[TensorFile]] | None = None
         self._thread: threading.Thread | None = None
@@ -104,12 +100,12 @@ class Writer:
         self._number = 0
 
     def save(self, step: int, content: Content) -> None:
-        """Copy this rank's share and have it written; rank zero also writes what is not tensors, and the manifest.
+        """Copy this rank's share and start writing it; rank zero also writes plain values and the manifest.
 
-        Ranks: all, with the same models and parts but for buffers, of which each rank copies its own.
+        Ranks: all, with the same models and parts; `own` may differ.
 
         Raises:
-            CheckpointError: the one before could not be written, and that is to end the run.
+            CheckpointError: the previous one could not be written, and trainer.on_save_error=stop.
         """
         self.wait()
         plain, tensors = _encoded(content.parts)
@@ -117,26 +113,25 @@ class Writer:
         planned = self._planned(files)
         spans = share(planned, self._world.rank, self._world.world_size)
         copied = self._stage.copy(planned, files, spans)
-        mine = self._own_files(content.own)
+        own_files = self._own_files(content.own)
         if self._world.is_rank_zero:
-            mine |= {**_texts(plain), **content.texts}
-        for name, data in mine.items():
+            own_files |= {**_texts(plain), **content.texts}
+        for name, data in own_files.items():
             if len(data) > JSON_BYTES and not name.endswith(".safetensors"):
                 raise CheckpointError(
                     f"the plain values in {name} of the checkpoint of step {step} take {len(data):,} bytes, more than "
-                    "the "
-                    f"{JSON_BYTES:,} that are read back: keep large states as tensors."
+                    f"the {JSON_BYTES:,} that are read back: keep large states as tensors."
                 )
         self._number += 1
         manifest = {
             "format": FORMAT, "ddpexp": __version__, "torch": torch.__version__, "step": step, **content.facts,
             "records": {os.path.relpath(path, self._folder.parent): size for path, size in content.records.items()},
         }  # fmt: skip
-        job = _Job(step, self._number, spans, copied, mine, manifest, list(content.records))
+        job = _Job(step, self._number, spans, copied, own_files, manifest, list(content.records))
         thread = threading.Thread(target=self._work, args=(job,), daemon=True, name=f"checkpoint {step}")
         try:
             thread.start()
-        except (RuntimeError, MemoryError) as error:  # out of processes or memory: this rank's share cannot be written
+        except (RuntimeError, MemoryError) as error:  # no thread or memory left: this rank's share cannot be written
             self._report(job, self._failed(error, job), waits=False)
         else:
             self._thread = thread
@@ -145,8 +140,8 @@ class Writer:
         """Re-raise an error of the writing thread, if there was one.
 
         Raises:
-            CheckpointError: a checkpoint could not be written, and that is to end the run. MovedError: the run
-            directory is gone.
+            CheckpointError: a checkpoint could not be written, and trainer.on_save_error=stop. MovedError: the run
+            directory was moved.
         """
         self._look(self._stops)
 
@@ -159,10 +154,10 @@ class Writer:
         logging.getLogger("ddpexp").warning("%s Training continues (trainer.on_save_error=continue).", problem)
 
     def wait(self, end: bool = False) -> None:
-        """Wait until the last save is done: on rank zero until it counts, on others until their share is written.
+        """Wait until the last save is done: on rank zero until it is complete, on others until their share is written.
 
         Raises:
-            CheckpointError: it could not be written, and that is to end the run, or this is its `end`.
+            CheckpointError: it could not be written, and trainer.on_save_error=stop, or this is the `end` of the run.
         """
         if self._thread is not None:
             self._thread.join()
@@ -170,7 +165,7 @@ class Writer:
         self._look(self._stops or end)
 
     def drain(self) -> None:
-        """Give a write that is under way a short grace: another rank's share may never come."""
+        """Give a write in progress a short grace period: the share of another rank may never come."""
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
 
@@ -193,38 +188,35 @@ class Writer:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
-            report: dict[str, Any] = {"files": _tried(lambda: self._write_share(job))}
-        except BaseException as error:  # of whatever kind: rank zero waits for this report
+            report: dict[str, Any] = {"files": _retried(lambda: self._write_share(job))}
+        except BaseException as error:  # of any kind: rank zero waits for this report
             report = self._failed(error, job)
         try:
             self._report(job, report)
-        except BaseException as error:  # no save fails in silence
+        except BaseException as error:  # no save may fail silently
             self._problem = CheckpointError(self._failed(error, job)["problem"])
 
     def _report(self, job: _Job, report: Mapping[str, Any], waits: bool = True) -> None:
-        """Tell rank zero of this rank's share; rank zero completes the checkpoint when it has all of them.
+        """Report this rank's share to rank zero, which completes the checkpoint when it has all reports.
 
-        Where its own has failed it waits for the others nonetheless, unless not to wait: they are writing into the same
-        folder.
+        Even if its own share failed, rank zero waits for the others if `waits` is set: they write to the same folder.
         """
         name = f"ddpexp/checkpoint/{job.number}"
         try:
             if not self._world.is_rank_zero:
-                self._board.put(f"{name}/{self._world.rank}", json.dumps(report))
+                self._mailbox.put(f"{name}/{self._world.rank}", json.dumps(report))
                 return
             others = range(1, self._world.world_size) if waits else ()
             reports = [report, *(json.loads(self._awaited(f"{name}/{rank}")) for rank in others)]
-        except (
-            RuntimeError
-        ) as error:  # of the ranks' store, which goes with the process that has it: mostly a consequence
+        except RuntimeError as error:  # of the store, which ends with rank zero: usually a consequence of another error
             self._problem = PeerError(
                 f"the checkpoint of step {job.step} could not be completed: {type(error).__name__}: {error}"
             )
             return
-        failed = next((one for one in reports if "problem" in one), None)
+        failed = next((report for report in reports if "problem" in report), None)
         if failed is None:
             try:
-                _tried(lambda: self._complete(job, reports))
+                _retried(lambda: self._complete(job, reports))
                 return
             except BaseException as error:
                 failed = self._failed(error, job)
@@ -232,15 +224,15 @@ class Writer:
         self._problem = (MovedError if failed.get("moved") else CheckpointError)(failed["problem"])
 
     def _failed(self, error: BaseException, job: _Job) -> dict[str, Any]:
-        """Return the report of a share that could not be written. Never raises: rank zero waits for it."""
+        """Return the report for a share that could not be written. Never raises: rank zero waits for it."""
         try:
             problem = self._describe(error, job)
-        except Exception:  # there may be no memory left to say more
+        except Exception:  # there may be no memory left for more
             problem = f"the checkpoint of step {job.step} could not be written: {type(error).__name__}"
         return {"problem": problem, "moved": isinstance(error, MovedError)}
 
     def _awaited(self, name: str) -> str:
-        while (text := self._board.take(name)) is None:
+        while (text := self._mailbox.take(name)) is None:
             time.sleep(_POLL_SECONDS)
         return text
 
@@ -248,7 +240,7 @@ class Writer:
         return self._folder / f".{folder_name(step)}.partial"
 
     def _write_share(self, job: _Job) -> dict[str, list[dict[str, Any]]]:
-        """Write this rank's spans to the disk; return the pieces of each file with their hashes."""
+        """Write this rank's spans to disk; return the pieces of each file with their hashes."""
         self._anchor.check()
         folder = self._partial(job.step)
         folder.mkdir(exist_ok=True)
@@ -262,7 +254,7 @@ class Writer:
             _write_at(folder / span.file, span.offset, data)
             fault_point("checkpoint.written")
             written.setdefault(span.file, []).append(_piece(span.offset, data))
-        for file, content in job.mine.items():
+        for file, content in job.own_files.items():
             (folder / file).unlink(missing_ok=True)  # of an earlier attempt
             _write_at(folder / file, 0, memoryview(content))
             written[file] = [_piece(0, memoryview(content))]
@@ -271,9 +263,9 @@ class Writer:
         return written
 
     def _complete(self, job: _Job, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Make the folder count, once all shares are on the disk; then remove those that are not kept."""
+        """Complete the checkpoint once all shares are on disk; then remove old ones."""
         folder, final = self._partial(job.step), self._folder / folder_name(job.step)
-        if folder.exists() or not final.exists():  # else an earlier attempt has renamed it
+        if folder.exists() or not final.exists():  # otherwise an earlier attempt has renamed it
             for path in job.records:
                 with suppress(FileNotFoundError):
                     _sync(path)
@@ -283,7 +275,7 @@ class Writer:
             write(folder / MANIFEST, seal({**job.manifest, "files": files}))
             fault_point("checkpoint.manifest")
             _sync(folder)
-            if final.exists():  # whatever it is, the run did not continue from it
+            if final.exists():  # the run has not resumed from it
                 set_folder_aside(final)
             os.rename(folder, final)
             fault_point("checkpoint.renamed")
@@ -294,10 +286,10 @@ class Writer:
         complete = scan(self._folder).complete
         kept = complete if self._keep_last is None else complete[: self._keep_last]
         best = _best(complete, self._keep_best) if self._keep_best is not None else None
-        for one in complete:
-            if one not in kept and one is not best:
-                removed = one.folder.with_name(f".{one.folder.name}.removed")
-                os.rename(one.folder, removed)  # atomic: what is half removed must not look complete
+        for checkpoint in complete:
+            if checkpoint not in kept and checkpoint is not best:
+                removed = checkpoint.folder.with_name(f".{checkpoint.folder.name}.removed")
+                os.rename(checkpoint.folder, removed)  # atomic: a partly removed one must not look complete
                 fault_point("checkpoint.pruning")
                 shutil.rmtree(removed)
 
@@ -307,14 +299,13 @@ class Writer:
         remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
         return (
             f"the checkpoint of step {job.step} could not be written in {self._folder}: "
-            f"{said_with_limit(error, self._folder)}; "
-            f"rank {self._world.rank} writes {human(job.copied.numel())} of it. The checkpoints before it are as they "
-            f"were.{remedy}"
+            f"{said_with_limit(error, self._folder)}; rank {self._world.rank} writes {human(job.copied.numel())} of "
+            f"it. The checkpoints before it are as they were.{remedy}"
         )
 
 
 class _Stage:
-    """Memory that keeps this rank's share while it is written; taken once, for fresh memory is slow to fill."""
+    """Memory for this rank's share while it is written; reused, because new memory is slow to fill."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -322,9 +313,9 @@ class _Stage:
 
     def copy(self, planned: Sequence[TensorFile], files: Files, spans: Sequence[Span]) -> Tensor:
         """Copy the bytes of the spans. Shapes: (bytes,) uint8, on the CPU."""
-        wanted = sum(span.num_bytes for span in spans)
-        if self._buffer.numel() < wanted:
-            self._buffer = _memory(wanted, self._device)
+        num_bytes = sum(span.num_bytes for span in spans)
+        if self._buffer.numel() < num_bytes:
+            self._buffer = _memory(num_bytes, self._device)
         by_name = {file.name: file for file in planned}
         begin = 0
         for span in spans:
@@ -335,14 +326,11 @@ class _Stage:
             begin += span.num_bytes
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        return self._buffer[:wanted]
+        return self._buffer[:num_bytes]
 
 
 def _encoded(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Return each part as what JSON can hold, and the tensors of those that have any.
-
-    By the names of the files without ending.
-    """
+    """Return each part as JSON, and the tensors of parts that have any, by file names without their ending."""
     plain, files = {}, {}
     for name, value in parts.items():
         tensors: dict[str, Tensor] = {}
@@ -357,7 +345,7 @@ def _texts(plain: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _files(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Put the ranks' pieces together: of each file its size, and its pieces in order."""
+    """Merge the pieces of all ranks: the size of each file, and its pieces in order."""
     pieces: dict[str, list[dict[str, Any]]] = {}
     for report in reports:
         for name, found in report["files"].items():
@@ -370,10 +358,7 @@ def _files(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _check_complete(folder: Path, files: Mapping[str, Any]) -> None:
-    """Raise OSError where a file that ranks have written is not there as a whole.
-
-    A host may write to a disk of its own.
-    """
+    """Raise OSError if a file is not complete here: a host may have written to a disk of its own."""
     for name, file in files.items():
         size = (folder / name).stat().st_size
         if size != file["num_bytes"]:
@@ -385,12 +370,12 @@ def _piece(offset: int, data: memoryview) -> dict[str, Any]:
 
 
 def _best(complete: Sequence[Checkpoint], keep_best: str) -> Checkpoint | None:
-    """Return the checkpoint with the best value of a metric, if one has it; of equal ones the earliest."""
+    """Return the checkpoint with the best value of a metric, if any has it; the earliest of equal ones."""
     mode, _, name = keep_best.partition(":")
-    valued = [one for one in reversed(complete) if one.metrics.get(name) is not None]
-    if not valued:
+    candidates = [checkpoint for checkpoint in reversed(complete) if checkpoint.metrics.get(name) is not None]
+    if not candidates:
         return None
-    return (max if mode == "max" else min)(valued, key=lambda one: float(one.metrics[name]))
+    return (max if mode == "max" else min)(candidates, key=lambda checkpoint: float(checkpoint.metrics[name]))
 
 
 def _memory(num_bytes: int, device: torch.device) -> Tensor:
@@ -399,13 +384,13 @@ def _memory(num_bytes: int, device: torch.device) -> Tensor:
     block = mmap.mmap(-1, max(num_bytes, 1))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
-            block.madvise(mmap.MADV_HUGEPAGE)  # a fault for two megabytes, not for every four kilobytes
+            block.madvise(mmap.MADV_HUGEPAGE)  # a page fault for every two megabytes, not for every four kilobytes
     return torch.frombuffer(block, dtype=torch.uint8)[:num_bytes]
 
 
-def _tried(work: Callable[[], Any]) -> Any:
-    """Do what may fail for a moment; the last failure is raised."""
-    for number in range(_TRIES - 1):
+def _retried(work: Callable[[], Any]) -> Any:
+    """Retry what may fail temporarily; the last error is raised."""
+    for number in range(_ATTEMPTS - 1):
         try:
             return work()
         except OSError:

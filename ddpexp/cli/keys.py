@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -269,7 +270,7 @@ def _of_callable(target: Any, where: str) -> Mapping[str, Any]:
         return {}
     try:
         found = locate(target, Trust(), where)
-        return typing.get_type_hints(vars(found)["__init__"] if isinstance(found, type) else found)
+        return typing.get_type_hints(inspect.getattr_static(found, "__init__") if isinstance(found, type) else found)
     except Exception:  # it is refused where it is used
         return {}
 

@@ -79,13 +79,13 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
     else:
         try:
             described = files.read_json(place)
-            text, goes_on, typed = described["config"], described["goes_on"], described["typed"]
+            text, resume_from = described["config"], described["resume_from"]
             words = described["overrides"], described["command"]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise RefusedError(f"{place} describes no job: {error}.") from None
         experiment = load(text)
-        home = RunDir(Path(goes_on)) if goes_on is not None else None
-        job = Training(experiment, text, *words, typed=typed, goes_on=home)
+        home = RunDir(Path(resume_from)) if resume_from is not None else None
+        job = Training(experiment, text, *words, new_overrides=described["new_overrides"], resume_from=home)
     if not isinstance(experiment.launcher, Starter):
         raise RefusedError(f"{place}: its launcher starts no further commands.")
     return experiment.launcher, job
@@ -127,7 +127,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     experiment = parse(values)
     _check_words_are_typed(run, experiment.launcher, typed, command)
     return experiment.launcher, Training(
-        experiment, text, going_on.merged(run, typed), command, typed=typed, goes_on=run
+        experiment, text, going_on.merge_overrides(run, typed), command, new_overrides=typed, resume_from=run
     )
 
 
@@ -165,7 +165,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     for key, target in foreign.items():
         if trust.allows(target, key.removesuffix("._target_")):
             continue
-        recorded = going_on.trusted_words(run)
+        recorded = going_on.trust_arguments(run)
         if recorded:
             words = " ".join(
                 shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)]
@@ -238,7 +238,7 @@ def _source(argv: list[str], name: str) -> tuple[str, list[str]]:
     if key == "run.dir" and value and not os.path.exists(argv[place]):
         raise RefusedError(f"{name} {argv[place]}: the run is named without a key. Did you mean {name} {value}?")
     second = next((argv[i] for i in bare[1:] if "=" not in argv[i] and os.path.exists(argv[i])), None)
-    if second is not None:
+    if second is not None and os.path.exists(argv[place]):
         raise RefusedError(f"{name} {argv[place]} {second}: it takes one directory or file: type a command for each.")
     return argv[place], argv[:place] + argv[place + 1 :]
 

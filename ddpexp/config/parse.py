@@ -168,7 +168,9 @@ def _typed_arguments(function: Any, kwargs: Mapping[str, Any], where: str) -> di
         if isinstance(function, type)
         or one.kind is not one.KEYWORD_ONLY  # of a function those are for code, not for a config
     }
-    hints = typing.get_type_hints(vars(function)["__init__"] if isinstance(function, type) else function)
+    hints = typing.get_type_hints(
+        inspect.getattr_static(function, "__init__") if isinstance(function, type) else function
+    )
     for key in kwargs:
         if key not in parameters:
             raise unknown_key(key, parameters, where)

@@ -5,7 +5,7 @@ Keys are the names of the options in `conf`. Nothing else depends on where a mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PARTS: Mapping[str, Mapping[str, str]] = {
@@ -25,7 +25,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
 }
 
-# The names that configurations of version 0.1 and earlier give the same parts, run directories among them.
+# The names of the same parts in configurations of version 0.1 and earlier, such as those of old run directories.
 _FORMER: Mapping[str, Mapping[str, str]] = {
     "launcher": {
         "ddpexp.launch.spawn.Spawn": "spawn",
@@ -42,6 +42,10 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
     "data": {"ddpexp.data.mnist.load": "mnist", "ddpexp.data.images.load": "images"},
     "data.prepare": {"ddpexp.data.mnist_files.prepare": "mnist", "ddpexp.data.image_files.prepare": "images"},
 }
+
+
+# Former names of options: section, part, former name, name. Kept for one release; `deprecation_warnings` reports them.
+_RENAMED = (("data", "images", "deviation", "std"),)
 
 
 def keys_of(section: str) -> tuple[str, ...]:
@@ -73,15 +77,28 @@ def key_of_class(section: str, kind: type) -> str | None:
 
 
 def with_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with our own parts named by their keys.
-
-    Which an earlier version may have named otherwise.
-    """
-    found = dict(values)
+    """Return a configuration in today's names: former names of ddpexp's own parts and of their options are replaced."""
+    current = dict(values)
     for where in _PARTS:
         section, _, name = where.partition(".")
         name = name or "_target_"
-        held = found.get(section)
-        if isinstance(held, Mapping) and (key := key_of(where, held.get(name))) not in (None, held.get(name)):
-            found[section] = {one: key if one == name else value for one, value in held.items()}
-    return found
+        options = current.get(section)
+        if isinstance(options, Mapping) and (key := key_of(where, options.get(name))) not in (None, options.get(name)):
+            current[section] = {option: key if option == name else value for option, value in options.items()}
+    for section, part, former, option in _RENAMED:
+        options = current.get(section)
+        if isinstance(options, Mapping) and options.get("_target_") == part and former in options:
+            renamed = {key: value for key, value in options.items() if key != former}
+            value = options[former]  # null: the key was not set
+            current[section] = renamed if value is None else {**renamed, option: value}
+    return current
+
+
+def deprecation_warnings(values: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return a warning for each override that uses the former name of an option; `values` is the configuration."""
+    keys = {override.lstrip("+").partition("=")[0] for override in overrides}
+    return [
+        f"{section}.{former} is deprecated and will be removed in the next release: use {section}.{option}."
+        for section, part, former, option in _RENAMED
+        if f"{section}.{former}" in keys and with_keys(values).get(section, {}).get("_target_") == part
+    ]

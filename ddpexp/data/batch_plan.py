@@ -1,4 +1,4 @@
-"""How the global batch is cut into micro-batches over the workers."""
+"""How the global batch is split into micro-batches over the ranks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ from ddpexp.errors import RefusedError
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the global batch is cut: global = micro x accumulation x world."""
+    """Sizes of a step: global batch = micro-batch x gradient accumulation steps x world size."""
 
     global_batch_size: int
     micro_batch_size: int
     gradient_accumulation_steps: int
     world_size: int
 
+    def formula(self) -> str:
+        """Return how the global batch is made up, such as `micro-batch 16 x 2 accumulation steps x 4 ranks`."""
+        steps, ranks = counted(self.gradient_accumulation_steps, "accumulation step"), counted(self.world_size, "rank")
+        return f"micro-batch {self.micro_batch_size:,} x {steps} x {ranks}"
+
 
 def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"], world_size: int) -> BatchPlan:
-    """Cut the global batch into micro-batches over `world_size` workers.
+    """Split the global batch into micro-batches over `world_size` workers.
 
     Raises:
-        RefusedError: it does not split evenly, with the nearest batch or the world sizes that do.
+        RefusedError: it does not split evenly; names the nearest batch size or the world sizes that do.
     """
     total, micro = global_batch_size, micro_batch_size
-    asked = f"trainer.global_batch_size={total}"
+    override = f"trainer.global_batch_size={total}"
     if total < 1 or (micro != "auto" and micro < 1):
-        raise RefusedError(f"{asked} trainer.micro_batch_size={micro}: use 1 or more.")
+        raise RefusedError(f"{override} trainer.micro_batch_size={micro}: use 1 or more.")
     if micro == "auto":
         if total % world_size:
             fits = _round_up(total, world_size)
             raise RefusedError(
-                f"{asked} does not split over {world_size} workers. "
-                f"Use a multiple of {world_size}, for example trainer.global_batch_size={fits}."
+                f"{override} does not split over {world_size} workers. Use a multiple of {world_size}, for example "
+                f"trainer.global_batch_size={fits}."
             )
         return BatchPlan(total, total // world_size, 1, world_size)
     one_pass = micro * world_size
@@ -41,11 +46,22 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
         sizes = [size for size in range(1, 65) if total % (micro * size) == 0]
         also = f" Or use {_either(sizes)} workers." if sizes and total % micro == 0 else ""
         raise RefusedError(
-            f"{asked} does not split over {world_size} workers with trainer.micro_batch_size={micro} ({one_pass} a "
-            "pass). "
-            f"Use a multiple of {one_pass}, for example trainer.global_batch_size={_round_up(total, one_pass)}.{also}"
+            f"{override} does not split over {world_size} workers with trainer.micro_batch_size={micro} ({one_pass} a "
+            f"pass). Use a multiple of {one_pass}, for example "
+            f"trainer.global_batch_size={_round_up(total, one_pass)}.{also}"
         )
     return BatchPlan(total, micro, total // one_pass, world_size)
+
+
+def counted(number: int, thing: str) -> str:
+    """Return a number with its unit, such as `1 step` or `1,024 steps`."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def epochs_text(epochs: float, steps_per_epoch: int) -> str:
+    """Return the length of a run, such as `1 epoch of 6 steps`."""
+    number = f"{epochs:.3g}"
+    return f"{number} {'epoch' if number == '1' else 'epochs'} of {counted(steps_per_epoch, 'step')}"
 
 
 def _round_up(value: int, multiple: int) -> int:

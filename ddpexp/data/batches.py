@@ -1,4 +1,4 @@
-"""One rank's share of the order of samples, as batches on its device."""
+"""One rank's part of the samples, in order, as batches on its device."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.datasets import IndexData, may_draw, moved, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
-from ddpexp.data.samples import called, user_code_error
+from ddpexp.data.samples import describe_samples, user_code_error
 from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
 from ddpexp.errors import RefusedError
 
-# Indices computed at once: few at first, so that a start does not wait; then enough to amortise numpy's calls, and few
-# enough that their arrays come from memory that the process keeps (with twice as many the kernel clears new pages every
+# Indices computed at a time: few at first, for a fast start; then enough to amortise numpy's calls, but few enough
+# that their arrays fit into memory that the process reuses (with twice as many, the kernel clears new pages each
 # time).
 _FIRST_BLOCK, _BLOCK = 8192, 32768
 
 
 @dataclass(frozen=True)
 class TrainBatches:
-    """The training data as this rank sees it: step k is the same samples at every world size.
+    """The training batches of this rank: step k has the same samples at every world size.
 
     The global batch of step k is positions k * G .. (k + 1) * G - 1 of its epoch's permutation; rank r of w computes
-    the r-th of w equal contiguous parts, in micro-batches. The rest of an epoch that fills no global batch is dropped.
+    the r-th of w equal contiguous parts, in micro-batches. The incomplete last global batch of an epoch is dropped.
     """
 
     data: Any
@@ -40,28 +40,27 @@ class TrainBatches:
     seed: int
     device: torch.device
     num_workers: int = 0
-    timeout_seconds: float = 0.0  # how long DataLoader workers may give nothing; 0: for ever
-    on_device: bool = False  # the samples lie on the device, and take their indices there
+    timeout_seconds: float = 0.0  # for DataLoader workers to produce a batch; 0: no timeout
+    on_device: bool = False  # the samples are on the device, and so are the indices
 
     def __post_init__(self) -> None:
-        """Refuse a batch larger than the data."""
+        """Check that the data has at least one global batch."""
         if self.steps_per_epoch == 0:
             raise RefusedError(
                 f"trainer.global_batch_size={self.plan.global_batch_size} is more than the {len(self.data)} training "
-                "samples. "
-                f"Use at most {len(self.data)}."
+                f"samples. Use at most {len(self.data)}."
             )
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Return the number of whole global batches in an epoch."""
+        """Return the number of complete global batches in an epoch."""
         return len(self.data) // self.plan.global_batch_size
 
     def steps(self, from_step: int, to_step: int) -> Iterator[list[Any]]:
-        """Yield for each optimizer step this rank's micro-batches, in order; starts anywhere in O(1).
+        """Yield this rank's micro-batches for each optimizer step, in order; starts at any step in O(1).
 
-        Random numbers that the data set draws are a function of seed, step and micro-batch; what a set that has an
-        `of_epoch` does to a sample follows from seed, epoch and sample, however the batch is cut.
+        Random numbers drawn by the data set are a function of seed, step and micro-batch. The augmentation by a data
+        set with `of_epoch` is a function of seed, epoch and sample, however the batch is split.
         """
         if isinstance(self.data, IndexData):
             seeded, begun = may_draw(self.data), -1
@@ -85,9 +84,9 @@ class TrainBatches:
             yield from block
 
     def _blocks(self, from_step: int, to_step: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Yield some steps of one epoch at a time: the first step's number, and the indices. Shapes.
+        """Yield blocks of steps of one epoch: the number of the first step, and the indices of all.
 
-        (steps, as in `indices`).
+        Shapes: (num_steps, accumulation * micro_batch_size).
         """
         total, share = self.plan.global_batch_size, self.plan.gradient_accumulation_steps * self.plan.micro_batch_size
         offsets = np.arange(self.rank * share, (self.rank + 1) * share)
@@ -96,7 +95,7 @@ class TrainBatches:
         while step < to_step:
             epoch, first = divmod(step, self.steps_per_epoch)
             if epoch != order.epoch:
-                order = Permutation(len(self.data), self.seed, epoch)  # has keys to compute
+                order = Permutation(len(self.data), self.seed, epoch)  # computing its keys takes time
             count = min(max(1, block // share), self.steps_per_epoch - first, to_step - step)
             yield step, order(np.arange(first, first + count)[:, None] * total + offsets)
             step, block = step + count, _BLOCK
@@ -118,7 +117,7 @@ class TrainBatches:
 
 @dataclass(frozen=True)
 class EvalBatches:
-    """An evaluation set cut into batches that the ranks take in turn: each sample once, at every world size."""
+    """An evaluation set in batches that the ranks take in turn: each sample once, at every world size."""
 
     data: Any
     batch_size: int
@@ -148,7 +147,7 @@ class EvalBatches:
         return -(-len(self.data) // self.batch_size)
 
     def first(self) -> Any:
-        """Return the first batch of the whole set, on whatever rank."""
+        """Return the first batch of the whole set, on any rank."""
         return next(iter(replace(self, rank=0, world_size=1, num_workers=0)))
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
@@ -161,11 +160,11 @@ def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -
     try:
         return data.gather(indices, device)
     except Exception as error:
-        raise user_code_error(error, called(data, indices.tolist(), name)) from error
+        raise user_code_error(error, describe_samples(data, indices.tolist(), name)) from error
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move every tensor of a nest of tuples, lists and mappings."""
+    """Move every tensor in nested tuples, lists and mappings to the device."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

@@ -1,7 +1,4 @@
-"""A cache folder of memory-mappable `.npy` files that is complete or not there.
-
-Whatever process dies or disk is full.
-"""
+"""An atomic cache folder of memory-mappable `.npy` files: complete or not there, whatever process dies."""
 
 from __future__ import annotations
 
@@ -31,19 +28,19 @@ _FORMAT = 1  # of identity.json
 _IDENTITY = "identity.json"
 _TEMP = ".tmp-"
 _POLL_SECONDS = 0.05
-_STALE_AFTER = 3600.0  # seconds: no living process keeps a temporary folder that long
+_STALE_AFTER = 3600.0  # seconds: no running process keeps a temporary folder that long
 
 
 @dataclass(frozen=True)
 class Cache:
-    """A complete cache: its folder and what its identity.json says."""
+    """A complete cache: its folder and the contents of identity.json."""
 
     folder: Path
     record: dict[str, Any]
 
 
 def user_cache() -> Path:
-    """Name the user's own cache folder of this program; it may not exist.
+    """Return ddpexp's cache folder of this user; it may not exist.
 
     Source: XDG Base Directory Specification; it says to ignore a relative XDG_CACHE_HOME.
     """
@@ -56,7 +53,7 @@ def user_cache() -> Path:
 
 
 def read_cache(folder: Path) -> Cache | None:
-    """Read what a cache says of itself; None where it is not complete. Costs one small file and six stats."""
+    """Open a cache; None if it is not complete. Reads one small file and the sizes of the others."""
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return None
@@ -71,7 +68,7 @@ def read_cache(folder: Path) -> Cache | None:
 
 
 def write_cache(base: Path, name: str, contents: Sequence[idx.Content], facts: dict[str, Any]) -> Cache:
-    """Write a cache beside its place and move it in, so that it is never there in part.
+    """Write a cache to a temporary folder and rename it, so that it is never incomplete.
 
     Raises: OSError.
     """
@@ -80,7 +77,7 @@ def write_cache(base: Path, name: str, contents: Sequence[idx.Content], facts: d
     with _temp_folder(base) as temp:
         whole = temp / name
         whole.mkdir()
-        # As open to readers as its base: a shared data folder shares its cache, the user's own is private.
+        # With the permissions of its base: the cache in a shared data folder is shared, the user's own is private.
         os.chmod(whole, os.stat(base).st_mode & 0o755 | 0o700)
         for content in contents:
             file = content.file
@@ -97,7 +94,7 @@ def write_cache(base: Path, name: str, contents: Sequence[idx.Content], facts: d
 
 
 def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
-    """Note other sources of the same content; where that cannot be written, the next start checks them again."""
+    """Record other sources of the same content; if that fails, the next start checks them again."""
     record = cache.record | facts
     with contextlib.suppress(OSError):
         put(cache.folder.parent.parent, cache.folder / _IDENTITY, json.dumps(record, indent=1).encode())
@@ -105,7 +102,7 @@ def update_cache(cache: Cache, facts: dict[str, Any]) -> Cache:
 
 
 def in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
-    """Do the writing at the first base that lets it."""
+    """Call `act` with the first base that can be written."""
     problems = []
     for base in bases:
         try:
@@ -114,15 +111,15 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
             problems.append(f"{base}: {said_with_limit(error, base)}")
     raise RefusedError(
         f"the data could not be written ({'; '.join(problems)}), and training reads it from there: free about 70 MB, "
-        f"or set XDG_CACHE_HOME to a folder that can be written"
+        "or set XDG_CACHE_HOME to a folder that can be written"
     )
 
 
 @contextlib.contextmanager
 def alone(seconds: float) -> Iterator[None]:
-    """Let one command of this user at a time do what is inside; others wait for it, `seconds` at most.
+    """Let one command of this user at a time run the block; others wait for it, at most `seconds`.
 
-    The lock is the folder's own, and the kernel's: it ends with its process, however that ends, and leaves no file.
+    The kernel's lock on the folder is released when the process ends, however it ends, and leaves no file.
     """
     import fcntl  # late, as tempfile
 
@@ -132,24 +129,24 @@ def alone(seconds: float) -> Iterator[None]:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # what is inside will say why, if it has to write there
+    except OSError:  # the block reports why, if it has to write there
         yield
         return
     try:
         deadline = time.monotonic() + seconds
-        said = False
+        reported = False
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not said:
+                if not reported:
                     print(
                         "ddpexp: waiting for another command, which is downloading the data",
                         file=sys.stderr,
                         flush=True,
                     )
-                said = True
+                reported = True
                 time.sleep(_POLL_SECONDS)
             except OSError:  # a file system without such locks
                 break
@@ -159,7 +156,7 @@ def alone(seconds: float) -> Iterator[None]:
 
 
 def put(base: Path, target: Path, content: bytes) -> None:
-    """Write a file below `base` whole or not at all; a link in its place is replaced, not followed."""
+    """Write a file below `base` atomically; a link in its place is replaced, not followed."""
     with _temp_folder(base) as temp:
         _write(temp / "new", content)
         os.replace(temp / "new", target)
@@ -167,9 +164,9 @@ def put(base: Path, target: Path, content: bytes) -> None:
 
 
 def _move_in(whole: Path, folder: Path, temp: Path) -> None:
-    """Move a finished cache to its place, unless another process has just done so.
+    """Rename a finished cache to its final name, unless another process has just done so.
 
-    Whatever else is in the place (a damaged cache, a link) is moved away as it is, and goes with the temporary folder.
+    Anything else with that name (a damaged cache, a link) is moved to the temporary folder, and removed with it.
     """
     for attempt in range(10):
         try:
@@ -187,7 +184,7 @@ def _move_in(whole: Path, folder: Path, temp: Path) -> None:
 
 @contextlib.contextmanager
 def _temp_folder(base: Path) -> Iterator[Path]:
-    """Make a folder that is gone afterwards, on the disk of `base`, and clear those that killed processes have left."""
+    """Yield a temporary folder on the file system of `base`, and remove old ones of killed processes."""
     import tempfile  # late: most starts find a cache and write nothing
 
     os.makedirs(base, mode=0o700 if base == user_cache() else 0o777, exist_ok=True)
@@ -224,7 +221,7 @@ def _write(path: Path, *parts: bytes | memoryview) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder outlast a power cut."""
+    """Flush a folder, so that new names in it survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Data sets that answer a batch of indices in one call."""
+"""Data sets that return a batch of samples in one call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddpexp.errors import RefusedError
 
 @runtime_checkable
 class IndexData(Protocol):
-    """The main kind of data: a length, and a gather."""
+    """The preferred kind of data set: a length, and a method that gathers a batch."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -29,38 +29,35 @@ class IndexData(Protocol):
 
 @runtime_checkable
 class DeviceData(Protocol):
-    """An index data set that can lie in the memory of a device, for `data.on_device=true`."""
+    """An index data set that can be moved to a device, for `data.on_device=true`."""
 
     @property
     def num_bytes(self) -> int:
-        """Return what it takes there."""
+        """Return its size on the device."""
         ...
 
     def to(self, device: torch.device) -> IndexData:
-        """Return the same set in the memory of the device, whose gather takes its indices there and waits.
-
-        For nothing.
-        """
+        """Return the same set on the device; its `gather` takes indices on the device and does not synchronise."""
         ...
 
 
 @runtime_checkable
 class EpochData(Protocol):
-    """An index data set that looks different in each epoch of training: an augmented one.
+    """An index data set that differs in each training epoch because of augmentation.
 
-    What it does to a sample is a function of seed, epoch and sample alone, so a gather draws from no generator.
+    The augmentation is a function of seed, epoch and sample alone, so `gather` uses no random number generator.
     """
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
-        """Return the set as it is trained on in one epoch; the set as it stands is what is evaluated."""
+        """Return the data set to train on in one epoch; for evaluation the data set itself is used."""
         ...
 
 
 @dataclass(frozen=True)
 class Splits:
-    """What a recipe's data gives: one set to train on, named ones to evaluate.
+    """The data of a recipe: one training set, and named evaluation sets.
 
-    The evaluation called `eval` is the one whose numbers are the result.
+    The metrics of the set named `eval` are the result of the run.
     A set is an `IndexData` or a map-style torch Dataset.
     """
 
@@ -70,7 +67,7 @@ class Splits:
 
 @dataclass(frozen=True)
 class Arrays:
-    """Tensors of one length, often memory-mapped, and what makes a batch of their rows."""
+    """Tensors of equal length, often memory-mapped, and a transform that makes a batch from their rows."""
 
     tensors: Sequence[Tensor]
     transform: Callable[..., Any] = field(default=lambda *rows: rows)
@@ -89,7 +86,7 @@ class Arrays:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
 
     def to(self, device: torch.device) -> Arrays:
-        """Return the rows in the memory of the device."""
+        """Return the same rows on the device."""
         return replace(self, tensors=[tensor.to(device) for tensor in self.tensors])
 
 
@@ -101,53 +98,50 @@ class Subset:
     shuffle: Permutation
     offset: int
     length: int
-    table: Tensor | None = None  # the places of all its samples, on the device where the whole lies
+    table: Tensor | None = None  # the indices of all its samples, on the device of the data
 
     def __len__(self) -> int:
-        """Return the number of samples in this part."""
+        """Return the number of samples in the subset."""
         return self.length
 
     def gather(self, indices: Tensor, device: torch.device) -> Any:
-        """Gather from the whole. Shapes: as the whole's."""
+        """Gather from the underlying set. Shapes: as in its `gather`."""
         return self.data.gather(self.places(indices), device)
 
     def places(self, indices: Tensor) -> Tensor:
-        """Return where the samples are in the whole. Shapes: as `indices`."""
+        """Return the indices of samples in the underlying set. Shapes: as `indices`."""
         if self.table is not None:
             return self.table.index_select(0, indices)
         return torch.from_numpy(self.shuffle(indices.numpy() + self.offset))
 
 
 def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
-    """Return an index data set, or a part of one, as it is trained on in one epoch."""
+    """Return the data set, which may be a subset, to train on in one epoch."""
     if isinstance(data, Subset):
         return replace(data, data=of_epoch(data.data, seed, epoch))
     return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor of the host without waiting for what the GPU still has to do.
-
-    A copy from pages that are not locked would.
-    """
+    """Move a tensor from the host without waiting for the GPU, which a copy from unpinned memory would do."""
     if tensor.device == device:
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def on_device(splits: Splits, device: torch.device) -> Splits:
-    """Return the sets with their samples in the memory of the device: each sample once, in however many parts it is.
+    """Return the data sets with their samples on the device; samples shared by several subsets are stored once.
 
     Raises:
-        RefusedError: a set cannot lie there, or there is no room.
+        RefusedError: a set cannot be moved, or there is not enough memory.
     """
     parts = {"train": splits.train, **splits.evals}
     for name, part in parts.items():
         if not isinstance(_whole(part), DeviceData):
             raise RefusedError(
-                f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot lie in the memory of "
-                "a device. "
-                f"Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave data.on_device=false."
+                f"data.on_device=true: `{name}` is a {type(_whole(part)).__name__}, which cannot be moved to a "
+                "device. Return ddpexp.data.datasets.Arrays, give it num_bytes and to(device), or leave "
+                "data.on_device=false."
             )
     wholes = {id(whole): whole for whole in map(_whole, parts.values())}
     if device.type == "cuda":
@@ -155,8 +149,7 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
         if size > free:
             raise RefusedError(
                 f"data.on_device=true: the samples take {size / 1e9:,.1f} GB, and of GPU {device.index} "
-                f"{free / 1e9:,.1f} GB are "
-                f"free. Leave data.on_device=false."
+                f"{free / 1e9:,.1f} GB are free. Leave data.on_device=false."
             )
     there = {number: whole.to(device) for number, whole in wholes.items()}
     train, *evals = (_part_of(there[id(_whole(part))], part, device) for part in parts.values())
@@ -164,7 +157,7 @@ def on_device(splits: Splits, device: torch.device) -> Splits:
 
 
 def device_bytes(splits: Splits) -> int:
-    """Return what the samples of all sets take in the memory of a device."""
+    """Return the size of the samples of all sets on a device."""
     wholes = {id(whole): whole for whole in map(_whole, (splits.train, *splits.evals.values()))}
     return sum(whole.num_bytes for whole in wholes.values())
 
@@ -181,14 +174,14 @@ def _part_of(whole: IndexData, part: Any, device: torch.device) -> IndexData:
 
 
 def may_draw(data: IndexData) -> bool:
-    """Tell whether a gather may draw from torch's generators."""
+    """Return whether `gather` may use torch's random number generators."""
     return may_draw(data.data) if isinstance(data, Subset) else not isinstance(data, EpochData)
 
 
 def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:
-    """Divide a set into what stays and what is held out, the same division in every run.
+    """Split a set into a training and a held-out part; the split is the same in every run.
 
-    The division does not follow `trainer.seed`: runs that differ in the seed alone are judged on the same samples.
+    The split does not depend on `trainer.seed`: runs that differ only in the seed are evaluated on the same samples.
     """
     shuffle = Permutation(len(train), seed=0, epoch=0)
     held = min(len(train) - 1, max(1, round(fraction * len(train))))

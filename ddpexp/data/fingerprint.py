@@ -1,7 +1,4 @@
-"""What tells a run's data from other data, cheaply.
-
-The number of samples, and a few of them where nothing else says it.
-"""
+"""A cheap fingerprint of the data: the number of samples, and hashes of a few if nothing else identifies it."""
 
 from __future__ import annotations
 
@@ -24,36 +21,36 @@ from ddpexp.data.loader import load
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import LoaderError
 
-IDENTITY = ("sha256", "hash")  # what `prepare` says of the data that tells its content
+IDENTITY = ("sha256", "hash")  # keys of the result of `prepare` that identify the content
 _SAMPLES = 8  # of each set, spread over it
-_READS = 3  # of each sample: what is not the same each time is random, and says nothing
+_READS = 3  # of each sample: what differs between reads is random, and is left out
 _SECONDS = 0.5  # for all sets together
 _DEPTH = 20
-_WORKER_SECONDS = 5  # for a DataLoader worker to give one
+_WORKER_SECONDS = 5  # for a DataLoader worker to produce a sample
 
 
-def fingerprint(splits: Splits, known: bool, num_workers: int) -> dict[str, dict[str, Any]]:
-    """Return for each set its number of samples, and a hash for each part of a sample.
+def fingerprint(splits: Splits, identified: bool, num_workers: int) -> dict[str, dict[str, Any]]:
+    """Return the number of samples of each set, and a hash of each part of a sample.
 
-    Samples are read as training reads them: in this process, or with DataLoader workers in one of those, so that no set
-    meets what it would not meet anyway. All random numbers are restored. With `known`, something else tells the content
-    and nothing is read. Waits 0.5 s at most, and for the sample that is being read then.
+    Samples are read as in training: in this process, or in a DataLoader worker if there are any, so that the data set
+    is not used in any other way. The random number generators are restored. With `identified`, something else
+    identifies the content, and nothing is read. Takes at most 0.5 s, plus the sample being read at that time.
     """
     until = time.monotonic() + _SECONDS
     found = {}
     for name, part in {"train": splits.train, **splits.evals}.items():
-        content = {} if known else _content(part, name, num_workers, until)
+        content = {} if identified else _content(part, name, num_workers, until)
         found[name] = {"samples": len(part), **({"content": content} if content else {})}
     return found
 
 
 def _content(part: Any, name: str, num_workers: int, until: float) -> dict[str, str]:
-    """Return the hashes of a few samples; none where they cannot be read in time."""
+    """Return the hashes of a few samples; none if they cannot be read in time."""
     states = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng([]):
             return _rows(part) if isinstance(part, Arrays) else contents(part, name, num_workers, until)
-    except (Exception, SystemExit, LoaderError):  # the run itself will say it, if it meets it
+    except (Exception, SystemExit, LoaderError):  # if it matters, training reports it
         return {}
     finally:
         np.random.set_state(states[0])
@@ -61,10 +58,7 @@ def _content(part: Any, name: str, num_workers: int, until: float) -> dict[str, 
 
 
 def carried_over(before: Any, now: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return `now` with the content that was known before, where a set of.
-
-    As many samples could not be read this time.
-    """
+    """Return `now`, with the earlier content of each set of the same size whose samples could not be read this time."""
     found = {}
     for name, one in now.items():
         was = before.get(name) if isinstance(before, Mapping) else None
@@ -79,10 +73,7 @@ def carried_over(before: Any, now: Mapping[str, Mapping[str, Any]]) -> dict[str,
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what has changed between two results, a phrase for each set.
-
-    Content only where both have the same parts of it.
-    """
+    """Return the changes between two fingerprints, a phrase for each set; content is compared where both have it."""
     found = []
     for name in [*now, *(name for name in before if name not in now)]:
         was, is_now = before.get(name), now.get(name)
@@ -104,11 +95,9 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def contents(part: Any, name: str = "train", num_workers: int = 0, until: float = math.inf) -> dict[str, str]:
-    """Return a hash for each part of a sample, over a few samples of a set; not of parts that are random.
+    """Return a hash of each part of a sample over a few samples of a set, without random parts. Seeds all generators.
 
-    Seeds everything.
-
-    Nothing where that takes longer than `until`, in seconds of the monotonic clock.
+    Returns nothing if that takes longer than `until`, in seconds of the monotonic clock.
     """
     digests: dict[str, Any] = {}
     unstable = set()
@@ -128,7 +117,7 @@ def contents(part: Any, name: str = "train", num_workers: int = 0, until: float 
 
 
 def _samples(part: Any, name: str, num_workers: int) -> Iterator[Any]:
-    """Yield each of a few samples several times, with another seed each time."""
+    """Yield each of a few samples several times, each time with another seed."""
     keys = ((seed, [index]) for index in _indices(part) for seed in range(_READS))
     if num_workers and not isinstance(part, IndexData):
         yield from load(part, name, keys, 1, torch.device("cpu"), _WORKER_SECONDS)
@@ -139,24 +128,24 @@ def _samples(part: Any, name: str, num_workers: int) -> Iterator[Any]:
 
 
 def _rows(part: Arrays) -> dict[str, str]:
-    """Return the same for rows of tensors, as they are stored."""
+    """Return the same as `contents` for rows of tensors, as they are stored."""
     indices = torch.tensor(_indices(part))
     try:
         return {
             f"[{place}]": _hashed(one.index_select(0, indices.to(one.device))).hex()
             for place, one in enumerate(part.tensors)
         }
-    except (IndexError, RuntimeError):  # tensors of several lengths: the run itself will say it
+    except (IndexError, RuntimeError):  # tensors of different lengths: training reports it
         return {}
 
 
 def _indices(part: Sized) -> list[int]:
-    """Return which samples are read: spread over the set, the first and the last among them."""
+    """Return the indices of the samples to read: spread over the set, including the first and the last."""
     return sorted({number * (len(part) - 1) // (_SAMPLES - 1) for number in range(_SAMPLES)})
 
 
 def _leaves(value: Any, key: str, depth: int) -> Iterator[tuple[str, bytes]]:
-    """Yield what a sample is made of, each with the place where it stands in it and a hash of what it is."""
+    """Yield the parts of a sample: the path of each part, and a hash of its value."""
     if isinstance(value, Mapping) and depth < _DEPTH:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}", depth + 1)
@@ -172,7 +161,7 @@ def _leaves(value: Any, key: str, depth: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _hashed(value: Any) -> bytes:
-    """Hash one value; of what is not known here only its type."""
+    """Hash a value; of unknown types only the type."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     digest = hashlib.sha256(kind.encode())
     if isinstance(value, Tensor):
@@ -185,7 +174,7 @@ def _hashed(value: Any) -> bytes:
             digest.update(f" {array.dtype.str} {np.shape(value)} ".encode())
             digest.update(array.tobytes())
     elif isinstance(value, str) and os.sep in value:
-        pass  # a path: the same data may lie elsewhere
+        pass  # a path: the same data may be in another place
     elif isinstance(value, str | bytes | bool | int | float | complex | None):
         digest.update(repr(value).encode("utf-8", "backslashreplace"))
     elif _is_image(value):
@@ -195,7 +184,7 @@ def _hashed(value: Any) -> bytes:
 
 
 def _is_image(value: Any) -> bool:
-    """Tell whether a value is an image of Pillow's, which is not imported for that."""
+    """Return whether a value is a Pillow image, without importing Pillow."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 

@@ -1,4 +1,4 @@
-"""torch's DataLoader for one rank, and what is said when one of its workers fails."""
+"""torch's DataLoader for one rank, with clear errors when one of its workers fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from ddpexp.data.samples import called, form, odd_one, origin, tensors_of, user_code_error
+from ddpexp.data.samples import describe_samples, first_mismatch, form, origin, tensors_of, user_code_error
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
 from ddpexp.system.process import die_with_parent
@@ -32,88 +32,85 @@ Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
 _sockets: Any = connection
 _python_address = _sockets.arbitrary_address
 _SHARED = "/dev/shm"
-_SMALL = 64 << 20  # bytes of shared memory: what a container has unless it is given more
-_DUMP_SECONDS = 0.5  # for a worker to write where it is
+_SMALL = 64 << 20  # bytes of shared memory: the default of containers
+_DUMP_SECONDS = 0.5  # for a worker to write its stack
 
 
 def load(
     data: Any, name: str, keys: Iterator[Key], num_workers: int, device: torch.device, timeout_seconds: float
 ) -> Iterator[Any]:
-    """Yield a batch for each key, in order: one loader for the whole way, so its workers live across epochs.
+    """Yield a batch for each key, in order; one loader serves all epochs, so that its workers are started only once.
 
-    `name` is what the set is called in messages; `timeout_seconds` is how long workers may give nothing, 0 for ever.
+    `name` is the set's name in messages; `timeout_seconds` is the longest wait for a batch, 0 for no limit.
 
     Raises:
-        CodeError: the data set raised an error. LoaderError: a worker died, hangs, or has no room for its batches.
+        CodeError: the data set raised an error. LoaderError: a worker died, hangs, or has no memory for its batches.
     """
-    asked: deque[list[int]] = deque()
-    page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast(
-        "q"
-    )  # shared: of each worker its process and its sample
-    pids, places = page[:num_workers], page[num_workers:]
+    requested: deque[list[int]] = deque()
+    # Shared with the workers: the PID of each, and the index of its current sample.
+    page = memoryview(mmap.mmap(-1, 16 * (num_workers or 1))).cast("q")
+    pids, current = page[:num_workers], page[num_workers:]
     loader: DataLoader[Any] = DataLoader(
-        _Fetch(data, name, places),  # type: ignore[arg-type]
-        batch_sampler=_Noted(keys, asked),  # type: ignore[arg-type]
+        _Fetch(data, name, current),  # type: ignore[arg-type]
+        batch_sampler=_Keys(keys, requested),  # type: ignore[arg-type]
         num_workers=num_workers,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         pin_memory=device.type == "cuda",
         timeout=timeout_seconds if num_workers else 0,
         worker_init_fn=partial(_start_worker, os.getpid(), pids) if num_workers else None,
-        generator=torch.Generator().manual_seed(0),  # its own draw must not move the global generator
+        generator=torch.Generator().manual_seed(0),  # so that it does not draw from the global generator
     )
     received = 0
     with ExitStack() as handler:
         try:
             batches = iter(loader)
-            handler.enter_context(_deaths(pids))  # in front of torch's own, which is there by now
-        except OSError as error:  # its semaphores are there too
+            handler.enter_context(_deaths(pids))  # before torch's own handler, which is installed by now
+        except OSError as error:  # its semaphores are in shared memory, too
             raise _no_room() if num_workers and error.errno == errno.ENOSPC else error from None
-        except RuntimeError:  # of torch's handler
+        except RuntimeError:  # raised by torch's handler
             _raise_death(pids)
             raise
         while True:
-            _raise_death(pids)  # before there was a handler, or while Python let an error of one pass
+            _raise_death(pids)  # a worker may have died before the handler was installed
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
                 if "timed out" not in str(error):
-                    # A worker that died while it handed over a batch is noticed, and waited for, before its signal
-                    # comes.
+                    # If a worker dies while it sends a batch, torch notices and reaps it before its signal arrives.
                     for worker, process in enumerate(getattr(batches, "_workers", ())):
                         if process.exitcode:
                             raise _lost(worker, _ended(process.exitcode)) from None
                     raise
-                worker = received % num_workers  # torch asks the workers in turn
+                worker = received % num_workers  # torch uses the workers in turn
                 _dump(pids[worker])
-                stuck = [places[worker]] if places[worker] in asked[0] else asked[0]
-                raise _silent(worker, called(data, stuck, name), timeout_seconds) from None
+                stuck = [current[worker]] if current[worker] in requested[0] else requested[0]
+                raise _silent(worker, describe_samples(data, stuck, name), timeout_seconds) from None
             received += 1
-            asked.popleft()
+            requested.popleft()
             if isinstance(batch, CodeError | LoaderError):
                 try:
                     raise batch
                 finally:
-                    del (
-                        batch
-                    )  # its traceback holds this frame, and with that the workers, until somebody collects garbage
+                    # Its traceback would keep this frame, and with it the workers, alive until garbage collection.
+                    del batch
             yield batch
 
 
 def shared_memory_warning(num_workers: int) -> str | None:
-    """Return a sentence where DataLoader workers will have little room for their batches, else None."""
+    """Return a warning if there is little shared memory for the batches of DataLoader workers, else None."""
     size, _ = _shared_memory()
     if not num_workers or size is None or size >= _SMALL:
         return None
     return (
         f"{_SHARED} has {size / 1e6:,.1f} MB on this host, little for the batches of data.num_workers={num_workers} "
-        f"DataLoader workers a rank: enlarge it (docker run --shm-size=1g), or use data.num_workers=0"
+        "DataLoader workers a rank: enlarge it (docker run --shm-size=1g), or use data.num_workers=0"
     )
 
 
 def _shared_memory() -> tuple[int | None, int | None]:
-    """Return the size of this host's shared memory and what is free of it. Units: bytes."""
+    """Return the total and the free shared memory of this host. Units: bytes."""
     try:
         found = os.statvfs(_SHARED)
     except OSError:
@@ -123,14 +120,14 @@ def _shared_memory() -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A data set that makes whole batches, with every generator seeded first, in whatever process.
+    """A data set that returns collated batches, and seeds every generator first, in any process.
 
-    An error is returned, for torch would wrap one that is raised in a text of its own and lose its name.
+    Errors are returned instead of raised, because torch would wrap them in a text of its own and lose their type.
     """
 
     data: Any
     name: str
-    places: memoryview  # where a worker says which sample it is at, where they are fetched one by one
+    current: memoryview  # the index of each worker's current sample, if samples are fetched one by one
 
     def __len__(self) -> int:
         return len(self.data)
@@ -144,21 +141,21 @@ class _Fetch:
             return error
 
     def _samples(self, indices: list[int]) -> Any:
-        data, places = origin(self.data, indices)
+        data, positions = origin(self.data, indices)
         fetch = getattr(data, "__getitems__", None)  # torch's own optional protocol
         info = get_worker_info()
         worker = info.id if info is not None else 0
         samples: list[Any] = []
         try:
             if fetch:
-                self.places[worker] = -1
-                return fetch(places)
-            for index, place in zip(indices, places, strict=True):
-                self.places[worker] = index
-                samples.append(data[place])
+                self.current[worker] = -1
+                return fetch(positions)
+            for index, position in zip(indices, positions, strict=True):
+                self.current[worker] = index
+                samples.append(data[position])
             return samples
         except Exception as error:
-            raise user_code_error(error, self._called(indices if fetch else [indices[len(samples)]])) from None
+            raise user_code_error(error, self._description(indices if fetch else [indices[len(samples)]])) from None
 
     def _collated(self, samples: Any, indices: list[int]) -> Any:
         try:
@@ -166,41 +163,38 @@ class _Fetch:
         except Exception as error:
             if get_worker_info() is not None and _is_no_room(error):
                 raise _no_room() from None
-            other = odd_one(samples)
+            other = first_mismatch(samples)
             if other is None:
-                raise user_code_error(error, self._called(indices)) from None
+                raise user_code_error(error, self._description(indices)) from None
             pair = [indices[0], indices[other]]
-            differs = f"{self._called(pair)} do not fit into one batch: {form(samples[0])} and {form(samples[other])}"
-            raise user_code_error(error, differs) from None
+            forms = f"{form(samples[0])} and {form(samples[other])}"
+            raise user_code_error(error, f"{self._description(pair)} do not fit into one batch: {forms}") from None
 
-    def _called(self, indices: list[int]) -> str:
+    def _description(self, indices: list[int]) -> str:
         info = get_worker_info()
         where = f", in DataLoader worker {info.id}" if info is not None else ""
-        return f"{called(self.data, indices, self.name)}{where}"
+        return f"{describe_samples(self.data, indices, self.name)}{where}"
 
 
 @dataclass(frozen=True)
-class _Noted:
-    """A batch sampler that is an iterator: it knows its place and has no state to save. Notes what it was asked for."""
+class _Keys:
+    """A batch sampler over an iterator of keys, without state to save; records the indices that were requested."""
 
     keys: Iterator[Key]
-    asked: deque[list[int]]
+    requested: deque[list[int]]
 
     def __iter__(self) -> Iterator[Key]:
         for key in self.keys:
-            self.asked.append(key[1])
+            self.requested.append(key[1])
             yield key
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
 def _in_shared_memory(batch: Any) -> Any:
-    """Move what a worker hands over into shared memory here.
-
-    In torch's own thread a lack of room would only be printed.
-    """
+    """Move a worker's batch to shared memory here: in torch's own thread, a lack of memory would only be printed."""
     if get_worker_info() is None:
         return batch
     for tensor in tensors_of(batch):
@@ -221,16 +215,13 @@ def _no_room() -> LoaderError:
     )
     return LoaderError(
         f"the batches of the DataLoader workers do not fit into shared memory: {_SHARED} of this host has {found}. "
-        f"Enlarge it (docker run --shm-size=1g), or use data.num_workers=0, or a smaller trainer.micro_batch_size."
+        "Enlarge it (docker run --shm-size=1g), or use data.num_workers=0, or a smaller trainer.micro_batch_size."
     )
 
 
 @contextmanager
 def _deaths(pids: memoryview) -> Iterator[None]:
-    """Raise an error in this process as soon as one of its workers dies.
-
-    Torch's own text knows neither its number nor why.
-    """
+    """Raise an error in this process when one of its workers dies; torch's own names neither worker nor cause."""
     if not pids.nbytes or threading.current_thread() is not threading.main_thread():  # signals are for the main thread
         yield
         return
@@ -255,12 +246,10 @@ def _raise_death(pids: memoryview) -> None:
 
 
 def _death(pid: int) -> str | None:
-    """Say how a child ended that should be alive; leaves it to be waited for."""
+    """Return how a child has ended that should be alive, without reaping it."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if pid else None
-    except (
-        ChildProcessError
-    ):  # waited for already, or that of another process: a worker's own children have this handler too
+    except ChildProcessError:  # already reaped, or not a child: the handler also runs in children of a worker
         return None
     if found is None or (found.si_code == os.CLD_EXITED and found.si_status == 0):
         return None
@@ -268,16 +257,15 @@ def _death(pid: int) -> str | None:
 
 
 def _ended(code: int) -> str:
-    """Say how a process ended. Units: the exit code, or minus the signal's number."""
+    """Return how a process ended. Units: the exit code, or minus the signal number."""
     return f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
 
 
 def _silent(worker: int, samples: str, seconds: float) -> LoaderError:
     return LoaderError(
-        f"DataLoader worker {worker} has given nothing for {seconds:g} s (trainer.timeout.data_seconds={seconds:g}): "
-        "it is at "
-        f"{samples}, and its stack is in the log of this rank. Raise trainer.timeout.data_seconds if a batch takes "
-        "that long."
+        f"DataLoader worker {worker} produced no batch for {seconds:g} s (trainer.timeout.data_seconds={seconds:g}): "
+        f"it is at {samples}, and its stack is in the log of this rank. Raise trainer.timeout.data_seconds if a batch "
+        "takes that long."
     )
 
 
@@ -287,33 +275,30 @@ def _lost(worker: int, problem: str) -> LoaderError:
     text = f"DataLoader worker {worker} {problem}, and its batches are lost"
     if problem.endswith("SIGKILL"):
         return LoaderError(f"{text}: out of memory? Fewer data.num_workers need less.")
-    return LoaderError(f"{text}: what it said last is in the log of this rank.")
+    return LoaderError(f"{text}: its last output is in the log of this rank.")
 
 
 def _dump(pid: int) -> None:
-    """Have a worker write its stack, where this process has prepared that before the worker was forked."""
+    """Make a worker write its stack, if this process installed the handler before it forked the worker."""
     if pid and callable(signal.getsignal(signal.SIGQUIT)):
         os.kill(pid, signal.SIGQUIT)
         time.sleep(_DUMP_SECONDS)
 
 
 def _address_without_file(family: str) -> Any:
-    """Return an address for a local socket in the kernel's own name space. Source: unix(7), abstract sockets."""
+    """Return an address for a local socket in the abstract namespace. Source: unix(7), abstract sockets."""
     return f"\0ddpexp-{os.getpid()}-{secrets.token_hex(8)}" if family == "AF_UNIX" else _python_address(family)
 
 
 def _start_worker(parent: int, pids: memoryview, worker: int) -> None:
-    """Live as long as the rank, whatever schedulers send to all processes of a job.
-
-    It is the rank that is asked to stop.
-    """
+    """Set up a worker: it ends with the rank, and ignores stop signals, which schedulers send to all processes."""
     die_with_parent(parent)
     pids[worker] = os.getpid()
-    # Batches are handed over through a socket, whose file would outlive a worker that is killed: give it a name without
-    # a file. Who connects must know the key that only the rank and its workers have.
+    # Batches are sent through a socket, whose file would outlive a killed worker: use an address without a
+    # file. Connecting requires the key that only the rank and its workers have.
     _sockets.arbitrary_address = _address_without_file
-    faulthandler.disable()  # torch's handlers for crashes, which have no stack to show, came after the rank's
+    faulthandler.disable()  # torch has installed crash handlers that show no stack
     faulthandler.enable()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the rank's looks after its own children
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the rank's handler is for its own children

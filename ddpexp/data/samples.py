@@ -1,4 +1,4 @@
-"""Which samples an error of the user's data is about."""
+"""Describing the samples that an error in the user's data code is about."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from torch import Tensor
 from ddpexp.data.datasets import Subset
 from ddpexp.errors import CodeError
 
-_SHOWN = 5  # indices of a batch
+_SHOWN = 5  # indices shown of a batch
 
 
-def user_code_error(error: Exception, called: str) -> CodeError:
-    """Return the user's error under its own name, with the samples it is about; call where it is caught."""
-    return CodeError(type(error).__name__, f"{error} ({called})".strip(), traceback.format_exc())
+def user_code_error(error: Exception, description: str) -> CodeError:
+    """Return the user's error with its own name and a description of the samples; call it in the except block."""
+    return CodeError(type(error).__name__, f"{error} ({description})".strip(), traceback.format_exc())
 
 
-def called(data: Any, indices: Sequence[int], name: str) -> str:
-    """Return what samples of a set are called in a message.
-
-    Their numbers in it, and in the set that it is a part of.
-    """
+def describe_samples(data: Any, indices: Sequence[int], name: str) -> str:
+    """Describe samples of a data set in a message: their indices in it, and in the set that it is a subset of."""
     text = f"{'sample' if len(indices) == 1 else 'samples'} {_few(indices)} of {len(data):,} in `{name}`"
     whole, places = origin(data, indices)
     if whole is data:
@@ -33,7 +30,7 @@ def called(data: Any, indices: Sequence[int], name: str) -> str:
 
 
 def origin(data: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
-    """Return the set that parts were taken from, and the samples' numbers in it."""
+    """Return the set that (nested) subsets were taken from, and the samples' indices in it."""
     while True:
         if type(data) is torch.utils.data.Subset:
             data, indices = data.dataset, [data.indices[index] for index in indices]
@@ -43,8 +40,8 @@ def origin(data: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
             return data, indices
 
 
-def odd_one(samples: Sequence[Any]) -> int | None:
-    """Return the first sample that is of another form than the one at 0, or None."""
+def first_mismatch(samples: Sequence[Any]) -> int | None:
+    """Return the index of the first sample that differs in form from sample 0, or None."""
     return next((number for number, sample in enumerate(samples) if form(sample) != form(samples[0])), None)
 
 
@@ -56,13 +53,13 @@ def form(sample: Any) -> str:
         return f"({', '.join(map(form, sample))})"
     if isinstance(sample, Tensor):
         return f"{str(sample.dtype).removeprefix('torch.')}{list(sample.shape)}"
-    if hasattr(sample, "dtype") and hasattr(sample, "shape"):  # an array or a number of numpy
+    if hasattr(sample, "dtype") and hasattr(sample, "shape"):  # an array or scalar of numpy
         return f"{sample.dtype}{list(sample.shape)}"
     return type(sample).__name__
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a nest of tuples, lists and mappings."""
+    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):

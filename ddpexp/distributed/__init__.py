@@ -1,1 +1,1 @@
-"""Who this worker is among the others, how they reduce, and their random numbers."""
+"""This process's rank among the workers, their collectives, and their random numbers."""

@@ -1,4 +1,4 @@
-"""Random numbers as a function of seed, step and micro-batch, never of what happened before or of the rank."""
+"""Random numbers as a function of seed, step and micro-batch, independent of the rank and of earlier draws."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from functools import cache
 
 import numpy as np
-import numpy.random  # late it would cost every worker what it costs the fork server once
+import numpy.random  # here, so that the fork server imports it once instead of every worker
 import torch
 
-# Streams: what augments a sample must not correlate with what drops its activations.
+# Streams: augmentation of a sample must not correlate with the dropout of its activations.
 MODEL, DATA, EVAL, OPTIMIZER, HOST, AUGMENT = range(6)
 _MASK = 0xFFFFFFFFFFFFFFFF
 _MASK32 = 0xFFFFFFFF
 
 
 def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
-    """Mix the place in a run into 64 bits; `micro_batch` counts over the global batch.
+    """Hash a position in a run to 64 bits; `micro_batch` is its index in the global batch.
 
     Source: the finaliser of SplitMix64; Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
     """
@@ -27,45 +27,44 @@ def seed_of(seed: int, stream: int, step: int, micro_batch: int) -> int:
 
 @cache
 def _stream(seed: int, stream: int) -> int:
-    """Mix what stays the same in every step of a run."""
+    """Hash what is the same in every step of a run."""
     return _mix(_mix(seed) + stream)
 
 
 def seed_torch(value: int, device: torch.device) -> None:
-    """Seed torch's generators for the CPU and for `device`; a microsecond each, where `torch.manual_seed` takes 65."""
+    """Seed torch's generators for the CPU and for `device`; takes 1 microsecond each, `torch.manual_seed` takes 65."""
     torch.default_generator.manual_seed(value)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(value)
 
 
 def seed_everything(value: int) -> None:
-    """Seed what a data set of single samples may use: torch, numpy and Python's own."""
+    """Seed torch, numpy and Python's `random`, which data sets of single samples may use."""
     torch.default_generator.manual_seed(value)
-    np.random.seed(value & _MASK32)  # users' augmentations use the global one
+    np.random.seed(value & _MASK32)  # the global generator, which users' augmentations use
     random.seed(value)
 
 
 class HostRandom:
-    """The generators of numpy and Python in one rank's process, which code outside torch may draw from.
+    """The generators of numpy and Python in one rank's process, which code outside torch may use.
 
-    Seeding them takes longer than a small step, so it happens once; a checkpoint holds their state if somebody has
-    drawn.
+    Seeding them takes longer than a small step, so it happens once; checkpoints store their state if it has changed.
     """
 
     def __init__(self, seed: int, rank: int) -> None:
-        """Seed both."""
+        """Seed both generators."""
         value = seed_of(seed, HOST, 0, rank)
         np.random.seed(value & _MASK32)
         random.seed(value)
         self._untouched = _states()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return the states that have moved. Shapes: (words,) int64 each."""
+        """Return the states that have changed. Shapes: (num_words,) int64 each."""
         states = _states()
         return {name: torch.tensor(words) for name, words in states.items() if words != self._untouched[name]}
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up what `state` has returned."""
+        """Restore what `state` returned."""
         if "numpy" in state:
             *key, position, held, bits = state["numpy"].tolist()
             np.random.set_state(("MT19937", np.array(key, dtype=np.uint32), position, held, _float(bits)))
@@ -75,7 +74,7 @@ class HostRandom:
 
 
 def _states() -> dict[str, list[int]]:
-    """Return the words of both generators, then whether one of a pair of normal numbers is held back, and its bits."""
+    """Return the words of both generators, then whether the second of a pair of normals is cached, and its bits."""
     _, key, position, held, normal = np.random.get_state(legacy=True)
     _, words, other = random.getstate()
     return {

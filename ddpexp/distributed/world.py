@@ -1,4 +1,4 @@
-"""Who this worker is among the others, and how they reduce: the only room that asks torch.distributed."""
+"""This process's rank among the workers, and their collectives: the only module that sets up torch.distributed."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from ddpexp.system.network import is_loopback
 
 
 class StoreMailbox:
-    """Texts by name, which any rank puts up and any takes down: for what must not wait for a step of the training."""
+    """Named messages in the ranks' store: for what must not wait for a training step."""
 
     def __init__(self, store: Any) -> None:
-        """Use a connection to the ranks' store that nobody else waits on; None: this process alone."""
+        """Use a connection to the ranks' store that no other thread uses; None for a single process."""
         self._store = store
-        self._own: dict[str, str] = {}
+        self._messages: dict[str, str] = {}
 
     def put(self, name: str, text: str) -> None:
-        """Put a text up."""
+        """Store a message."""
         if self._store is None:
-            self._own[name] = text
+            self._messages[name] = text
         else:
             self._store.set(name, text)
 
     def take(self, name: str) -> str | None:
-        """Take a text down; None when it is not up (yet). Does not wait."""
+        """Remove and return a message, or None if it is not there (yet). Does not wait."""
         if self._store is None:
-            return self._own.pop(name, None)
+            return self._messages.pop(name, None)
         if not self._store.check([name]):
             return None
         text: str = self._store.get(name).decode()
@@ -47,10 +47,10 @@ class StoreMailbox:
 
 
 class Memory(Protocol):
-    """What is faster than the backend: the memory that the workers of one host share."""
+    """Collectives through the shared memory of one host, which are faster than the backend's."""
 
     def sum(self, tensor: Tensor) -> None:
-        """Add up over all ranks, in place. Ranks: all; communicates."""
+        """Sum over all ranks, in place. Ranks: all; communicates."""
         ...
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
@@ -60,7 +60,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class World:
-    """A worker's place: every method is harmless at world size 1."""
+    """A worker's rank and its collectives, which do nothing at world size 1."""
 
     rank: int
     local_rank: int
@@ -68,12 +68,12 @@ class World:
     world_size: int
     local_world_size: int
     device: torch.device
-    patience_seconds: float = 1800.0  # for a rank that does not come to where this one waits for it
-    memory: Memory | None = None  # what sums and broadcasts go through; None: the backend
+    timeout_seconds: float = 1800.0  # of collectives and of joining
+    memory: Memory | None = None  # carries sums and broadcasts; None: the backend
 
     @classmethod
-    def join(cls, layout: Layout, patience_seconds: float = 1800.0, environ: Mapping[str, str] = os.environ) -> World:
-        """Read the place from the six variables and meet the others.
+    def join(cls, layout: Layout, timeout_seconds: float = 1800.0, environ: Mapping[str, str] = os.environ) -> World:
+        """Read the rank from the environment variables and join the other ranks.
 
         Ranks: all; returns when all have joined.
         """
@@ -98,25 +98,25 @@ class World:
         if size > 1:
             if is_loopback(environ["MASTER_ADDR"]):
                 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-            patience = timedelta(seconds=patience_seconds)
+            timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(
                 layout.backend,
-                timeout=patience,
-                store=_store(rank, patience, environ),
+                timeout=timeout,
+                store=_store(rank, timeout, environ),
                 rank=rank,
                 world_size=size,
                 device_id=device if layout.backend == "nccl" else None,
             )
         node_rank = int(environ.get("GROUP_RANK", rank // local_size))
-        return cls(rank, local_rank, node_rank, size, local_size, device, patience_seconds)
+        return cls(rank, local_rank, node_rank, size, local_size, device, timeout_seconds)
 
     @property
     def is_rank_zero(self) -> bool:
-        """Tell whether this worker writes for all."""
+        """Return whether this is the rank that writes files and logs."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Add up over all ranks, in place. Ranks: all; communicates."""
+        """Sum over all ranks, in place. Ranks: all; communicates."""
         if self.memory is not None:
             self.memory.sum(tensor)
         elif self.world_size > 1:
@@ -131,8 +131,8 @@ class World:
             dist.broadcast(tensor, source)
         return tensor
 
-    def board(self) -> StoreMailbox:
-        """Return a board of texts that all ranks see, for a thread of its own. Ranks: any."""
+    def mailbox(self) -> StoreMailbox:
+        """Return a mailbox shared by all ranks, with a connection that a thread of its own may use. Ranks: any."""
         if self.world_size == 1:
             return StoreMailbox(None)
         store: Any = dist.distributed_c10d._get_default_store()
@@ -144,11 +144,13 @@ class World:
             dist.barrier()
 
 
-def _store(rank: int, patience: timedelta, environ: Mapping[str, str]) -> TCPStore:
+def _store(rank: int, timeout: timedelta, environ: Mapping[str, str]) -> TCPStore:
     host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listening = environ.get(STORE_FD)
     if rank == 0 and listening:
-        # torch takes the socket over and closes it, so it gets a descriptor of its own.
-        own = socket.socket(fileno=int(listening)).detach()
-        return TCPStore(host, port, is_master=True, timeout=patience, wait_for_workers=False, master_listen_fd=own)
-    return TCPStore(host, port, is_master=rank == 0 and not listening, timeout=patience, wait_for_workers=False)
+        # torch takes ownership of the socket and closes it, so it gets a descriptor of its own.
+        descriptor = socket.socket(fileno=int(listening)).detach()
+        return TCPStore(
+            host, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=descriptor
+        )
+    return TCPStore(host, port, is_master=rank == 0 and not listening, timeout=timeout, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""Start the workers of one job and watch over them; knows nothing of training."""
+"""Start and supervise the workers of one job: the types that launchers and jobs share. Knows nothing of training."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ if TYPE_CHECKING:
 
 
 _NOT_ELSEWHERE = (
-    "this launcher starts commands of its own, which only a training can have: use launcher=spawn, or start the ranks "
-    "yourself "
-    "(srun or torchrun) with launcher=slurm or launcher=torchrun-env."
+    "this launcher starts further commands, which is supported for trainings only: use launcher=spawn, or start the "
+    "ranks yourself (srun or torchrun) with launcher=slurm or launcher=torchrun-env."
 )
 
 
 @dataclass(frozen=True)
 class Timeout:
-    """How long a phase may take without progress; every field is explained in conf/trainer/default.yaml."""
+    """How long a phase may take without progress; conf/trainer/default.yaml documents every field."""
 
     init_seconds: float = 300.0
     step_seconds: float = 600.0
@@ -32,93 +31,94 @@ class Timeout:
 
 @dataclass(frozen=True)
 class WorkerRequest:
-    """How many workers of which kind the user asked for: the `trainer.` keys of the same names."""
+    """The workers that the user requested: the `trainer.` keys of the same names."""
 
-    nodes: Literal["auto"] | int | str = "auto"  # a text is a range, such as 1:4
+    nodes: Literal["auto"] | int | str = "auto"  # a string is a range, such as 1:4
     gpus: Literal["auto"] | int = "auto"
     device: str = "auto"
     backend: str = "auto"
     threads: Literal["auto"] | int = "auto"
-    grace_seconds: float = 25.0  # from a stop signal to the end
+    grace_seconds: float = 25.0  # from a stop signal to SIGKILL
     timeout: Timeout = Timeout()
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many workers of which kind there are: resolved once per run directory, the same for all of them."""
+    """The resolved number and kind of workers: the same for all commands of a job."""
 
     nodes: int
     world_size: int
     device: str  # cpu or cuda
     backend: str  # gloo, nccl or mpi
-    threads: int  # CPU threads a worker
+    threads: int  # CPU threads per worker
 
 
 @dataclass(frozen=True)
 class Participants:
-    """Who runs a job together: one entry for each command."""
+    """The commands that run a job together, with one entry for each."""
 
     hosts: Sequence[str] = ()
-    owners: Sequence[str] = ()  # what started the commands and may start them again, where that is known
-    restarted: bool | None = None  # whether it has done so; None: not known
+    owners: Sequence[str] = ()  # what started the commands and may restart them (a Slurm job, an agent), if known
+    restarted: bool | None = None  # whether it has restarted them; None: not known
 
     @property
     def earlier(self) -> Sequence[str]:
-        """Return what may have begun this job before."""
+        """Return the owners under which an earlier start of this job may have run."""
         return () if self.restarted is False else self.owners
 
 
 class Job:
-    """What the workers are to do: call `entry` with `arguments` in every process.
+    """The work of the workers: every process calls `entry` with `arguments`.
 
-    A job may run from several commands (one a node, or one a rank): the first begins it, the others enter what it has
-    begun.
+    A job may run from several commands (one per node, or one per rank): the leading command begins it, the others
+    enter it.
     """
 
-    name: str = "ddpexp"  # in the lists of a scheduler
+    name: str = "ddpexp"  # shown in a scheduler's queue
     entry: str = ""  # module:function
-    arguments: Sequence[str] = ()  # complete when begun or entered
-    logs: Path | None = None  # the folder for each rank's output; None keeps it only as long as the job runs
+    arguments: Sequence[str] = ()  # complete once the job has begun or was entered
+    logs: Path | None = None  # the folder for each rank's output; None: unnamed files that end with the job
     request: WorkerRequest = WorkerRequest()
-    identity: Mapping[str, Any] = {}  # what must be the same for all commands of the job
-    leads: bool = True  # this command begins the job; False once it has entered what another one began
-    vacant: Callable[[], None] | None = (
-        None  # raises RefusedError while somebody else has the folder; asked when all have met
+    identity: Mapping[str, Any] = {}  # must be equal in all commands of the job
+    leads: bool = True  # this command begins the job; False once it has entered a job that another one began
+    vacant: Callable[[], None] | None = None  # raises RefusedError while another start uses the folder; called after
+    # the rendezvous
+    needs: object = (
+        None  # what `prepare` provides; of several jobs with the same needs only one prepares. None: unknown
     )
-    needs: object = None  # what `prepare` makes ready; of jobs that need the same one prepares. None: not known
-    folder: Path = Path()  # one that every host sees, where the commands of several hosts find one another
+    folder: Path = Path()  # visible to all hosts, where the commands of several hosts find one another
 
     def check(self, layout: Layout) -> None:
         """Refuse a layout that the job cannot run on. Called by every command before anything is opened or written."""
 
     def foresee(self) -> object:
-        """Look at what a start would find, and change nothing.
+        """Check what a start would find, without changing anything.
 
         Raises:
-            RefusedError: as a start would. FinishedError: there is nothing left to do.
+            RefusedError: a start would be refused. FinishedError: there is nothing left to do.
         """
         return None
 
     def begin(self, layout: Layout, participants: Participants) -> None:
-        """Do what is done once. Called by one command, when all have met and before any worker starts."""
+        """Set up the job once. Called by the leading command, after the rendezvous and before any worker starts."""
 
     def shared(self) -> dict[str, Any]:
-        """Return, as plain values, what the other commands need to enter."""
+        """Return, as plain values, what the other commands need to enter the job."""
         return {}
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
-        """Take over what another command has begun. Called by all but that one."""
+        """Enter the job that the leading command has begun. Called by all other commands."""
 
-    # What launchers need that start further commands, elsewhere or later.
+    # For launchers that start further commands, elsewhere or later:
 
     def prepare(self) -> None:
-        """Make the data ready where this command runs."""
+        """Make the data available where this command runs."""
 
     def create(self) -> Path:
-        """Make the folder from which another command can join with `ddpexp member FOLDER`.
+        """Create the folder from which another command can join with `ddpexp member FOLDER`.
 
         Raises:
-            RefusedError: this kind of job cannot be taken up by another command.
+            RefusedError: this kind of job cannot be run by another command.
         """
         raise RefusedError(_NOT_ELSEWHERE)
 
@@ -127,17 +127,17 @@ class Job:
         raise RefusedError(_NOT_ELSEWHERE)
 
     def note(self, status: str, **facts: Any) -> None:
-        """Write down how far the job is, as its result so far."""
+        """Record the job's status so far in its result."""
 
     def fail(self, failure: Failure) -> None:
-        """Write down why the job failed. Called by one command."""
+        """Record why the job failed. Called by one command."""
 
     def interrupt(self, step: int | None = None, saved: bool = False) -> str:
-        """Write down that a signal ended the job, and say what is left. Called by one command.
+        """Record that a signal ended the job, and return a text on what is left. Called by one command.
 
-        `step` is the last one that all workers have done, where that is known, and `saved` tells that it was saved.
+        `step` is the last step that all workers have done, where that is known; `saved`: it was saved.
         """
         return "nothing was started"
 
     def close(self) -> None:
-        """Let go of what the job holds. Called at the end of every command."""
+        """Release what the job holds. Called at the end of every command."""

@@ -1,1 +1,1 @@
-"""Record what happens in a run: rank zero writes, the others hold an object that does nothing."""
+"""Loggers of a run: metrics.jsonl, TensorBoard and progress."""

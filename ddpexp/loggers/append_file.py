@@ -1,4 +1,4 @@
-"""A file that grows by whole records, and keeps in memory what a full or broken disk does not take."""
+"""A file that grows by whole records, and buffers them in memory while the disk is full or failing."""
 
 from __future__ import annotations
 
@@ -11,31 +11,28 @@ from ddpexp.system.limits import said_with_limit
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead anywhere
 
 
-class Appending:
-    """Append to a file. What cannot be written now is tried again with the next record.
-
-    Training does not end for it.
-    """
+class AppendFile:
+    """Append records to a file; what cannot be written is retried with the next record, so that training continues."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, or leave that for later where it cannot be."""
+        """Open the file; if that fails, it is retried with each record."""
         self.path = path
         self._descriptor: int | None = None
-        self._waiting = b""
+        self._pending = b""
         self._warned = False
         self.flush()
 
     def write(self, record: bytes) -> None:
-        """Append a record, whole or (for now) not at all."""
-        self._waiting += record
+        """Append a record, atomically; it is kept in memory if that fails."""
+        self._pending += record
         self.flush()
 
     def flush(self) -> None:
-        """Try to bring everything to the file."""
+        """Try to write everything that is pending."""
         try:
             if self._descriptor is None:
                 self._descriptor = os.open(self.path, _FLAGS, 0o644)
-            if self._waiting:
+            if self._pending:
                 self._append(self._descriptor)
         except OSError as error:
             if not self._warned:
@@ -44,23 +41,23 @@ class Appending:
                 logging.getLogger("ddpexp").warning(text, self.path.name, said_with_limit(error, self.path))
 
     def _append(self, descriptor: int) -> None:
-        done = 0
+        written = 0
         try:
-            while done < len(self._waiting):
-                done += os.write(descriptor, self._waiting[done:])
+            while written < len(self._pending):
+                written += os.write(descriptor, self._pending[written:])
         except OSError:
-            os.ftruncate(descriptor, os.fstat(descriptor).st_size - done)  # no half of a record stays
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)  # leave no partial record
             raise
-        self._waiting = b""
+        self._pending = b""
         self._warned = False
 
     @property
     def num_bytes(self) -> int:
-        """Return how long the file is now."""
+        """Return the current size of the file."""
         return 0 if self._descriptor is None else os.fstat(self._descriptor).st_size
 
     def close(self) -> None:
-        """Try once more, and close."""
+        """Try to write what is pending once more, and close the file."""
         self.flush()
         if self._descriptor is not None:
             os.close(self._descriptor)

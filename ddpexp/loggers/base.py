@@ -1,4 +1,4 @@
-"""Record what happens in a run: rank zero writes, the others hold an object that does nothing."""
+"""Loggers of a run: rank zero writes, the other ranks hold one that does nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Tracker(Protocol):
-    """Where scalars, text and images go."""
+class Logger(Protocol):
+    """A destination for scalars, text and images."""
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Record named numbers at a step."""
+        """Record named values at a step."""
         ...
 
     def text(self, name: str, text: str) -> None:
@@ -25,28 +25,31 @@ class Tracker(Protocol):
         ...
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
-        """Record a picture. Shapes: (height, width, 3) uint8."""
+        """Record an image. Shapes: (height, width, 3) uint8."""
         ...
 
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
-        """Record what was chosen, once, at the start."""
+        """Record the hyperparameters, once, at the start."""
         ...
 
     def done(self) -> None:
-        """Record that the run has reached its end."""
+        """Record that the run is finished."""
         ...
 
     def flush(self) -> Mapping[Path, int]:
-        """Bring everything to the files, and tell how many bytes of which files that is."""
+        """Write everything out; return the files and their sizes. Units: bytes."""
         ...
 
     def close(self) -> None:
-        """Flush, and record nothing more."""
+        """Flush and close; nothing is recorded afterwards."""
         ...
 
 
+Tracker = Logger  # deprecated alias for recipes that annotate `on_eval` with it; to be removed in the next release
+
+
 class Null:
-    """Records nothing: what every rank but zero holds."""
+    """Record nothing: the logger of every rank except zero."""
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Do nothing."""
@@ -64,7 +67,7 @@ class Null:
         """Do nothing."""
 
     def flush(self) -> Mapping[Path, int]:
-        """Name no file."""
+        """Return no files."""
         return {}
 
     def close(self) -> None:
@@ -72,52 +75,49 @@ class Null:
 
 
 class Many:
-    """Records everything in several places."""
+    """Record everything with several loggers."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        """Hold the trackers, in the order in which they are told."""
-        self._trackers = tuple(trackers)
+    def __init__(self, loggers: Sequence[Logger]) -> None:
+        """Forward to the loggers, in this order."""
+        self._loggers = tuple(loggers)
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Tell each; the names, which the recipe chooses, without secrets."""
+        """Forward to each, with secrets masked in the names, which the recipe chooses."""
         values = {_masked(name): value for name, value in values.items()}
-        for tracker in self._trackers:
-            tracker.scalars(step, epoch, values)
+        for logger in self._loggers:
+            logger.scalars(step, epoch, values)
 
     def text(self, name: str, text: str) -> None:
-        """Tell each."""
-        for tracker in self._trackers:
-            tracker.text(name, text)
+        """Forward to each."""
+        for logger in self._loggers:
+            logger.text(name, text)
 
     def image(self, name: str, pixels: Tensor, step: int) -> None:
-        """Tell each."""
-        for tracker in self._trackers:
-            tracker.image(name, pixels, step)
+        """Forward to each."""
+        for logger in self._loggers:
+            logger.image(name, pixels, step)
 
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
-        """Tell each."""
-        for tracker in self._trackers:
-            tracker.hyperparameters(values)
+        """Forward to each."""
+        for logger in self._loggers:
+            logger.hyperparameters(values)
 
     def done(self) -> None:
-        """Tell each."""
-        for tracker in self._trackers:
-            tracker.done()
+        """Forward to each."""
+        for logger in self._loggers:
+            logger.done()
 
     def flush(self) -> Mapping[Path, int]:
-        """Flush each, and name the files of all."""
-        return {path: size for tracker in self._trackers for path, size in tracker.flush().items()}
+        """Flush each; return the files of all."""
+        return {path: size for logger in self._loggers for path, size in logger.flush().items()}
 
     def close(self) -> None:
         """Close each."""
-        for tracker in self._trackers:
-            tracker.close()
+        for logger in self._loggers:
+            logger.close()
 
 
 @lru_cache(1024)
 def _masked(name: str) -> str:
-    """Leave secrets out of a name.
-
-    To look through the environment for each name of each record would take as long as steps.
-    """
+    """Mask secrets in a name; cached, since searching the environment takes about as long as a small step."""
     return masked(name)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, for programs."""
+"""metrics.jsonl: one JSON object per line, for programs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ddpexp.loggers.append_file import Appending
+from ddpexp.loggers.append_file import AppendFile
 from ddpexp.loggers.base import Null
 from ddpexp.system.files import Anchor
 
 
 class JsonLines(Null):
-    """Append scalars as lines of JSON; everything else is not for this file."""
+    """Append scalars as lines of JSON; ignore everything else."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file, in a run directory; each line reaches it whole."""
+        """Open the file, in a run directory; lines are written atomically."""
         self._anchor = Anchor(path.parent)
-        self._file = Appending(path)
+        self._file = AppendFile(path)
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Write one line; numbers that are not finite become null, for JSON has none.
+        """Write one line; non-finite numbers become null, since JSON has none.
 
         Raises:
-            MovedError: the run directory is not where it was.
+            MovedError: the run directory was moved.
         """
         self._anchor.check()
         record = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -33,7 +33,7 @@ class JsonLines(Null):
         self._file.write(f"{line}\n".encode())
 
     def flush(self) -> dict[Path, int]:
-        """Tell how long the file is."""
+        """Return the file and its size. Units: bytes."""
         self._file.flush()
         return {self._file.path: self._file.num_bytes}
 

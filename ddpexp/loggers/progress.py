@@ -1,4 +1,4 @@
-"""Progress for people: to the watcher's terminal, to the log, and to standard output where nobody watches."""
+"""Human-readable progress: in the terminal of the command, in the log, and on standard output without a command."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ddpexp.system.text import one_line
 
 
 class Progress(Null):
-    """Say how far the run is and how it goes."""
+    """Show how far the run is, and its metrics."""
 
     def __init__(self, control: Control, log: logging.Logger, num_steps: int) -> None:
-        """`num_steps` is where the run ends."""
+        """`num_steps` is the last step of the run."""
         self._control = control
         self._log = log
         self._num_steps = num_steps
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Show training metrics as progress, evaluations as lines."""
+        """Show training metrics as progress, and evaluations as lines."""
         if any(name.startswith("train/") for name in values):
             shown = "  ".join(_shown(name.removeprefix("train/"), value) for name, value in values.items())
             line = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  epoch {epoch:5.2f}  {shown}"
@@ -30,7 +30,7 @@ class Progress(Null):
                 _shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values
             )
             self._log.info(line, extra={"watched": self._control.watched, "printable": True})
-            after = os.fstat(1).st_size  # what this process has written so far belongs above it
+            after = os.fstat(1).st_size  # the command prints this process's earlier output first
             self._control.send_nowait("progress", done=step, total=self._num_steps, text=brief, line=line, after=after)
         else:
             shown = "  ".join(_shown(name, value) for name, value in values.items())
@@ -38,7 +38,7 @@ class Progress(Null):
 
 
 def _shown(name: str, value: float) -> str:
-    name = _one_line(name)  # the recipe has chosen it
+    name = _one_line(name)  # chosen by the recipe
     if name.endswith("accuracy"):
         return f"{name} {value:.2%}"
     if name == "samples_per_second":
@@ -48,5 +48,5 @@ def _shown(name: str, value: float) -> str:
 
 @lru_cache(1024)
 def _one_line(name: str) -> str:
-    """Return the name as it may stand within a line; it is the same in every record, and finding out takes long."""
+    """Return the name in a form that is safe to print in one line; cached, since it is the same in every record."""
     return one_line(name)

@@ -1,1 +1,1 @@
-"""What a run would take, in memory, on disk and in time, at any number of workers, without running it."""
+"""Estimating what a run needs, in memory, disk space and time, at any number of workers, without running it."""

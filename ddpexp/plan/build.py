@@ -1,4 +1,4 @@
-"""Learn what a run holds by building it without memory.
+"""Collect the facts about a run by building it without memory.
 
 The model, its optimizers and one forward pass on torch's meta device.
 
@@ -38,7 +38,7 @@ from ddpexp.strategy.exact.tree import Block, push
 from ddpexp.strategy.replica import Models
 from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
-from ddpexp.train.worker import count_steps, open_data
+from ddpexp.train.build import count_steps, open_data
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 _MOST_SAMPLES = 256  # of the batch that activations are measured with: they grow with it
@@ -46,7 +46,7 @@ _ALONE = World(0, 0, 0, 1, 1, _CPU)
 
 
 def answer(parent: int, answers: int) -> None:
-    """Be the other process: read what is asked from the standard input.
+    """Subprocess entry point: read the request from standard input.
 
     Write what was found to the descriptor `answers`.
     """
@@ -139,8 +139,8 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(
-                f"{name} has lazy parameters, whose size only the first batch tells: a plan needs sizes. "
-                f"Give its layers their input sizes."
+                f"{name} has lazy parameters, whose size only the first batch tells: a plan needs sizes. Give its "
+                "layers their input sizes."
             )
         module.to(device)
     return models, single, device

@@ -1,4 +1,4 @@
-"""Measure on this machine what a step's time is made of.
+"""Measure the components of the step time on this machine.
 
 Ordinary short runs, with one worker and with two, and their records.
 """
@@ -68,11 +68,9 @@ def run_words(
 
 
 def step_ms(records: Sequence[Mapping[str, float]], global_batch_size: int) -> float:
-    """Return the time of a step in a run's records: the lower quartile of its windows, without the first. Units.
+    """Return the step time of a run: the lower quartile over its windows of records, without the first.
 
-    Milliseconds.
-
-    What else runs on the machine makes a window longer, never shorter.
+    Other programs on the machine make a window longer, never shorter. Units: milliseconds.
     """
     rates = [one["train/samples_per_second"] for one in records if "train/samples_per_second" in one]
     times = [1e3 * global_batch_size / rate for rate in rates[1:] or rates]
@@ -153,7 +151,7 @@ class _Bench:
         return cores[-max(1, min(wanted, len(cores))) :]
 
     def fewer_turns(self) -> float:
-        """Return how often they do."""
+        """Return how often they take turns."""
         return max(1.0, 2 * self.threads / len(self.fewer_cores()))
 
     def measure(self, workers: int, cores: Sequence[int] = (), passes: int = 1) -> float:
@@ -238,7 +236,7 @@ class _Others:
     """How busy the machine is with what is not ours."""
 
     def __init__(self) -> None:
-        """Begin to look."""
+        """Start measuring."""
         self._begin = time.monotonic(), _busy_seconds(), _own_seconds()
         self._left_out = 0.0
 

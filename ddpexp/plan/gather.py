@@ -1,4 +1,4 @@
-"""Ask a process of its own, which has torch and the user's code, what a run would hold."""
+"""Collect the facts about a run in a separate process, which imports torch and the user's code."""
 
 from __future__ import annotations
 

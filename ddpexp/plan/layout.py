@@ -1,4 +1,4 @@
-"""Which workers a run would have, on machines that need not be there."""
+"""The workers a run would have, on machines that need not exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpexp.system.hardware import count_gpus, usable_cores
 
 @dataclass(frozen=True)
 class Assumed:
-    """The workers, and what was taken for granted of their machines."""
+    """The workers, and what is assumed about their machines."""
 
     layout: Layout
     cores: int  # of a machine, that its workers share
@@ -29,9 +29,9 @@ class Assumed:
 
 
 def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
-    """Decide the layout from the words, and from this machine what they leave open.
+    """Return the layout for the overrides; what they leave open is taken from this machine.
 
-    A missing device is told, not refused.
+    A missing device is noted, not refused.
 
     `cores` are those of a machine; None takes as many as this one has.
 
@@ -93,7 +93,7 @@ def _resources(launcher: Slurm, job: Job, nodes: int) -> tuple[str, ...]:
 
 def _one(nodes: int | str) -> int:
     if isinstance(nodes, str) and nodes != "auto":
-        raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic understands.")
+        raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
     return _nodes(nodes)[0]
 
 
@@ -103,5 +103,7 @@ def _nodes(nodes: int | str) -> list[int]:
     if first < 1:
         raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
     if last < first:
-        raise RefusedError(f"trainer.nodes={nodes} is no range: the least number of machines comes first, such as 1:4.")
+        raise RefusedError(
+            f"trainer.nodes={nodes} is not a valid range: the smaller number of machines comes first, such as 1:4."
+        )
     return list(range(first, last + 1))

@@ -1,4 +1,4 @@
-"""The arithmetic of memory and disk: buckets, what one rank holds, what a checkpoint takes. Pure, and free of torch."""
+"""Estimates of memory and disk space: buckets, memory of a rank, size of a checkpoint. Pure, and free of torch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _cut(model: str, members: Sequence[Parameter], cap: int) -> list[Bucket]:
 
 
 def layout_stays(trainer: Trainer, options: Strategy, layout: Layout) -> bool:
-    """Tell whether DDP keeps the buckets that it began with; see `ddpexp.strategy.ddp`."""
+    """Return whether DDP keeps its initial buckets; see `ddpexp.strategy.ddp`."""
     orders = layout.device == "cuda" and trainer.deterministic
     fixed = layout.world_size > 2 and (options.comm_hook != "none" or orders)
     return (options.find_unused_parameters or fixed) and not options.static_graph

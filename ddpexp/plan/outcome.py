@@ -28,7 +28,7 @@ from ddpexp.system import files
 
 @dataclass(frozen=True)
 class Outcome:
-    """Everything that the plan says."""
+    """All results of the plan."""
 
     experiment: Experiment
     assumed: Assumed
@@ -36,23 +36,23 @@ class Outcome:
     facts: Facts
     steps_per_epoch: int
     num_steps: int
-    goes_on: RunDir | None  # the run that is there already
-    costs: Costs | None = None  # what is known of them
+    resumes: RunDir | None  # the existing run that would be resumed
+    costs: Costs | None = None  # None: not given
     calibration: Calibration | None = None
 
     @property
     def folder(self) -> str:
-        """Return where the run would lie."""
+        """Return the run directory."""
         asked = self.experiment.run.dir
         return (
-            files.relative(self.goes_on.path)
-            if self.goes_on
+            files.relative(self.resumes.path)
+            if self.resumes
             else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
         )
 
     @property
     def dropped_samples(self) -> int:
-        """Return the samples that an epoch leaves out: other ones in each."""
+        """Return how many samples an epoch leaves out; they differ from epoch to epoch."""
         return self.facts.num_samples % self.batch.global_batch_size
 
     @property
@@ -76,7 +76,7 @@ class Outcome:
         return sum(one.num_bytes or 0 for one in self.parts() if self.is_on_host(one) == on_host)
 
     def is_on_host(self, part: Part) -> bool:
-        """Tell whether a part is in the host's memory while the worker computes elsewhere."""
+        """Return whether a part is in the host's memory while the worker computes elsewhere."""
         return part.on_host and self.assumed.layout.device == "cuda"
 
     @property
@@ -119,7 +119,7 @@ class Outcome:
         return made, checkpoints_at_once(self.experiment.trainer, made)
 
     def notes(self) -> list[str]:
-        """Return what was taken for granted, in sentences."""
+        """Return the assumptions as sentences."""
         said = [f"the model was {self.facts.notes['model']}"] if "model" in self.facts.notes else []
         return [*self.assumed.notes, *said, *(self.calibration.notes if self.calibration else ())]
 
@@ -136,7 +136,7 @@ class Outcome:
             "dropped_samples": self.dropped_samples,
             "num_steps": self.num_steps,
             "run_dir": self.folder,
-            "goes_on": self.goes_on is not None,
+            "resumes": self.resumes is not None,
             "slurm": list(self.assumed.resources),
             "parameters": sum(one.num_elements for one in self.facts.parameters),
             "reduction": self.reducer,
@@ -152,10 +152,7 @@ class Outcome:
         }
 
     def _step_as_dict(self) -> dict[str, Any]:
-        """Return the time of a step as plain values. Units.
-
-        Milliseconds, but for those with another unit in their name.
-        """
+        """Return the step time as plain values. Units: milliseconds, unless the name has another unit."""
         found = self.step()
         costs = {"costs": None if self.costs is None else asdict(self.costs)}
         measured = {} if self.calibration is None else {"measured": asdict(self.calibration.measured)}
@@ -174,7 +171,7 @@ class Outcome:
 
 
 def place_of(assumed: Assumed, experiment: Experiment) -> Place:
-    """Return where the workers are, and how they reduce."""
+    """Return where the workers are, and how they reduce gradients."""
     layout = assumed.layout
     return Place(
         world_size=layout.world_size,

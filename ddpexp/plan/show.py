@@ -1,9 +1,10 @@
-"""The plan for people."""
+"""Printing the plan in human-readable form."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ddpexp.data.batch_plan import epochs_text
 from ddpexp.plan.memory import Bucket
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import crowd
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
 
 _CARRIERS = {
     "none": "", "shared_memory": ", gradients through shared memory", "in_rank_order": (
-        ", gradients in the order of "
-        "the ranks"
+        ", gradients in the order of the ranks"
     ),
     "backend": "",
 }  # fmt: skip
@@ -51,7 +51,7 @@ def render(outcome: Outcome) -> RenderableType:
 
 
 def _lines(outcome: Outcome) -> dict[str, str]:
-    """Say what would run, in the words that a run begins with."""
+    """Return what would run, as in the headline of a run."""
     experiment, layout, batch = outcome.experiment, outcome.assumed.layout, outcome.batch
     kind = "GPU" if layout.device == "cuda" else "CPU"
     where = "" if layout.nodes == 1 else f" on {layout.nodes:,} machines, {outcome.assumed.workers} each"
@@ -59,10 +59,8 @@ def _lines(outcome: Outcome) -> dict[str, str]:
     busy = outcome.assumed.workers * layout.threads
     crowded = f"; {busy} threads share {outcome.assumed.cores} cores" if busy > outcome.assumed.cores else ""
     threads = "1 thread" if layout.threads == 1 else f"{layout.threads} threads"
-    cut = (
-        f"{batch.micro_batch_size:,} x {batch.gradient_accumulation_steps} accumulated x {layout.world_size:,} workers"
-    )
-    parameters = sum(one.num_elements for one in outcome.facts.parameters)
+    epochs = epochs_text(outcome.num_steps / outcome.steps_per_epoch, outcome.steps_per_epoch)
+    parameters = sum(parameter.num_elements for parameter in outcome.facts.parameters)
     model = experiment.model.target.rpartition(".")[2]
     data = outcome.facts.notes.get("samples", experiment.data.target)
     lines = {
@@ -70,11 +68,9 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
         "model": f"{model}, {parameters:,} parameters, {experiment.trainer.precision}",
         "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.reducer]}), {threads} each{crowded}",
-        "batch": f"{batch.global_batch_size:,} = {cut}",
-        "steps": f"{outcome.num_steps:,}: {outcome.num_steps / outcome.steps_per_epoch:.3g} epochs of "
-        f"{outcome.steps_per_epoch:,}, "
-        f"each leaves out {outcome.dropped_samples:,} samples",
-        "folder": outcome.folder + (", which goes on" if outcome.goes_on else ""),
+        "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
+        "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
+        "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),
     }
     if outcome.assumed.resources:
         lines["slurm"] = "  ".join(line.removeprefix("#SBATCH ") for line in outcome.assumed.resources)

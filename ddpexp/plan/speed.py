@@ -1,4 +1,4 @@
-"""How long a step takes at any number of workers: formulas, and what they are fitted to.
+"""The step time at any number of workers: formulas, and fitting them to measurements.
 
 Pure, and free of torch and clocks.
 

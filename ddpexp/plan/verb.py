@@ -1,4 +1,4 @@
-"""The verb `ddpexp plan`: compose and check like a run, learn what it holds, say what it would take."""
+"""The command `ddpexp plan`: compose and check as for a run, collect the facts, print the estimates."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def plan(argv: Sequence[str]) -> int:
         say(f"ddpexp: warning: {warning}")
     job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *words.run])
     assumed = assume(job, experiment.launcher, words.cores)
-    goes_on = job.foresee()
+    resumes = job.foresee()
     data = prepare(experiment.data, experiment.trust) if words.num_samples is None else None
     facts, steps = gather(composed.text, assumed.layout, data, words.num_samples)
     if words.num_samples is None and data is not None and data.get("note"):
         facts = replace(facts, notes={**facts.notes, "samples": data["note"]})
     trainer = experiment.trainer
     batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, assumed.layout.world_size)
-    outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], goes_on)
+    outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], resumes)
     outcome = _with_costs(outcome, words)
     if words.json:
         print(json.dumps(outcome.as_dict(), indent=2))
@@ -79,7 +79,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def _with_costs(outcome: Outcome, words: Words) -> Outcome:
-    """Add what things cost: as it is typed, else as it is measured."""
+    """Add the costs: as given on the command line, otherwise as measured."""
     calibration = None
     if words.calibrate:
         num_bytes = sum(outcome.reduced())

@@ -1,1 +1,1 @@
-"""The run on disk: its directory, lock, preparation, resumption, and what a command asks a launcher to run."""
+"""The run on disk: its directory, lock, data preparation, resume, and the jobs that launchers run."""

@@ -1,4 +1,4 @@
-"""The run on disk: its name, its creation, its files; written atomically, readable by anyone."""
+"""The run directory: its name, its creation and its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddpexp.run import lock
 from ddpexp.system.files import check_yaml, dumps, first_free, first_free_name, read_json, whole_lines, write
 from ddpexp.system.limits import said_with_limit
 
-_LATEST = 50  # run directories that are looked at for one that the same process has begun
+_LATEST = 50  # run directories that `owned` searches
 _TEMPORARY = re.compile(
     r"\.(config\.yaml|overrides\.yaml|manifest\.json|code(?:-\d+)?\.diff|result\.json|error\.json)\.[0-9a-f]{8}"
 )
@@ -37,22 +37,22 @@ class RunDir:
 
     @property
     def config(self) -> Path:
-        """What was asked, resolved enough to run again."""
+        """The composed configuration, complete enough to run again."""
         return self.path / "config.yaml"
 
     @property
     def overrides(self) -> Path:
-        """What was typed."""
+        """The overrides of the command line."""
         return self.path / "overrides.yaml"
 
     @property
     def manifest(self) -> Path:
-        """What really ran: commit, packages, hosts, world, data."""
+        """What actually ran: commit, packages, hosts, world, data."""
         return self.path / "manifest.json"
 
     @property
     def diff(self) -> Path:
-        """What no commit holds of the code that ran."""
+        """The uncommitted changes of the code that ran."""
         return self.path / "code.diff"
 
     @property
@@ -67,7 +67,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line."""
+        """Metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -82,7 +82,7 @@ class RunDir:
 
     @property
     def result(self) -> Path:
-        """How the run ended."""
+        """The status of the run, and how it ended."""
         return self.path / "result.json"
 
     @property
@@ -91,7 +91,7 @@ class RunDir:
         return self.path / "error.json"
 
     def layout(self) -> Layout:
-        """Read the layout that the run was started with.
+        """Read the layout of the last start.
 
         Raises:
             RefusedError: the manifest is missing or damaged.
@@ -109,63 +109,63 @@ class RunDir:
             RefusedError: it is missing or damaged, so this is not a run directory.
         """
         try:
-            found = read_json(path)
+            content = read_json(path)
         except (OSError, ValueError) as error:
             raise RefusedError(f"{self.path} is not a run directory: {path.name} cannot be read ({error}).") from None
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise RefusedError(f"{self.path} is not a run directory: {path.name} holds no object.")
-        return found
+        return content
 
-    def found(self, path: Path) -> dict[str, Any] | None:
-        """Read one of the JSON files; None when there is none yet.
+    def read_if_present(self, path: Path) -> dict[str, Any] | None:
+        """Read one of the JSON files; None if it does not exist yet.
 
         Raises:
             RefusedError: it is damaged, so this is not a run directory.
         """
         return self.read(path) if os.path.lexists(path) else None
 
-    def words(self) -> list[str]:
-        """Return what was typed for the run; nothing where that cannot be read."""
+    def read_overrides(self) -> list[str]:
+        """Return the overrides of the run; nothing if they cannot be read."""
         try:
             check_yaml(self.overrides)
-            words = yaml.load(self.overrides.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            overrides = yaml.load(self.overrides.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return []
-        return [str(word) for word in words] if isinstance(words, list) else []
+        return [str(override) for override in overrides] if isinstance(overrides, list) else []
 
     def options(self) -> list[str]:
-        """Return the typed words that have added an option of the user's own groups, such as `+experiment=big`."""
-        return [word for word in self.words() if re.match(r"\+{1,2}[\w/]+(@\w+)?=", word)]
+        """Return the overrides that add an option of the user's own config groups, such as `+experiment=big`."""
+        return [override for override in self.read_overrides() if re.match(r"\+{1,2}[\w/]+(@\w+)?=", override)]
 
     def command(self) -> list[str]:
-        """Return the command line of the run's last start, or of its submission; nothing where that cannot be read."""
+        """Return the command line of the run's last start, or of its submission; nothing if it cannot be read."""
         for path in (self.manifest, self.result):
             try:
-                words = self.read(path).get("command")
+                argv = self.read(path).get("command")
             except RefusedError:
                 continue
-            if isinstance(words, list) and words:
-                return [str(word) for word in words]
+            if isinstance(argv, list) and argv:
+                return [str(argument) for argument in argv]
         return []
 
     def status(self) -> str | None:
-        """Return what the result says of how far the run is; None while there is none."""
+        """Return the status in result.json; None if there is none."""
         try:
             return str(self.read(self.result).get("status"))
         except RefusedError:
             return None
 
     def fail(self, failure: Failure) -> None:
-        """Write error.json and a result that says so."""
+        """Write error.json, and status `failed` to result.json."""
         write(self.error, dumps(failure.as_dict()))
         self._end("failed", failure.step)
 
     def interrupt(self, step: int | None = None) -> None:
-        """Write a result that says that the run was interrupted, after `step` where that is known."""
+        """Write status `interrupted` to result.json, with the last `step` if it is known."""
         self._end("interrupted", step)
 
     def _end(self, status: str, step: int | None) -> None:
-        """Write how far the records go; a result that rank zero has written already is the truth."""
+        """Write the result from what was recorded, unless rank zero has already written a final result."""
         if self.status() == "done":
             return
         try:
@@ -175,7 +175,7 @@ class RunDir:
         try:
             world_size = self.layout().world_size
         except (RefusedError, KeyError):
-            world_size = None  # nothing may keep a failure from being written down
+            world_size = None  # nothing may prevent a failure from being recorded
         evals = [line for line in lines if "train/loss" not in line]
         metrics = {name: value for name, value in evals[-1].items() if "/" in name} if evals else {}
         result = {
@@ -190,27 +190,27 @@ class RunDir:
         write(self.result, dumps(result))
 
 
-def parent(asked: str | None, recipe: str) -> Path:
-    """Return the folder in which the run directory will be made."""
-    return Path(asked).absolute().parent if asked else Path("outputs").absolute() / recipe
+def parent(run_dir: str | None, recipe: str) -> Path:
+    """Return the folder in which the run directory will be created."""
+    return Path(run_dir).absolute().parent if run_dir else Path("outputs").absolute() / recipe
 
 
-def create(asked: str | None, recipe: str) -> RunDir:
-    """Make the run directory, which did not exist or was empty before; two starts in one second get two.
+def create(run_dir: str | None, recipe: str) -> RunDir:
+    """Create the run directory, or use an empty one; two starts in the same second get different directories.
 
     Raises:
-        RefusedError: the asked directory holds something, or none can be made there.
+        RefusedError: the given directory is not empty, or cannot be created.
     """
-    path = Path(asked) if asked else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
+    path = Path(run_dir) if run_dir else Path("outputs") / recipe / time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
-        if not asked:
+        if not run_dir:
             path.parent.mkdir(parents=True, exist_ok=True)
             return RunDir(first_free(path))
         check_free(path)
         path.mkdir(parents=True, exist_ok=True)
         run = RunDir(path)
         try:
-            run.ranks.mkdir()  # of several starts in one empty directory, the one that makes this folder has it
+            run.ranks.mkdir()  # of several starts in one empty directory, the one that creates this folder wins
         except FileExistsError:
             raise _taken(path) from None
         return run
@@ -220,36 +220,33 @@ def create(asked: str | None, recipe: str) -> RunDir:
 
 
 def missing_folders(folder: Path) -> list[Path]:
-    """Return which of a folder and those above it do not exist yet, the innermost first."""
+    """Return which of a folder and its parents do not exist yet, innermost first."""
     return [path for path in (folder, *folder.parents) if not path.exists()]
 
 
 def has_trained(run: RunDir) -> bool:
-    """Tell whether a run has anything of a step: a record or a checkpoint."""
+    """Return whether a run has recorded or saved any step."""
     recorded = run.metrics.is_file() and run.metrics.stat().st_size > 0
     return recorded or (run.checkpoints.is_dir() and any(run.checkpoints.iterdir()))
 
 
-def remove(run: RunDir, made: Sequence[Path]) -> None:
-    """Remove the files of a run that was refused, and those of the folders in `made`, the innermost first.
-
-    That are empty then.
-    """
+def remove(run: RunDir, created: Sequence[Path]) -> None:
+    """Remove the files of a run that was refused, then the folders in `created` that are empty, innermost first."""
     for path, _ in [*_written(run), (run.ranks, ()), (run.tensorboard, ()), (run.checkpoints, ())]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-    for folder in made:
-        with suppress(OSError):  # something else has come into it
+    for folder in created:
+        with suppress(OSError):  # something else was written to it
             folder.rmdir()
 
 
 def check_free(path: Path) -> None:
-    """Look whether a run directory can be made at a path; changes nothing.
+    """Check that a run directory can be created at a path; changes nothing.
 
     Raises:
-        RefusedError: there is a file, or a folder that holds something.
+        RefusedError: there is a file, or a folder that is not empty.
     """
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise _taken(path)
@@ -259,14 +256,11 @@ def _taken(path: Path) -> RefusedError:
     return RefusedError(f"run.dir={path} exists and is not empty: choose another one, or remove it.")
 
 
-def owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:
-    """Return the unfinished run that one of `owners` has begun, which started the commands of this run.
-
-    And starts them again.
-    """
+def owned(run_dir: str | None, recipe: str, owners: Sequence[str]) -> RunDir | None:
+    """Return the unfinished run that one of `owners` started: the external processes that (re)start the commands."""
     if not owners:
         return None
-    candidates = [Path(asked)] if asked else sorted((Path("outputs") / recipe).glob("*"), reverse=True)[:_LATEST]
+    candidates = [Path(run_dir)] if run_dir else sorted((Path("outputs") / recipe).glob("*"), reverse=True)[:_LATEST]
     for run in map(RunDir, candidates):
         try:
             manifest = run.read(run.manifest)
@@ -278,10 +272,7 @@ def owned(asked: str | None, recipe: str, owners: Sequence[str]) -> RunDir | Non
 
 
 def is_ours(path: Path) -> bool:
-    """Tell whether a run of ours lies in a folder, or what a start leaves there.
-
-    That is killed before it has written much.
-    """
+    """Return whether a folder holds a run of ddpexp, or what a start leaves that was killed early."""
     run = RunDir(path)
     if run.config.is_file() and run.manifest.is_file():
         return True
@@ -297,46 +288,44 @@ def is_ours(path: Path) -> bool:
 
 
 def is_fresh(run: RunDir) -> bool:
-    """Tell whether nothing has begun in a directory that was made for a start."""
+    """Return whether a new run directory is still unused."""
     return {entry.name for entry in run.path.iterdir()} <= {lock.NAME, run.ranks.name}
 
 
 def check_no_links(run: RunDir, name: str) -> None:
-    """Look at everything that a start writes through: a directory that somebody else has made may lead anywhere.
+    """Check every path that a start writes to: a directory made by somebody else may contain links to anywhere.
 
     Raises:
-        RefusedError: there is a link or a pipe where a file or a folder of ours belongs; `name` is what the run is
-        called.
+        RefusedError: there is a link or a pipe in place of a file or folder; `name` is the run's name in the message.
     """
     check_kinds(run.path, _written(run), name)
 
 
-def check_kinds(folder: Path, places: Iterable[tuple[Path, Sequence[str]]], name: str) -> None:
-    """Look at places in a folder, each with what it must be where it is there: "a file" or "a folder".
+def check_kinds(folder: Path, expected: Iterable[tuple[Path, Sequence[str]]], name: str) -> None:
+    """Check that the paths in a folder, where they exist, are of the expected kind: "a file" or "a folder".
 
     Raises:
-        RefusedError: one of them is something else; `name` is what the folder is called.
+        RefusedError: one of them is something else; `name` is the folder's name in the message.
     """
-    for path, wanted in places:
+    for path, kinds in expected:
         try:
             mode = path.lstat().st_mode
         except OSError:
             continue
         kind = "a folder" if stat.S_ISDIR(mode) else "a file" if stat.S_ISREG(mode) else None
-        if kind is not None and kind in wanted:
+        if kind is not None and kind in kinds:
             continue
-        what = (
+        actual = (
             f"a symbolic link to {os.readlink(path)}" if stat.S_ISLNK(mode) else kind or "neither a file nor a folder"
         )
         raise RefusedError(
-            f"{name}: {path.relative_to(folder)} is {what}, where this start would write to {' or '.join(wanted)} of "
-            "its "
-            f"own: remove it, or copy it without its links."
+            f"{name}: {path.relative_to(folder)} is {actual}, where this start would write to {' or '.join(kinds)} of "
+            "its own: remove it, or copy it without its links."
         )
 
 
 def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Yield what a start may write to or through, with what it must be where it is there."""
+    """Yield the paths that a start may write to, with the kinds they may have."""
     files = (run.config, run.overrides, run.manifest, run.diff, run.log, run.metrics, run.result, run.error)
     for path in (*files, run.path / lock.NAME, run.path / "job.sbatch"):
         yield path, ["a file"]
@@ -349,13 +338,13 @@ def _written(run: RunDir) -> Iterator[tuple[Path, Sequence[str]]]:
 
 
 def reopen(run: RunDir) -> None:
-    """Make an unfinished run ready to go on; what it has recorded stays, and why it failed is kept beside."""
+    """Prepare an unfinished run for resume: keep an old error.json beside, remove result.json and temporary files."""
     if run.error.is_file():
         run.error.rename(first_free_name(run.error))
     run.result.unlink(missing_ok=True)
     for path in run.path.iterdir():
         if _TEMPORARY.fullmatch(path.name):
-            path.unlink(missing_ok=True)  # of a write that was killed
+            path.unlink(missing_ok=True)  # of an interrupted write
 
 
 def host() -> str:

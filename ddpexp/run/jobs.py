@@ -1,4 +1,4 @@
-"""What a command asks a launcher to run: a training, or the evaluation of weights."""
+"""The jobs that a launcher runs: a training, or the evaluation of weights."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import yaml
 from ddpexp.checkpoint import weights
 from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
+from ddpexp.config.registry import deprecation_warnings
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
 from ddpexp.data.batch_plan import plan_batches
@@ -33,11 +34,11 @@ from ddpexp.system import files
 from ddpexp.system.limits import said_with_limit
 from ddpexp.system.terminal import say
 
-_PROBE_SECONDS = 10.0  # a network file system may show another host's file late
+_PROBE_SECONDS = 10.0  # a network file system may show the files of another host late
 
 
 class Training(Job):
-    """Train an experiment in a run directory, which the leading command makes, or goes on with."""
+    """Train an experiment in a run directory, which the leading command creates or resumes."""
 
     entry = "ddpexp.train.worker:main"
 
@@ -49,233 +50,245 @@ class Training(Job):
         argv: Sequence[str],
         run: RunDir | None = None,
         *,
-        typed: Sequence[str] | None = None,
-        goes_on: RunDir | None = None,
+        new_overrides: Sequence[str] | None = None,
+        resume_from: RunDir | None = None,
         keeps_refused: bool = False,
     ) -> None:
-        """Take the experiment, its YAML, the words that it was asked with, and the whole command line.
+        """Take the experiment, its YAML, its overrides, and the full command line.
 
-        `run` is the directory that a command before this one has made for it; `goes_on` one that was typed to be gone
-        on with. `typed` are the words of this command alone, where a run has older ones. A run that is refused when its
-        directory is made already leaves it behind only where `keeps_refused` says so.
+        `run` is a directory that an earlier command has created for this one; `resume_from` is the run to resume that
+        the user has named. `new_overrides` are those of this command alone, if a resumed run has older ones. The new
+        directory of a run that is refused is removed unless `keeps_refused`.
         """
         self.experiment, self.request = experiment, worker_request(experiment)
         self.name = experiment.recipe.name
         self.identity = _identity(text)
         self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
         self.run = run
-        home = run or goes_on
-        self.folder = run.path if run else goes_on.path.absolute().parent if goes_on else self._parent()
+        home = run or resume_from
+        self.folder = run.path if run else resume_from.path.absolute().parent if resume_from else self._parent()
         self._text, self._overrides, self._argv = text, overrides, argv
-        self._typed = overrides if typed is None else typed
-        self._home, self._is_member, self._goes_on = home, run is not None, goes_on is not None
+        self._new_overrides = overrides if new_overrides is None else new_overrides
+        self._home, self._is_member, self._is_resume = home, run is not None, resume_from is not None
         self._lock: lock.Lock | None = None
         self._began = False
-        self._worker_args: dict[str, Any] = {}  # beside the run directory, what every worker learns
+        self._worker_args: dict[str, Any] = {}  # passed to every worker
         self._notes: list[str] = []
-        self._before: dict[Path, str] = {}  # the files of a run that is gone on with, before this start changed them
+        self._before: dict[Path, str] = {}  # files of a resumed run, before this start changed them
         self._keeps_refused = keeps_refused
-        self._made: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
+        self._created: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
         self._layout: Layout | None = None  # of this start
-        self._kept: list[Path] = []  # the copies of them that it has made, and the files that are new
+        self._added: list[Path] = []  # files that this start has added to a resumed run
 
     def _parent(self) -> Path:
         return directory.parent(self.experiment.run.dir, self.experiment.recipe.name)
 
     def check(self, layout: Layout) -> None:
-        """Refuse a batch that does not split, options that the device does not have, weights that are not there."""
+        """Check that the batch splits, that the device supports the options, and that initial weights exist."""
         check_layout(self.experiment, layout)
         source = self.experiment.run.init_from
-        if source is not None and not resume.has_checkpoint(self._there(())):
+        if source is not None and not resume.has_checkpoint(self._existing(())):
             weights.check_usable(Path(source), f"run.init_from={source}")
 
     def prepare(self) -> None:
-        """Make the data ready where this command runs."""
+        """Prepare the data on this host."""
         prepare(self.experiment.data, self.experiment.trust)
 
     def create(self) -> Path:
-        """Make the run directory, or take up the run in it, for a command that comes later."""
+        """Create the run directory, or resume the run in it, for a later command."""
+        self._warn_of_deprecated_overrides()
         run, earlier = self._claim(())
         self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
-        with self._refusing(run):
+        with self._refuse_if_unwritable(run):
             self._write_down(run, earlier, earlier.manifest if earlier else None)
-        self._made = None  # whatever a scheduler refuses: what was to be submitted is there to look at
-        self.close()  # it is for the later command, which may run before this one ends
+        self._created = None  # kept even if the scheduler refuses the job, so that the user can inspect it
+        self.close()  # the lock is for the later command, which may run before this one ends
         return run.path
 
     def foresee(self) -> RunDir | None:
-        """Return the run that a start would go on with, None where it would make one; changes nothing.
+        """Return the run that a start would resume, or None if it would create one; changes nothing.
 
         Raises:
-            RefusedError: as a start would. FinishedError: the run that is there is finished.
+            RefusedError: as for a start. FinishedError: the run is finished.
         """
-        there = self._there(())
-        if there is not None:
-            directory.check_no_links(there, self._called(there))
-            self._look(there, ())
-            return there
+        existing = self._existing(())
+        if existing is not None:
+            directory.check_no_links(existing, self._called(existing))
+            self._inspect(existing, ())
+            return existing
         self._check_required_checkpoint()
         if self.experiment.run.dir is not None:
             directory.check_free(Path(self.experiment.run.dir))
         return None
 
     def described(self) -> dict[str, Any]:
-        """Return what `ddpexp member FILE` needs: the experiment, what was typed, and the run to go on with."""
-        goes_on = str(self._home.path.absolute()) if self._home is not None and self._goes_on else None
-        words = {"overrides": list(self._overrides), "command": list(self._argv), "typed": list(self._typed)}
-        return {"config": self._text, **words, "goes_on": goes_on}
+        """Return what `ddpexp member FILE` needs: the experiment, its overrides, and the run to resume."""
+        return {
+            "config": self._text,
+            "overrides": list(self._overrides),
+            "command": list(self._argv),
+            "new_overrides": list(self._new_overrides),
+            "resume_from": str(self._home.path.absolute()) if self._home is not None and self._is_resume else None,
+        }
 
     def note(self, status: str, **facts: Any) -> None:
-        """Write a result that says how far the job is."""
+        """Write the status of the job to result.json."""
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
-        command = (
-            {"command": list(self._argv)} if resume.config_words(self._argv) else {}
-        )  # for a job that begins elsewhere
+        # A job may start in another folder, where the user's config folder must be named again.
+        command = {"command": list(self._argv)} if resume.config_options(self._argv) else {}
         files.write(self.run.result, files.dumps({"status": status, **facts, **command, **notes}))
 
     def begin(self, layout: Layout, participants: Participants) -> None:
-        """Prepare the data, make the run directory or take up the run in it, write down what will run."""
+        """Prepare the data, create the run directory or resume the run in it, and record what will run."""
+        self._warn_of_deprecated_overrides()
         if self.vacant is not None:
             self.vacant()
-        # No directory is made for data that cannot be had, and nothing is looked for long that is in use.
-        first_weights = self._first_weights(participants.earlier)
-        first = self._there(participants.earlier) is None
-        data = prepare(self.experiment.data, self.experiment.trust) if first else None
+        # A new run directory is created only once the data is prepared. An existing one is locked first, so that a run
+        # that is in use is refused before its data is prepared.
+        initial_weights = self._initial_weights(participants.earlier)
+        is_new = self._existing(participants.earlier) is None
+        data = prepare(self.experiment.data, self.experiment.trust) if is_new else None
         run, earlier = self._claim(participants.earlier)
-        if not first:
+        if not is_new:
             data = prepare(self.experiment.data, self.experiment.trust)
         notes: list[str] = []
         if earlier is not None:
-            other = resume.check_same_data(earlier.manifest, data, self._called(run), self.experiment.run.allow_changes)
-            layout, notes = resume.settle(earlier, layout, self.request.threads)
-            notes += other
+            data_notes = resume.check_same_data(
+                earlier.manifest, data, self._called(run), self.experiment.run.allow_changes
+            )
+            layout, notes = resume.resolve_layout(earlier, layout, self.request.threads)
+            notes += data_notes
         self._layout = layout
         before = earlier.manifest if earlier else None
         code = resume.code_of(self.identity)
-        inputs = {"config_sha256": files.sha256(self._accepted(run, earlier)), "code": code.fingerprint}
+        inputs = {"config_sha256": files.sha256(self._config_text(run, earlier)), "code": code.fingerprint}
         snapshot = repository.snapshot(Path(home) if (home := self.identity["run"].get("code")) else None, code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
         start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes)
-        with self._refusing(run):
+        with self._refuse_if_unwritable(run):
             self._write_down(
                 run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {}
             )
-        self._worker_args = {"notes": notes, "config": _digest(run.config), **first_weights}
+        self._worker_args = {"notes": notes, "config": _digest(run.config), **initial_weights}
         self._enter(run, data)
 
-    def _first_weights(self, owners: Sequence[str]) -> dict[str, str]:
-        """Return which weights a first start begins with, for all workers alike."""
+    def _warn_of_deprecated_overrides(self) -> None:
+        for warning in deprecation_warnings(self.identity, self._new_overrides):
+            say(f"ddpexp: warning: {warning}")
+
+    def _initial_weights(self, owners: Sequence[str]) -> dict[str, str]:
+        """Return the resolved path of run.init_from for the first start, the same for all workers."""
         source = self.experiment.run.init_from
-        if source is None or resume.has_checkpoint(self._there(owners)):
+        if source is None or resume.has_checkpoint(self._existing(owners)):
             return {}
-        found = weights.find(Path(source), f"run.init_from={source}", lambda text: say(f"ddpexp: warning: {text}"))
-        return {"init_from": str(found.resolve())}
+        path = weights.find(Path(source), f"run.init_from={source}", lambda text: say(f"ddpexp: warning: {text}"))
+        return {"init_from": str(path.resolve())}
 
     def shared(self) -> dict[str, Any]:
-        """Return where the run directory is, and what proves that a host sees the same one."""
+        """Return the path of the run directory, and hashes that prove that another host sees the same one."""
         assert self.run is not None
-        return {"run": str(self.run.path.resolve()), "manifest": _digest(self.run.manifest), "told": self._worker_args}
+        return {
+            "run": str(self.run.path.resolve()),
+            "manifest": _digest(self.run.manifest),
+            "worker_args": self._worker_args,
+        }
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
-        """See that this host has the run directory and the data.
+        """Check that this host sees the run directory, and prepare the data.
 
         Raises:
-            RefusedError: the directory is not the one that the leading command made, or the data cannot be made ready.
+            RefusedError: it is not the directory of the leading command, or the data cannot be prepared.
         """
-        run, self._worker_args = RunDir(Path(shared["run"])), shared["told"]
+        run, self._worker_args = RunDir(Path(shared["run"])), shared["worker_args"]
         deadline = time.monotonic() + _PROBE_SECONDS
         while _digest(run.manifest) != shared["manifest"] or _digest(run.config) != self._worker_args["config"]:
             if time.monotonic() > deadline:
                 raise RefusedError(
-                    f"run.dir={run.path}, made on the first host, is not seen on {directory.host()}: put it where all "
-                    "hosts see it."
+                    f"run.dir={run.path}, made on the first host, is not visible on {directory.host()}: put it where "
+                    "all hosts see it."
                 )
             time.sleep(0.1)
         self._enter(run, prepare(self.experiment.data, self.experiment.trust))
 
     def fail(self, failure: Failure) -> None:
-        """Write error.json and the result, unless the run is another's: finished, or without a result because it runs.
+        """Write error.json and the result, unless another command owns the run: it is finished, or has no result yet.
 
-        Of what was refused before a step nothing stays in a directory that this start has made.
+        If this start created the directory and is refused before the first step, the directory is removed.
         """
         refused = failure.kind == RefusedError.__name__
-        if refused and self._made is not None and not directory.has_trained(self._made[0]):
+        if refused and self._created is not None and not directory.has_trained(self._created[0]):
             self.close()
-            directory.remove(*self._made)
+            directory.remove(*self._created)
             return
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
-        with self._saying(self.run):
+        with self._warn_if_unwritable(self.run):
             if refused and self._before:
-                self._put_back(self.run)  # nothing of what was refused stays
+                self._put_back(self.run)
             else:
                 self.run.fail(failure)
 
     def interrupt(self, step: int | None = None, saved: bool = False) -> str:
-        """Write the result, and say what is typed to go on."""
+        """Write the result; return how to resume the run."""
         if self.run is None or not (self._began or self.run.status() == "submitted"):
             return "nothing was started"
-        with self._saying(self.run):
+        with self._warn_if_unwritable(self.run):
             self.run.interrupt(step)
-        place = files.relative(self.run.path)
+        folder = files.relative(self.run.path)
         if self.run.status() == "done":
-            return f"the run was finished by then, see {place}"
-        left = f"saved at step {step} in {place}" if saved and step is not None else f"what was recorded is in {place}"
+            return f"the run was finished by then, see {folder}"
+        left = (
+            f"saved at step {step} in {folder}" if saved and step is not None else f"what was recorded is in {folder}"
+        )
         if step is not None and not saved:
             left = f"not everything up to step {step} could be saved in time, {left}"
         return f"{left}; resume it{self._how_to_resume(self.run)}"
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     @contextmanager
-    def _refusing(self, run: RunDir) -> Iterator[None]:
-        """Make one sentence of a disk that takes nothing."""
+    def _refuse_if_unwritable(self, run: RunDir) -> Iterator[None]:
+        """Convert OSError to RefusedError."""
         try:
             yield
         except OSError as error:
             raise RefusedError(f"{self._called(run)} cannot be written: {said_with_limit(error, run.path)}.") from None
 
     @contextmanager
-    def _saying(self, run: RunDir) -> Iterator[None]:
-        """Say that the end could not be written down: what it was is told all the same."""
+    def _warn_if_unwritable(self, run: RunDir) -> Iterator[None]:
+        """Warn if result.json cannot be updated; the command reports the end in any case."""
         try:
             yield
         except OSError as error:
-            if run.path.exists():  # else that is the end itself, which is reported
+            if run.path.exists():  # otherwise its removal ended the run, which is reported
                 why = said_with_limit(error, run.path)
-                say(
-                    f"ddpexp: warning: {self._called(run)} cannot be written ({why}): this end could not be recorded "
-                    "there"
-                )
+                say(f"ddpexp: warning: {self._called(run)} cannot be written ({why}): result.json is not updated")
 
-    def _there(self, owners: Sequence[str]) -> RunDir | None:
-        """Return the run directory that is there already.
+    def _existing(self, owners: Sequence[str]) -> RunDir | None:
+        """Return the existing run directory: created for this command, named by the user, or of an earlier attempt.
 
-        Made for this command, typed, or begun by what starts it again.
+        `owners` identify the earlier attempts of a launcher that starts the command again.
         """
         if self._home is not None:
             return self._home
-        place = self.experiment.run.dir
-        if place is not None and directory.is_ours(Path(place)):
-            return RunDir(Path(place))
-        return directory.owned(place, self.experiment.recipe.name, owners)
+        folder = self.experiment.run.dir
+        if folder is not None and directory.is_ours(Path(folder)):
+            return RunDir(Path(folder))
+        return directory.owned(folder, self.experiment.recipe.name, owners)
 
-    def _claim(self, owners: Sequence[str]) -> tuple[RunDir, resume.Earlier | None]:
-        """Take the lock of the run directory, which is made where there is none.
-
-        Return what there is of a run in it.
-        """
-        there = self._there(owners)
-        if there is not None:
-            directory.check_no_links(there, self._called(there))
-            self._look(there, owners)  # what is refused is refused without a trace
-            self._lock = lock.take(there.path, there.ranks, self._called(there))
-            return there, self._look(there, owners)  # it may have gone on until the lock was had
+    def _claim(self, owners: Sequence[str]) -> tuple[RunDir, resume.PreviousRun | None]:
+        """Create and lock the run directory, or lock the existing one; return it with the run it holds."""
+        existing = self._existing(owners)
+        if existing is not None:
+            directory.check_no_links(existing, self._called(existing))
+            self._inspect(existing, owners)  # before the lock, so that a refusal leaves no trace
+            self._lock = lock.take(existing.path, existing.ranks, self._called(existing))
+            return existing, self._inspect(existing, owners)  # again: it may have changed before it was locked
         self._check_required_checkpoint()
         missing = directory.missing_folders(
             Path(self.experiment.run.dir) if self.experiment.run.dir else self._parent()
@@ -285,23 +298,24 @@ class Training(Job):
         if not directory.is_fresh(run):
             raise RefusedError(f"{self._called(run)} was taken by another command just now: start this one again.")
         if not self._keeps_refused:
-            self._made = run, missing if self.experiment.run.dir else [run.path, *missing]
+            self._created = run, missing if self.experiment.run.dir else [run.path, *missing]
         return run, None
 
     def _check_required_checkpoint(self) -> None:
-        """Refuse to start anew where that is asked for."""
+        """Check that a new run is allowed: run.resume=require needs a run to resume."""
         if self.experiment.run.resume == "require":
-            what = "there is none" if self.experiment.run.dir else "no run.dir is typed"
-            raise RefusedError(f"run.resume=require goes on with the run in run.dir, and {what}.")
+            what = "there is none" if self.experiment.run.dir else "run.dir is not set"
+            raise RefusedError(f"run.resume=require resumes the run in run.dir, and {what}.")
 
-    def _look(self, run: RunDir, owners: Sequence[str]) -> resume.Earlier:
-        """Hold the run that is there against what is asked."""
-        again = self._is_member or directory.owned(str(run.path), "", owners) is not None
-        how = "auto" if self._goes_on and self.experiment.run.resume == "never" else self.experiment.run.resume
-        return resume.look(run, resume.Start(self._called(run), self._text, self._typed, how, again, verifies=True))
+    def _inspect(self, run: RunDir, owners: Sequence[str]) -> resume.PreviousRun:
+        """Compare the existing run with this command; see `ddpexp.run.resume.inspect`."""
+        is_restart = self._is_member or directory.owned(str(run.path), "", owners) is not None
+        mode = "auto" if self._is_resume and self.experiment.run.resume == "never" else self.experiment.run.resume
+        start = resume.Start(self._called(run), self._text, self._new_overrides, mode, is_restart, verifies=True)
+        return resume.inspect(run, start)
 
-    def _accepted(self, run: RunDir, earlier: resume.Earlier | None) -> str:
-        """Return what config.yaml will hold: what is asked now, or what is there where that asks for the same."""
+    def _config_text(self, run: RunDir, earlier: resume.PreviousRun | None) -> str:
+        """Return the text of config.yaml: this command's, or the existing one if it means the same."""
         if earlier is not None and not earlier.replaces and run.config.exists() and run.overrides.exists():
             return run.config.read_text()
         return self._text
@@ -309,18 +323,18 @@ class Training(Job):
     def _write_down(
         self,
         run: RunDir,
-        earlier: resume.Earlier | None,
+        earlier: resume.PreviousRun | None,
         facts: Mapping[str, Any] | None,
-        more: Mapping[Path, bytes] = MappingProxyType({}),
+        extra_files: Mapping[Path, bytes] = MappingProxyType({}),
     ) -> None:
-        """Leave in the directory what is asked now; from here on it is this command's.
+        """Write this command's configuration and manifest; from here on the run belongs to this command.
 
-        The manifest, where there is one yet, says what config.yaml is to be before it is replaced: a start that is
-        killed between the two must not look like somebody who has edited it. `facts` are for the manifest, `more` are
-        files that it names.
+        An existing manifest is replaced before config.yaml and records its new hash: a start that is killed in between
+        must not look like a manual edit. `facts` are the contents of the manifest, `extra_files` are files it refers
+        to.
         """
         self.run, self._began = run, True
-        goes_on = earlier is not None and earlier.manifest is not None
+        has_manifest = earlier is not None and earlier.manifest is not None
         if earlier is not None:
             self._before = {
                 path: path.read_text()
@@ -328,56 +342,55 @@ class Training(Job):
                 if path.is_file()
             }
             directory.reopen(run)
-            if goes_on:
-                say(f"ddpexp: going on in {files.relative(run.path)}")
-        text, there = self._accepted(run, earlier), self._before.get(run.config)
-        described = files.dumps({**facts, "config": manifest.accepted(text, there)}) if facts is not None else None
-        for path, content in more.items():
-            self._kept.append(path)
+            if has_manifest:
+                say(f"ddpexp: resuming {files.relative(run.path)}")
+        text, previous = self._config_text(run, earlier), self._before.get(run.config)
+        manifest_text = (
+            files.dumps({**facts, "config": manifest.accepted(text, previous)}) if facts is not None else None
+        )
+        for path, content in extra_files.items():
+            self._added.append(path)
             files.write(path, content)
-        if described is not None and goes_on:
-            files.write(run.manifest, described)
-        if text != there or run.overrides not in self._before:
-            self._kept += [copy for copy in map(files.keep, (run.config, run.overrides)) if copy]
+        if manifest_text is not None and has_manifest:
+            files.write(run.manifest, manifest_text)
+        if text != previous or run.overrides not in self._before:
+            self._added += [copy for copy in map(files.keep, (run.config, run.overrides)) if copy]
             files.write(run.config, text)
             files.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
-        if described is not None and not goes_on:
-            files.write(run.manifest, described)
+        if manifest_text is not None and not has_manifest:
+            files.write(run.manifest, manifest_text)
 
     def _put_back(self, run: RunDir) -> None:
-        """Make the directory what it was before this start."""
+        """Restore the directory to its state before this start."""
         run.result.unlink(missing_ok=True)
         for path, text in self._before.items():
             files.write(path, text)
-        for copy in self._kept:
+        for copy in self._added:
             copy.unlink(missing_ok=True)
 
     def _called(self, run: RunDir) -> str:
-        """Return what the run is called in messages, as it is typed."""
+        """Return the name of the run in messages, in the form the user would type."""
         return files.typed(run.path) if self._home is not None else f"run.dir={files.relative(run.path)}"
 
     def _how_to_resume(self, run: RunDir) -> str:
-        """Return where to type what, the command in a line of its own."""
+        """Return where to run which command to resume; the command is on a line of its own."""
         launcher = self.experiment.launcher
-        words = [
-            "resume",
-            files.shortest(run.path),
-            *(resume.config_words(self._argv) or resume.trusted_words(run)[:2]),
-        ]
-        words += [word for word in self._overrides if word.lstrip("+").startswith("run.trust=")]
-        words += launcher.restated_words()
-        typed_here = self._is_member and started_by.BY_SALLOC not in os.environ
-        if launcher.ranks_started_externally and not typed_here:
+        arguments = ["resume", files.shortest(run.path)]
+        arguments += resume.config_options(self._argv) or resume.trust_arguments(run)[:2]
+        arguments += [override for override in self._overrides if override.lstrip("+").startswith("run.trust=")]
+        arguments += launcher.restated_words()
+        submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ
+        if launcher.ranks_started_externally and not submitted_here:
             name = launcher_name(type(launcher))
             before, where = launcher.started_by(self._argv)
-            return f"{where} with:\n{before} {shlex.join([*words, f'launcher={name}'])}"
+            return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={name}'])}"
         if self._is_member and self._layout is not None:
-            words += launcher.words_of_allocation(self, self._layout)
+            arguments += launcher.words_of_allocation(self, self._layout)
         where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"
-        if where and (own := launcher.words_of_this_machine()):
-            where += f" (each with its own {', '.join(word.partition('=')[0] for word in own)})"
-            words += own
-        return f"{where} with:\npython -m ddpexp {shlex.join(words)}"
+        if where and (local := launcher.words_of_this_machine()):
+            where += f" (each with its own {', '.join(override.partition('=')[0] for override in local)})"
+            arguments += local
+        return f"{where} with:\npython -m ddpexp {shlex.join(arguments)}"
 
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
         self.run, self.logs = run, run.ranks
@@ -385,7 +398,7 @@ class Training(Job):
 
 
 class Evaluation(Job):
-    """Evaluate weights; writes nothing."""
+    """Evaluate weights; writes no files."""
 
     entry = "ddpexp.train.worker:evaluate"
 
@@ -396,7 +409,7 @@ class Evaluation(Job):
         self._text, self._weights = text, weights
 
     def check(self, layout: Layout) -> None:
-        """Refuse a batch that does not split, options that the device does not have."""
+        """Check that the batch splits, and that the device supports the options."""
         check_layout(self.experiment, layout)
 
     def begin(self, layout: Layout, participants: Participants) -> None:
@@ -407,12 +420,12 @@ class Evaluation(Job):
         """Prepare the data.
 
         Raises:
-            RefusedError: the weights are not seen on this host.
+            RefusedError: this host cannot see the weights.
         """
         if not self._weights.exists():
             raise RefusedError(f"evaluate {self._weights}: there is no such file on {directory.host()}.")
         trainer = self.experiment.trainer
-        described = {
+        evaluation = {
             "config": self._text,
             "layout": asdict(layout),
             "data": prepare(self.experiment.data, self.experiment.trust),
@@ -421,13 +434,13 @@ class Evaluation(Job):
                 trainer.global_batch_size, trainer.micro_batch_size, layout.world_size
             ).micro_batch_size,
         }
-        self.arguments = [json.dumps(described)]
+        self.arguments = [json.dumps(evaluation)]
 
 
 def worker_request(experiment: Experiment) -> WorkerRequest:
-    """Return what an experiment says of its workers."""
+    """Return which workers an experiment needs."""
     trainer = experiment.trainer
-    # Sums inside one worker depend on its threads, whose number would follow that of the workers.
+    # Sums inside a worker depend on its number of threads, which `auto` derives from the number of workers.
     threads = 1 if trainer.threads == "auto" and trainer.reduction == "exact" else trainer.threads
     return WorkerRequest(
         trainer.nodes, trainer.gpus, trainer.device, trainer.backend, threads, trainer.grace_seconds, trainer.timeout
@@ -435,7 +448,7 @@ def worker_request(experiment: Experiment) -> WorkerRequest:
 
 
 def _identity(text: str) -> dict[str, Any]:
-    """Return what all commands of a job must agree on: everything but the number of the machine."""
+    """Return what all commands of a job must agree on: the configuration except the node rank."""
     values: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     launcher = values.get("launcher")
     if isinstance(launcher, dict):

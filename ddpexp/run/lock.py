@@ -1,4 +1,4 @@
-"""Who has a run directory: a file that the leading command keeps locked for as long as it lives."""
+"""The lock of a run directory: a file that the leading command keeps locked as long as it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpexp.system.slurm import exact_id, is_id, is_over
 from ddpexp.system.terminal import say
 
 NAME = "lock"
-_WAIT_SECONDS = 10.0  # for the ranks of a command that was killed to go
+_WAIT_SECONDS = 10.0  # for the ranks of a killed command to exit
 _SAY_AFTER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 0.2
@@ -31,12 +31,12 @@ _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 @dataclass(frozen=True)
 class Owner:
-    """The command that has a run directory, as the file says."""
+    """The command that owns a run directory, as the lock file records it."""
 
     host: str
     boot_id: str
     pid: int
-    started: str  # of the process, in the kernel's own count: a later process of the same number is another one
+    started: str  # start time of the process as the kernel counts it: a later process with the same PID has another one
     slurm_job: str | None
     since: str
 
@@ -46,8 +46,8 @@ class Owner:
         pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
         return cls(platform.node(), boot_id(), pid, _started(pid) or "", exact_id(), since)
 
-    def lives(self) -> bool | None:
-        """Tell whether the command is there; None: it cannot be told from here."""
+    def is_alive(self) -> bool | None:
+        """Return whether the command is still running; None if that cannot be checked from this host."""
         if self.host == platform.node():
             return self.boot_id == boot_id() and _started(self.pid) == self.started
         if self.slurm_job is not None:
@@ -56,23 +56,23 @@ class Owner:
         return None
 
     def __str__(self) -> str:
-        """Name the process."""
+        """Return the process and its host for messages."""
         job = f" (Slurm job {self.slurm_job})" if self.slurm_job else ""
         return f"process {self.pid} on {self.host}{job}"
 
 
 class Lock:
-    """A lock that is held."""
+    """A held lock."""
 
     def __init__(self, descriptor: int) -> None:
-        """Keep the open file; where the file system has no locks, what it holds is the lock."""
+        """Keep the open file; on a file system without locks, its contents are the lock."""
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Let go of it, and name nobody: this process may live on. Its end does the same, but for the name."""
+        """Release the lock and clear the owner. The end of the process releases it too, but leaves the owner."""
         if self._descriptor is None:
             return
-        with suppress(OSError):  # a disk that takes nothing more
+        with suppress(OSError):  # the disk is full
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None
@@ -81,12 +81,11 @@ class Lock:
 def take(folder: Path, ranks: Path, name: str) -> Lock:
     """Take the lock of a run directory.
 
-    `name` is what it is called in errors, and `ranks` the folder of the ranks' logs.
-
-    A command that was killed has ranks that go a moment later: they are waited for.
+    `name` is its name in errors, and `ranks` the folder of the ranks' logs. Waits for the ranks of a killed command,
+    which exit a moment after it.
 
     Raises:
-        RefusedError: a living command, or a rank of one that is gone, has the directory; or there can be no lock.
+        RefusedError: a running command, or a rank of a dead one, uses the directory; or it cannot be locked.
     """
     path, deadline = folder / NAME, time.monotonic() + _WAIT_SECONDS
     try:
@@ -111,7 +110,7 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
         except OSError as error:
             raise RefusedError(f"{name} cannot be written: {said_with_limit(error, path)}.") from None
         if not flocked:
-            time.sleep(_SETTLE_SECONDS)  # of two commands that found nobody, the one that wrote last has it
+            time.sleep(_SETTLE_SECONDS)  # of two commands that found no owner, the last one to write wins
             if read(path) != owner:
                 raise RefusedError(_in_use(name, read(path)))
     except BaseException:
@@ -121,7 +120,7 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
 
 
 def read(path: Path) -> Owner | None:
-    """Return who has the lock, or had it last; None when the file says nothing."""
+    """Return the current or last owner of the lock; None if the file names none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -133,7 +132,7 @@ def read(path: Path) -> Owner | None:
 
 
 def _open(path: Path) -> int:
-    """Open the file, or make it; a link is not followed, for it may lead anywhere."""
+    """Open or create the file; links are not followed, since they may lead anywhere."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     except OSError as error:
@@ -143,60 +142,60 @@ def _open(path: Path) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no plain file")
+    raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> None:
-    said = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    report_at = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = _owner(descriptor)
-            if owner is not None and owner.lives():
+            if owner is not None and owner.is_alive():
                 raise RefusedError(_in_use(name, owner)) from None
             if time.monotonic() > deadline:
                 raise RefusedError(
                     f"{name} is still in use after {_WAIT_SECONDS:.0f} s: {path} is locked, and "
-                    f"{owner or 'whoever did that'} "
-                    f"cannot be seen from here. Wait for its end, or end it there."
+                    f"{owner or 'its owner'} cannot be checked from this host. Wait for its end, or end it there."
                 ) from None
-        said = _say_that_we_wait(said, f"{name} is locked by a command that is gone: waiting for its rest to go")
+        report_at = _report_waiting(
+            report_at, f"{name} is locked by a command that has exited: waiting for its other processes to exit"
+        )
         time.sleep(_POLL_SECONDS)
 
 
 def _check_gone(descriptor: int, path: Path, name: str) -> None:
-    """Decide by what the file says, where the file system has no locks."""
+    """Check the owner that the file names, on a file system without locks."""
     owner = _owner(descriptor)
-    lives = owner is not None and owner.lives()
-    if owner is not None and lives is None:
+    is_alive = owner is not None and owner.is_alive()
+    if owner is not None and is_alive is None:
         raise RefusedError(
-            f"{name} was taken by {owner} at {owner.since}, and whether that lives cannot be told from here (this file "
-            "system has "
-            f"no locks): end it there, or remove {path} when nothing runs in it any more."
+            f"{name} was taken by {owner} at {owner.since}, and whether it is still running cannot be checked from "
+            f"this host (this file system has no locks): end it there, or remove {path} when nothing runs in it any "
+            "more."
         )
-    if lives:
+    if is_alive:
         raise RefusedError(_in_use(name, owner))
 
 
 def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
-    said = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    report_at = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
     while held := held_logs(ranks):
         if time.monotonic() > deadline:
             numbers = ", ".join(path.stem for path in held)
             raise RefusedError(
-                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that is gone lives "
-                "and writes to "
-                f"{held[0]}. End it (fuser -k {held[0]})."
+                f"{name} is still in use after {_WAIT_SECONDS:.0f} s: rank {numbers} of a command that has exited is "
+                f"still alive and writes to {held[0]}. End it (fuser -k {held[0]})."
             )
-        said = _say_that_we_wait(
-            said, f"{name}: ranks of a command that is gone are still alive: waiting for them to go"
+        report_at = _report_waiting(
+            report_at, f"{name}: ranks of a command that has exited are still alive: waiting for them to exit"
         )
         time.sleep(_POLL_SECONDS)
 
 
-def _say_that_we_wait(at: float, text: str) -> float:
-    """Say once why nothing happens, when that takes a while."""
+def _report_waiting(at: float, text: str) -> float:
+    """Report once, after a moment, what the command is waiting for."""
     if time.monotonic() < at:
         return at
     say(f"ddpexp: {text}")
@@ -210,8 +209,8 @@ def _in_use(name: str, owner: Owner | None) -> str:
 
 def _owner(descriptor: int) -> Owner | None:
     try:
-        found = json.loads(os.pread(descriptor, 1 << 16, 0))
-        owner = Owner(**{name: found[name] for name in Owner.__dataclass_fields__})
+        values = json.loads(os.pread(descriptor, 1 << 16, 0))
+        owner = Owner(**{name: values[name] for name in Owner.__dataclass_fields__})
     except (ValueError, TypeError, KeyError, OSError, RecursionError):
         return None
     return owner if isinstance(owner.pid, int) and (owner.slurm_job is None or is_id(owner.slurm_job)) else None
@@ -224,13 +223,13 @@ def _write(descriptor: int, owner: Owner) -> None:
 
 def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        here, there = os.fstat(descriptor), os.lstat(path)
+        opened, current = os.fstat(descriptor), os.lstat(path)
     except OSError:
         return False
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+    return (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino)
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process was started; None when it is gone, or only its exit code is left."""
-    words = process.stat(pid)
-    return None if words is None or words[0] in "ZX" else words[19]
+    """Return the start time of a process; None if it has exited."""
+    fields = process.stat(pid)
+    return None if fields is None or fields[0] in "ZX" else fields[19]

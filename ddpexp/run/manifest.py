@@ -1,4 +1,4 @@
-"""What manifest.json says of a run: where, on what and with which code it happens; each thing once."""
+"""manifest.json: where, on what and with which code a run happened; each fact once."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from ddpexp.run.directory import RunDir
 from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
 
-_OF_THE_RUN = ("data", "config", "earlier", "starts")  # keys that are no start's
+_OF_THE_RUN = ("data", "config", "earlier", "starts")  # keys of the whole run, not of a start
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one start is made of."""
+    """One start of a run."""
 
     layout: Layout
     argv: Sequence[str]
     participants: Participants
     code: Snapshot
-    inputs: Mapping[str, Any] | None = None  # the hashes of what it trains with
-    changes: Sequence[str] = ()  # what its log says of differences from the one before
+    inputs: Mapping[str, Any] | None = None  # hashes that identify configuration and code
+    changes: Sequence[str] = ()  # the log's notes on differences from the previous start
 
 
 def describe(
@@ -41,10 +41,9 @@ def describe(
     before: Mapping[str, Any] | None = None,
     diff: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Collect what manifest.json says of the newest start, and in `earlier` in what those before it were different.
+    """Return the contents of manifest.json: the newest start, and in `earlier` how each previous start differed.
 
-    `before` is what it said until this start, of this version or an older one; `diff` is what it says of the code's
-    patch.
+    `before` is its current content, of this version or an older one; `diff` describes the patch of the code.
     """
     restart = os.environ.get("SLURM_RESTART_COUNT")
     facts = {
@@ -66,42 +65,42 @@ def describe(
 
 
 def _earlier(before: Mapping[str, Any], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the starts until now, the oldest first: of each what was other than in the one after it."""
+    """Return the previous starts, oldest first, each with the values that differ from the next start."""
     last = {key: value for key, value in before.items() if key not in _OF_THE_RUN}
     older, whole = before.get("earlier"), before.get("starts")
     if isinstance(older, list):
-        return [*older, _other(last, facts)]
-    # An older version kept every start as a whole, the last one too.
-    starts = [one for one in whole if isinstance(one, Mapping)][:-1] if isinstance(whole, list) else []
-    return [_other(one, after) for one, after in itertools.pairwise([*starts, last, facts])]
+        return [*older, _differing(last, facts)]
+    # An older version stored every start completely, including the last one.
+    starts = [start for start in whole if isinstance(start, Mapping)][:-1] if isinstance(whole, list) else []
+    return [_differing(start, after) for start, after in itertools.pairwise([*starts, last, facts])]
 
 
-def _other(one: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    keys = dict.fromkeys(("started", *one, *after))
-    return {key: one.get(key) for key in keys if key == "started" or one.get(key) != after.get(key)}
+def _differing(start: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    keys = dict.fromkeys(("started", *start, *after))
+    return {key: start.get(key) for key in keys if key == "started" or start.get(key) != after.get(key)}
 
 
 def diff_of(run: RunDir, code: Snapshot, before: Mapping[str, Any] | None) -> tuple[dict[str, Any] | None, Path | None]:
-    """Return what manifest.json says of the patch of a start's code, and where that is to be written.
+    """Return the description of a start's code patch for manifest.json, and the path to write the patch to.
 
-    None where it is there.
+    The path is None if the patch has already been written.
     """
     if not code.diff:
         return None, None
     digest = hashlib.sha256(code.diff).hexdigest()
-    known = before.get("code_diff") if before else None
-    if isinstance(known, dict) and known.get("sha256") == digest:
-        return known, None
+    recorded = before.get("code_diff") if before else None
+    if isinstance(recorded, dict) and recorded.get("sha256") == digest:
+        return recorded, None
     path = first_free_name(run.diff) if os.path.lexists(run.diff) else run.diff
     return {"file": path.name, "sha256": digest, "is_cut": code.is_cut}, path
 
 
 def packages(path: Sequence[str]) -> dict[str, str]:
-    """Return the version of every package that is installed along `path`, by its name as pip normalizes it.
+    """Return the versions of all packages installed along `path`, by their normalized names.
 
-    They are read from the names of their folders, for to open all of them takes longer than a run's first step.
+    They are read from folder names, because opening all metadata takes longer than the first step of a run.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for folder in path:
         try:
             names = os.listdir(folder or os.curdir)
@@ -111,19 +110,17 @@ def packages(path: Sequence[str]) -> dict[str, str]:
             if kind not in ("dist-info", "egg-info"):
                 continue
             name, _, version = stem.partition("-")
-            if not version:  # `pip install -e` of old left it without one
+            if not version:  # old versions of `pip install -e` left it out
                 version = str(metadata.Distribution.at(Path(folder, f"{stem}.{kind}")).version or "")
-            found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version.partition("-py")[0])
-    return dict(sorted(found.items()))
+            versions.setdefault(re.sub(r"[-_.]+", "-", name).lower(), version.partition("-py")[0])
+    return dict(sorted(versions.items()))
 
 
 def accepted(text: str, replaced: str | None = None) -> dict[str, Any]:
-    """Return what manifest.json says of the config.yaml that a start has accepted.
+    """Return the record of the accepted config.yaml for manifest.json, to detect later edits.
 
-    To tell whether somebody edits it later.
-
-    `replaced` is what the file held before: a start that is killed before it has replaced it leaves that, which is no
-    edit.
+    `replaced` is the previous content of the file: a start that is killed before it has replaced the file leaves it,
+    which is not an edit.
     """
     texts = [text] if replaced is None else [text, replaced]
     return {"sha256": list(dict.fromkeys(map(sha256, texts))), "text": text}

@@ -1,4 +1,4 @@
-"""One command's way to its end: run a job, have its end written down, say it, return the exit code."""
+"""Runs the job of a command, records and reports how it ended, and returns the exit code."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.system import secrets
 from ddpexp.system.terminal import say
 
-_NAMED = 16  # ranks that ended with the first; of thousands the others are counted
-_REPEAT_SECONDS = 2.0  # a second signal sooner than this is the same one
+_NAMED = 16  # ranks named in a message; the others are only counted
+_REPEAT_SECONDS = 2.0  # a second signal within this time counts as the same one
 _NOTHING_TO_REQUEUE = "there is nothing to requeue: that is for launcher=slurm"
 
 
 def exit_code_of(work: Callable[[], int]) -> int:
-    """Do the work of a command and return its exit code; an error is said first."""
+    """Do the work of a command, report an error, and return the exit code."""
     try:
         code = work()
         hear_no_more_signals()
@@ -36,13 +36,13 @@ def exit_code_of(work: Callable[[], int]) -> int:
         return error.exit_code
     except WorkerError as error:
         hear_no_more_signals()
-        _tell_torchrun(error)
+        _report_to_torchrun(error)
         if not error.quiet:
             say(_first_cause(error))
         return error.exit_code
     except ENDS as error:
         hear_no_more_signals()
-        _tell_torchrun(error)
+        _report_to_torchrun(error)
         if not error.quiet:
             say(f"ddpexp: {error}")
         if isinstance(error, StoppedError) and error.then is not None:
@@ -51,7 +51,7 @@ def exit_code_of(work: Callable[[], int]) -> int:
 
 
 def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool = False) -> int:
-    """Run the job and have its end written down, by one of the commands that run it."""
+    """Run the job; one of the commands that run it records its end."""
     stop_on_signals()
     try:
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
@@ -68,11 +68,11 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
             assert isinstance(end, WorkerError | RefusedError)
             _record(job, end)
             raise end from None
-        if end.told:
+        if end.recorded:
             end.quiet = True
             raise end from None
         stopped = StoppedError(end.signum, job.interrupt(end.step, end.saved), end.step)
-        stopped.quiet = not job.leads  # the leading command says it
+        stopped.quiet = not job.leads  # the leading command reports it
         if job.leads:
             nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None
             stopped.then = end.then or nothing
@@ -92,8 +92,8 @@ def _record(job: Job, error: WorkerError | RefusedError) -> None:
         )
 
 
-def _tell_torchrun(error: End) -> None:
-    """Leave the error where torchrun looks for it, so that its summary shows it. Source: torch's ErrorHandler."""
+def _report_to_torchrun(error: End) -> None:
+    """Write the error to the file from which torchrun's summary reads it. Source: torch's ErrorHandler."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -104,22 +104,20 @@ def _tell_torchrun(error: End) -> None:
         with open(path, "w") as file:
             json.dump(secrets.masked_tree({"message": {"message": summary, "extraInfo": extra}}), file)
     except OSError:
-        pass  # its folder is gone with it
+        pass  # torchrun has exited and removed the folder
 
 
 def stop_on_signals() -> None:
-    """Turn stop signals into an error, inside of `exit_code_of`.
+    """Raise StoppedError on stop signals, inside `exit_code_of`. While workers run, the supervisor handles signals.
 
-    While workers run, their watch hears the signals instead.
-
-    One that follows within two seconds is the same: what the first one undoes is not cut short by it.
+    A second signal within two seconds is ignored, so that it does not interrupt the cleanup after the first one.
     """
-    again = 0.0  # when the next one counts
+    ignored_until = 0.0
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        nonlocal again
-        if time.monotonic() >= again:
-            again = time.monotonic() + _REPEAT_SECONDS
+        nonlocal ignored_until
+        if time.monotonic() >= ignored_until:
+            ignored_until = time.monotonic() + _REPEAT_SECONDS
             raise StoppedError(number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
@@ -130,15 +128,15 @@ def stop_on_signals() -> None:
 
 
 def hear_no_more_signals() -> None:
-    """What started this command may send it a signal while it says how it ended."""
+    """Ignore further signals while the command reports how it ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _first_cause(error: WorkerError) -> str:
     failure = error.failure
-    place = f" at step {failure.step}" if failure.step is not None else ""
-    phase = f" ({failure.phase}{place})" if failure.phase else place
+    step = f" at step {failure.step}" if failure.step is not None else ""
+    phase = f" ({failure.phase}{step})" if failure.phase else step
     summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {_described(failure)}"
     if error.leader is not None:
         return f"{summary} (the whole report is with rank zero, on {error.leader})"
@@ -151,7 +149,7 @@ def _first_cause(error: WorkerError) -> str:
 
 
 def _first_line(error: End) -> str:
-    """Return the error in one line, with its rank where it has one."""
+    """Return the error in one line, with its rank if it has one."""
     if isinstance(error, WorkerError):
         failure = error.failure
         return f"rank {failure.rank} on {failure.host}: {_described(failure)}"

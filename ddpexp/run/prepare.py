@@ -1,4 +1,4 @@
-"""Make the data ready once, before any worker starts."""
+"""Prepare the data once, before any worker starts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.config.instantiate import Node, Trust, instantiate
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import Data
 from ddpexp.errors import RefusedError
 from ddpexp.system.process import die_with_parent
@@ -17,28 +18,31 @@ from ddpexp.system.programs import python
 
 
 def prepare(data: Data, trust: Trust) -> dict[str, Any] | None:
-    """Call the data section's `prepare` and return what it says of the data; None when there is nothing to prepare.
+    """Call `prepare` of the data section and return its description of the data; None if there is nothing to prepare.
 
-    Ours runs here, for it is quick and free of torch. A user's may import torch, so it gets a process of its own.
+    ddpexp's own functions run in this process: they are fast and free of torch. A user's function may import torch, so
+    it runs in a process of its own.
 
     Raises:
         RefusedError: the data is missing, damaged or cannot be stored.
     """
     if data.prepare is None:
         return None
-    if data.prepare.startswith("ddpexp."):
-        found = instantiate(Node(data.prepare, data.options), trust, "data.prepare")
+    if key_of("data.prepare", data.prepare) is not None:
+        description = instantiate(Node(data.prepare, data.options), trust, "data.prepare")
     else:
-        found = _call_elsewhere(data, trust)
-    if not isinstance(found, Mapping) or not isinstance(found.get("name"), str):
-        raise RefusedError(f"data.prepare={data.prepare} must return a mapping with at least a `name`, not {found!r}.")
-    return dict(found)
+        description = _call_in_subprocess(data, trust)
+    if not isinstance(description, Mapping) or not isinstance(description.get("name"), str):
+        raise RefusedError(
+            f"data.prepare={data.prepare} must return a mapping with at least a `name`, not {description!r}."
+        )
+    return dict(description)
 
 
 def call_and_answer(
     parent: int, answers: int, target: str, options: Mapping[str, Any], prefixes: list[str], code: str | None
 ) -> None:
-    """Be the other process: call the function and write what it returns to the descriptor `answers`."""
+    """Subprocess entry point: call the function and write its result as JSON to the descriptor `answers`."""
     die_with_parent(parent)
     trust = Trust(tuple(prefixes), Path(code) if code else None)
     trust.make_importable()
@@ -50,17 +54,17 @@ def call_and_answer(
         json.dump(answer, file)
 
 
-def _call_elsewhere(data: Data, trust: Trust) -> Any:
+def _call_in_subprocess(data: Data, trust: Trust) -> Any:
     code = str(trust.code) if trust.code else None
     reading, writing = os.pipe()
-    words = os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code
-    process = subprocess.Popen(python("ddpexp.run.prepare:call_and_answer", *words), pass_fds=[writing])
+    arguments = os.getpid(), writing, data.prepare, _plain(data.options), list(trust.prefixes), code
+    process = subprocess.Popen(python("ddpexp.run.prepare:call_and_answer", *arguments), pass_fds=[writing])
     os.close(writing)
     with open(reading) as file:
         text = file.read()
     status = process.wait()
     if status or not text:
-        raise RefusedError(f"data.prepare={data.prepare} failed with exit code {status}: see its own words above.")
+        raise RefusedError(f"data.prepare={data.prepare} failed with exit code {status}: see its output above.")
     answer = json.loads(text)
     if "refused" in answer:
         raise RefusedError(answer["refused"])

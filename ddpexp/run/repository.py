@@ -1,6 +1,6 @@
-"""The git repository that a run's code lies in: its commit, and as a patch what no commit holds of the code.
+"""The git repository of a run's code: its commit, and a patch with the uncommitted code.
 
-The repository may be anybody's, and its settings name programs: none of them is run.
+The repository is not trusted, and its settings may name programs: none of them is executed.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from ddpexp.system.secrets import masked
 from ddpexp.system.text import one_line
 
 DIFF_BYTES = 1 << 20
-"""The size of a patch at most."""
+"""Maximum size of a patch."""
 
-_SECONDS = 4.0  # for all that git is asked
-_MARGIN_BYTES = (
-    1 << 16
-)  # behind the end of a patch that is cut: more than a secret has, which must not be cut before it is masked
-_PATHS = 1000  # that are compared
+_SECONDS = 4.0  # for all calls of git together
+# Bytes read beyond the end of a truncated patch: longer than any secret, which must be complete to be masked.
+_MARGIN_BYTES = 1 << 16
+_PATHS = 1000  # files compared
 _FILTERS = r"^filter\..*\.(clean|process|required)$"
 _SETTINGS = (
-    "core.fsmonitor=false", f"core.hooksPath={os.devnull}",  # what git asks while it compares files
-    "core.sshCommand=false", "protocol.allow=never",  # what it fetches an object with that is missing
-    "core.bigFileThreshold=256k",  # a larger file is data: it is not compared line by line
+    "core.fsmonitor=false", f"core.hooksPath={os.devnull}",  # programs that git runs while it compares files
+    "core.sshCommand=false", "protocol.allow=never",  # programs that fetch missing objects
+    "core.bigFileThreshold=256k",  # larger files are data, and are not compared line by line
 )  # fmt: skip
 _DIFF = (
     "diff-index", "-p", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", "--no-relative", "--full-index",
@@ -43,18 +42,16 @@ _DIFF = (
 class Snapshot:
     """The code of one start."""
 
-    git: Mapping[str, Any] | None  # the commit, and whether files are changed since: None where that is not known
-    diff: bytes  # a patch on top of the commit; empty where the commit holds all
+    git: Mapping[str, Any] | None  # the commit, and whether files differ from it; None if unknown
+    diff: bytes  # a patch on top of the commit; empty if there are no changes
     is_cut: bool = False
 
 
 def snapshot(folder: Path | None, files: Sequence[str]) -> Snapshot:
-    """Look at the repository that `folder` lies in, None for the current folder, and at `files`.
+    """Return the state of the repository that contains `folder` (None: the current folder), with `files` of the recipe.
 
-    The modules of the recipe.
-
-    The patch has every change of a file that git knows, and those of `files` that it does not know as new ones. Secrets
-    of the environment are masked. What takes too long, or would run a program of the repository, is left out.
+    The patch contains all changes of tracked files, and untracked ones of `files` as new files. Secrets of the
+    environment are masked. What takes too long, or would run a program of the repository, is left out.
     """
     git = _Git(folder, time.monotonic() + _SECONDS)
     try:
@@ -64,8 +61,8 @@ def snapshot(folder: Path | None, files: Sequence[str]) -> Snapshot:
     parts, is_whole = _new_files(git, state, folder, files)
     if state is not None and state.commit is not None and state.compared:
         try:
-            words = [*state.options, *_DIFF, state.commit, "--", *state.compared[:_PATHS]]
-            text, is_all = git.at_top.first_bytes(*words)
+            arguments = [*state.options, *_DIFF, state.commit, "--", *state.compared[:_PATHS]]
+            text, is_all = git.at_top.first_bytes(*arguments)
             is_whole = is_whole and is_all
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             text = f"# {len(state.compared)} changed files could not be compared: {type(error).__name__}\n"
@@ -82,51 +79,51 @@ def snapshot(folder: Path | None, files: Sequence[str]) -> Snapshot:
 
 @dataclass(frozen=True)
 class _State:
-    """What git says of its files."""
+    """The state of the work tree."""
 
     commit: str | None  # None: there is none yet
     dirty: bool | None
     compared: Sequence[str]  # the changed files
-    translated: Sequence[str]  # those that a filter, such as that of git-lfs, would have to translate first
-    options: Sequence[str]  # that switch the filters off
+    translated: Sequence[str]  # those that need a filter, such as that of git-lfs
+    options: Sequence[str]  # options that disable the filters
 
 
 @dataclass(frozen=True)
 class _Git:
-    """Asks git, which must have answered everything at a deadline."""
+    """Calls git, with a deadline for all calls together."""
 
     folder: Path | None
     deadline: float
 
-    def says(self, *words: str) -> list[str]:
-        """Return what git answers, without letting it run another program.
+    def output(self, *arguments: str) -> list[str]:
+        """Return the null-separated fields of git's output; git cannot run other programs.
 
         Raises OSError, subprocess.SubprocessError.
         """
-        command, environ = _command(*words)
+        command, environ = _command(*arguments)
         left = max(0.0, self.deadline - time.monotonic())
         done = subprocess.run(
             command, env=environ, cwd=self.folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=left,
             text=True,
             errors="surrogateescape",
         )  # fmt: skip
-        if done.returncode > ("config" in words):  # 1: there is no such setting
+        if done.returncode > ("config" in arguments):  # 1: there is no such setting
             raise subprocess.CalledProcessError(done.returncode, command)
         return [part for part in done.stdout.split("\0") if part]
 
     @cached_property
     def at_top(self) -> _Git:
-        """Return what asks git in the repository's topmost folder, where the paths begin that it has said.
+        """Return a copy that runs git in the top folder of the repository, to which its paths are relative.
 
-        Raises like `says`.
+        Raises like `output`.
         """
-        [top] = self.says("rev-parse", "--show-toplevel")
+        [top] = self.output("rev-parse", "--show-toplevel")
         return replace(self, folder=Path(top.rstrip("\n")))
 
-    def first_bytes(self, *words: str) -> tuple[str, bool]:
-        """Return the beginning of what git answers, and whether that is all. Raises like `says`."""
-        command, environ = _command(*words)
-        found = b""
+    def first_bytes(self, *arguments: str) -> tuple[str, bool]:
+        """Return the beginning of git's output, and whether it is complete. Raises like `output`."""
+        command, environ = _command(*arguments)
+        output_bytes = b""
         with subprocess.Popen(
             command,
             env=environ,
@@ -137,7 +134,7 @@ class _Git:
         ) as process:
             assert process.stdout is not None
             try:
-                while len(found) <= DIFF_BYTES + _MARGIN_BYTES:
+                while len(output_bytes) <= DIFF_BYTES + _MARGIN_BYTES:
                     ready, _, _ = select.select([process.stdout], [], [], max(0.0, self.deadline - time.monotonic()))
                     if not ready:
                         raise subprocess.TimeoutExpired(command, _SECONDS)
@@ -145,42 +142,44 @@ class _Git:
                     if not read:
                         if process.wait(max(0.0, self.deadline - time.monotonic())):
                             raise subprocess.CalledProcessError(process.returncode, command)
-                        return found.decode(errors="surrogateescape"), True
-                    found += read
+                        return output_bytes.decode(errors="surrogateescape"), True
+                    output_bytes += read
             finally:
                 process.kill()
-        return found.decode(errors="surrogateescape"), False
+        return output_bytes.decode(errors="surrogateescape"), False
 
 
-def _command(*words: str) -> tuple[list[str], dict[str, str]]:
+def _command(*arguments: str) -> tuple[list[str], dict[str, str]]:
     settings = [part for setting in _SETTINGS for part in ("-c", setting)]
     environ = {**os.environ, "GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
-    return [located("git"), "--no-pager", "--literal-pathspecs", *settings, *words], environ
+    return [located("git"), "--no-pager", "--literal-pathspecs", *settings, *arguments], environ
 
 
 def _state(git: _Git) -> _State | None:
-    """Ask for the commit and the changed files; None where a filter has a name that no option can switch off.
+    """Return the commit and the changed files; None if a filter has a name that no option can disable.
 
     Raises: OSError, ValueError, subprocess.SubprocessError.
     """
-    filters = {key.rpartition(".")[0] for key in git.says("config", "--null", "--name-only", "--get-regexp", _FILTERS)}
+    filters = {
+        key.rpartition(".")[0] for key in git.output("config", "--null", "--name-only", "--get-regexp", _FILTERS)
+    }
     if any("=" in name for name in filters):
         return None
     none = [f"{name}.{what}" for name in sorted(filters) for what in ("clean=", "process=", "required=false")]
     options = [part for setting in none for part in ("-c", setting)]
-    said = git.says(
+    status = git.output(
         *options, "status", "-z", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty",
         "--no-renames"
     )  # fmt: skip
-    changed = [line for line in said if not line.startswith("#")]
-    commit = next((line.split()[-1] for line in said if line.startswith("# branch.oid")), None)
-    # 1 XY sub mH mI mW hH hI path, and u XY sub m1 m2 m3 mW h1 h2 h3 path for what is not merged. See git-status(1).
+    changed = [line for line in status if not line.startswith("#")]
+    commit = next((line.split()[-1] for line in status if line.startswith("# branch.oid")), None)
+    # 1 XY sub mH mI mW hH hI path, and u XY sub m1 m2 m3 mW h1 h2 h3 path for unmerged files. See git-status(1).
     paths = [line.split(" ", 10 if line.startswith("u ") else 8)[-1] for line in changed]
     attributes = (
-        git.at_top.says("check-attr", "-z", "filter", "--", *paths)[2::3] if filters and paths else [""] * len(paths)
+        git.at_top.output("check-attr", "-z", "filter", "--", *paths)[2::3] if filters and paths else [""] * len(paths)
     )
     translated = [path for path, name in zip(paths, attributes, strict=True) if f"filter.{name}" in filters]
-    # 1 .M: an ordinary file, the same in the index, other content.
+    # 1 .M: an ordinary file, unchanged in the index, with other contents.
     unknown = changed and len(translated) == len(paths) and all(line.startswith("1 .M ") for line in changed)
     known = commit if commit is not None and commit != "(initial)" else None
     compared = [path for path in paths if path not in translated]
@@ -188,14 +187,14 @@ def _state(git: _Git) -> _State | None:
 
 
 def _new_files(git: _Git, state: _State | None, folder: Path | None, files: Sequence[str]) -> tuple[list[str], bool]:
-    """Return patches for those of `files` that no commit holds, and whether these are all."""
+    """Return patches for those of `files` that are not tracked, and whether these are complete."""
     top, known = os.path.realpath(folder or os.curdir), set[str]()
     if state is not None and state.commit is not None and files:
         try:
             top = str(git.at_top.folder)
             inside = [path for path in map(os.path.realpath, files) if path.startswith(f"{top}{os.sep}")]
             known = (
-                {os.path.join(top, name) for name in git.says("ls-files", "-z", "--full-name", "--", *inside)}
+                {os.path.join(top, name) for name in git.output("ls-files", "-z", "--full-name", "--", *inside)}
                 if inside
                 else set()
             )
@@ -219,7 +218,7 @@ def _new_files(git: _Git, state: _State | None, folder: Path | None, files: Sequ
 
 
 def _new_file(name: str, text: str) -> str:
-    """Return the patch that makes a file."""
+    """Return the patch that creates a file."""
     head = f"diff --git a/{name} b/{name}\nnew file mode 100644\n"
     if not text:
         return head
@@ -232,7 +231,7 @@ def _new_file(name: str, text: str) -> str:
 
 
 def _cut(text: str, is_whole: bool) -> tuple[bytes, bool]:
-    """Cut a patch that is too long after a whole line, and say so in it."""
+    """Truncate a patch that is too long after a complete line, with a note."""
     raw = text.encode(errors="surrogateescape")
     if is_whole and len(raw) <= DIFF_BYTES:
         return raw, False

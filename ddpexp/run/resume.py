@@ -1,4 +1,4 @@
-"""Whether and how a start goes on with the run that lies in a directory already."""
+"""Whether and how a start resumes the existing run in its directory."""
 
 from __future__ import annotations
 
@@ -24,114 +24,113 @@ from ddpexp.system.secrets import masked_tree
 from ddpexp.system.slurm import exact_id, is_id, is_over, own_id
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_IDENTITY = ("name", "sha256", "hash")  # what `prepare` says of the data that tells it from other data
+_IDENTITY = ("name", "sha256", "hash")  # keys of the result of `prepare` that identify the data
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a start asks of a run that is there."""
+    """A start as far as it concerns an existing run."""
 
-    name: str  # of the run, as typed
+    name: str  # of the run, as the user types it
     text: str  # the new configuration
-    typed: Sequence[str]  # the words of this command
+    overrides: Sequence[str]  # of this command
     resume: str = "auto"  # run.resume
-    again: bool = False  # the same command goes on: what started it has started it again
-    verifies: bool = False  # the final checkpoint of a finished run is read, too
+    is_restart: bool = False  # the launcher has started the same command is_restart
+    verifies: bool = False  # read the final checkpoint of a finished run completely
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """What there is of the run."""
+class PreviousRun:
+    """What exists of the run."""
 
-    manifest: Mapping[str, Any] | None  # None: it was stopped before it began
+    manifest: Mapping[str, Any] | None  # None: it was stopped before it started
     changes: Sequence[Change] = ()
-    notes: Sequence[str] = field(
-        default_factory=list
-    )  # for the log: of a submission that became this job, of edits, of code
-    replaces: bool = False  # config.yaml is not what this start trains
+    notes: Sequence[str] = field(default_factory=list)  # for the log: of the submission, of edits, of changed code
+    replaces: bool = False  # this start replaces config.yaml
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The configuration that the last start has accepted."""
+    """The configuration that the last start accepted."""
 
     tree: Mapping[str, Any]
-    edits: Sequence[Change] = ()  # made to config.yaml by hand since then
+    edits: Sequence[Change] = ()  # manual edits of config.yaml since then
 
 
-def look(run: RunDir, start: Start) -> Earlier:
-    """Hold the run against what is asked now; changes nothing.
+def inspect(run: RunDir, start: Start) -> PreviousRun:
+    """Compare the run with what the start requests; changes nothing.
 
     Raises:
-        FinishedError: there is nothing to do. RefusedError: it cannot or should not be gone on with.
+        FinishedError: there is nothing to do. RefusedError: the run cannot or should not be resumed.
     """
-    manifest, result = run.found(run.manifest), run.found(run.result) or {}
+    manifest, result = run.read_if_present(run.manifest), run.read_if_present(run.result) or {}
     new = _read(start.text)
     stored = _stored(run, manifest)
-    changes = _changes(run, stored, new, start.typed)
+    changes = _changes(run, stored, new, start.overrides)
     edits = stored.edits if stored is not None else ()
     refuse(changes, start.name, {edit.key for edit in edits})
     status = result.get("status")
     lost = _lost(run, result, start.verifies) if status == "done" else None
     if status == "done" and lost is None and not _is_longer(changes, new["trainer"], result):
         raise FinishedError(_finished(start.name, result, changes))
-    if start.resume == "never" and not start.again:
+    if start.resume == "never" and not start.is_restart:
         raise RefusedError(
-            f"{start.name} holds a run that is not finished, and run.resume=never refuses to go on with it: choose "
-            "another "
-            f"run.dir, or use run.resume=auto."
+            f"{start.name} holds a run that is not finished, and run.resume=never does not resume it: choose another "
+            "run.dir, or use run.resume=auto."
         )
-    if status == "submitted" and not start.again:
+    if status == "submitted" and not start.is_restart:
         _check_not_queued(start.name, result.get("job_id"))
     if start.resume == "require":
-        require(run, start.name)
-    said = result.get("notes")
-    notes = [str(note) for note in said] if isinstance(said, list) else []
-    notes += _said_of_edits(edits, _tree(run), new)
+        check_has_checkpoint(run, start.name)
+    recorded = result.get("notes")
+    notes = [str(note) for note in recorded] if isinstance(recorded, list) else []
+    notes += _edit_notes(edits, _tree(run), new)
     notes += check_same_code(run, manifest, new, start.name)
     if lost is not None:
         notes.append(
             f"the run was finished at step {result.get('step')}, but its final checkpoint cannot be used ({lost})"
         )
-    return Earlier(manifest, changes, list(dict.fromkeys(notes)), bool(changes) or (bool(edits) and _tree(run) != new))
+    return PreviousRun(
+        manifest, changes, list(dict.fromkeys(notes)), bool(changes) or (bool(edits) and _tree(run) != new)
+    )
 
 
 def _lost(run: RunDir, result: Mapping[str, Any], verifies: bool) -> str | None:
-    """Return why the weights of a finished run are lost, None where they are not, or where its owner has removed them.
+    """Return why the final checkpoint of a finished run is unusable; None if it is fine or was removed deliberately.
 
-    A look at names and sizes; `verifies` reads every byte.
+    Checks names and sizes; `verifies` reads every byte.
     """
-    found = scan(run.checkpoints)
-    for one in found.damaged:
-        if one.step == result.get("step"):
-            return one.problem
-    last = next((one for one in found.complete if one.step == result.get("step")), None)
+    checkpoints = scan(run.checkpoints)
+    for damaged in checkpoints.damaged:
+        if damaged.step == result.get("step"):
+            return damaged.problem
+    last = next((checkpoint for checkpoint in checkpoints.complete if checkpoint.step == result.get("step")), None)
     if last is None:
         return None
     return last.problem() if verifies else last.wrong_size()
 
 
 def changes_of(run: RunDir, start: Start) -> list[Change]:
-    """Return in what the stored configuration differs from what is asked now.
+    """Return the differences between the stored configuration and the one of this start.
 
     Raises:
-        RefusedError: the stored one cannot be read.
+        RefusedError: the stored configuration cannot be read.
     """
-    return _changes(run, _stored(run, run.found(run.manifest)), _read(start.text), start.typed)
+    return _changes(run, _stored(run, run.read_if_present(run.manifest)), _read(start.text), start.overrides)
 
 
-def _changes(run: RunDir, stored: Stored | None, new: Mapping[str, Any], typed: Sequence[str]) -> list[Change]:
+def _changes(run: RunDir, stored: Stored | None, new: Mapping[str, Any], overrides: Sequence[str]) -> list[Change]:
     if stored is None:
         return []
     if stored.edits:
-        new = masked_tree(new)  # as it was written
-    return compare(stored.tree, new, typed, run.words())
+        new = masked_tree(new)  # as the manifest stores it
+    return compare(stored.tree, new, overrides, run.read_overrides())
 
 
 def _stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | None:
-    """Return what the last start has accepted: config.yaml, or what it was before somebody edited it.
+    """Return what the last start accepted: config.yaml, or its contents before a manual edit.
 
-    None where the run was stopped before it had one.
+    None if the run was stopped before it had one.
 
     Raises:
         RefusedError: it cannot be read.
@@ -150,96 +149,100 @@ def _stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | None:
     if not isinstance(before, dict) or not isinstance(before.get("run"), dict):
         raise RefusedError(f"{run.manifest} holds no configuration of a run.")
     edits = compare(before, masked_tree(tree), ())
-    return Stored(before, edits) if edits else Stored(tree)  # else it was a comment
+    return Stored(before, edits) if edits else Stored(tree)  # otherwise only a comment was edited
 
 
 def _accepted(run: RunDir, manifest: Mapping[str, Any] | None, now: str) -> str | None:
-    """Return the configuration that the last start accepted, where the file with the hash `now` is not that.
+    """Return the configuration that the last start accepted, or None if config.yaml, with the hash `now`, is that.
 
-    None, too, where nothing says what it was: in a run directory of an older version.
+    Also None if nothing records it: in a run directory of an older version.
     """
-    one = newest(run.checkpoints)
+    checkpoint = newest(run.checkpoints)
     record = manifest.get("config") if manifest else None
-    if not isinstance(record, Mapping):  # what the steps so far were trained with is in their checkpoint
+    if not isinstance(record, Mapping):  # the checkpoint holds the configuration of the steps so far
         try:
-            text = one.config if one is not None else None
+            text = checkpoint.config if checkpoint is not None else None
         except (OSError, ValueError):
             return None
         return text if text is not None and sha256(text) != now else None
     hashes, text = record.get("sha256"), record.get("text")
     if not isinstance(hashes, list) or not isinstance(text, str) or sha256(text) == now:
         return None
-    inputs = one.manifest.get("inputs") if one is not None else None
+    inputs = checkpoint.manifest.get("inputs") if checkpoint is not None else None
     trained = inputs.get("config_sha256") if isinstance(inputs, Mapping) else None
-    # A start that was killed before it replaced the file has left the one before, and has trained no step.
+    # A start that was killed before it replaced the file has left the previous one, and has trained no step.
     return None if now in hashes and trained != sha256(text) else text
 
 
-def _said_of_edits(edits: Sequence[Change], tree: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
-    """Return a line for edits of config.yaml that this start follows, and one for the others.
+def _edit_notes(edits: Sequence[Change], tree: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
+    """Return a log line for manual edits of config.yaml that this start uses, and one for the overridden.
 
-    A whole command says all itself.
+    A full command overrides them all.
     """
-    others = {change.key for change in compare(tree, new, ())} if edits and tree is not None else set()
-    follows = [str(edit) for edit in edits if edit.key not in others]
-    ignores = [str(edit) for edit in edits if edit.key in others]
+    overridden = {change.key for change in compare(tree, new, ())} if edits and tree is not None else set()
+    used = [str(edit) for edit in edits if edit.key not in overridden]
+    ignored = [str(edit) for edit in edits if edit.key in overridden]
     title = "config.yaml was edited since the last start"
     return [
-        *([f"{title}: {', '.join(follows)}"] if follows else []),
-        *([f"{title}, and kept beside, for this command says otherwise: {', '.join(ignores)}"] if ignores else []),
+        *([f"{title}: {', '.join(used)}"] if used else []),
+        *(
+            [f"{title}, but this command overrides it (the edited file is kept beside): {', '.join(ignored)}"]
+            if ignored
+            else []
+        ),
     ]
 
 
 def code_of(tree: Mapping[str, Any]) -> sources.Code:
-    """Return the code that a configuration names; imports nothing."""
+    """Return the code that a configuration refers to; imports nothing."""
     return sources.find(_targets(tree), _code(tree), _path(tree))
 
 
 def check_same_code(run: RunDir, manifest: Mapping[str, Any] | None, new: Mapping[str, Any], name: str) -> list[str]:
-    """Compare the code that `new` names with what the newest checkpoint was trained with; return what the log must say.
+    """Compare the code that `new` refers to with the code of the newest checkpoint; return notes for the log.
 
-    What the last start has accepted need not be allowed again, where it was ended before its first checkpoint.
+    Changes that the last start was allowed need not be allowed again if it ended before its first checkpoint.
 
     Raises:
         RefusedError: the code has changed and run.allow_changes does not list it.
     """
-    kept = newest_inputs(run)
-    if kept is None:  # no step is kept that other code has computed
+    trained = newest_inputs(run)
+    if trained is None:  # no step was computed by other code
         return []
-    step, inputs = kept
+    step, inputs = trained
     last = manifest.get("inputs") if manifest else None
     accepted = last.get("code") if isinstance(last, Mapping) else None
     before = inputs.get("code", accepted)
     if not isinstance(before, Mapping):
-        return []  # of an older version
+        return []  # the checkpoint is of an older version
     named = before.get("targets")
     both = [target for target in _targets(new) if isinstance(named, list) and target in named]
-    now = sources.find(both, _code(new), _path(new)).fingerprint  # what is typed to be other code is no surprise
+    now = sources.find(both, _code(new), _path(new)).fingerprint  # a new target is not a surprise
     changes = sources.differences(before, now)
     if not changes:
         return []
-    what = f"since step {step} {', '.join(changes)}"
+    change = f"since step {step} {', '.join(changes)}"
     if "code" in (new["run"].get("allow_changes") or ()):
-        return [f"{what} (run.allow_changes=[code])"]
+        return [f"{change} (run.allow_changes=[code])"]
     if isinstance(accepted, Mapping) and not sources.differences(accepted, now):
-        return [f"{what}, as the last start was allowed to"]
+        return [f"{change}, which the last start was allowed to use"]
     raise RefusedError(
-        f"{name}: {what}, so the steps to come would be computed by other code than the steps so far. "
-        f"Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir."
+        f"{name}: {change}, so the steps to come would be computed by other code than the steps so far. Type "
+        "run.allow_changes=[code] to resume with it, or start a new run with another run.dir."
     )
 
 
 def newest_inputs(run: RunDir) -> tuple[int, Mapping[str, Any]] | None:
-    """Return the step of the newest checkpoint and what it was trained with; None where there is no checkpoint."""
-    one = newest(run.checkpoints)
-    if one is None:
+    """Return the step of the newest checkpoint and its inputs; None if there is no checkpoint."""
+    checkpoint = newest(run.checkpoints)
+    if checkpoint is None:
         return None
-    inputs = one.manifest.get("inputs")
-    return one.step, inputs if isinstance(inputs, Mapping) else {}
+    inputs = checkpoint.manifest.get("inputs")
+    return checkpoint.step, inputs if isinstance(inputs, Mapping) else {}
 
 
 def _targets(tree: Mapping[str, Any]) -> list[str]:
-    """Return what a configuration names of a recipe's code."""
+    """Return the targets in a configuration that are a recipe's code."""
     sections = {name: tree.get(name) for name in ("task", "model", "data", "optimizer", "scheduler")}
     data = sections["data"]
     prepare = data.get("prepare") if isinstance(data, Mapping) else None
@@ -247,10 +250,7 @@ def _targets(tree: Mapping[str, Any]) -> list[str]:
 
 
 def _path(tree: Mapping[str, Any]) -> list[str]:
-    """Return where modules are looked for, as Trust.make_importable has it.
-
-    Those of run.trust in the current folder, too.
-    """
+    """Return the module search path as in Trust.make_importable: with run.trust, it includes the current folder."""
     return [*sys.path, os.curdir] if tree["run"].get("trust") else sys.path
 
 
@@ -259,8 +259,8 @@ def _code(tree: Mapping[str, Any]) -> Path | None:
     return Path(code) if isinstance(code, str) else None
 
 
-def require(run: RunDir, name: str) -> None:
-    """Refuse a run without a complete checkpoint.
+def check_has_checkpoint(run: RunDir, name: str) -> None:
+    """Check that the run has a complete checkpoint.
 
     Raises:
         RefusedError: there is none.
@@ -273,20 +273,20 @@ def require(run: RunDir, name: str) -> None:
 
 
 def has_checkpoint(run: RunDir | None) -> bool:
-    """Tell whether there is a complete checkpoint to go on from."""
+    """Return whether there is a complete checkpoint to resume from."""
     return run is not None and bool(complete_checkpoints(run.checkpoints))
 
 
 def check_same_data(
     manifest: Mapping[str, Any] | None, data: Mapping[str, Any] | None, name: str, allowed: Sequence[str] = ()
 ) -> list[str]:
-    """Compare what was said of the data before with what is said now; return what the log must say.
+    """Compare the data with that of the manifest; return notes for the log.
 
     Raises:
         RefusedError: the data has changed and run.allow_changes does not list it.
     """
     before = manifest.get("data") if manifest else None
-    data = masked_tree(data)  # as it was written
+    data = masked_tree(data)  # as the manifest stores it
     if not isinstance(before, Mapping) or data is None:
         return []
     if all(key not in before or before[key] == data.get(key) for key in _IDENTITY):
@@ -294,87 +294,86 @@ def check_same_data(
     if "data" in allowed:
         return [f"data: {_data(before)} -> {_data(data)} (run.allow_changes=[data])"]
     raise RefusedError(
-        f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see other "
-        f"samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with this, or "
-        "start a "
-        f"new run with another run.dir."
+        f"{name} was trained on {_data(before)}, and the data here is {_data(data)}: the steps to come would see "
+        "other samples. Make the same data available (data.root=...), type run.allow_changes=[data] to resume with "
+        "this, or start a new run with another run.dir."
     )
 
 
-def settle(earlier: Earlier, layout: Layout, asked_threads: str | int) -> tuple[Layout, list[str]]:
-    """Return the layout that the run goes on with, and what its log must say about this start.
+def resolve_layout(previous: PreviousRun, layout: Layout, threads_key: str | int) -> tuple[Layout, list[str]]:
+    """Return the layout that the run resumes with, and notes for the log.
 
-    The number of threads stays where it was not typed: with another one the last bits of the result would be others.
+    With trainer.threads=auto the number of threads stays the same, because it affects the last bits of the result.
 
     Raises:
-        RefusedError: manifest.json, which anybody may have written, names more threads than a worker can start.
+        RefusedError: manifest.json, which is not trusted, has more threads than a worker can start.
     """
-    notes = list(earlier.notes)
-    world = earlier.manifest.get("world") if earlier.manifest else None
+    notes = list(previous.notes)
+    world = previous.manifest.get("world") if previous.manifest else None
     if isinstance(world, Mapping):
         size, threads, device = world.get("world_size"), world.get("threads"), world.get("device")
         if size != layout.world_size:
             notes.append(f"{size} -> {layout.world_size} workers")
         if device != layout.device:
             notes.append(f"device: {device} -> {layout.device}")
-        if asked_threads == "auto" and isinstance(threads, int) and threads > 0:
+        if threads_key == "auto" and isinstance(threads, int) and threads > 0:
             check_threads(threads)
             if threads != layout.threads:
                 notes.append(
-                    f"threads: {threads} each as before, for another number changes the last bits of the result; "
+                    f"threads: {threads} each as before, because another number changes the last bits of the result; "
                     f"this start would have chosen {layout.threads} (trainer.threads={layout.threads})"
                 )
             layout = replace(layout, threads=threads)
-    return layout, notes + list_changes(earlier.changes)
+    return layout, notes + list_changes(previous.changes)
 
 
-def trusted_words(run: RunDir) -> list[str]:
-    """Return the words that trusted the run's code when it was started, as its own files tell: only to be shown.
+def trust_arguments(run: RunDir) -> list[str]:
+    """Return the arguments that trusted the run's code when it was started, as the run's files record them.
 
-    They are to be typed in the current folder.
+    Only for display, in the current folder: ddpexp never trusts a run directory's record of what code to run.
     """
     try:
         stored = _read(run.config.read_text())["run"]
         code, prefixes = stored["code"], stored["trust"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
         return []
-    words = []
+    arguments = []
     if isinstance(code, str):
-        typed = config_words(run.command())
-        words += [
+        options = config_options(run.command())
+        arguments += [
             "--config-dir",
-            shortest(Path(code) / (Path(typed[-1].partition("=")[2] or typed[-1]).name if typed else "conf")),
+            shortest(Path(code) / (Path(options[-1].partition("=")[2] or options[-1]).name if options else "conf")),
         ]
     if isinstance(prefixes, list) and prefixes:
-        words.append(f"run.trust=[{','.join(map(str, prefixes))}]")
-    return words
+        arguments.append(f"run.trust=[{','.join(map(str, prefixes))}]")
+    return arguments
 
 
-def config_words(command: Sequence[str]) -> list[str]:
-    """Return the words of a command line that say where the user's own configs are."""
-    for place, word in enumerate(command):
-        if word in ("--config-dir", "-cd"):
-            return list(command[place : place + 2])
-        if word.startswith(("--config-dir=", "-cd=")):
-            return [word]
+def config_options(argv: Sequence[str]) -> list[str]:
+    """Return the options of a command line that name the user's config folder."""
+    for position, argument in enumerate(argv):
+        if argument in ("--config-dir", "-cd"):
+            return list(argv[position : position + 2])
+        if argument.startswith(("--config-dir=", "-cd=")):
+            return [argument]
     return []
 
 
-def merged(run: RunDir, typed: Sequence[str]) -> list[str]:
-    """Return the words that a run was started with, and those that change it.
+def merge_overrides(run: RunDir, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a run, updated with those of this command.
 
-    What one start was allowed to is none of them.
+    run.allow_changes is dropped, since it holds for one start only.
     """
-    keys = {"run.allow_changes", *map(_key, typed)}
-    return [word for word in run.words() if _key(word) not in keys] + list(typed)
+    keys = {"run.allow_changes", *map(_key, overrides)}
+    return [override for override in run.read_overrides() if _key(override) not in keys] + list(overrides)
 
 
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
 
 
 def _tree(run: RunDir) -> dict[str, Any] | None:
-    """Return the stored configuration; None when the run was stopped before it had one."""
+    """Return the stored configuration; None if the run was stopped before it had one."""
     if not run.config.exists():
         return None
     try:
@@ -392,7 +391,7 @@ def _read(text: str) -> Any:
 
 
 def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
-    """Tell whether typed words give a finished run more steps."""
+    """Return whether the overrides give a finished run more steps."""
     return lengthens(changes) and not any(
         isinstance(trainer.get(key), int) and isinstance(result.get(fact), int | float) and trainer[key] <= result[fact]
         for key, fact in (("max_steps", "step"), ("epochs", "epoch"))
@@ -400,15 +399,15 @@ def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Ma
 
 
 def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -> str:
-    """Return the sentence, unless something was typed that no finished run can follow."""
+    """Return the message for a finished run; raises if there are overrides that a finished run cannot apply."""
     other = next((change for change in changes if change.kind == "typed" and change.key not in LENGTH), None)
-    what = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}"
+    state = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}"
     if other is not None:
         raise RefusedError(
-            f"{what}: {other} would change nothing any more. Start a new run with another run.dir, "
-            f"or make this one longer with trainer.epochs or trainer.max_steps."
+            f"{state}: {other} has no effect. Start a new run with another run.dir, or make this "
+            "one longer with trainer.epochs or trainer.max_steps."
         )
-    return f"{what}: nothing to do."
+    return f"{state}: nothing to do."
 
 
 def _metric(metrics: Any) -> str:
@@ -422,7 +421,7 @@ def _metric(metrics: Any) -> str:
 
 
 def _check_not_queued(name: str, job_id: Any) -> None:
-    """Refuse a run whose job waits in the queue or runs: it would be trained twice."""
+    """Check that no job for this run is queued or running: it would be trained twice."""
     if isinstance(job_id, str) and is_id(job_id) and job_id not in (own_id(), exact_id()) and is_over(job_id) is False:
         raise RefusedError(
             f"{name} was submitted as job {job_id}, which is in the queue: wait for it, or scancel {job_id} first."

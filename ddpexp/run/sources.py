@@ -1,9 +1,6 @@
-"""The code that a run's numbers come from, as hashes.
+"""Hashes of the code that a run depends on: the modules named by `_target_`, and those they import beside them.
 
-The modules that `_target_` names and what they import beside them.
-
-Nothing is imported for that: the files are found where Python would find them, and their imports are read from their
-syntax.
+Nothing is imported: files are located where Python would find them, and their imports are read from the syntax tree.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from typing import Any
 
 import ddpexp
 
-_MODULES = 500  # of one run at most: a recipe is a few files
-_PARSED_BYTES = 1 << 20  # of a file; a larger one is data, and is hashed as it is
+_MODULES = 500  # at most, in a run: a recipe has a few files
+_PARSED_BYTES = 1 << 20  # larger files are data, and are hashed without parsing
 _HASHED_BYTES = 64 << 20
 _RECIPES = "ddpexp.recipes"
 _STDLIB = os.path.dirname(os.__file__)
@@ -33,19 +30,19 @@ _STDLIB = os.path.dirname(os.__file__)
 class Code:
     """The code of a run."""
 
-    fingerprint: Mapping[str, Any]  # plain values, to be stored and given to `differences`
-    files: Sequence[str]  # the files that are the user's own: of no installed package, and not ddpexp's
+    fingerprint: Mapping[str, Any]  # plain values, for storage and for `differences`
+    files: Sequence[str]  # the user's own files: of no installed package, and not of ddpexp
 
 
 def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code:
-    """Return what the code of `targets` is.
+    """Return the code of `targets`.
 
-    Modules are looked for as a worker would: in `code` (run.code) first, then along `path` (sys.path). Counted are
-    those that `targets` name, ddpexp's own recipes among them, and what they import from the same folder tree or
-    top-level package. Of an installed package its version counts. torch and the rest of ddpexp do not: the manifest has
-    their versions.
+    Modules are located as in a worker: first in `code` (run.code), then along `path` (sys.path). Included are the
+    modules of `targets`, also in ddpexp's own recipes, and what they import from the same folder tree or top-level
+    package. Installed packages are represented by their version. torch and the rest of ddpexp are not included: the
+    manifest has their versions.
     """
-    wanted = sorted({target for target in targets if _is_of_others(target)})
+    wanted = sorted({target for target in targets if _is_recipe_code(target)})
     roots = ([str(code)] if code is not None else []) + [folder or os.curdir for folder in path]
     walk = _Walk([os.path.abspath(root) for root in roots])
     for target in wanted:
@@ -55,20 +52,20 @@ def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what has changed between two fingerprints, a phrase for each module: those of targets first.
+    """Return the changes between two fingerprints, a phrase for each module, those of targets first.
 
-    Two files are the same when their bytes are, or when the same Python reads the same code in them: a comment, a blank
-    line or a docstring changes nothing.
+    Two files are equal if their bytes are, or if the same version of Python parses them to the same code: comments,
+    blank lines and docstrings do not count.
     """
     old, new = _modules(before), _modules(now)
     same_python = before.get("python") == now.get("python")
-    targets = _of_others(now)
+    targets = _recipe_targets(now)
     names = sorted({**new, **old}, key=lambda name: not any(target.rpartition(".")[0] == name for target in targets))
     found = []
     for name in names:
         was, is_now = old.get(name), new.get(name)
         if is_now is None:
-            if _of_others(before) == targets:  # else it may have been another target's
+            if _recipe_targets(before) == targets:  # else it may have been another target's
                 found.append(f"{_called(name, was)} is gone")
         elif was is None:
             found.append(f"{_called(name, is_now)} is new")
@@ -81,26 +78,26 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _of_others(fingerprint: Mapping[str, Any]) -> list[str]:
+def _recipe_targets(fingerprint: Mapping[str, Any]) -> list[str]:
     targets = fingerprint.get("targets")
     return (
-        [target for target in targets if isinstance(target, str) and _is_of_others(target)]
+        [target for target in targets if isinstance(target, str) and _is_recipe_code(target)]
         if isinstance(targets, list)
         else []
     )
 
 
-def _is_of_others(target: str) -> bool:
-    """Tell whether code has a name of its own: not torch's, nor a part of ddpexp's, but a recipe of it."""
+def _is_recipe_code(target: str) -> bool:
+    """Return whether a target is recipe code: not torch's, and of ddpexp only its recipes."""
     root = target.partition(".")[0]
     return root not in (target, "torch", "ddpexp") or target.startswith(f"{_RECIPES}.")
 
 
 def _modules(fingerprint: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Return the modules of a fingerprint that anybody may have stored."""
+    """Return the modules of a stored fingerprint, which is not trusted."""
     modules = fingerprint.get("modules")
     return (
-        {str(name): one for name, one in modules.items() if isinstance(one, Mapping)}
+        {str(name): module for name, module in modules.items() if isinstance(module, Mapping)}
         if isinstance(modules, Mapping)
         else {}
     )
@@ -116,77 +113,77 @@ def _version(module: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A module where Python would find it."""
+class _Module:
+    """The location of a module."""
 
     name: str
     file: str | None  # None: a folder without __init__.py
-    folders: Sequence[str]  # where its submodules are
-    root: str  # the folder that is searched for its top-level package
+    folders: Sequence[str]  # that contain its submodules
+    root: str  # the folder on the search path that contains its top-level package
 
     @property
     def is_installed(self) -> bool:
-        """Tell whether it is of a package that pip has installed, or Python's own."""
+        """Return whether it belongs to an installed package or to Python's standard library."""
         parts = self.root.split(os.sep)
         return "site-packages" in parts or "dist-packages" in parts or self.root.startswith(_STDLIB)
 
 
 @dataclass
 class _Walk:
-    """The modules found so far."""
+    """Collects modules by following their imports."""
 
     roots: Sequence[str]
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
-    _own: set[str] = field(default_factory=set)  # the folders in which modules of targets lie
-    _tops: dict[str, _Place | None] = field(default_factory=dict)
+    _target_roots: set[str] = field(default_factory=set)  # the roots of the modules of targets
+    _tops: dict[str, _Module | None] = field(default_factory=dict)
 
     def add_target(self, target: str) -> None:
-        """Add the module that defines a target, and what that imports."""
+        """Add the module that defines a target, and its imports."""
         parts = target.split(".")[:-1]
-        places = [
-            place for end in range(len(parts), 0, -1) if (place := self._place(".".join(parts[:end]))) is not None
+        modules = [
+            module for end in range(len(parts), 0, -1) if (module := self._locate(".".join(parts[:end]))) is not None
         ]
-        first = next((place for place in places if place.file is not None), None)
+        first = next((module for module in modules if module.file is not None), None)
         if first is None or (parts[0] == "ddpexp" and not first.name.startswith(f"{_RECIPES}.")):
             return
         if parts[0] != "ddpexp":
             if first.is_installed:
                 self._add_installed(first)
                 return
-            self._own.add(first.root)
+            self._target_roots.add(first.root)
         self._add(first.name)
 
-    def _add_installed(self, place: _Place) -> None:
+    def _add_installed(self, place: _Module) -> None:
         top = place.name.partition(".")[0]
         try:
             self.found[top] = {"version": metadata.version(top)}
-        except metadata.PackageNotFoundError:  # a distribution of another name: looking for it would mean to read all
+        except metadata.PackageNotFoundError:  # finding the distribution of that name would take long
             self._hash(place)
 
     def _add(self, name: str) -> None:
-        """Add a module of our user's, the packages that it lies in, and what all of them import beside them."""
+        """Add a module of the user, the packages that contain it, and what all of them import beside them."""
         waiting = [name]
         while waiting and len(self.found) < _MODULES:
             module = waiting.pop()
             parts = module.split(".")
             for end in range(1, len(parts) + 1):
-                place = self._place(".".join(parts[:end]))
+                place = self._locate(".".join(parts[:end]))
                 if place is None or place.file is None or place.name in self.found or not self._is_counted(place, name):
                     continue
                 tree = self._hash(place)
                 if tree is not None:
                     waiting += _imported(tree, place)
 
-    def _is_counted(self, place: _Place, by: str) -> bool:
+    def _is_counted(self, place: _Module, by: str) -> bool:
         if place.name.partition(".")[0] == "ddpexp":
             return place.name.startswith(f"{_RECIPES}.")
-        return place.root in self._own or (
+        return place.root in self._target_roots or (
             not place.is_installed and place.name.partition(".")[0] == by.partition(".")[0]
         )
 
-    def _hash(self, place: _Place) -> ast.Module | None:
-        """Add what a file is; return its syntax, None where it cannot be read as Python."""
+    def _hash(self, place: _Module) -> ast.Module | None:
+        """Add the hashes of a file; return its syntax tree, or None if it cannot be parsed."""
         assert place.file is not None
         try:
             with open(place.file, "rb") as file:
@@ -195,23 +192,23 @@ class _Walk:
             return None
         if not place.is_installed and place.name.partition(".")[0] != "ddpexp":
             self.files.append(place.file)
-        one = self.found[place.name] = {"file": _shown(place), "sha256": hashlib.sha256(content).hexdigest()}
+        entry = self.found[place.name] = {"file": _shown(place), "sha256": hashlib.sha256(content).hexdigest()}
         if len(content) > _PARSED_BYTES:
             return None
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the user's code: Python says it when that is imported
+                warnings.simplefilter("ignore")  # Python shows warnings about the user's code when it is imported
                 tree = ast.parse(content)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         try:
-            one["syntax"] = hashlib.sha256(_without_docstrings(tree).encode("utf-8", "surrogatepass")).hexdigest()
-        except RecursionError:  # nested more deeply than can be written down
+            entry["syntax"] = hashlib.sha256(_without_docstrings(tree).encode("utf-8", "surrogatepass")).hexdigest()
+        except RecursionError:  # nested too deeply to be dumped
             pass
         return tree
 
-    def _place(self, name: str) -> _Place | None:
-        """Look where Python would find a module; None where there is none."""
+    def _locate(self, name: str) -> _Module | None:
+        """Locate a module as Python would; None if there is none."""
         top, *rest = name.split(".")
         if top not in self._tops:
             self._tops[top] = self._top(top)
@@ -220,26 +217,26 @@ class _Walk:
             if place is None:
                 return None
             found = _look(part, place.folders)
-            place = _Place(f"{place.name}.{part}", found[0], found[1], place.root) if found is not None else None
+            place = _Module(f"{place.name}.{part}", found[0], found[1], place.root) if found is not None else None
         return place
 
-    def _top(self, top: str) -> _Place | None:
+    def _top(self, top: str) -> _Module | None:
         if top == "ddpexp":
-            return _Place(
+            return _Module(
                 top, ddpexp.__file__, list(ddpexp.__path__), os.path.dirname(os.path.dirname(ddpexp.__file__))
             )
         for root in self.roots:
             found = _look(top, [root])
             if found is not None and found[0] is not None:
-                return _Place(top, found[0], found[1], root)
+                return _Module(top, found[0], found[1], root)
         found = _look(top, self.roots)  # a package without __init__.py, in whatever folders
         if found is not None:
-            return _Place(top, None, found[1], os.path.dirname(found[1][0]))
+            return _Module(top, None, found[1], os.path.dirname(found[1][0]))
         return _installed_editable(top)
 
 
-def _installed_editable(top: str) -> _Place | None:
-    """Ask the finders that `pip install -e` leaves; of a top-level name that imports nothing."""
+def _installed_editable(top: str) -> _Module | None:
+    """Ask the import finders of `pip install -e`; for a top-level name this imports nothing."""
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError, AttributeError):
@@ -247,14 +244,11 @@ def _installed_editable(top: str) -> _Place | None:
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     folders = list(spec.submodule_search_locations or ())
-    return _Place(top, spec.origin, folders, os.path.dirname(folders[0] if folders else spec.origin))
+    return _Module(top, spec.origin, folders, os.path.dirname(folders[0] if folders else spec.origin))
 
 
 def _look(name: str, folders: Sequence[str]) -> tuple[str | None, list[str]] | None:
-    """Look for a module in folders.
-
-    Its file, None where it is a folder without one, and the folders of its submodules.
-    """
+    """Return the file of a module in `folders` (None for a folder without __init__.py) and its submodule folders."""
     portions = []
     for folder in folders:
         base = os.path.join(folder, name)
@@ -267,8 +261,8 @@ def _look(name: str, folders: Sequence[str]) -> tuple[str | None, list[str]] | N
     return (None, portions) if portions else None
 
 
-def _imported(tree: ast.Module, place: _Place) -> Iterator[str]:
-    """Yield the names of all that may be a module in a file's imports."""
+def _imported(tree: ast.Module, place: _Module) -> Iterator[str]:
+    """Yield every name in a file's imports that may be a module."""
     package = place.name.split(".") if place.folders else place.name.split(".")[:-1]
     for statement in _statements(tree):
         if isinstance(statement, ast.Import):
@@ -282,7 +276,7 @@ def _imported(tree: ast.Module, place: _Place) -> Iterator[str]:
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield every statement of a file; expressions, which hold no imports, are not walked."""
+    """Yield every statement of a file; expressions, which contain no imports, are skipped."""
     waiting: list[ast.AST] = [tree]
     while waiting:
         node = waiting.pop()
@@ -294,7 +288,7 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _without_docstrings(tree: ast.Module) -> str:
-    """Write a file's syntax down, as this Python does, without the texts that document it. Changes the tree."""
+    """Dump a syntax tree without docstrings. Changes the tree."""
     for node in _statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
             first = node.body[0]
@@ -307,8 +301,8 @@ def _without_docstrings(tree: ast.Module) -> str:
     return ast.dump(tree)
 
 
-def _shown(place: _Place) -> str:
-    """Return a file's path below the folder that its package was found in."""
+def _shown(place: _Module) -> str:
+    """Return a file's path relative to the folder that contains its top-level package."""
     assert place.file is not None
     name = place.name.replace(".", "/")
     return f"{name}/__init__.py" if os.path.basename(place.file) == "__init__.py" else f"{name}.py"

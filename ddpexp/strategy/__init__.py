@@ -1,1 +1,1 @@
-"""How gradients are reduced and state is held: one module for each option of the group `strategy`."""
+"""How gradients are reduced and model state is held: one package or module for each strategy."""

@@ -1,4 +1,4 @@
-"""What the run loop asks of a strategy."""
+"""The interface between the run loop and a strategy."""
 
 from __future__ import annotations
 
@@ -12,32 +12,29 @@ from ddpexp.strategy.comm.shared_memory import SharedMemory
 
 
 class Strategy(Protocol):
-    """How the replicas of a model work together.
+    """How the replicas of a model work together: wrapping, micro-batches, gradient reduction and gradient norm."""
 
-    Owns wrapping, the borders of micro-batches, the reduction and its norm.
-    """
-
-    single: bool  # the model is one module, not a mapping of them
-    modules: dict[str, nn.Module]  # the modules themselves, which no forward pass communicates through
-    gradient_weight: float  # what a part of the loss is multiplied by, because of how gradients are summed
-    memory: SharedMemory | None  # what gradients go through, where it is not the backend
+    single: bool  # the model is one module, not a mapping of modules
+    modules: dict[str, nn.Module]  # unwrapped: their forward passes do not communicate
+    gradient_weight: float  # the loss is multiplied by it, to make up for how gradients are summed
+    memory: SharedMemory | None  # what carries the gradients; None: the backend
 
     @property
     def train_model(self) -> Any:
-        """Return what a task's training step calls: a module, or the mapping of them."""
+        """Return the (wrapped) module that a task trains, or the mapping of modules."""
         ...
 
     @property
     def eval_model(self) -> Any:
-        """Return the bare module, or the mapping of them."""
+        """Return the unwrapped module, or the mapping of modules."""
         ...
 
     def train(self, mode: bool) -> None:
-        """Switch every module between training and evaluation."""
+        """Set every module to training or evaluation mode."""
         ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Enclose forward and backward of one micro-batch; gradients are reduced in the last one of a step."""
+        """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -49,11 +46,11 @@ class Strategy(Protocol):
         ...
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Scale the gradient down to `limit` and return its norm before that."""
+        """Clip the gradient norm to `limit`; return the norm before clipping."""
         ...
 
     def clear_gradient(self) -> None:
-        """Forget every gradient."""
+        """Clear every gradient."""
         ...
 
     def scale_gradient(self, factor: Tensor) -> None:
@@ -61,13 +58,13 @@ class Strategy(Protocol):
         ...
 
     def evaluation(self) -> AbstractContextManager[Any]:
-        """Give the bare model in evaluation mode, with rank zero's buffers. Ranks: all; may communicate."""
+        """Yield `eval_model` in evaluation mode, with rank zero's buffers. Ranks: all; may communicate."""
         ...
 
     def synced_buffers(self) -> AbstractContextManager[None]:
-        """Give every rank rank zero's buffers for a while. Ranks: all; may communicate."""
+        """Give every rank the buffers of rank zero inside the block. Ranks: all; may communicate."""
         ...
 
     def local_buffers(self) -> Mapping[str, Tensor]:
-        """Return the buffers that stay different from rank to rank, by name."""
+        """Return the buffers that may differ between ranks, by name."""
         ...

@@ -1,7 +1,7 @@
-"""A small model's gradients in one bucket, which the workers of one host sum when a micro-batch ends.
+"""The gradients of a small model in one bucket, which the workers of one host sum at the end of a micro-batch.
 
-DDP's reducer sums while backward goes on, for which it watches every gradient. Of a model that fits into one bucket
-nothing can be summed before the last gradient is there, and the watching takes longer than the sum.
+DDP's reducer overlaps reduction with the backward pass, for which it hooks every gradient. If the model fits into one
+bucket, there is nothing to overlap, and the hooks take longer than the sum.
 """
 
 from __future__ import annotations
@@ -19,47 +19,45 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.flat import Layout
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer
 from ddpexp.strategy.options import Options
-from ddpexp.strategy.replica import take_rank_zeros
+from ddpexp.strategy.replica import broadcast_rank_zero
 
 _MIB = 1 << 20
 
 
 class Bucket:
-    """The gradients of one model on this rank. Every rank makes one, of the same parameters in the same order."""
+    """The gradients of one model on this rank. Every rank has one, of the same parameters in the same order."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], reducer: SharedMemoryReducer, world: World) -> None:
-        """Lay the gradients out, those of each kind of number in a flat tensor of their own."""
-        self.last: bool | None = (
-            None  # whether the micro-batch that is going on is a step's last one; None: between them
-        )
+        """Allocate a flat tensor for the gradients of each dtype."""
+        self.last: bool | None = None  # whether the current micro-batch is the last of its step; None: between them
         self.training = True
         self.reducer, self._world = reducer, world
-        self._kinds = [_Kind(group) for group in _by_kind(parameters.values())]
-        # One parameter stands for all: any backward pass that is worth its name reaches it.
+        self._groups = [_DtypeGroup(group) for group in _by_dtype(parameters.values())]
+        # One hook is enough: any real backward pass reaches the last parameter.
         list(parameters.values())[-1].register_post_accumulate_grad_hook(self._check_inside_micro_batch)  # type: ignore[no-untyped-call]
 
     @classmethod
     def fits(cls, parameters: Mapping[str, nn.Parameter], options: Options, slot_bytes: int) -> bool:
-        """Tell whether this does what DDP would, with these options, for a model of these parameters."""
+        """Return whether a bucket can replace DDP, with these options, for a model with these parameters."""
         if options.static_graph or options.find_unused_parameters or not options.gradient_as_bucket_view:
             return False
         if any(is_lazy(parameter) or parameter.is_complex() for parameter in parameters.values()):
             return False
-        sizes = [Layout(group).length * group[0].element_size() for group in _by_kind(parameters.values())]
+        sizes = [Layout(group).length * group[0].element_size() for group in _by_dtype(parameters.values())]
         return sum(sizes) <= options.bucket_cap_mb * _MIB and max(sizes) <= slot_bytes
 
     def fill(self) -> bool:
-        """Bring the gradients that have come since the last sum to the other ranks; false: none have come."""
-        if not any(kind.is_new() for kind in self._kinds):
+        """Write the gradients where the other ranks can read them; return whether there are new ones."""
+        if not any(group.is_new() for group in self._groups):
             return False
-        for kind in self._kinds:
-            kind.write(self.reducer)
+        for group in self._groups:
+            group.write(self.reducer)
         return True
 
-    def give(self) -> None:
-        """Give the parameters the sums as gradients. Ranks: all; communicates where gradients are sparse."""
-        for kind in self._kinds:
-            for parameter in kind.give():
+    def assign(self) -> None:
+        """Assign the sums to the parameters as gradients. Ranks: all; communicates if gradients are sparse."""
+        for group in self._groups:
+            for parameter in group.assign():
                 assert parameter.grad is not None
                 parameter.grad = self._world.sum(parameter.grad / self._world.world_size)
 
@@ -67,80 +65,79 @@ class Bucket:
         if self.last is None and self.training:
             raise DdpexpError(
                 "the task's train_step runs backward outside of `with update.micro_batch(last):`, at whose end the "
-                "workers sum "
-                "their gradients: these would stay each worker's own. Enclose it."
+                "workers sum their gradients: these would stay each worker's own. Enclose it."
             )
 
 
-class _Kind:
-    """The gradients of one kind of number."""
+class _DtypeGroup:
+    """The gradients of one dtype."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._layout = Layout(parameters)
         self._sum = torch.zeros(self._layout.length, dtype=parameters[0].dtype)
-        self._places = self._layout.views(self._sum)  # a parameter's gradient lies here once it is summed
+        self._views = self._layout.views(self._sum)  # the gradients of the parameters, once they are summed
         self._version = self._sum._version
 
     def is_new(self) -> bool:
-        """Tell whether backward has made or changed a gradient."""
-        moved = self._sum._version != self._version
-        for parameter, place in zip(self._parameters, self._places, strict=True):
+        """Return whether backward has made or changed a gradient."""
+        modified = self._sum._version != self._version
+        for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
-            if gradient is not None and (moved or gradient is not place):
+            if gradient is not None and (modified or gradient is not view):
                 return True
         return False
 
     def write(self, reducer: SharedMemoryReducer) -> None:
-        """Write this rank's share of the mean, but for sparse gradients."""
+        """Write this rank's part of the mean, except for sparse gradients."""
         room = reducer.room(self._sum)
-        gradients, places = [], []
-        for parameter, place in zip(self._parameters, self._layout.views(room), strict=True):
+        gradients, targets = [], []
+        for parameter, view in zip(self._parameters, self._layout.views(room), strict=True):
             gradient = parameter.grad
             if gradient is not None and not gradient.is_sparse:
                 gradients.append(gradient)
-                places.append(place)
+                targets.append(view)
         if gradients:
-            torch._foreach_copy_(places, gradients)
+            torch._foreach_copy_(targets, gradients)
         reducer.scale(room, out=room)
 
-    def give(self) -> list[nn.Parameter]:
-        """Give every gradient its sum; return the parameters whose gradients are sparse."""
+    def assign(self) -> list[nn.Parameter]:
+        """Assign every gradient its sum; return the parameters whose gradients are sparse."""
         sparse = []
-        for parameter, place in zip(self._parameters, self._places, strict=True):
+        for parameter, view in zip(self._parameters, self._views, strict=True):
             gradient = parameter.grad
             if gradient is None:
                 continue
             if gradient.is_sparse:
                 sparse.append(parameter)
-            elif gradient is not place:
-                parameter.grad = place
+            elif gradient is not view:
+                parameter.grad = view
         self._version = self._sum._version
         return sparse
 
 
-def _by_kind(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+def _by_dtype(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kinds.setdefault(parameter.dtype, []).append(parameter)
-    return list(kinds.values())
+        groups.setdefault(parameter.dtype, []).append(parameter)
+    return list(groups.values())
 
 
-class WithRankZerosBuffers(nn.Module):
-    """A model that begins each step with rank zero's buffers, as DDP's does."""
+class BroadcastBuffers(nn.Module):
+    """A model that starts each step with the buffers of rank zero, as in DDP."""
 
     def __init__(self, module: nn.Module, bucket: Bucket, world: World) -> None:
-        """Wrap the model that the bucket is for."""
+        """Wrap the model of the bucket."""
         super().__init__()
         self.module = module
         self._bucket, self._world = bucket, world
         self._due = True
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model. Ranks: all; communicates in the first pass after one whose gradient was to be reduced."""
+        """Call the model. Ranks: all; communicates in the first pass after one that reduced gradients."""
         if self._due:
             buffers = list(self.module.buffers())
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(buffers)):
-                take_rank_zeros(buffers, self._world)
+                broadcast_rank_zero(buffers, self._world)
         self._due = torch.is_grad_enabled() and self._bucket.last is not False
         return self.module(*inputs, **named)

@@ -1,4 +1,4 @@
-"""Data parallelism: whole replicas, averaged gradients, by torch's DistributedDataParallel or in one bucket."""
+"""Data parallelism: full replicas and averaged gradients, with torch's DistributedDataParallel or in one bucket."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
-from ddpexp.strategy.bucket import Bucket, WithRankZerosBuffers
-from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, take_over
+from ddpexp.strategy.bucket import BroadcastBuffers, Bucket
+from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
 from ddpexp.strategy.comm.shared_memory import SharedMemory
 from ddpexp.strategy.options import Options
-from ddpexp.strategy.replica import Gradients, Models, Replica, check_same_models, take_rank_zeros
+from ddpexp.strategy.replica import Gradients, Models, Replica, broadcast_rank_zero, check_same_models
 
 
 class DDP:
-    """One replica on this rank: owns wrapping, the borders of micro-batches, the reduction and the gradient norm."""
+    """One replica on this rank, whose gradients are averaged over all ranks."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class DDP:
         prepare: Callable[[Models], None] = lambda models: None,
         deterministic: bool = False,
     ) -> None:
-        """Build the model on this rank's device and wrap it, before any optimizer is made.
+        """Build the model on this rank's device and wrap it, before any optimizer is built.
 
-        `prepare` sees the bare modules before they are wrapped (to load weights into them).
-        Ranks: all; communicates rank zero's weights to the others.
+        `prepare` gets the modules before they are wrapped, for example to load weights into them.
+        Ranks: all; broadcasts rank zero's weights.
         """
         self._replica = Replica.build(
             options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare
@@ -46,13 +46,13 @@ class DDP:
         self.single, self.modules = self._replica.single, self._replica.modules
         self._world = world
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
-        self._shares_buffers = options.broadcast_buffers  # before every forward anyway
+        self._shares_buffers = options.broadcast_buffers  # DDP broadcasts them before every forward pass
         self.wrapped = dict(self._replica.compiled)
         self.memory: SharedMemory | None = None
         self._buckets: list[Bucket] = []
         trained = {name: parameters for name, module in self.modules.items() if (parameters := _trained(name, module))}
-        any_may_lack = options.find_unused_parameters or options.static_graph
-        self._gradients = [] if any_may_lack else [Gradients(parameters) for parameters in trained.values()]
+        may_be_unused = options.find_unused_parameters or options.static_graph
+        self._gradients = [] if may_be_unused else [Gradients(parameters) for parameters in trained.values()]
         if world.world_size > 1:
             check_same_models(self.modules, world)
             reducer = reducer_for([p for parameters in trained.values() for p in parameters.values()], options, world)
@@ -68,36 +68,36 @@ class DDP:
                     parameters, options, reducer.memory.slot_bytes
                 ):
                     self._buckets.append(Bucket(parameters, reducer, world))
-                    take_rank_zeros(
+                    broadcast_rank_zero(
                         [tensor.detach() for tensor in (*module.parameters(), *module.buffers())], self._world
                     )
                     if self._shares_buffers and next(module.buffers(), None) is not None:
-                        self.wrapped[name] = WithRankZerosBuffers(module, self._buckets[-1], self._world)
+                        self.wrapped[name] = BroadcastBuffers(module, self._buckets[-1], self._world)
                     continue
                 self.wrapped[name] = wrapped = _wrap(module, options, world, fixed)
                 if reducer is not None:
-                    take_over(wrapped, reducer, world)
+                    replace_reducer(wrapped, reducer, world)
         self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
 
     @property
     def train_model(self) -> Any:
-        """Return what a task's training step calls: the wrapped module, or the mapping of them."""
+        """Return the wrapped module that a task trains, or the mapping of modules."""
         return self._replica.of(self.wrapped)
 
     @property
     def eval_model(self) -> Any:
-        """Return the bare module, or the mapping of them, whose forward does not communicate."""
+        """Return the unwrapped module, or the mapping of modules, whose forward does not communicate."""
         return self._replica.of(self.modules)
 
     def train(self, mode: bool) -> None:
-        """Switch every module between training and evaluation."""
+        """Set every module to training or evaluation mode."""
         for module in self.wrapped.values():
             module.train(mode)
         for bucket in self._buckets:
             bucket.training = mode
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Enclose forward and backward of a micro-batch: gradients are reduced in the last one of a step alone."""
+        """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
         return self._micro_batches[last]
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -105,18 +105,15 @@ class DDP:
         yield from self._replica.parameters
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, on the device. Ranks.
-
-        The same value on all, without communication.
-        """
+        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same on all, without communication."""
         return self._replica.gradient_norm(parameters)
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Scale the gradient down to `limit` and return its norm before that."""
+        """Clip the gradient norm to `limit`; return the norm before clipping."""
         return self._replica.clip(parameters, limit)
 
     def clear_gradient(self) -> None:
-        """Forget every gradient."""
+        """Clear every gradient."""
         self._replica.clear_gradient()
 
     def scale_gradient(self, factor: Tensor) -> None:
@@ -125,11 +122,9 @@ class DDP:
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
-        """Give the bare model in evaluation mode, with rank zero's buffers on every rank.
+        """Yield `eval_model` in evaluation mode, with rank zero's buffers; restores training mode on exit.
 
-        Training goes on as if nothing was.
-
-        Ranks: all; communicates where there are buffers.
+        Ranks: all; communicates if there are buffers.
         """
         with self.synced_buffers():
             self.train(False)
@@ -140,23 +135,23 @@ class DDP:
 
     @contextmanager
     def synced_buffers(self) -> Iterator[None]:
-        """Give every rank rank zero's buffers for a while; where they are never shared each gets its own back.
+        """Give every rank the buffers of rank zero inside the block; local ones are restored afterwards.
 
-        Ranks: all; communicates where there are buffers.
+        Ranks: all; communicates if there are buffers.
         """
         buffers = self._buffers()
-        own = {name: buffer.clone() for name, buffer in buffers.items()} if self.local_buffers() else {}
-        take_rank_zeros(buffers.values(), self._world)
+        local = {name: buffer.clone() for name, buffer in buffers.items()} if self.local_buffers() else {}
+        broadcast_rank_zero(buffers.values(), self._world)
         try:
             yield
         finally:
-            for name, kept in own.items():
-                buffers[name].copy_(kept)
+            for name, saved in local.items():
+                buffers[name].copy_(saved)
 
     def local_buffers(self) -> Mapping[str, Tensor]:
-        """Return the buffers that are not shared, by name.
+        """Return the buffers that are not broadcast, by name.
 
-        With `strategy.broadcast_buffers=false`, or in a frozen model.
+        These are all with `strategy.broadcast_buffers=false`, and those of frozen models.
         """
         if self._world.world_size == 1:
             return {}
@@ -164,9 +159,7 @@ class DDP:
             f"{name}.{key}": buffer
             for name, module in self.modules.items()
             for key, buffer in module.named_buffers()
-            if not (
-                self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel | WithRankZerosBuffers)
-            )
+            if not (self._shares_buffers and isinstance(self.wrapped[name], DistributedDataParallel | BroadcastBuffers))
         }
 
     def _buffers(self) -> dict[str, Tensor]:
@@ -178,33 +171,33 @@ class DDP:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Sum the gradients that have come into the buckets. Ranks: all; communicates."""
+        """Reduce the gradients in the buckets. Ranks: all; communicates."""
         filled = [bucket for bucket in self._buckets if bucket.fill()]
         if filled:
             filled[0].reducer.finish()
             for bucket in filled:
-                bucket.give()
+                bucket.assign()
 
 
 class _MicroBatch(AbstractContextManager[None]):
-    """A micro-batch, of a step's last ones or not; a class, for a generator takes four times as long."""
+    """The context of a micro-batch; a class, because a generator takes four times as long."""
 
     def __init__(self, strategy: DDP, last: bool) -> None:
         self._strategy, self._last = strategy, last
-        self._without = ExitStack()
+        self._no_sync = ExitStack()
 
     def __enter__(self) -> None:
         for bucket in self._strategy._buckets:
             bucket.last = self._last
         if not self._last:
             for module in self._strategy.wrapped.values():
-                if isinstance(module, DistributedDataParallel):  # a frozen one is not
-                    self._without.enter_context(module.no_sync())
+                if isinstance(module, DistributedDataParallel):  # frozen modules are not wrapped
+                    self._no_sync.enter_context(module.no_sync())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for bucket in self._strategy._buckets:
             bucket.last = None
-        self._without.close()
+        self._no_sync.close()
         if kind is None:
             for gradients in self._strategy._gradients:
                 gradients.check(self._last)
@@ -217,15 +210,14 @@ def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> DistributedDataParallel:
-    """Wrap a module; `fixed` keeps its buckets as they are from the first step on.
+    """Wrap a module; `fixed` prevents DDP from rebuilding its buckets after the first step.
 
-    After its first step DDP lays the buckets out anew, and where the backend chooses the order of a sum by their
-    layout, the first step after a resume would differ from that of the undisturbed run. It does not where it looks for
-    unused parameters.
+    If the backend chooses the order of a sum by the layout of the buckets, the first step after a resume would differ
+    from that of an uninterrupted run. DDP does not rebuild buckets when it looks for unused parameters.
     """
-    looks_in_vain = fixed and not (options.find_unused_parameters or options.static_graph)
+    add_unused = fixed and not (options.find_unused_parameters or options.static_graph)
     wrapped = DistributedDataParallel(
-        _WithUnused(module) if looks_in_vain else module,
+        _WithUnused(module) if add_unused else module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         **_buffers(options.broadcast_buffers),
         bucket_cap_mb=options.bucket_cap_mb,
@@ -238,10 +230,7 @@ def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> Dis
 
 
 class _WithUnused(nn.Module):
-    """A model beside a parameter that no forward pass reaches.
-
-    DDP warns when it looks for such parameters and finds none.
-    """
+    """A model and a parameter that no forward pass uses: DDP warns if it looks for unused parameters and finds none."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -255,11 +244,11 @@ class _WithUnused(nn.Module):
 
 
 def _buffers(broadcast: bool) -> dict[str, Any]:
-    """Name the switch as this torch does: 2.13 renamed it and warns of the old name."""
+    """Return DDP's argument for broadcasting buffers, which torch 2.13 has renamed."""
     if broadcast:
         return {}  # the default
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+    parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
 
 
 def _register_hook(module: DistributedDataParallel, options: Options) -> None:

@@ -1,4 +1,4 @@
-"""How the replicas of a model work together; the options are free of torch, so that a wrong one is refused at once."""
+"""The options of the strategies, free of torch, so that the command can check them before it starts workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Options:
-    """How the replicas work together; every field is explained in conf/strategy/ddp.yaml."""
+    """Options of data parallelism; conf/strategy/ddp.yaml explains every field."""
 
     kind: Literal["ddp"]
     find_unused_parameters: bool

@@ -1,4 +1,4 @@
-"""One whole model on one rank, and what every strategy of whole replicas does with it."""
+"""A full model on one rank, and the operations shared by all strategies with full replicas."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Models = dict[str, nn.Module]
 
 @dataclass(frozen=True)
 class Replica:
-    """The models as built, and as they are called: compiled, where that is asked for."""
+    """The models as built, and as they are called: compiled if trainer.compile is set."""
 
-    single: bool  # the factory gave one module, not a mapping of them
+    single: bool  # the factory returned one module, not a mapping of modules
     modules: Models
     compiled: Models
     parameters: tuple[nn.Parameter, ...]
@@ -40,35 +40,35 @@ class Replica:
     ) -> Replica:
         """Build the models on this rank's device.
 
-        `prepare` sees them before they are wrapped (to load weights into them).
+        `prepare` gets them before they are compiled, for example to load weights into them.
         """
         built = factory()
-        bare: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
-        for name, module in bare.items():
+        modules: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        for name, module in modules.items():
             module.to(world.device)
             if channels_last:
                 module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             if options.sync_batchnorm:
-                bare[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        prepare(bare)
-        called = dict(bare)
+                modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        prepare(modules)
+        compiled = dict(modules)
         if compile:
-            # Not `module.compile()`: torch 2.13 then leaves a class alone whose forward is torch's own, such as
+            # Not `module.compile()`: torch 2.13 then does not compile classes whose forward is torch's own, such as
             # nn.Sequential.
-            called = {name: cast(nn.Module, torch.compile(module)) for name, module in bare.items()}
+            compiled = {name: cast(nn.Module, torch.compile(module)) for name, module in modules.items()}
         return cls(
             isinstance(built, nn.Module),
-            bare,
-            called,
-            tuple(p for module in bare.values() for p in module.parameters()),
+            modules,
+            compiled,
+            tuple(p for module in modules.values() for p in module.parameters()),
         )
 
     def of(self, models: Models) -> Any:
-        """Return the one module, or the mapping of them, as the factory gave it."""
+        """Return the one module, or the mapping of modules, as the factory returned it."""
         return models["model"] if self.single else models
 
     def clear_gradient(self) -> None:
-        """Forget every gradient."""
+        """Clear every gradient."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -81,29 +81,29 @@ class Replica:
         values = gradient_values(parameters)
         if not values:
             return torch.tensor(0.0, device=parameters[0].device if parameters else None)
-        with (
-            torch.no_grad()
-        ):  # what `nn.utils.get_total_norm` does on one device, without the questions where each of them is
-            kinds = {value.dtype for value in values}
-            if kinds == {torch.float32}:
+        with torch.no_grad():  # as `nn.utils.get_total_norm`, without grouping by device
+            dtypes = {value.dtype for value in values}
+            if dtypes == {torch.float32}:
                 norms = torch._foreach_norm(values)
-            else:  # three digits of a 16-bit sum are too few to clip by, and kinds cannot be mixed
-                norms = torch._foreach_norm(values, 2, dtype=torch.float64 if torch.float64 in kinds else torch.float32)
+            else:  # the three digits of a 16-bit sum are too few to clip by, and dtypes cannot be mixed
+                norms = torch._foreach_norm(
+                    values, 2, dtype=torch.float64 if torch.float64 in dtypes else torch.float32
+                )
             return torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[no-any-return]
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Scale the gradient down to `limit` and return its norm before that."""
+        """Clip the gradient norm to `limit`; return the norm before clipping."""
         norm = self.gradient_norm(parameters)
-        with torch.no_grad():  # what `nn.utils.clip_grads_with_norm_` does, which knows dense gradients alone
+        with torch.no_grad():  # as `nn.utils.clip_grads_with_norm_`, which supports only dense gradients
             if values := gradient_values(parameters):
                 torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
 
 
 def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return dense tensors of real numbers that hold the gradients there are: what changes them changes the gradients.
+    """Return the existing gradients as dense real tensors that share memory with them.
 
-    Of sparse gradients, which are coalesced for it, these are the values; of complex ones real and imaginary parts.
+    For sparse gradients, which are coalesced, these are the values; for complex ones, the real and imaginary parts.
     """
     return [
         gradient if gradient.layout is torch.strided and not gradient.is_complex() else _values_of(parameter)
@@ -117,64 +117,60 @@ def _values_of(parameter: Tensor) -> Tensor:
     assert gradient is not None
     if gradient.is_sparse and not gradient.is_coalesced():
         parameter.grad = gradient = gradient.coalesce()
-    elif gradient.is_conj():  # a view that says so, of other numbers
+    elif gradient.is_conj():  # a lazy conjugate: a view of other numbers
         parameter.grad = gradient = gradient.resolve_conj()
     values = gradient._values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-def take_rank_zeros(tensors: Iterable[Tensor], world: World) -> None:
-    """Give every rank rank zero's values, in place. Ranks: all; communicates once for each type of number."""
+def broadcast_rank_zero(tensors: Iterable[Tensor], world: World) -> None:
+    """Give every rank the values of rank zero, in place. Ranks: all; communicates once for each dtype."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.dtype, []).append(tensor)
     for group in groups.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        world.broadcast(flat.view(torch.uint8))  # gloo moves any number as bytes, but knows few types
+        world.broadcast(flat.view(torch.uint8))  # as bytes, because gloo supports only a few dtypes
         for tensor, values in zip(group, torch.split(flat, [tensor.numel() for tensor in group]), strict=True):
             tensor.copy_(values.view_as(tensor))
 
 
 def check_same_models(models: Models, world: World) -> None:
-    """See that this rank has built what rank zero has, before anything is shared. Ranks: all; communicates.
+    """Check that this rank has built the same model as rank zero. Ranks: all; communicates.
 
     Raises:
-        DdpexpError: the parameters or buffers have other names, shapes or kinds of number.
+        DdpexpError: the parameters or buffers have different names, shapes or dtypes.
     """
-    own = [
+    description = [
         (name, key, list(tensor.shape), str(tensor.dtype), tensor.requires_grad)
         for name, module in models.items()
         for key, tensor in (*module.named_parameters(), *module.named_buffers())
-        if not is_lazy(tensor)  # of which nobody knows anything yet
+        if not is_lazy(tensor)  # its shape is not known yet
     ]
-    mark = torch.tensor(list(sha256(repr(own).encode()).digest()), dtype=torch.uint8, device=world.device)
-    if not torch.equal(world.broadcast(mark.clone()), mark):
+    digest = torch.tensor(list(sha256(repr(description).encode()).digest()), dtype=torch.uint8, device=world.device)
+    if not torch.equal(world.broadcast(digest.clone()), digest):
         raise DdpexpError(
-            f"rank {world.rank} has built another model than rank zero: its parameters or buffers have other names, "
-            "shapes or "
-            f"kinds of number. Let model._target_ build the same one on every rank."
+            f"rank {world.rank} has built a different model than rank zero: its parameters or buffers have other "
+            "names, shapes or dtypes. Let model._target_ build the same one on every rank."
         )
 
 
-_SEEN = "_ddpexp_version_seen"  # a gradient's, when the last look was taken
+_SEEN = "_ddpexp_version_seen"  # attribute of a gradient: its version at the last check
 
 
 class Gradients:
-    """Which trained parameters of a model a micro-batch gives a gradient.
-
-    All of them or none, on any number of workers.
-    """
+    """Checks that each micro-batch gives all trained parameters of a model a gradient, or none of them."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Watch these parameters; the names are for errors."""
+        """Check these parameters; the names are for errors."""
         self._parameters = dict(parameters)
-        self._accumulated = False  # since the last look that began anew
+        self._accumulated = False  # gradients of earlier micro-batches of this step are still there
 
     def check(self, last: bool) -> None:
-        """Look at what the micro-batch that ends here has left. Gradients are cleared behind a step's last one.
+        """Check the gradients after a micro-batch; they are cleared after the `last` one of a step.
 
         Raises:
-            DdpexpError: some parameters have got a gradient, and others have not.
+            DdpexpError: some parameters got a gradient, and others did not.
         """
         if (
             last
@@ -199,14 +195,14 @@ class Gradients:
 
 
 def unused(names: Sequence[str]) -> DdpexpError:
-    """Return the error of parameters that got no gradient where others did."""
+    """Return the error for parameters that got no gradient while others did."""
     return DdpexpError(
-        f"{listed(names)} got no gradient in a micro-batch, for its loss does not depend on it. "
-        f"If that is meant, use strategy.find_unused_parameters=true."
+        f"{listed(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
+        "intended, use strategy.find_unused_parameters=true."
     )
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the names as a text, the first five of many."""
+    """Return the names as text, at most five of them."""
     shown = ", ".join(names[:5])
     return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -1,4 +1,4 @@
-"""`ddpexp resume SWEEP_DIR`: the same sweep again, of whose own words those that could run code are typed again."""
+"""`ddpexp resume SWEEP_DIR`: resume a sweep; overrides that could run code must be restated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir, asked_of, key_of, runs_code
 from ddpexp.system import files
 
-_OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
+_OPTIONS = ("--config-dir", "-cd")  # each takes a value
 
 
 def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
-    """Return the sweep in the directory that `argv` names, with the words that are typed now.
+    """Return the sweep in the directory that `argv` names, with the overrides of this command.
 
     Raises:
         RefusedError: the directory is damaged, or says itself what code runs, which counts only when it is typed.
@@ -35,11 +35,11 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
         again = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(
             f"{files.typed(folder.path)} says itself what code runs, where, or from which weights "
-            f"({' '.join(missing[:2])}), "
-            f"which counts only when it is typed again. If it is yours: python -m ddpexp {again}"
+            f"({' '.join(missing[:2])}), which counts only when it is typed again. If it is yours: python -m ddpexp "
+            f"{again}"
         )
     now = {key_of(word): word for word in typed if "=" in word and word[0] != "-"}
-    # In their order, which names the jobs; of a key that is typed now, nothing else that was said of it counts.
+    # In their order, which determines the names of jobs; an override replaces all earlier ones of the same key.
     merged = [now.pop(key_of(word), word) for word in words if word in kept or key_of(word) in now]
     rest = [word for word in typed if word not in merged]
     swept = compose_sweep([*merged, *rest])

@@ -1,4 +1,4 @@
-"""Stop jobs that are hopeless: rules that compare a job's objective so far with that of the others at the same step."""
+"""Early stopping: rules that compare a job's objective so far with that of the others at the same step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import number_of, records, whole_of
 
-_OTHERS = 4  # so many must have come as far before a median says anything
+_OTHERS = 4  # how many must have come as far before the median is used
 
 Curve = Sequence[tuple[int, float]]
 """The objective of one job after each evaluation: step and value, in the order of steps."""
@@ -25,15 +25,14 @@ def why_hopeless(
     job: int,
     curves: Mapping[int, Curve],
 ) -> str | None:
-    """Return why a job should be stopped, None where it may go on; `curves` are those of all jobs, by number.
+    """Return why a job should be stopped, None if it may continue; `curves` are those of all jobs, by number.
 
     median: its best value is worse than the median of the others' best values up to the same step. halving: at the
     steps after, after * factor, after * factor^2, ... only the best of each `factor` jobs that have come there so far
-    go on.
+    continues.
 
     Source: median, Golovin et al., Google Vizier, KDD 2017, 3.2.2; halving, Li et al., ASHA, MLSys 2020, without its
-    queue:
-    every job starts, and is judged by those that came to a step before it.
+    queue: every job starts, and is compared with those that reached the step before it.
     """
     curve = curves.get(job) or ()
     reached = [step for step, _ in curve if step >= after]
@@ -60,14 +59,14 @@ def why_hopeless(
         if len(values) >= factor and place >= len(values) // factor:
             return (
                 f"{sign * values[job]:.4g} at step {rung} is number {place + 1} of {len(values)}: one in {factor} "
-                "goes on"
+                "continues"
             )
         rung *= factor
     return None
 
 
 def curve_of(metrics: Path, objective: str) -> Curve:
-    """Read the objective after each evaluation from a run's metrics.jsonl; what was not finite is left out."""
+    """Read the objective after each evaluation from a run's metrics.jsonl; non-finite values are left out."""
     found = []
     for record in records(metrics, objective):
         step, value = whole_of(record.get("step")), number_of(record.get(objective, False))

@@ -1,4 +1,4 @@
-"""How the picture of a sweep tells its jobs apart: a colour and a line style for each, and what these stand for."""
+"""Colours and line styles of the jobs in a sweep's plot, and their legend."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.sweep.rows import Row
-from ddpexp.sweep.table import SEED, told_apart, varying
+from ddpexp.sweep.table import SEED, num_distinguished_pairs, varying
 
 LEGEND = 10  # entries that fit beside the curves
 COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#bb5566", "#997700", "#888888", "#222255")
-"""Colours without an order, which people who cannot tell red from green tell apart (Paul Tol's)."""
+"""Qualitative colours that are safe for colour-blind readers (Paul Tol's)."""
 STYLES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.6, 1.2, 1.6)))
-HUGE = 1e30  # what is larger is as good as infinite
+HUGE = 1e30  # larger values count as infinite
 _RAMP_END = 0.9  # of viridis: the rest is too light for a line on white
 _SPAN = 30.0  # largest by smallest value, from which on an axis is logarithmic
 _FACTOR = 4.0  # the same, up to which it never is
@@ -33,18 +33,18 @@ class Look:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What colours and line styles stand for: the values of a key each, or the jobs themselves."""
+    """What colours and line styles encode: the values of a key each, or the jobs themselves."""
 
     looks: Mapping[Path, Look]
     color_key: str | None = None
-    colors: Mapping[str, Any] = field(default_factory=dict)  # what a legend lists; nothing where there are too many
-    scale: Any = None  # of numbers that are too many for a legend
+    colors: Mapping[str, Any] = field(default_factory=dict)  # entries of the legend; empty if there are too many
+    scale: Any = None  # of numbers, if there are too many for a legend
     style_key: str | None = None
     styles: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Encoding:
-        """Choose them.
+        """Choose the encoding.
 
         The colour is the key that tells most jobs apart, the style another one with few values, at last the seed. Where
         jobs that differ in more than their seed would look alike, and are few, each has a colour of its own.
@@ -53,7 +53,9 @@ class Encoding:
         values = {key: ordered(row.overrides.get(key, "") for row in rows) for key in (*keys, SEED)}
         shown = [key for key in keys if len(values[key]) <= LEGEND or len(numbers(values[key])) == len(values[key])]
         color_key = max(
-            shown or keys, key=lambda key: told_apart(rows, key), default=SEED if len(values[SEED]) > 1 else None
+            shown or keys,
+            key=lambda key: num_distinguished_pairs(rows, key),
+            default=SEED if len(values[SEED]) > 1 else None,
         )
         if color_key is None:
             return cls({row.path: Look() for row in rows})
@@ -83,7 +85,7 @@ class Encoding:
 
 
 def _look_alike(rows: Sequence[Row], keys: Sequence[str], shown: Sequence[str]) -> bool:
-    """Tell whether jobs that differ in `keys` have the same values of those that are shown."""
+    """Return whether any jobs that differ in `keys` have the same values of the keys shown."""
 
     def combinations(of: Sequence[str]) -> int:
         return len({tuple(row.overrides.get(key, "") for key in of) for row in rows})
@@ -110,7 +112,7 @@ def _palette(values: Sequence[str]) -> tuple[dict[str, Any], Any]:
 
 
 def ordered(values: Iterable[str]) -> list[str]:
-    """Return the values once each: numbers by size, then texts as they came."""
+    """Return the distinct values: numbers by size, then strings in order of appearance."""
     found = list(dict.fromkeys(values))
 
     def key(place: int) -> tuple[bool, float]:
@@ -134,7 +136,7 @@ def _number(text: str) -> float | None:
 
 
 def is_geometric(values: Sequence[float]) -> bool:
-    """Tell whether numbers are spread by factors rather than by differences: over decades, or doubled each time."""
+    """Return whether numbers are spread by factors rather than by differences: over decades, or doubled each time."""
     found = sorted(set(values))
     if len(found) < 3 or found[0] <= 0 or found[-1] / found[0] < _FACTOR:
         return False

@@ -1,4 +1,4 @@
-"""What the files of a run say, whoever has written them: of bounded size, without secrets, and never a traceback."""
+"""Reading the files of any run, which are not trusted: with bounded size, without secrets, and without exceptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpexp.system import files
 from ddpexp.system.files import read_json
 from ddpexp.system.secrets import masked_tree
 
-_TAIL_BYTES = 1 << 18  # of metrics.jsonl, where the newest values are nearly always
+_TAIL_BYTES = 1 << 18  # of metrics.jsonl, which nearly always contain the newest values
 _LAST_LINES = 50  # that are looked at for one line of training and one of an evaluation
 _LINE_BYTES = 1 << 20
 _OURS = ("run.", "hydra.", "sweep.")  # keys of where and how a job runs, not of what it is
@@ -27,7 +27,7 @@ _OURS = ("run.", "hydra.", "sweep.")  # keys of where and how a job runs, not of
 
 @dataclass(frozen=True)
 class Files:
-    """What a run's files say."""
+    """The contents of a run's files."""
 
     overrides: Mapping[str, str] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
@@ -37,11 +37,11 @@ class Files:
     ended: float | None = None
     failure: str | None = None
     problem: str | None = None  # why they cannot be read
-    is_there: bool = False  # a run has begun
+    is_there: bool = False  # a run has been started
 
     @classmethod
     def of(cls, run: RunDir, metric: str | None, mask: Callable[[str], str]) -> Files:
-        """Read them all; `metric` is one that is looked for however old its newest value is."""
+        """Read all files; `metric` is searched for however old its newest value is."""
         problems: list[str] = []
         result, manifest = _object(run.result, problems), _object(run.manifest, problems)
         failure = _failure(_object(run.error, [])) if result.get("status") == "failed" else None
@@ -60,7 +60,7 @@ class Files:
             if ended is None and result and result.get("status") != "submitted":
                 ended = run.result.stat().st_mtime  # of an older version
         return cls(
-            overrides=set_by(masked_tree(run.words(), mask)),
+            overrides=set_by(masked_tree(run.read_overrides(), mask)),
             result=masked_tree(result, mask),
             metrics=masked_tree(metrics, mask),
             step=step if done_step is None else done_step,
@@ -73,7 +73,7 @@ class Files:
 
 
 class Watched:
-    """The files of one run, read again when they have changed."""
+    """The files of a run, which are read again when they have changed."""
 
     def __init__(self, path: Path) -> None:
         """Read nothing yet."""
@@ -84,7 +84,7 @@ class Watched:
         self._files = Files()
 
     def files(self, metric: str | None, mask: Callable[[str], str]) -> Files:
-        """Return what they say now; `metric` and `mask` as for `Files.of`."""
+        """Return their current contents; `metric` and `mask` as for `Files.of`."""
         if seen(self._folder) is None:
             return Files()
         first = (metric, seen(self._result))
@@ -119,7 +119,7 @@ def records(metrics: Path, metric: str | None = None) -> Iterator[dict[str, Any]
 
 
 def set_by(words: Sequence[str]) -> dict[str, str]:
-    """Return what words set, by their keys."""
+    """Return the values of overrides by their keys."""
     found = {}
     for word in words:
         key, equals, value = word.lstrip("+~").partition("=")
@@ -129,7 +129,7 @@ def set_by(words: Sequence[str]) -> dict[str, str]:
 
 
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Read a JSON object; empty where there is none, with the reason where that is a problem."""
+    """Read a JSON object; empty if there is none, with the reason if that is a problem."""
     try:
         found = read_json(path)
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def _reason(error: Exception) -> str:
 
 
 def _failure(error: Mapping[str, Any]) -> str | None:
-    """Say in one line which rank failed, and why."""
+    """Return in one line which rank failed, and why."""
     rank, step = whole_of(error.get("rank")), whole_of(error.get("step"))
     place = f"rank {rank}" if rank is not None else ""
     place += f" at step {step}" if place and step is not None else ""
@@ -193,7 +193,7 @@ def _metrics(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """Read a line; one that was cut off holds nothing."""
+    """Parse a line; a truncated one is empty."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -210,11 +210,11 @@ def _open(path: Path) -> IO[bytes]:
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
-    raise OSError("it is no plain file")
+    raise OSError("it is not a regular file")
 
 
 def seen(path: str | Path) -> object:
-    """Return what changes when a file does."""
+    """Return values that change whenever the file changes."""
     try:
         found = os.stat(path)
     except OSError:
@@ -223,7 +223,7 @@ def seen(path: str | Path) -> object:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number; null is one that was not finite."""
+    """Return a number; null stands for a non-finite one."""
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -240,12 +240,12 @@ def whole_of(value: Any) -> int | None:
 
 
 def _moment(text: Any) -> float | None:
-    for form in ("%Y-%m-%dT%H:%M:%S.%f%z", "%Y-%m-%dT%H:%M:%S%z"):  # older versions wrote whole seconds
+    for form in ("%Y-%m-%dT%H:%M:%S.%f%z", "%Y-%m-%dT%H:%M:%S%z"):  # older versions wrote no fractions
         with suppress(TypeError, ValueError, OverflowError):
             return datetime.strptime(text, form).timestamp()
     return None
 
 
 def text_of(value: Any) -> str | None:
-    """Return a text that says something."""
+    """Return a non-empty string."""
     return value if isinstance(value, str) and value else None

@@ -1,4 +1,4 @@
-"""The sweep on disk: its directory, the names of its jobs' directories, and the record of what happened."""
+"""The sweep on disk: its directory, the names of the jobs' directories, and the log of events."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
 _WORDS_CHARACTERS = 1 << 13  # of all words: Hydra takes seconds for more
 _JOBS = 10**9  # more than any sweep has, and a number that a file's name takes
-_OF_SWEEPERS = ("multirun.yaml", "optimization_results.yaml")  # what Hydra's write
+_OF_SWEEPERS = ("multirun.yaml", "optimization_results.yaml")  # written by Hydra's sweepers
 IS_JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
 """The name of a job's directory."""
 
-# What a sweeper understands that is no more than a number or a name.
+# Options of a sweeper that are only numbers or names.
 _HARMLESS = re.compile(
     r"hydra/sweeper(/sampler)?=\w+$|"
     r"hydra\.sweeper\.(n_trials|n_jobs|direction|study_name|max_batch_size|max_failure_rate|sampler\.seed)="
@@ -47,25 +47,25 @@ class SweepDir:
 
     @property
     def asked(self) -> Path:
-        """What was typed."""
+        """The overrides of the sweep."""
         return self.path / "sweep.yaml"
 
     @property
     def record(self) -> Path:
-        """What happened, one JSON object a line."""
+        """The log of events, one JSON object per line."""
         return self.path / "sweep.jsonl"
 
     @property
     def logs(self) -> Path:
-        """The folder of what each job's command has printed."""
+        """The folder with the output of each job's command."""
         return self.path / "logs"
 
     def is_sweep(self) -> bool:
-        """Tell whether a sweep lies here."""
+        """Return whether the directory contains a sweep."""
         return self.record.is_file()
 
     def check_no_links(self) -> None:
-        """Look at everything that a start writes through, and at the size of what it reads: anybody may have made it.
+        """Check every path that a start writes to, and the size of what it reads: the directory is not trusted.
 
         Raises:
             RefusedError: there is a link or a pipe where a file or a folder of ours belongs, or a record that no sweep
@@ -80,7 +80,7 @@ class SweepDir:
             )
 
     def _written(self) -> Iterator[tuple[Path, Sequence[str]]]:
-        """Yield what a start may write to or through, with what it must be where it is there."""
+        """Yield the paths that a start may write to, with the kinds they may have."""
         for path in self.path.iterdir():
             if path.name in (self.asked.name, self.record.name, *_OF_SWEEPERS):
                 yield path, ["a file"]
@@ -91,7 +91,7 @@ class SweepDir:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Make one sentence of what keeps the directory from being written."""
+        """Convert OSError to RefusedError."""
         try:
             yield
         except OSError as error:
@@ -100,11 +100,11 @@ class SweepDir:
             ) from None
 
     def log(self, number: int) -> Path:
-        """Return the file of what a job's command has printed."""
+        """Return the file with the output of a job's command."""
         return self.logs / f"{number:04d}.log"
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of the record, the oldest first; a line that was cut off by a power cut is left out.
+        """Yield the logged events, oldest first; a truncated line is left out.
 
         Each has `event` and `time` (seconds since 1970), and by the kind of event:
 
@@ -129,17 +129,17 @@ class SweepDir:
 
 
 class Record:
-    """Writes the record; every event is in the file when `add` returns."""
+    """Writes the log of events; each event is in the file when `add` returns."""
 
     def __init__(self, folder: SweepDir) -> None:
-        """Open the file to go on at its end, on a line of its own."""
+        """Open the file to append on a new line."""
         cut_off = folder.record.is_file() and folder.record.read_bytes()[-1:] not in (b"", b"\n")
         self._file, self._failed = open_to_append(folder.record), False
         if cut_off:
             self._file.write("\n")
 
     def add(self, event: str, **facts: Any) -> None:
-        """Write one event; where that cannot be done now, as on a full disk, it is tried again with the next one."""
+        """Write an event; if that fails, as on a full disk, it is retried with the next one."""
         try:
             self._file.write(json.dumps(masked_tree({"event": event, "time": time.time(), **facts})) + "\n")
             self._file.flush()
@@ -158,7 +158,7 @@ class Record:
 
 
 def job_name(number: int, overrides: Sequence[str]) -> str:
-    """Name a job's directory: its number and what is its own, such as `0007_optimizer.lr=0.03,trainer.seed=1`.
+    """Return a job's directory name: number and swept overrides, such as `0007_optimizer.lr=0.03,trainer.seed=1`.
 
     Only characters that neither a shell nor a file system minds; a name that would be too long ends in a digest.
     """
@@ -171,7 +171,7 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
 
 
 def words_of(event: Mapping[str, Any]) -> list[str] | None:
-    """Return the overrides of a `planned` event; None where it does not say."""
+    """Return the overrides of a `planned` event; None if it has none."""
     words = event.get("overrides")
     return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
@@ -185,12 +185,12 @@ def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[
 
 
 def again_words(words: Sequence[str]) -> list[str]:
-    """Return those words of a sweep that have to be typed again with `ddpexp resume`."""
+    """Return the overrides of a sweep that must be restated with `ddpexp resume`."""
     return [word for word in words if runs_code(word)]
 
 
 def runs_code(word: str) -> bool:
-    """Tell whether a word says what code runs, or where, whom the sweep connects to or what weights it starts from.
+    """Return whether an override affects what code runs, or where, what is connected to, or the initial weights.
 
     So does one that may lead to a file that says so.
     """
@@ -207,12 +207,12 @@ def runs_code(word: str) -> bool:
 
 
 def key_of(word: str) -> str:
-    """Return the key of a typed word."""
+    """Return the key of an override."""
     return word.lstrip("+~").partition("=")[0]
 
 
 def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
-    """Return the words of a sweep, and those that say where its configs are.
+    """Return the overrides of a sweep, and the options that name its config folder.
 
     Raises:
         RefusedError: the file is damaged.

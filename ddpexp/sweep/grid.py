@@ -1,4 +1,4 @@
-"""A table as texts, and as much of it as a terminal is wide."""
+"""A table as strings, fitted to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _STYLES = {
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as texts."""
+    """A table as strings."""
 
     header: Sequence[str]
     lines: Sequence[Sequence[str]]
@@ -45,14 +45,14 @@ class Grid:
 
 
 class Fitted:
-    """A table for the terminal, with as much of it as the terminal is wide."""
+    """A table for the terminal, with as many columns as fit."""
 
     def __init__(self, grid: Grid, again: str | None = None) -> None:
-        """Keep it; the terminal is known when it is drawn. `again` is the command that shows what has no room."""
+        """Keep the table; the width is known when it is drawn. `again` is the command that shows all columns."""
         self._grid, self._again = grid, again
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Take short names and cut long values first, then leave out what says least."""
+        """First shorten names and long values, then leave out the least informative columns."""
         from rich.text import Text
 
         grid, room = self._grid, options.max_width
@@ -74,7 +74,7 @@ class Fitted:
             yield Text(f"{count} no room here ({named}{more}); for all of them:\n{self._again}", style="dim")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """Tell how wide it is as a whole."""
+        """Return the full width."""
         from rich.measure import Measurement
 
         return Measurement.get(console, options, _table(self._grid))
@@ -117,7 +117,7 @@ def _widths(grid: Grid) -> list[int]:
 
 
 def _shortened(grid: Grid) -> Grid:
-    """Leave out the first parts of keys where the last part tells them apart, and the middle of long values."""
+    """Shorten keys to their last part if that distinguishes them, and cut the middle of long values."""
     short = [name.rpartition(".")[2] for name in grid.header]
     header = [last if short.count(last) == 1 else name for name, last in zip(grid.header, short, strict=True)]
     lines = [
@@ -127,7 +127,7 @@ def _shortened(grid: Grid) -> Grid:
 
 
 def without_middle(text: str, limit: int) -> str:
-    """Cut a long value in its middle: its end often tells it from others."""
+    """Cut the middle of a long value: its end often distinguishes it from others."""
     return text if len(text) <= limit else f"{text[: limit // 2 - 1]}…{text[-(limit // 2) :]}"
 
 
@@ -141,7 +141,7 @@ def _without(grid: Grid, places: Collection[int]) -> Grid:
 
 
 def _with_ends(grid: Grid, room: int) -> Grid:
-    """Keep of long paths in the last column what tells them apart: their ends."""
+    """Keep only the ends of long paths in the last column, which distinguish them."""
     if not grid.has_paths or not grid.header or grid.header[-1] != DIRECTORY:
         return grid
     room = max(_LEAST_PATH, room - sum(_widths(grid)[:-1]))
@@ -150,12 +150,12 @@ def _with_ends(grid: Grid, room: int) -> Grid:
 
 
 def limit() -> int | None:
-    """Return how many rows a terminal shows at once; None where a program or a file takes them."""
+    """Return how many rows the terminal can show; None for a pipe or a file."""
     return max(10, shutil.get_terminal_size().lines - 8) if sys.stdout.isatty() else None
 
 
 def show(what: RenderableType, whole: bool = False) -> None:
-    """Print to a terminal as it is wide, unless the `whole` is to be seen, and to anything else as wide as it takes."""
+    """Print; in a terminal fitted to its width unless `whole` is set, elsewhere in full width."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False)
@@ -164,7 +164,7 @@ def show(what: RenderableType, whole: bool = False) -> None:
         console.width = max(1, console.measure(what).maximum)
 
     def write() -> None:
-        with suppress(OSError, ValueError):  # the reader has gone
+        with suppress(OSError, ValueError):  # the reader has closed the pipe
             console.print(what)
 
     within_patience(write)

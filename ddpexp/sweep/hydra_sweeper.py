@@ -1,4 +1,4 @@
-"""Hydra's sweepers (its own, Optuna's) say which jobs there are; here is the launcher that they give them to."""
+"""Running Hydra's sweepers (its own, Optuna's): the launcher to which they pass their jobs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
 
 
 class _Launcher:
-    """What a sweeper takes for Hydra's launcher: runs a batch of jobs with the sweep's own function."""
+    """In place of Hydra's launcher: runs a batch of jobs with the sweep's own function."""
 
     def __init__(self, run_batch: RunBatch, counts_failures: bool) -> None:
         self._run_batch, self._counts_failures = run_batch, counts_failures
@@ -58,7 +58,7 @@ class _Launcher:
 
 
 def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
-    """Have the sweeper that was chosen run its jobs; each batch is the words of several jobs.
+    """Run the jobs of the chosen sweeper; each batch is the overrides of several jobs.
 
     Raises:
         RefusedError: the sweeper takes its settings not as they were typed. And what `run_batch` raises.
@@ -69,7 +69,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     launcher = _Launcher(
         run_batch, counts_failures=not is_grid(swept)
     )  # a grid goes on whatever fails, batch after batch
-    # Sweepers ask for a launcher by name, of an installed package in a namespace of Hydra's: they get this one.
+    # Sweepers look up a launcher by name in a namespace package of Hydra; they get this one.
     plugins.instantiate_launcher = lambda **_: launcher  # type: ignore[method-assign,assignment]
     # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of
     # them.
@@ -101,16 +101,14 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
 
 
 def _refusal(swept: Swept, error: Exception) -> str:
-    """Say in a sentence what a sweeper does not take, for which it has no more than a check."""
+    """Raise an error for what a sweeper does not support, which it only asserts."""
     typed = " ".join(word for word in swept.words if word.startswith("hydra.sweeper.") or key_of(word) in swept.keys)
     why = " ".join(str(error).split()).rstrip(".")
     return f"{swept.sweeper} does not take one of: {typed}{f' ({why})' if why else ''}."
 
 
 def check_ends(swept: Swept) -> None:
-    """Look at how many jobs a grid has before Hydra makes a list of them.
-
-    Which a typo in a range makes larger than memory.
+    """Check the size of a grid before Hydra lists its jobs, which a typo in a range can make larger than memory.
 
     Raises:
         RefusedError: more than any machine trains.
@@ -135,9 +133,9 @@ def check_ends(swept: Swept) -> None:
 
 
 def is_grid(swept: Swept) -> bool:
-    """Tell whether the jobs are Hydra's own grid, which wants no objective back."""
+    """Return whether the jobs are Hydra's own grid, which needs no objective."""
     return str(swept.cfg.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
 
 
 class JobFailed(DdpexpError):
-    """A job failed, told to sweepers that count failures."""
+    """A job failed; raised for sweepers that count failures."""

@@ -1,4 +1,4 @@
-"""One job of a sweep: an experiment of its own, run by a process of its own, as if its command had been typed."""
+"""A job of a sweep: an experiment of its own, run in a separate process as by a command of its own."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Planned:
 
     @property
     def forks_here(self) -> bool:
-        """Tell whether its workers are forked from a warm server on this machine."""
+        """Return whether its workers are forked from a warm server on this machine."""
         return self.experiment.launcher.forks_here
 
     @property
     def modules(self) -> set[str]:
-        """Return what its workers import beyond what every worker does, of ours and torch's alone.
+        """Return the modules of ddpexp and torch that its workers import in addition to those of every worker.
 
-        A user's may keep state.
+        The user's own modules are left out, because they may keep state.
         """
         experiment = self.experiment
         targets = [node.target for node in (experiment.task, experiment.model, experiment.optimizer)]

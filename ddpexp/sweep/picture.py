@@ -1,4 +1,4 @@
-"""A picture of a sweep: the curves of its jobs, and what each swept value did.
+"""The plot of a sweep: the curves of its jobs, and the effect of each swept value.
 
 `python -m ddpexp.sweep.picture DIR` draws it.
 """
@@ -47,7 +47,7 @@ _LEGEND_LINE, _LEGEND_GAP = 0.056, 0.03  # of the height of the curves
 _INK, _FAINT = "#333333", "#8a8a8a"
 _STAR: dict[str, Any] = {"marker": "*", "markersize": 14, "markeredgecolor": _INK, "markeredgewidth": 0.9}
 _STYLE: dict[Any, Any] = {
-    "text.parse_math": False,  # a dollar sign in a value is a dollar sign
+    "text.parse_math": False,  # a dollar sign in a value is not math
     "font.size": 9,
     "axes.labelsize": 9,
     "axes.spines.top": False,
@@ -204,7 +204,7 @@ def _draw_best(axes: Axes, points: Sequence[tuple[int, float]], look: Look) -> N
 
 
 def _explain(figure: SubFigure, axes: Axes, encoding: Encoding, best: Look | None) -> None:
-    """Say beside the curves what colours and styles stand for."""
+    """Draw the legend of colours and styles beside the curves."""
     from matplotlib.legend import Legend
     from matplotlib.lines import Line2D
 
@@ -295,7 +295,7 @@ def _draw_panel(axes: Axes, drawn: _Sweep, key: str) -> None:
 
 
 def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_scaled: bool) -> None:
-    """Give each value a tick of its own, while they are few."""
+    """Give each value a tick if there are only a few."""
     from matplotlib.ticker import NullLocator
 
     chosen = list(values)[:: math.ceil(len(values) / _TICKS)]
@@ -313,12 +313,12 @@ def _tick_each(axes: Axes, values: Sequence[str], at: Mapping[str, float], is_sc
 
 
 def _are_apart(places: Sequence[float]) -> bool:
-    """Tell whether numbers, in their order, have room for a tick each on a linear axis."""
+    """Return whether sorted numbers are far enough apart for a tick each on a linear axis."""
     return min(after - before for before, after in itertools.pairwise(places)) * 2 * _TICKS > places[-1] - places[0]
 
 
 def _label_plainly(axis: Any) -> None:
-    """Label a logarithmic axis with numbers as they are typed."""
+    """Label a logarithmic axis with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     low, high = sorted(axis.get_view_interval())
@@ -355,7 +355,7 @@ class _Limits:
         return cls(low, high)
 
     def holds(self, value: float) -> bool:
-        """Tell whether a value is on the axis."""
+        """Return whether a value is on the axis."""
         return self.low <= value <= self.high
 
     def nearest(self, value: float) -> float:
@@ -395,7 +395,7 @@ def _is_drawable(value: float | None) -> bool:
 
 
 def _is_lost(row: Row) -> bool:
-    """Tell whether a job has ended without a value."""
+    """Return whether a job has ended without a value."""
     return not _is_drawable(row.objective) and row.status not in ("waiting", "submitted", "running")
 
 
@@ -439,7 +439,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _usual_metric(rows: Sequence[Row]) -> str | None:
-    """Return the metric to draw where nobody has said which one counts."""
+    """Return the metric to draw if no objective is set."""
     known = metrics_of(rows)
     return next((name for name in ("eval/loss", "train/loss", *known) if name in known), None)
 

@@ -38,7 +38,7 @@ STATUSES: dict[str, str] = {
 }
 """What a row's status means."""
 
-UNFINISHED = ("interrupted", "killed", "failed")  # what can be gone on with
+UNFINISHED = ("interrupted", "killed", "failed")  # can be resumed
 
 _MESSAGE_CHARACTERS = 300
 _PATIENCE = 20.0  # times as long as an answer of Slurm's took, its next one can wait
@@ -235,7 +235,7 @@ def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -
         return "done", None
     lives, where = _lives(path, queue)
     if lives is not False:
-        return "running", None if lives else f"whether {where} still lives cannot be told from here"
+        return "running", None if lives else f"whether {where} is still running cannot be checked from this host"
     if kind == "started" and _lives(path.parent, queue)[0] is not False:
         return "running", None  # its command has not got to the directory yet, or has just left it
     if files.problem is not None:
@@ -280,7 +280,7 @@ class _Queue:
         self._wanted |= set(job_ids)
 
     def has(self, job_id: str) -> bool | None:
-        """Tell whether a job is there; None: Slurm is not here, or does not answer."""
+        """Return whether a job is there; None: Slurm is not here, or does not answer."""
         from ddpexp.system.slurm import ENDED, states  # an import that only what was submitted needs
 
         begin = time.monotonic()
@@ -294,16 +294,13 @@ class _Queue:
 
 
 def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
-    """Tell whether the command that has a directory is there, and which one that is; None.
-
-    It cannot be told from here.
-    """
+    """Return whether the command that owns a directory is running (None: cannot be checked here), and its name."""
     owner = lock.read(path / lock.NAME)
     if owner is None:
         return False, ""
     if owner.host != directory.host() and owner.slurm_job is not None:
         return queue.has(owner.slurm_job), str(owner)
-    return owner.lives(), str(owner)
+    return owner.is_alive(), str(owner)
 
 
 def _broken(number: int, path: Path, message: str) -> Row:
@@ -333,10 +330,7 @@ def _start(path: Path) -> dict[str, Any]:
 
 
 def _newest(events: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return each job's newest event of what became of it, with the times of its start and its end as `started`.
-
-    And `ended`.
-    """
+    """Return each job's newest status event, with the times of its start and end as `started` and `ended`."""
     found: dict[int, dict[str, Any]] = {}
     for event in events:
         number, kind = event.get("job"), event["event"]
@@ -357,7 +351,7 @@ def _jobs(path: Path, known: Collection[str]) -> list[Path]:
 
 
 def _is_plain(name: str) -> bool:
-    """Tell whether a name stays in its folder."""
+    """Return whether a name stays in its folder."""
     return 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
 
 
@@ -371,10 +365,7 @@ def _short(text: str) -> str:
 
 
 def with_defaults(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
-    """Give each row the values that others were typed and it was not, and those of `named`.
-
-    From its own configuration.
-    """
+    """Add to each row, from its configuration, the values of keys that other rows override, and of those `named`."""
     keys = dict.fromkeys([*(key for row in rows for key in row.overrides), *named])
     filled = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Run a sweep: its directory, its jobs, its end."""
+"""Running a sweep: its directory, its jobs, and how it ends."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             if not sweep.began:
                 raise
             if not error.quiet:
-                raise StoppedError(error.signum, _how_to_go_on(sweep)) from None
-            say(f"ddpexp: {_how_to_go_on(sweep)}")  # what goes on without this command is told
+                raise StoppedError(error.signum, _how_to_resume(sweep)) from None
+            say(f"ddpexp: {_how_to_resume(sweep)}")  # jobs that continue without this command are reported
             raise
         finally:
             view.close()
@@ -65,14 +65,14 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         if held is not None:
             held.release()
         if made and (sweep is None or not sweep.began):
-            shutil.rmtree(folder.path, ignore_errors=True)  # nothing of what was refused stays
-            with suppress(OSError):  # another sweep has come into one of them
+            shutil.rmtree(folder.path, ignore_errors=True)  # a refused sweep leaves nothing behind
+            with suppress(OSError):  # another sweep has started in one of them
                 for place in parents:
                     place.rmdir()
 
 
 def _check_sweeper(swept: Swept, settings: Settings) -> None:
-    """Look at whether a sweeper that chooses jobs by their results has one to choose by."""
+    """Check that a sweeper that chooses jobs by their results has one to choose by."""
     if is_grid(swept):
         if swept.intervals:
             raise RefusedError(
@@ -94,7 +94,7 @@ def _check_sweeper(swept: Swept, settings: Settings) -> None:
 
 
 def _folder(swept: Swept) -> tuple[SweepDir, bool]:
-    """Return the sweep's directory, and whether it was made just now."""
+    """Return the sweep's directory, and whether it was created just now."""
     path = Path(str(swept.cfg.hydra.sweep.dir))
     try:
         if swept.folder is None:
@@ -120,7 +120,7 @@ def _told_end(sweep: Scheduler) -> int:
     if failed:
         lines = [f"{len(failed)} of {len(sweep.planned)} jobs failed:"]
         lines += [f"  {name}: {one.message}" for name, one in failed]
-        raise SweepFailed("\n".join([*lines, _how_to_go_on(sweep)]))
+        raise SweepFailed("\n".join([*lines, _how_to_resume(sweep)]))
     if (lost := sweep.lost_objective()) is not None:
         raise SweepFailed(lost)
     submitted = sum(one.status == "submitted" for _, one in ended)
@@ -133,7 +133,7 @@ def _told_end(sweep: Scheduler) -> int:
     return EXIT_DONE
 
 
-def _how_to_go_on(sweep: Scheduler) -> str:
+def _how_to_resume(sweep: Scheduler) -> str:
     done = sum(ended.status in _FINAL for ended in sweep.ended.values())
     return (
         f"{done} of {len(sweep.planned)} jobs are done; resume the sweep with:\npython -m ddpexp "

@@ -1,4 +1,4 @@
-"""Run the jobs of a sweep: side by side in the machine's slots or submitted, what was finished before left as it is."""
+"""Running the jobs of a sweep: in parallel in the machine's slots, or submitted; finished jobs are left as they are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, DdpexpError, Fin
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher, Submitter
 from ddpexp.launch.rendezvous.layout import resolve
-from ddpexp.launch.supervise.supervisor import signals_as_bytes
+from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import directory, resume
 from ddpexp.run.directory import RunDir
@@ -64,10 +64,10 @@ class SweepFailed(DdpexpError):
 
 
 class Scheduler:
-    """The jobs of a sweep in its directory, and where each of them is."""
+    """The jobs of a sweep in its directory, and the state of each."""
 
     def __init__(self, swept: Swept, settings: Settings, folder: SweepDir, view: View, server: Server | None) -> None:
-        """Take what was typed, the directory (which this command has locked), and a warm server, if there is one."""
+        """Take the sweep, its directory (which this command has locked), and a warm server, if there is one."""
         self.settings, self.folder, self._view = settings, folder, view
         self._options = ["--config-dir", swept.config_dir] if swept.config_dir else []
         self._swept, self._grid = swept, is_grid(swept)
@@ -76,7 +76,7 @@ class Scheduler:
         self._server = self._given = server
         self._loaded: set[str] = set()  # what that has imported beyond what every server does
         self._earlier = list(folder.events())
-        # The names are made again: the record may be somebody else's, and they are paths.
+        # The names are computed again instead of read, because they are paths and the log is not trusted.
         planned = {
             job: words
             for job, event in latest(self._earlier, "planned").items()
@@ -98,11 +98,11 @@ class Scheduler:
 
     @property
     def began(self) -> bool:
-        """Tell whether anything of this start is written down."""
+        """Return whether this start has recorded anything."""
         return self._record is not None
 
     def run(self, batch: Sequence[Sequence[str]]) -> list[Ended]:
-        """Run the jobs with these words, as many at once as there are slots, and return how each ended.
+        """Run the jobs with these overrides, as many at a time as there are slots; return how each ended.
 
         Raises:
             RefusedError: one of them cannot run; none has been started. StoppedError: a signal ended the sweep.
@@ -127,7 +127,7 @@ class Scheduler:
                 self.ended[job.number] = known
         submitted = [job for job in waiting if job.submits]
         here = deque(job for job in waiting if not job.submits)
-        self._prepare(here)  # data that cannot be had is refused without a trace
+        self._prepare(here)  # before anything is written, so that missing data leaves no trace
         self._begin(jobs)
         if submitter is not None and submitted:
             self._submit(submitter, submitted)
@@ -141,9 +141,9 @@ class Scheduler:
         return [self.ended.get(self._plan(words).number, Ended("waiting")) for words in batch]
 
     def lost_objective(self) -> str | None:
-        """Say that none of the jobs that ended well reports the objective.
+        """Warn that none of the successful jobs reports the objective.
 
-        None where one does, or none was asked for.
+        Does nothing if one does, or if no objective is set.
         """
         done = [self.planned[number] for number, ended in self.ended.items() if ended.status == "done"]
         if (
@@ -159,10 +159,7 @@ class Scheduler:
         )
 
     def forgotten(self) -> list[str]:
-        """Return the names of jobs of earlier starts that are not finished.
-
-        And that this start has not been asked for.
-        """
+        """Return the names of jobs of earlier starts that are not finished, and that this start does not include."""
         ended = {
             job for job, event in latest(self._earlier, "ended").items() if event.get("status") in ("done", "stopped")
         }
@@ -174,11 +171,11 @@ class Scheduler:
         return f"sweep.objective={self.settings.objective} is no metric that job {job.name} reports.{meant}"
 
     def words_again(self) -> list[str]:
-        """Return the words that go on with this sweep."""
+        """Return the overrides with which to resume this sweep."""
         return ["resume", files.shortest(self.folder.path), *self._options, *again_words(self._swept.words)]
 
     def close(self) -> None:
-        """Close the record, and the server where this object has made it."""
+        """Close the log, and the server if this object has created it."""
         if self._record is not None:
             self._record.close()
         if self._server is not None and self._server is not self._given:
@@ -227,17 +224,15 @@ class Scheduler:
         kind = launcher_name(type(launcher))
         if launcher.ranks_started_externally:
             raise RefusedError(
-                f"launcher={kind} does not go with -m: there every rank is a command of its own, and each would run "
-                "the whole "
-                f"sweep. Use launcher=spawn, or launcher=slurm on the login node"
+                f"launcher={kind} is incompatible with -m: there every rank is a command of its own, and each would "
+                "run the whole sweep. Use launcher=spawn, or launcher=slurm on the login node"
             )
         if kind not in ("spawn", "elastic"):
             return None, False
         if trainer.nodes not in ("auto", 1):
             raise RefusedError(
                 f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is "
-                "one "
-                f"command. Use launcher=slurm for jobs of several machines"
+                "one command. Use launcher=slurm for jobs of several machines"
             )
         layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
         self._slots.check_arguments(layout.world_size, layout.device == "cuda")
@@ -245,7 +240,7 @@ class Scheduler:
         return layout.world_size, layout.device == "cuda"
 
     def _begin(self, jobs: Sequence[Planned]) -> None:
-        """Write down what is asked; from here on the directory is a sweep's."""
+        """Record the sweep; from here on the directory belongs to it."""
         if self._record is None:
             asked = {"words": list(self._swept.words), "options": self._options}
             of = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper}"
@@ -269,7 +264,7 @@ class Scheduler:
                 self._record.add("planned", job=job.number, name=job.name, overrides=list(job.overrides))
 
     def _known(self, job: Planned) -> Ended | None:
-        """Return how a job ended in an earlier start, where that is its end."""
+        """Return how a job ended in an earlier start, if that is final."""
         before = latest(self._earlier, "ended").get(job.number)
         if before is not None and before.get("status") == "stopped" and self.settings.early_stop is not None:
             return Ended("stopped", self._objective(job), str(before.get("message")))
@@ -277,7 +272,7 @@ class Scheduler:
             return None
         asked = resume.Start(job.name, job.text, job.words)
         try:
-            resume.look(job.run, asked)
+            resume.inspect(job.run, asked)
         except FinishedError:
             return Ended("done", self._objective(job))
         except RefusedError:
@@ -292,7 +287,7 @@ class Scheduler:
         return None
 
     def _prepare(self, jobs: Sequence[Planned]) -> None:
-        """Make the data ready once, not in each job: they start together, and would say the same."""
+        """Prepare the data once, not in each job: all would start together, and report the same errors."""
         seen = []
         for job in jobs:
             if job.workers is not None and job.experiment.data not in seen:
@@ -317,9 +312,8 @@ class Scheduler:
             value = getattr(settings, key)
             if value != default:
                 raise RefusedError(
-                    f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to a "
-                    "scheduler: "
-                    f"leave it out, or run the sweep inside an allocation."
+                    f"sweep.{key}={value} needs a command that watches the jobs, and launcher={name} submits them to "
+                    "a scheduler: leave it out, or run the sweep inside an allocation."
                 )
         if not self._grid and not found.wait and not found.dry_run:
             raise RefusedError(
@@ -398,7 +392,7 @@ class Scheduler:
                         self._end(self._running.pop(key.data), waiting)
 
     def _start_what_fits(self, waiting: deque[Planned], selector: selectors.BaseSelector) -> None:
-        """Start every job that has room, in their order; a small one may pass a large one that has none yet."""
+        """Start every job for which there are slots, in order; a small job may overtake a large one."""
         for job in list(waiting):
             slots = self._slots.take(job.workers, job.on_gpus)
             if slots is None:
@@ -425,7 +419,7 @@ class Scheduler:
             self._record.add("started", job=job.number, attempt=attempt, slots=slots, gpus=self._slots.names(slots))
 
     def _warm(self, selector: selectors.BaseSelector) -> Server:
-        """Return the server that forks each job one of its own; a new one where it is gone."""
+        """Return the server that forks a server for each job; a new one if it has exited."""
         if self._server is None or self._server.channel.fileno() == -1:
             self._server, self._loaded = Server(), set()
         if more := {name for job in self.planned.values() if job.forks_here for name in job.modules} - self._loaded:
@@ -436,7 +430,7 @@ class Scheduler:
         return self._server
 
     def _drain(self, selector: selectors.BaseSelector) -> None:
-        """Read what the server says: each job hears itself how its own fares."""
+        """Read the messages of the server; each job has its own connection for its own messages."""
         assert self._server is not None
         channel = self._server.channel
         if self._server.receive() is None:
@@ -452,19 +446,19 @@ class Scheduler:
                 running.process.send(number)
 
     def _stop(self) -> None:
-        """Start no more jobs; those that run have been asked to save and leave, or are about to be."""
+        """Start no more jobs; running jobs are asked to save and end."""
         self._stops = True
         grace = max((running.job.experiment.trainer.grace_seconds for running in self._running.values()), default=0.0)
         self._kill_at = min(self._kill_at, time.monotonic() + grace + _MORE_SECONDS)
 
     def _kill_late(self) -> None:
-        """End the jobs whose own commands do not end them in time, such as one that is stopped itself."""
+        """Kill jobs whose commands do not end in time, for example because they are stopped (SIGSTOP)."""
         if time.monotonic() > self._kill_at:
             for running in self._running.values():
                 running.process.send(signal.SIGKILL)
 
     def _stop_hopeless(self) -> None:
-        """Have the jobs that need not be finished save and leave."""
+        """Ask jobs that are stopped early to save and end."""
         settings = self.settings
         if settings.early_stop is None or settings.objective is None:
             return
@@ -485,7 +479,7 @@ class Scheduler:
                     running.process.send(signal.SIGTERM)
 
     def _end(self, running: _Running, waiting: deque[Planned]) -> None:
-        """Write down how a job ended; start it again, or no other, as the settings say."""
+        """Record how a job ended; restart it or stop the sweep, depending on the settings."""
         self._slots.give_back(running.slots)
         job, code = running.job, running.process.wait()
         ended = self._judge(job, code)
@@ -541,7 +535,7 @@ class Scheduler:
         return Ended("failed", self._objective(job), self._why(job, code))
 
     def _why(self, job: Planned, code: int) -> str:
-        """Return in a line why a job failed."""
+        """Return in one line why a job failed."""
         if code < 0:
             known = -code in set(signal.Signals)  # most real-time signals have no name
             return f"its command was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
@@ -562,7 +556,7 @@ class Scheduler:
     def _objective(self, job: Planned) -> float | None:
         """Return the objective as of the last evaluation; of other metrics, the last record.
 
-        Nan where it was not finite.
+        NaN if it was not finite.
         """
         name = self.settings.objective
         if name is None:

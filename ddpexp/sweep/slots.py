@@ -1,4 +1,4 @@
-"""Which workers can run at once on this machine: slots, each on a GPU or a share of the cores."""
+"""The slots of this machine for workers of a sweep, each on a GPU or a share of the cores."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from ddpexp.system.hardware import CORES, usable_cores, visible_gpus
 
 
 class Slots:
-    """The slots of a machine, and who has them."""
+    """The slots of a machine, and the jobs that occupy them."""
 
     def __init__(
         self, count: Literal["auto"] | int = "auto", gpus: Sequence[str] | None = None, cores: int | None = None
     ) -> None:
-        """Make `count` slots; `gpus` are the GPUs' names as CUDA_VISIBLE_DEVICES has them.
-
-        And `cores` how many cores there are.
+        """Create `count` slots; `gpus` are GPU names as in CUDA_VISIBLE_DEVICES, `cores` is their number.
 
         With more slots than GPUs several share one.
         """
@@ -27,12 +25,12 @@ class Slots:
         self._free = list(range(self.count))
 
     def __str__(self) -> str:
-        """Say what they are."""
+        """Describe the slots."""
         what = f"{len(self.gpus)} GPU{'s' if len(self.gpus) > 1 else ''}" if self.gpus else f"{self.cores} CPU cores"
         return f"{self.count} slot{'s' if self.count > 1 else ''} ({what})"
 
     def check_arguments(self, workers: int, on_gpus: bool) -> None:
-        """Look at whether a job with so many workers on this machine can ever run.
+        """Check that a job with this many workers on this machine can ever run.
 
         Raises:
             RefusedError: it cannot.
@@ -48,7 +46,7 @@ class Slots:
             )
 
     def take(self, workers: int | None, on_gpus: bool) -> list[int] | None:
-        """Take a slot for each worker, on GPUs of their own; None while there are too few.
+        """Take a slot for each worker, on different GPUs; None while there are too few.
 
         `workers` None takes all slots.
         """
@@ -71,7 +69,7 @@ class Slots:
         self._free = sorted([*self._free, *slots])
 
     def environ(self, slots: Sequence[int], on_gpus: bool) -> dict[str, str]:
-        """Return the variables with which a job sees its own GPUs and its share of the cores."""
+        """Return the environment variables that restrict a job to its GPUs and its share of the cores."""
         share = {CORES: str(max(1, self.cores * len(slots) // self.count))}
         return {**share, "CUDA_VISIBLE_DEVICES": ",".join(self.names(slots))} if on_gpus else share
 

@@ -1,4 +1,4 @@
-"""Tables of jobs: on the terminal, while they run and after, and as files."""
+"""Tables of jobs: in the terminal, during and after a sweep, and as files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTS = ("status", "step", "time", DIRECTORY)
 """Columns that any table of jobs may have."""
 _STAY = 2  # keys that tell most jobs apart, which stay longer than other columns
 _SHORT = 24  # characters of a name that is shown beside other things
-_METRICS = 4  # columns, where nobody has said which metric counts
+_METRICS = 4  # columns, if no objective is set
 _MESSAGES = 10  # of failures, below a table
 _LIVE_MESSAGES = 3
 _SMALL = 20  # lines of a terminal that has none to spare for them
@@ -38,7 +38,7 @@ _AROUND = 4  # lines of a live table: two of its header, an empty one, and the c
 
 @dataclass(frozen=True)
 class Group:
-    """The jobs that differ in their seed alone."""
+    """Jobs that differ only in their seed."""
 
     overrides: Mapping[str, str]
     jobs: int
@@ -51,7 +51,7 @@ class Group:
 
     @property
     def deviation(self) -> float | None:
-        """Return the sample standard deviation, which one value does not have."""
+        """Return the sample standard deviation; None for a single value."""
         if len(self.values) < 2:
             return None
         return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
@@ -71,13 +71,13 @@ def varying(rows: Sequence[Row]) -> list[str]:
     return [key for key in keys if len(found[key]) > 1]
 
 
-def told_apart(rows: Sequence[Row | Group], key: str) -> int:
-    """Return how many pairs of rows have different values of a key."""
+def num_distinguished_pairs(rows: Sequence[Row | Group], key: str) -> int:
+    """Return how many pairs of rows a key distinguishes."""
     return (len(rows) ** 2 - sum(count**2 for count in Counter(row.overrides.get(key) for row in rows).values())) // 2
 
 
 def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
-    """Return the best of the rows that are done, and while none is, of those that are on their way."""
+    """Return the best of the rows that are done or, if none is, of the running ones."""
     for statuses in (("done",), ("running", "interrupted", "killed", "stopped")):
         place = goal.best([row.objective if row.status in statuses else None for row in rows])
         if place is not None:
@@ -160,7 +160,7 @@ def _leaves(every: Sequence[Row], names: Sequence[str], keys: int, metrics: int,
     jobs apart. The key that tells most apart, the first metric and the status stay.
     """
     at = {name: place for place, name in enumerate(names)}
-    weak = sorted(range(keys), key=lambda place: (told_apart(every, names[place]), -place))
+    weak = sorted(range(keys), key=lambda place: (num_distinguished_pairs(every, names[place]), -place))
     others = list(range(keys, keys + metrics))
     directory = [at[DIRECTORY]]
     return [
@@ -190,7 +190,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     numeric = [all(_is_number(group.overrides[key]) for group in groups) for key in keys]
     header = [*keys, f"mean {goal.metric}", "deviation", "seeds", ""]
     place = order.index(best) if best is not None else None
-    leaves = sorted(range(len(keys)), key=lambda place: (told_apart(groups, keys[place]), -place))[:-1]
+    leaves = sorted(range(len(keys)), key=lambda place: (num_distinguished_pairs(groups, keys[place]), -place))[:-1]
     return Grid([_plain(name) for name in header], lines, [*numeric, True, True, True, False], place, leaves, len(keys))
 
 
@@ -270,7 +270,7 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def as_markdown(rows: Sequence[Row], goal: Goal) -> str:
-    """Return the tables as GitHub shows them."""
+    """Return the tables as GitHub-flavoured Markdown."""
     parts = [_markdown(jobs_grid(sorted_rows(rows, goal), goal, rows, full=True))]
     seeds = seeds_grid(rows, goal)
     if seeds is not None:
@@ -309,7 +309,7 @@ def metrics_of(rows: Sequence[Row]) -> list[str]:
 
 
 def shown(name: str, value: float | None, missing: str = "") -> str:
-    """Write a metric's value for people."""
+    """Format the value of a metric."""
     if value is None:
         return missing
     if not math.isfinite(value):
@@ -318,7 +318,7 @@ def shown(name: str, value: float | None, missing: str = "") -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Write a time for people."""
+    """Format a duration."""
     if seconds is None or not 0 <= seconds < 1e9:
         return ""
     if seconds < 59.95:
@@ -328,7 +328,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _called(row: Row) -> str:
-    """Return what a job is called where room is scarce: its number, where its name is long."""
+    """Return a short name of a job: its number if its name is long."""
     return _plain(row.name if len(row.name) <= _SHORT else f"{row.number:04d}")
 
 
@@ -360,7 +360,7 @@ def _markdown(grid: Grid) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text that Markdown shows as it is, in one cell."""
+    """Escape a text for a Markdown table cell."""
     return re.sub(r"([\\|`*<>\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 

@@ -1,4 +1,4 @@
-"""The verbs that look at directories: `ddpexp table` and `ddpexp status`.
+"""The commands that inspect directories: `ddpexp table` and `ddpexp status`.
 
 They read, and start nothing but the drawing.
 """
@@ -58,9 +58,7 @@ _DRAWING_SECONDS = 120.0
 
 
 def table(argv: Sequence[str]) -> int:
-    """Print the table of the directories in `argv`, and write it to files where that is asked.
-
-    For or it is of one sweep.
+    """Print the table of the directories in `argv`, and write it to files on request, or if it is of one sweep.
 
     Raises:
         RefusedError: words that do not fit, or nothing there.
@@ -140,7 +138,7 @@ def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
 
 
 def _save(folder: Path, asked: Arguments, rows: Sequence[Row], goal: Goal) -> None:
-    """Write the files, and say where they are, or why they are not."""
+    """Write the files; report where they are, or why they could not be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tables.save(folder, rows, goal)
@@ -155,7 +153,7 @@ def _save(folder: Path, asked: Arguments, rows: Sequence[Row], goal: Goal) -> No
 
 
 def _draw(folder: Path, asked: Arguments, goal: Goal) -> bool:
-    """Draw the picture in a process of its own: what draws is large, and has a farewell of its own."""
+    """Draw the plot in a separate process: the plotting library is large, and has exit handlers of its own."""
     words = [*map(files.shortest, asked.found), "--out", str(folder)]
     words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
     program = python("ddpexp.sweep.picture:main", words)
@@ -184,10 +182,10 @@ def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[st
         lines.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
     lines += ["", *tables.summary(rows, goal)]
     owner = lock.read(path / lock.NAME)
-    if owner is not None and owner.lives() is not False:
+    if owner is not None and owner.is_alive() is not False:
         lines.append(Text(f"the sweep runs: {one_line(str(owner))}, since {one_line(owner.since)}"))
     elif any(row.status in (*UNFINISHED, "waiting") for row in rows):
-        lines.append(Text(f"go on: {_again(path)}"))
+        lines.append(Text(f"resume: {_again(path)}"))
     return Lines(*lines)
 
 
@@ -220,14 +218,14 @@ def _run_status(row: Row, queue: Mapping[str, str]) -> RenderableType:
         "since": _since(row),
         "where": _where(row, queue),
         "why": row.message or "",
-        "go on": f"python -m ddpexp resume {files.typed(row.path)}" if row.status in UNFINISHED else "",
+        "resume": f"python -m ddpexp resume {files.typed(row.path)}" if row.status in UNFINISHED else "",
         "folder": files.relative(row.path),
     }
     return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))
 
 
 def _since(row: Row) -> str:
-    """Say when what the status says began."""
+    """Return since when the status holds."""
     moment = row.ended if row.ended is not None else row.started
     if moment is None or not 0 <= moment < 1e11:
         return ""
@@ -236,7 +234,7 @@ def _since(row: Row) -> str:
 
 
 def _where(row: Row, queue: Mapping[str, str]) -> str:
-    """Say where it runs, or waits."""
+    """Return where it runs or waits."""
     if row.status == "running":
         owner = lock.read(row.path / lock.NAME)
         return one_line(str(owner)) if owner is not None else ""
@@ -248,9 +246,9 @@ def _where(row: Row, queue: Mapping[str, str]) -> str:
 
 
 def _again(path: Path) -> str:
-    """Return the command that goes on with a sweep, with those of its words that count only when they are typed."""
+    """Return the command to resume a sweep, with the overrides that must be restated."""
     try:
         words, options = asked_of(SweepDir(path))
-    except RefusedError:  # lost: what goes on says so
+    except RefusedError:  # unreadable: resuming reports that
         words, options = [], []
     return one_line(f"python -m ddpexp {shlex.join(['resume', files.shortest(path), *options, *again_words(words)])}")

@@ -1,4 +1,4 @@
-"""What a person sees of a sweep that runs: a live table on a terminal, else a line a job; and the files at its end."""
+"""The display of a running sweep: a live table in a terminal, else a line per job; and the files at its end."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ddpexp.system.terminal import say
 if TYPE_CHECKING:
     from rich.live import Live
 
-_SECONDS = 1.0  # between two looks
+_SECONDS = 1.0  # between two updates
 _DRAWING_SECONDS = 60.0
 
 
 class View:
-    """Shows how far a sweep is."""
+    """Shows the progress of a sweep."""
 
     def __init__(self, folder: SweepDir, goal: Goal, draws: bool) -> None:
-        """Look at whether standard output is a terminal; `draws` tells whether there is to be a picture."""
+        """Check that standard output is a terminal; `draws` tells whether there is to be a picture."""
         self._folder, self._goal, self._draws = folder, goal, draws
         self._reader = Reader(folder.path, goal.metric)
         self._live: Live | None = None
@@ -37,18 +37,18 @@ class View:
         self._picture: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Show how things are now, if it is time to."""
+        """Update the display, if it is time to."""
         if self._shows and time.monotonic() - self._at >= _SECONDS:
             self._draw()
             self._at = time.monotonic()
 
     def ended(self, text: str) -> None:
-        """Tell that a job has ended, where no table shows it."""
+        """Report that a job has ended, if there is no live table."""
         if not self._shows:
             say(text, sys.stdout)
 
     def last_begin(self) -> None:
-        """Make ready for the picture: no more jobs wait."""
+        """Prepare for the plot: no more jobs are waiting."""
         if self._picture is None and self._draws:
             words = [str(self._folder.path), f"sweep.mode={self._goal.mode}"]
             words += [f"sweep.objective={self._goal.metric}"] if self._goal.metric is not None else []
@@ -59,7 +59,7 @@ class View:
                 )  # fmt: skip
 
     def close(self) -> None:
-        """Take the live table away; what is drawn by then is not waited for."""
+        """Remove the live table; do not wait for the plot."""
         self._take_away()
         if self._picture is not None:
             self._picture.kill()
@@ -67,7 +67,7 @@ class View:
             self._picture = None
 
     def finish(self) -> None:
-        """Show the table as it is in the end, and write it and the picture into the sweep's directory."""
+        """Show the final table, and write it and the plot to the sweep's directory."""
         self._take_away()
         rows = self._reader.rows()
         again = f"python -m ddpexp table {files.typed(self._folder.path)} --all"
@@ -106,7 +106,7 @@ class View:
                 self._live.start()
             shown = tables.live(self._reader.rows(), self._goal, self._live.console.height)
             self._live.update(shown, refresh=True)
-        except (OSError, ValueError):  # the reader has gone
+        except (OSError, ValueError):  # the reader has closed the pipe
             self._live, self._shows = None, False
 
     def _take_away(self) -> None:

@@ -1,4 +1,1 @@
-"""The machine and the texts that go to it.
-
-Processes, limits, network, hardware, the terminal, secrets, schedulers' commands.
-"""
+"""The host and the operating system: processes, limits, network, hardware, terminal, secrets, Slurm's commands."""

@@ -1,4 +1,4 @@
-"""Named points in the product where a test can make something break; off unless the environment asks for it."""
+"""Named points at which tests inject faults; disabled unless the environment variable is set."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import time
 from pathlib import Path
 
 VARIABLE = "DDPEXP_FAULT"
-"""`point:action[:rank[:nth time]]`, without a rank on every one; `*` as the time means every time.
+"""`point:action[:rank[:nth time]]`; without a rank on every rank, and `*` as the time means every time.
 
 Points: joined, data, forward, backward, step, evaluate, record, save, leave, and those of a checkpoint's write, all
-with the names that `fault_point` is called with. Actions: raise, exit=CODE (sys.exit), leave=CODE (at once), abort,
-segv, kill, stop, term, int, sleep (for ever), spin (for ever, with the interpreter lock held), ignore (signals from
-here on), pause=FILE (sleep, once the file is there), late=FILE (a second, once the file is there), enospc, eio.
+under the names that `fault_point` is called with. Actions: raise, exit=CODE (sys.exit), leave=CODE (os._exit), abort,
+segv, kill, stop, term, int, sleep (forever), spin (forever, holding the interpreter lock), ignore (signals from here
+on), pause=FILE (create the file, then sleep forever), late=FILE (create the file, then sleep a second), enospc, eio.
 """
-_ASKED = os.environ.get(VARIABLE, "")
+_SPECIFICATION = os.environ.get(VARIABLE, "")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM, "int": signal.SIGINT}
 _ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
-_reached: collections.Counter[str] = collections.Counter()
+_visits: collections.Counter[str] = collections.Counter()
 
 
 def fault_point(point: str) -> None:
-    """Come to a point. Does nothing unless `DDPEXP_FAULT` names it, this rank, and how often it was reached before.
+    """Inject a fault if `DDPEXP_FAULT` names this point, this rank and this visit; otherwise do nothing.
 
     Raises:
-        RuntimeError, OSError, SystemExit: the action says so.
+        RuntimeError, OSError, SystemExit: where the action is to raise it.
     """
-    if not _ASKED:
+    if not _SPECIFICATION:
         return
-    name, action, *rest = _ASKED.split(":")
+    name, action, *rest = _SPECIFICATION.split(":")
     if name != point:
         return
-    _reached[point] += 1
+    _visits[point] += 1
     if rest and os.environ.get("RANK", "0") != rest[0]:
         return
-    if len(rest) > 1 and rest[1] != "*" and _reached[point] != int(rest[1]):
+    if len(rest) > 1 and rest[1] != "*" and _visits[point] != int(rest[1]):
         return
     _do(*action.partition("=")[::2], point)
 
@@ -65,7 +65,7 @@ def _do(action: str, value: str, point: str) -> None:
                 signal.signal(number, signal.SIG_IGN)
         return
     if action == "spin":
-        collections.deque(itertools.repeat(None), maxlen=0)  # a loop in C, which never lets go of the lock
+        collections.deque(itertools.repeat(None), maxlen=0)  # a loop in C, which never releases the lock
     if action == "late":
         Path(value).touch()
         time.sleep(1)

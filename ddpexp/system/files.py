@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole, read within bounds, and shown by the shortest path."""
+"""Replace files atomically, read untrusted files within bounds, and format paths for messages."""
 
 from __future__ import annotations
 
@@ -20,24 +20,12 @@ import yaml
 from ddpexp.errors import DdpexpError
 from ddpexp.system.secrets import masked_tree
 
-JSON_BYTES = 64 << 20  # of one file: everything large is in safetensors
-
-
+JSON_BYTES = 64 << 20  # per file: everything large is in safetensors
 _YAML_BYTES, _DEPTH = 4 << 20, 100
-
-
-_VALUES = 50_000  # of one YAML file, which a run's hundred keys and their lists do not reach
-
-
+_VALUES = 50_000  # per YAML file, far more than a run's hundred keys and their lists
 _DIGITS = 1000
-
-
-_VALUE_CHARACTERS, _INTERPOLATION_CHARACTERS = (
-    1 << 16,
-    1 << 14,
-)  # of one value; of all that hold ${...}, which are slow to parse
-
-
+_VALUE_CHARACTERS = 1 << 16  # per value
+_INTERPOLATION_CHARACTERS = 1 << 14  # of all values with ${...} together, which are slow to parse
 _TAIL_BYTES = 1 << 16
 
 
@@ -46,7 +34,7 @@ class MovedError(DdpexpError):
 
 
 class Anchor:
-    """Holds a run directory open, to notice that its path leads to it no more."""
+    """Keep a run directory open, to notice when its path no longer leads to it."""
 
     def __init__(self, path: Path) -> None:
         """Open the directory. Raises OSError."""
@@ -54,10 +42,10 @@ class Anchor:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def check(self) -> None:
-        """See that the path still leads to the directory; a file system that cannot tell for a moment passes.
+        """Check that the path still leads to the directory; temporary errors of the file system are ignored.
 
         Raises:
-            MovedError: it leads to nothing, or to another one.
+            MovedError: it leads to nothing, or to another directory.
         """
         try:
             same = os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
@@ -68,18 +56,17 @@ class Anchor:
         if not same:
             raise MovedError(
                 f"the run directory {relative(self._path)} was moved or removed while the run was writing to it, so "
-                "nothing more "
-                f"can be saved there. What was written before is in it: resume it where it is now."
+                "nothing more can be saved there. What was written before is in it: resume it where it is now."
             )
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a file of the run's to write at its end; a link is not followed."""
+    """Open a file of the run for appending; symbolic links are not followed."""
     return open(path, "a", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644))
 
 
 def whole_lines(path: Path) -> int:
-    """Return how many bytes of a file are whole lines: a write that was cut short leaves a torn one at the end.
+    """Return how many bytes of a file are complete lines: an interrupted write leaves a partial one at the end.
 
     Raises OSError.
     """
@@ -88,15 +75,15 @@ def whole_lines(path: Path) -> int:
         while end:
             begin = max(0, end - _TAIL_BYTES)
             file.seek(begin)
-            place = file.read(end - begin).rfind(b"\n")
-            if place >= 0:
-                return begin + place + 1
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                return begin + newline + 1
             end = begin
     return 0
 
 
 def keep(path: Path) -> Path | None:
-    """Keep a copy of a file that is about to be replaced, under the first free number; None where there is no file."""
+    """Copy a file that is about to be replaced to the first free numbered name; None where there is no file."""
     if not path.is_file():
         return None
     copy = first_free_name(path)
@@ -105,7 +92,7 @@ def keep(path: Path) -> Path | None:
 
 
 def first_free_name(path: Path) -> Path:
-    """Return the first name with a number behind it that nothing has."""
+    """Return the first numbered variant of a path that does not exist."""
     number = 1
     while os.path.lexists(path.with_name(f"{path.stem}-{number}{path.suffix}")):
         number += 1
@@ -113,7 +100,7 @@ def first_free_name(path: Path) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that anybody may have made: a plain file of bounded size and depth.
+    """Read an untrusted JSON file: a regular file of bounded size and depth.
 
     Raises: OSError, ValueError.
     """
@@ -121,17 +108,17 @@ def read_json(path: Path) -> Any:
 
 
 def read_plain_file(path: Path) -> bytes:
-    """Read a plain file of bounded size.
+    """Read a regular file of bounded size.
 
     Raises: OSError, ValueError.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would keep this waiting
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would block
     with open(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no plain file", str(path))
-        if found.st_size > JSON_BYTES:
-            raise ValueError(f"{path.name} has {found.st_size:,} bytes, more than {JSON_BYTES:,}")
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if status.st_size > JSON_BYTES:
+            raise ValueError(f"{path.name} has {status.st_size:,} bytes, more than {JSON_BYTES:,}")
         return file.read()
 
 
@@ -150,32 +137,32 @@ def parse_json(raw: bytes) -> Any:
 
 
 def is_shallow(tree: Any, depth: int) -> bool:
-    """Tell whether lists and mappings are nested so deep at most; what walks a tree calls itself, which has a limit."""
+    """Return whether lists and mappings are nested at most `depth` deep; deeper trees would overflow recursive code."""
     level = [tree]
     for _ in range(depth + 1):
         if not level:
             return True
         level = [
             inner
-            for one in level
-            if isinstance(one, list | dict)
-            for inner in (one.values() if isinstance(one, dict) else one)
+            for node in level
+            if isinstance(node, list | dict)
+            for inner in (node.values() if isinstance(node, dict) else node)
         ]
     return not level
 
 
 def check_yaml(path: Path) -> None:
-    """See that a run's YAML file, which anybody may have made, can be read: of bounded size, see check_yaml_text.
+    """Check an untrusted YAML file: of bounded size, otherwise like check_yaml_text.
 
     Raises: OSError, ValueError, yaml.YAMLError.
     """
     if path.stat().st_size > _YAML_BYTES or not path.is_file():
-        raise ValueError(f"it is no plain file of {_YAML_BYTES:,} bytes at most")
+        raise ValueError(f"it is not a regular file of at most {_YAML_BYTES:,} bytes")
     check_yaml_text(path.read_text())
 
 
 def check_yaml_text(text: str) -> None:
-    """See that YAML, which anybody may have written, can be read soon: of bounded depth and length, nothing said twice.
+    """Check that untrusted YAML is cheap to load: of bounded depth and size, without aliases.
 
     Raises: ValueError, yaml.YAMLError.
     """
@@ -190,17 +177,16 @@ def check_yaml_text(text: str) -> None:
             if values > _VALUES or len(event.value) > _VALUE_CHARACTERS or interpolations > _INTERPOLATION_CHARACTERS:
                 raise ValueError(
                     f"it holds more than {_VALUES:,} values, one of more than {_VALUE_CHARACTERS:,} characters, or "
-                    "more than "
-                    f"{_INTERPOLATION_CHARACTERS:,} characters with ${{...}}"
+                    f"more than {_INTERPOLATION_CHARACTERS:,} characters with ${{...}}"
                 )
         if depth > _DEPTH:
             raise ValueError("it is nested too deeply")
-        if isinstance(event, yaml.AliasEvent):  # a few of them can stand for more than there is memory
+        if isinstance(event, yaml.AliasEvent):  # a few aliases can expand to more than fits into memory
             raise ValueError("it refers to itself with *, which no run writes")
 
 
 def write(path: Path, text: str | bytes) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new one, also after a power cut."""
+    """Replace a file atomically: a reader sees the old text or the new one, even after a power cut."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
@@ -215,12 +201,12 @@ def write(path: Path, text: str | bytes) -> None:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """Format JSON for people, secrets masked; numbers that are not finite become null, for JSON has none."""
+    """Return indented JSON with secrets masked; numbers that are not finite become null, since JSON has none."""
     return json.dumps(masked_tree(_finite(value)), indent=2, allow_nan=False) + "\n"
 
 
 def sha256(text: str) -> str:
-    """Hash a text."""
+    """Return the SHA-256 of a text in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -233,7 +219,7 @@ def _finite(value: Any) -> Any:
 
 
 def first_free(path: Path) -> Path:
-    """Make a folder of this name, or of the first free one with a number behind it."""
+    """Create a folder of this name, or of the first free numbered variant, and return it."""
     for number in range(1, 10_000):
         candidate = path if number == 1 else path.with_name(f"{path.name}_{number}")
         try:
@@ -245,7 +231,7 @@ def first_free(path: Path) -> Path:
 
 
 def relative(path: Path) -> str:
-    """Show a path as short as it can be typed from here."""
+    """Return a path relative to the current folder where it is inside it, else as it is."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
     except ValueError:
@@ -253,12 +239,12 @@ def relative(path: Path) -> str:
 
 
 def shortest(path: Path) -> str:
-    """Return a path as short as it can be typed from here, from this folder or from the root."""
+    """Return the shorter of the absolute path and the path relative to the current folder."""
     full = path.resolve()
     short = min(str(full), os.path.relpath(full), key=len)
     return f"./{short}" if short.startswith("-") else short
 
 
 def typed(path: Path) -> str:
-    """Return the shortest path as it is typed in a shell."""
+    """Return the shortest path, quoted for a shell."""
     return shlex.quote(shortest(path))

@@ -1,4 +1,4 @@
-"""What this machine offers to workers: GPUs and CPU cores, asked without importing torch."""
+"""Detect the GPUs and CPU cores of this machine without importing torch."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the NVIDIA GPUs that a worker would see, as CUDA_VISIBLE_DEVICES calls them.
+    """Return the NVIDIA GPUs that a worker would see, as CUDA_VISIBLE_DEVICES names them.
 
-    Asks the driver's management library, never CUDA: initialising CUDA here would break every forked worker.
+    Uses NVML, never CUDA: initialising CUDA here would break every forked worker.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     present = _nvml_device_count() if _torch_has_cuda() else 0
     if visible is None or present == 0:
         return [str(number) for number in range(present)]
-    # CUDA stops at the first entry that names no device, so `0,1,-1,2` shows two and Slurm's `NoDevFiles` none; an
-    # entry that comes twice hides all.
-    shown: list[str] = []
+    # CUDA stops at the first invalid entry, so `0,1,-1,2` gives two devices and Slurm's `NoDevFiles` none; a duplicate
+    # entry hides all.
+    devices: list[str] = []
     for entry in (part.strip() for part in visible.split(",")):
-        if entry in shown:
+        if entry in devices:
             return []
         if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < present)):
             break
-        shown.append(entry)
-    return shown
+        devices.append(entry)
+    return devices
 
 
 def why_none(environ: Mapping[str, str] = os.environ) -> str:
-    """Say why no GPU can be used, where this machine has some; nothing where it has none."""
+    """Return why no GPU can be used although this machine has some; an empty text if it has none."""
     present = _nvml_device_count()
     if not present:
         return ""
     if not _torch_has_cuda():
-        return f" ({present} here, but the installed torch is built for CPUs alone)"
+        return f" ({present} here, but the installed torch is a CPU-only build)"
     return f" ({present} here, but CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')} hides all)"
 
 
@@ -61,14 +61,14 @@ def usable_core_numbers() -> list[int]:
 
 
 def cores_quota(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the whole cores that the control group allows, or `CORES` beside other jobs; None without a limit."""
+    """Return the smaller of the control group's quota in whole cores and `CORES`; None without a limit."""
     share = environ.get(CORES, "")
     limits = [limit for limit in (_cgroup_quota(), int(share) if share.isdecimal() else None) if limit]
     return min(limits, default=None)
 
 
 def gpu_names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a name for each GPU that a worker of this process would see, the same from every process of the host."""
+    """Return a name for each GPU that a worker would see; the same name in every process of the host."""
     present = _nvml_names()
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -78,19 +78,19 @@ def gpu_names(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def threads_per_worker(workers: int) -> int:
-    """Divide the usable cores among the workers of this node: at least one thread each."""
+    """Divide the usable cores among the workers of this node, at least one thread each."""
     return max(1, usable_cores() // workers)
 
 
 def _torch_has_cuda() -> bool:
-    """Read from torch's version file, without importing it, whether this build can use GPUs."""
+    """Return whether the installed torch can use GPUs, from its version file, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
     try:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
-        return True  # an unusual build: let it decide
+        return True  # an unusual build: assume that it can
     return re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) is None
 
 
@@ -109,7 +109,7 @@ def _nvml_device_count() -> int:
 
 
 def _nvml_names() -> list[str]:
-    """Return the unique names of the GPUs that the driver shows. Source: NVML's reference, nvmlDeviceGetUUID."""
+    """Return the UUIDs of the GPUs that the driver reports. Source: NVML's reference, nvmlDeviceGetUUID."""
     count = _nvml_device_count()
     if count == 0:
         return []
@@ -120,9 +120,9 @@ def _nvml_names() -> list[str]:
     try:
         for index in range(count):
             handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-            found = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
-            named = found and nvml.nvmlDeviceGetUUID(handle, text, len(text)) == 0
-            names.append(text.value.decode() if named else f"GPU {index}")
+            opened = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
+            has_uuid = opened and nvml.nvmlDeviceGetUUID(handle, text, len(text)) == 0
+            names.append(text.value.decode() if has_uuid else f"GPU {index}")
     finally:
         nvml.nvmlShutdown()
     return names

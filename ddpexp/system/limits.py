@@ -1,4 +1,4 @@
-"""The limits that a shell, the kernel, a container or a file system sets, and what to say when a run meets one."""
+"""Limits set by the shell, the kernel, a container or a file system, and the messages for runs that reach one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ddpexp.errors import RefusedError
 
-# What a run costs in descriptors, counted in /proc/PID/fd of runs with 2 and 8 workers.
-_OF_THE_COMMAND = 20  # beside its workers'
-_OF_A_WORKER = 4  # in the command: its control channel, its signals, its page, its log
-_OF_A_RANK = 36  # in the rank itself, and some for each other rank: connections, shared memory
-_OF_A_PEER = 4
-_TEXTS = {
+# Open descriptors of a run, counted in /proc/PID/fd of runs with 2 and 8 workers.
+_COMMAND_FILES = 20  # of the command itself
+_FILES_PER_WORKER = 4  # of the command, for each worker: control channel, signals, shared page, log
+_RANK_FILES = 36  # of a rank itself
+_FILES_PER_PEER = 4  # of a rank, for each other rank: connections, shared memory
+_ERRNO_BY_TEXT = {
     "too many open files": errno.EMFILE,
     "file too large": errno.EFBIG,
     "can't start new thread": errno.EAGAIN,
@@ -29,74 +29,73 @@ _TEXTS = {
 
 
 def raise_files() -> None:
-    """Take all descriptors that the hard limit allows.
+    """Raise the limit on open files to the hard limit.
 
-    Shells leave 1,024, which is a compatibility for select(2) alone.
+    Shells default to 1,024 only for programs that use select(2).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError):
-            pass  # a container may refuse what it shows
+            pass  # a container may refuse the limit that it reports
 
 
 def check_open_files(workers: int, world_size: int) -> None:
-    """See that this command can hold its workers, and a worker its connections.
+    """Check that this command can hold its workers' files, and a worker its connections.
 
     Raises:
         RefusedError: the hard limit is too small.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    wanted = max(_OF_THE_COMMAND + _OF_A_WORKER * workers, _OF_A_RANK + _OF_A_PEER * world_size)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
+    required = max(_COMMAND_FILES + _FILES_PER_WORKER * workers, _RANK_FILES + _FILES_PER_PEER * world_size)
+    if limit != resource.RLIM_INFINITY and limit < required:
         raise RefusedError(
-            f"{world_size} worker{'s' if world_size > 1 else ''} need {wanted} open files, and this shell allows "
-            f"{limit} "
-            f"(ulimit -n): raise it with ulimit -n {wanted} or more, or use fewer workers."
+            f"{world_size} worker{'s' if world_size > 1 else ''} need {required} open files, and this shell allows "
+            f"{limit} (ulimit -n): raise it with ulimit -n {required} or more, or use fewer workers."
         )
 
 
-def reason(error: BaseException | str, place: Path | None = None) -> str | None:
-    """Return which limit an error means, with its value and how it is raised; None for an error that means none.
+def reason(error: BaseException | str, path: Path | None = None) -> str | None:
+    """Return which limit caused an error, its value and how to raise it; None if the error is not about a limit.
 
-    Errors of libraries keep only the text of the system's error. `place` is what could not be written, where the error
+    Libraries often keep only the text of the system's error. `path` is what could not be written, where the error
     does not name it.
     """
     number = error.errno if isinstance(error, OSError) else None
     text = str(error).lower() if isinstance(error, str | RuntimeError | ImportError | MemoryError | OSError) else ""
     if number is None:
-        number = next((known for word, known in _TEXTS.items() if word in text[:20_000]), None)
-    if text == os.strerror(errno.EAGAIN).lower():  # of a thread in C++; longer texts speak of sockets
+        number = next((code for phrase, code in _ERRNO_BY_TEXT.items() if phrase in text[:20_000]), None)
+    if text == os.strerror(errno.EAGAIN).lower():  # from starting a thread in C++; longer texts are about sockets
         number = errno.EAGAIN
     if isinstance(error, MemoryError):
         number = errno.ENOMEM
     if number == errno.EMFILE:
-        return _said("open files", resource.RLIMIT_NOFILE, "n", 1)
+        return _describe_rlimit("open files", resource.RLIMIT_NOFILE, "n", 1)
     if number == errno.ENFILE:
-        return _open_files()
+        return _describe_file_max()
     if number == errno.EFBIG:
-        return _said("KiB a file", resource.RLIMIT_FSIZE, "f", 1024)
+        return _describe_rlimit("KiB a file", resource.RLIMIT_FSIZE, "f", 1024)
     if number == errno.ENOMEM:
-        return _said("KiB of address space", resource.RLIMIT_AS, "v", 1024)
+        return _describe_rlimit("KiB of address space", resource.RLIMIT_AS, "v", 1024)
     if number == errno.EAGAIN:
-        return _processes()
+        return _describe_process_limit()
     if number in (errno.ENOSPC, errno.EDQUOT):
-        named = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else None
-        place = place or (Path(named) if named else None)
-        return _disk(place, number == errno.EDQUOT) if place is not None else None
+        filename = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else None
+        path = path or (Path(filename) if filename else None)
+        return _describe_disk(path, number == errno.EDQUOT) if path is not None else None
     return None
 
 
-def said_with_limit(error: BaseException, place: Path | None = None) -> str:
-    """Return what the system says of an error, or its kind and message, and the limit that it means."""
-    limit = reason(error, place)
-    said = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-    return f"{said or error}{f' ({limit})' if limit else ''}"
+def said_with_limit(error: BaseException, path: Path | None = None) -> str:
+    """Describe an error by the system's text for it, or its class and message, and the limit that caused it."""
+    limit = reason(error, path)
+    text = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    return f"{text or error}{f' ({limit})' if limit else ''}"
 
 
 def human(num_bytes: float, digits: int = 3) -> str:
-    """Return a number of bytes as people say it. Units: kB is 1,000 bytes."""
+    """Return a human-readable number of bytes. Units: kB is 1,000 bytes."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= size:
             exact = f"{num_bytes / size:,.{digits}g}"
@@ -105,62 +104,61 @@ def human(num_bytes: float, digits: int = 3) -> str:
 
 
 def told_apart(one: int, other: int) -> tuple[str, str]:
-    """Return two numbers of bytes as people say them, with as many digits as it takes to see which is larger."""
+    """Return two human-readable numbers of bytes, with enough digits to see which is larger."""
     digits = next((digits for digits in range(3, 16) if human(one, digits) != human(other, digits)), 3)
     return human(one, digits), human(other, digits)
 
 
-def free_files(place: Path) -> int | None:
-    """Return how many files (inodes) can still be made at a place; None where its file system does not count them."""
-    found = os.statvfs(place)
-    return found.f_favail if found.f_files else None
+def free_files(path: Path) -> int | None:
+    """Return how many inodes are free on the path's file system; None where it does not count them."""
+    status = os.statvfs(path)
+    return status.f_favail if status.f_files else None
 
 
-def _said(what: str, which: int, letter: str, unit: int) -> str | None:
-    limit = resource.getrlimit(which)[0]
+def _describe_rlimit(what: str, limit_number: int, letter: str, unit: int) -> str | None:
+    limit = resource.getrlimit(limit_number)[0]
     if limit == resource.RLIM_INFINITY:
         return None
     return f"this shell allows {limit // unit:,} {what} (ulimit -{letter}): raise that limit"
 
 
-def _open_files() -> str | None:
+def _describe_file_max() -> str | None:
     with suppress(OSError, ValueError):
-        used, _, most = map(int, Path("/proc/sys/fs/file-nr").read_text().split())
+        used, _, maximum = map(int, Path("/proc/sys/fs/file-nr").read_text().split())
         return (
-            f"fs.file-max allows {most:,} open files on this machine, and {used:,} are open: raise it with sysctl, "
+            f"fs.file-max allows {maximum:,} open files on this machine, and {used:,} are open: raise it with sysctl, "
             "as root"
         )
     return None
 
 
-def _disk(place: Path, is_quota: bool) -> str | None:
-    """Say what is used up where something could not be written: bytes, inodes or a quota. Source: statvfs(3)."""
-    for folder in (place, *place.absolute().parents):  # what was to be made is not there
+def _describe_disk(path: Path, is_quota: bool) -> str | None:
+    """Describe what is exhausted where a write failed: bytes, inodes or a quota. Source: statvfs(3)."""
+    for folder in (path, *path.absolute().parents):  # the path itself may not exist yet
         try:
-            found = os.statvfs(folder)
+            status = os.statvfs(folder)
         except OSError:
             continue
-        free = human(found.f_bavail * found.f_frsize)
+        free = human(status.f_bavail * status.f_frsize)
         if is_quota:
             return (
                 f"a quota on the file system of {folder} is used up, though {free} are free there: quota -s shows yours"
             )
-        if found.f_files and not found.f_favail:
+        if status.f_files and not status.f_favail:
             return (
-                f"no inodes are left: the file system of {folder} holds all {found.f_files:,} files that it can, "
-                f"though {free} are "
-                f"free: remove files"
+                f"no inodes are left: the file system of {folder} holds all {status.f_files:,} files that it can, "
+                f"though {free} are free: remove files"
             )
-        size, reserved = found.f_blocks * found.f_frsize, (found.f_bfree - found.f_bavail) * found.f_frsize
-        kept = f", and {human(reserved)} more are reserved for root" if reserved > 0 else ""
-        files = f" and {found.f_favail:,} files" if found.f_files else ""
-        return f"{free} of {human(size)}{files} are free on the file system of {folder}{kept}"
+        size, reserved = status.f_blocks * status.f_frsize, (status.f_bfree - status.f_bavail) * status.f_frsize
+        for_root = f", and {human(reserved)} more are reserved for root" if reserved > 0 else ""
+        files = f" and {status.f_favail:,} files" if status.f_files else ""
+        return f"{free} of {human(size)}{files} are free on the file system of {folder}{for_root}"
     return None
 
 
 @dataclass(frozen=True)
 class _Bound:
-    """A limit on processes and threads, and how many it counts now."""
+    """A limit on processes and threads, with the current count."""
 
     name: str
     allowed: int
@@ -169,50 +167,51 @@ class _Bound:
 
     @property
     def share(self) -> float:
-        """Return how full it is."""
+        """Return the fraction that is used."""
         return self.used / max(1, self.allowed)
 
     def __str__(self) -> str:
         return f"{self.name} allows {self.allowed:,} processes and threads and {self.used:,} are there"
 
 
-_REACHED = 0.9  # of a limit: what was refused may have ended others, or been ended, since
+_REACHED = 0.9  # of a limit: processes may have ended since the failure
 _CURE = "raise that limit, or use fewer workers"
 _AS_ROOT = "raise it with sysctl, as root, or use fewer workers"
 
 
-def _processes(root: Path = Path("/")) -> str | None:
-    """Name the limit that has refused a process or a thread: the one that is reached. Source: fork(2), under EAGAIN."""
-    bounds = sorted(_bounds(root), key=lambda one: -one.share)
+def _describe_process_limit(root: Path = Path("/")) -> str | None:
+    """Describe the limit that prevented a new process or thread. Source: fork(2), EAGAIN."""
+    bounds = sorted(_bounds(root), key=lambda bound: -bound.share)
     if not bounds:
         return None
     if bounds[0].share >= _REACHED:
         return f"{bounds[0]}: {bounds[0].cure}"
-    if (
-        memory := _said("KiB of address space", resource.RLIMIT_AS, "v", 1024)
-    ) is not None:  # a thread's stack is of that
+    memory = _describe_rlimit("KiB of address space", resource.RLIMIT_AS, "v", 1024)
+    if memory is not None:  # a thread's stack counts against it
         return memory
-    return f"which limit it was cannot be seen any more; the fullest is now: {bounds[0]}: {bounds[0].cure}"
+    return f"it is no longer possible to see which limit it was; the fullest now is: {bounds[0]}: {bounds[0].cure}"
 
 
 def _bounds(root: Path) -> Iterator[_Bound]:
     yield from _pids(root)
     proc = root / "proc"
-    counted = list(_counted(proc))
-    here = sum(threads for _, threads in counted)
-    total = _number(proc / "loadavg", r"\S+ \S+ \S+ \d+/(\d+)") or 0  # of the whole machine, also within a container
+    processes = list(_visible_processes(proc))
+    here = sum(threads for _, threads in processes)
+    total = _number(proc / "loadavg", r"\S+ \S+ \S+ \d+/(\d+)") or 0  # of the whole host, even inside a container
     for name in ("pid_max", "threads-max"):
         allowed = _number(proc / "sys/kernel" / name, r"(\d+)")
-        if allowed is not None:  # since Linux 6.14 a container has a pid_max of its own, which counts what is in there
+        if (
+            allowed is not None
+        ):  # since Linux 6.14 a container can have its own pid_max, which counts only its processes
             yield _Bound(f"kernel.{name}", allowed, max(here, total if total <= allowed else 0), _AS_ROOT)
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if limit != resource.RLIM_INFINITY and not _is_privileged(proc):
-        used = sum(threads for user, threads in counted if user == os.getuid())
+        used = sum(threads for user, threads in processes if user == os.getuid())
         yield _Bound(f"this shell (ulimit -u, user {os.getuid()})", limit, used, _CURE)
 
 
-def _counted(proc: Path) -> Iterator[tuple[int, int]]:
-    """Yield the user and the number of threads of every process that can be seen."""
+def _visible_processes(proc: Path) -> Iterator[tuple[int, int]]:
+    """Yield the user id and the number of threads of every visible process."""
     for entry in proc.glob("[0-9]*/status"):
         with suppress(OSError):
             text = entry.read_text()
@@ -225,24 +224,21 @@ def _counted(proc: Path) -> Iterator[tuple[int, int]]:
 
 
 def _is_privileged(proc: Path) -> bool:
-    """Tell whether the limit of a user does not bind this process. Source: getrlimit(2), RLIMIT_NPROC."""
-    found = _number(proc / "self/status", r"CapEff:\s+([0-9a-f]+)", 16) or 0
-    return os.getuid() == 0 or bool(found & (1 << 24 | 1 << 21))  # CAP_SYS_RESOURCE, CAP_SYS_ADMIN
+    """Return whether this process is exempt from the per-user limit. Source: getrlimit(2), RLIMIT_NPROC."""
+    capabilities = _number(proc / "self/status", r"CapEff:\s+([0-9a-f]+)", 16) or 0
+    return os.getuid() == 0 or bool(capabilities & (1 << 24 | 1 << 21))  # CAP_SYS_RESOURCE, CAP_SYS_ADMIN
 
 
 def _number(path: Path, pattern: str, base: int = 10) -> int | None:
     try:
-        found = re.search(pattern, path.read_text())
+        match = re.search(pattern, path.read_text())
     except OSError:
         return None
-    return int(found[1], base) if found is not None else None
+    return int(match[1], base) if match is not None else None
 
 
 def _pids(root: Path) -> Iterator[_Bound]:
-    """Yield the control groups that limit processes and threads. Source.
-
-    The kernel's description of the pids controller.
-    """
+    """Yield the control groups that limit processes and threads. Source: the kernel's docs on the pids controller."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -254,7 +250,7 @@ def _pids(root: Path) -> Iterator[_Bound]:
         for top in tops:
             folder = root / top / path.strip("/")
             while folder != root / top.rpartition("/")[0]:
-                allowed = _number(folder / "pids.max", r"(\d+)")  # or the word max
+                allowed = _number(folder / "pids.max", r"(\d+)")  # "max" means no limit
                 if allowed is not None:
                     used = _number(folder / "pids.current", r"(\d+)") or 0
                     yield _Bound(str(folder / "pids.max"), allowed, used, _CURE)

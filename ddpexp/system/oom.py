@@ -1,4 +1,4 @@
-"""Whether the kernel has killed for want of memory: its counters before the workers start, and after one was killed."""
+"""Detect kills by the kernel's OOM killer, by comparing its counters before the workers start and after a kill."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_UNLIMITED = 1 << 60  # bytes; version 1 shows no limit as the largest number of pages
+_UNLIMITED = 1 << 60  # bytes; cgroups v1 report no limit as the largest number of pages
 _KILLS = r"^oom_kill (\d+)$"
 _CURE = (
     "Use a smaller trainer.micro_batch_size or data.num_workers, fewer workers, or more memory (launcher.mem=... "
@@ -17,22 +17,22 @@ _CURE = (
 
 @dataclass(frozen=True)
 class _Counter:
-    """A number in a file of the kernel's."""
+    """A number in a file of the kernel."""
 
     path: Path
     pattern: str = r"^(\d+)$"
 
     def read(self) -> int:
         try:
-            found = re.search(self.pattern, self.path.read_text(), re.MULTILINE)
+            match = re.search(self.pattern, self.path.read_text(), re.MULTILINE)
         except OSError:
             return 0
-        return int(found[1]) if found else 0
+        return int(match[1]) if match else 0
 
 
 @dataclass(frozen=True)
 class _Group:
-    """A control group: what it may use, how often it was full, how often the kernel has killed in it."""
+    """A control group: its memory limit, how often that was reached, and the number of OOM kills in it."""
 
     folder: Path
     limit: _Counter
@@ -41,20 +41,17 @@ class _Group:
 
 
 class Memory:
-    """What the kernel counts, since this was made."""
+    """The kernel's OOM counters since this object was created."""
 
     def __init__(self, root: Path = Path("/")) -> None:
-        """Note the counters as they are; `root` is where /proc and /sys lie."""
+        """Record the current counters; `root` is the folder that holds /proc and /sys."""
         self._groups = list(_groups(root))
         self._machine = _Counter(root / "proc/vmstat", _KILLS)
         counters = [self._machine, *(counter for group in self._groups for counter in (group.full, group.kills))]
         self._before = {counter: counter.read() for counter in counters}
 
     def verdict(self) -> str | None:
-        """Say that the kernel has killed for want of memory meanwhile, and what to do.
-
-        None when it has counted no such kill.
-        """
+        """Return a message on the OOM kill since then and its remedy; None if the kernel counted no such kill."""
         if any(map(self._rose, (group.kills for group in self._groups))):
             for group in self._groups:  # the nearest first
                 if 0 < group.limit.read() < _UNLIMITED and self._rose(group.full):
@@ -62,7 +59,7 @@ class Memory:
                         f"out of memory: the control group {group.folder} may use {_human(group.limit.read())}. {_CURE}"
                     )
         if self._rose(self._machine):
-            return f"out of memory: the kernel has killed for want of memory on this machine. {_CURE}"
+            return f"out of memory: the kernel has killed a process on this machine for lack of memory. {_CURE}"
         return None
 
     def _rose(self, counter: _Counter) -> bool:
@@ -70,7 +67,7 @@ class Memory:
 
 
 def _groups(root: Path) -> Iterator[_Group]:
-    """Yield this process's memory group and those above it, of both versions. Source: cgroups(7)."""
+    """Yield this process's memory group and its ancestors, of cgroups v1 and v2. Source: cgroups(7)."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -91,9 +88,9 @@ def _groups(root: Path) -> Iterator[_Group]:
 
 
 def _up(top: Path, path: str, counter: str) -> Iterator[Path]:
-    """Yield the folders of a group and of those above it that count kills."""
+    """Yield the folders of a group and its ancestors that count kills."""
     folder = top / path.strip("/")
-    # In a container the path may be the host's, which is not seen here: then the top is the container's own group.
+    # In a container the path may be the host's, which is not visible here: then the top is the container's own group.
     folder = folder if folder.is_dir() else top
     while True:
         if (folder / counter).is_file():

@@ -1,4 +1,4 @@
-"""What lives: a process as the kernel describes it, and lives that are bound to a parent's."""
+"""Read the state of processes from /proc, and tie a process's lifetime to its parent's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 
 
 def stat(pid: int) -> list[str] | None:
-    """Return what the kernel says of a process, from its state on; None when it is gone. Source: proc(5), stat.
+    """Return the fields of /proc/PID/stat from the state on; None when the process is gone. Source: proc(5), stat.
 
-    Index 0 is its state, a letter; 11 and 12 are the ticks that it has used itself and the kernel for it, 13 and 14
-    those of its children that it has waited for; 19 is when it began; 49 is how it has ended.
+    Index 0 is the state letter; 11 and 12 are user and system time in ticks, 13 and 14 those of its children that it
+    has waited for; 19 is the start time; 49 is the exit status.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
@@ -29,51 +29,48 @@ def stat(pid: int) -> list[str] | None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that a process has started and not waited for; none when it is gone. Source.
-
-    Proc(5), children.
-    """
-    found: list[int] = []
+    """Return the child processes that have not been waited for; empty if the process is gone. Source: proc(5)."""
+    pids: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # the thread has ended
-            found += map(int, path.read_text().split())
-    return found
+            pids += map(int, path.read_text().split())
+    return pids
 
 
 def ancestors(pid: int) -> list[int]:
-    """Return the parent of a process, its parent and so on, as far as they can be seen."""
-    found: list[int] = []
-    while (words := stat(pid)) is not None and (pid := int(words[1])):
-        found.append(pid)
-    return found
+    """Return the parent of a process, its grandparent and so on, as far as they are visible."""
+    pids: list[int] = []
+    while (fields := stat(pid)) is not None and (pid := int(fields[1])):
+        pids.append(pid)
+    return pids
 
 
 def is_gone(pid: int) -> bool:
-    """Tell whether a process has ended; of one that nobody has waited for, only the exit code is left."""
-    words = stat(pid)
-    return words is None or words[0] in "ZX"
+    """Return whether a process has ended; a zombie counts as ended."""
+    fields = stat(pid)
+    return fields is None or fields[0] in "ZX"
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that its parent has not waited for yet, -n after signal n; None while it lives.
+    """Return the exit code of a zombie, -n after signal n; None while it lives.
 
-    Only for processes of this user: of others the kernel says 0. Source: proc(5), stat, exit_code.
+    Only for processes of this user: for others the kernel reports 0. Source: proc(5), stat, exit_code.
     """
-    words = stat(pid)
-    return os.waitstatus_to_exitcode(int(words[49])) if words is not None and words[0] == "Z" else None
+    fields = stat(pid)
+    return os.waitstatus_to_exitcode(int(fields[49])) if fields is not None and fields[0] == "Z" else None
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process is stopped, by a signal or a debugger."""
-    words = stat(pid)
-    return words is not None and words[0] in "Tt"
+    """Return whether a process is stopped, by a signal or a debugger."""
+    fields = stat(pid)
+    return fields is not None and fields[0] in "Tt"
 
 
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when its parent dies, however that happens; Linux only.
 
-    `parent` is the process id expected: when it is gone already, this process ends at once.
-    Source: prctl(2), PR_SET_PDEATHSIG; the setting does not survive a fork, so every generation asks again.
+    `parent` is the expected parent's process id: if it is gone already, this process ends at once.
+    Source: prctl(2), PR_SET_PDEATHSIG; the setting does not survive a fork, so every generation sets it again.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -85,24 +82,24 @@ def die_with_parent(parent: int) -> None:
 def end_with_parent(
     code: int, report: Callable[[int], None], parent: int, was_lost: Callable[[], bool] = lambda: False
 ) -> None:
-    """End this process with `code` soon after its parent has ended, `report` first: it gets the parent's process id.
+    """Exit with `code` soon after the parent process has ended; `report` is called first, with the parent's id.
 
-    `parent` is the process id expected, and `was_lost` tells whether that was another process already: it is asked
-    once.
+    `parent` is the expected parent's process id. `was_lost`, called once, returns whether the original parent was gone
+    before this process could record it.
 
-    For what other programs start. The kernel's own signal comes when the *thread* ends that has forked, and programs
-    fork from threads that they end (Open MPI does with many ranks). A thread of ours looks, whatever the main one waits
-    for.
+    For processes that other programs start. The kernel's own signal arrives when the *thread* that forked ends, and
+    programs fork from threads that they end (Open MPI does with many ranks). A separate thread polls here, whatever
+    the main thread is waiting for.
     """
 
-    def look() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread, and wake it
+    def poll_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # signals must wake the main thread
         lost = was_lost()
         while not lost and os.getppid() == parent:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
         try:
             report(parent)
         finally:
             os._exit(code)
 
-    threading.Thread(target=look, daemon=True).start()
+    threading.Thread(target=poll_parent, daemon=True).start()

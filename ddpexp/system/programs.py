@@ -1,6 +1,6 @@
-"""Programs that ddpexp starts: a Python that calls a function of ours, and others by name.
+"""Find and start programs (a Python interpreter that calls a function, others by name), never from the current folder.
 
-None is of the current folder.
+Used by everything that starts a process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-# What `python -c` would look for in the current folder leaves the path before anything is imported.
+# `python -c` puts the current folder on sys.path; it is removed before anything is imported.
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path); import json; path, entry, arguments = "
     "json.loads(sys.argv.pop(1)); "
@@ -22,45 +22,43 @@ _PROGRAM = (
 )
 _HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the folder that holds ddpexp
 
-# A Python that another program starts as `python -m ddpexp` gets it from the environment. Python 3.10 does not know it
-# yet.
+# Set for interpreters that another program starts as `python -m ddpexp`. Python 3.10 does not support it yet.
 SAFE_PATH = "PYTHONSAFEPATH"
 OURS = "ddpexp"
-"""The value of `SAFE_PATH` where it is ours: it is not meant for what a recipe starts."""
+"""The value of `SAFE_PATH` when ddpexp has set it: it is not meant for programs that a recipe starts."""
 
 
 def python(entry: str, *arguments: Any, argv: Sequence[str] = ()) -> list[str]:
-    """Return the command of a Python that calls `entry`, module:function, with plain values and leaves with what.
+    """Return the command line of an interpreter that calls `entry` (module:function) and exits with what it returns.
 
-    That returns.
-
-    It finds the modules that this process finds, but never one of the current folder; `argv` becomes its sys.argv[1:].
+    `arguments` are plain JSON values. The interpreter finds the modules that this process finds, but never one of the
+    current folder; `argv` becomes its sys.argv[1:].
     """
     return [sys.executable, "-c", _PROGRAM, json.dumps([[*filter(None, sys.path)], entry, arguments]), *argv]
 
 
 def find(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return where a program is, None where it is not: an entry of PATH such as `.`, or an empty one, is left out."""
+    """Return the path of a program, or None; relative and empty entries of PATH are ignored."""
     return shutil.which(name, path=safe_path(environ))
 
 
 def safe_path(environ: Mapping[str, str] = os.environ) -> str:
-    """Return PATH without entries that lead to the current folder."""
+    """Return PATH without relative and empty entries."""
     return os.pathsep.join(
         folder for folder in environ.get("PATH", os.defpath).split(os.pathsep) if os.path.isabs(folder)
     )
 
 
 def located(name: str) -> str:
-    """Return where a program is. Raises FileNotFoundError like `subprocess` where it is not."""
-    found = find(name)
-    if found is None:
+    """Return the path of a program. Raises FileNotFoundError, like `subprocess`, if there is none."""
+    path = find(name)
+    if path is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-    return found
+    return path
 
 
 def environ_of_others(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a program that starts `python -m ddpexp`, which looks in the current folder first."""
+    """Return the environment for a program that runs `python -m ddpexp`, which searches the current folder first."""
     try:
         here = os.getcwd()
     except OSError:
@@ -68,9 +66,9 @@ def environ_of_others(environ: Mapping[str, str]) -> dict[str, str]:
     return dict(environ) if here == _HOME or SAFE_PATH in environ else {**environ, SAFE_PATH: OURS}
 
 
-def become(parent: int, words: Sequence[str]) -> NoReturn:
-    """Become another program, which ends with the process `parent`, whatever happens to that. Raises OSError."""
+def become(parent: int, argv: Sequence[str]) -> NoReturn:
+    """Replace this process by another program that dies with the process `parent`. Raises OSError."""
     from ddpexp.system.process import die_with_parent
 
     die_with_parent(parent)
-    os.execv(located(words[0]), list(words))
+    os.execv(located(argv[0]), list(argv))

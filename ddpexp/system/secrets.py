@@ -1,7 +1,4 @@
-"""Secrets of the environment.
-
-Kept out of what is written and shown, and put back as references where they were typed.
-"""
+"""Secrets in environment variables: masked in everything printed or written, and turned back into references."""
 
 from __future__ import annotations
 
@@ -12,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 LISTED = "DDPEXP_SECRETS"
-"""The variable with further names, such as `MY_DSN,CORP_*`."""
+"""The variable that lists further names, such as `MY_DSN,CORP_*`."""
 
-# Words that stand for themselves between the separators of a name, and those that stand for a secret wherever they
-# occur in one: PGPASSWORD, AUTHTOKEN. They are what scanners of source code look for (detect-secrets, gitleaks,
+# Words that mark a secret as a whole part of a name, between separators, and those that mark one anywhere in it
+# (PGPASSWORD, AUTHTOKEN). They are the ones that scanners of source code look for (detect-secrets, gitleaks,
 # trufflehog).
 _BEFORE_KEY = (
     "API|APP|ACCESS|ACCOUNT|ADMIN|AES|AUTH|CLIENT|CONSUMER|CRYPT|DEPLOY|ENC|ENCRYPTION|GPG|HMAC|LICENSE|MASTER|PGP|PRIVATE|PRIV|RSA|"
@@ -35,7 +32,7 @@ _NAMES = re.compile(
     re.IGNORECASE,
 )
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
-# How well-known services write theirs: a secret under any name.
+# The formats of well-known services: a secret under any name.
 _SHAPES = re.compile(
     r"gh[a-z]_\w{30,}|github_pat_\w{20,}|gl[a-z]{2,5}-[\w.-]{20,}|(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}|hf_[A-Za-z0-9]{30,}|"
     r"sk-[\w-]{20,}|[srp]k_(?:live|test|prod)_\w{16,}|xox[a-z](?:\.[a-z]+)?-[\w-]{10,}|xapp-[\w-]{10,}|npm_\w{30,}|pypi-[\w-]{50,}|"
@@ -44,15 +41,15 @@ _SHAPES = re.compile(
     r"wandb_v\d_\w{30,}|AGE-SECRET-KEY-1\w{50,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*|"
     r"(?:[\s\S]*;)?(?:AccountKey|SharedAccessKey|SharedAccessSignature|Password|Pwd)=[^;]{8,}[\s\S]*"
 )
-_HEXADECIMAL = re.compile(r"[0-9a-f]{40}")  # a key of wandb, unless its name says that it is a hash
+_HEXADECIMAL = re.compile(r"[0-9a-f]{40}")  # a wandb key, unless the variable's name is that of a hash
 _OF_HASHES = re.compile(
     r"SHA|COMMIT|REV|HASH|DIGEST|CHECKSUM|HEAD|TREE|REF|GIT|BUILD|VERSION|(?:^|_)ID(?:_|$)", re.IGNORECASE
 )
 _OF_URL = re.compile(
     r"[A-Za-z][\w+.-]*://[^/\s:@?#]*:([^/\s]+)@[^\s]+|[A-Za-z][\w+.-]*://\S*[?&](?:sig|X-Amz-Signature|[\w-]*token)=\S+"
 )
-_LEAST = 8  # characters; a shorter value may be any word
-_LEAST_LISTED = 4  # of a variable that the user has named
+_MIN_LENGTH = 8  # characters; a shorter value may be an ordinary word
+_MIN_LISTED_LENGTH = 4  # for variables that the user has listed
 _NUMBER = re.compile(r"[+-]?[\d.,:_]+(?:[eE][+-]?\d+)?")
 _NO_SECRETS = {"anonymous", "disabled", "kerberos", "negotiate", "optional", "required", "undefined"}
 _OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=")
@@ -60,19 +57,17 @@ _PATTERN = re.compile(r"(?=.*\w)[\w.*?-]+")
 
 
 def unusable(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Say what is wrong with the names that the user has added; None where they can be used."""
+    """Return what is wrong with the names that the user has listed, or None."""
     for pattern in _listed(environ):
         if not _PATTERN.fullmatch(pattern):
             return (
-                f"{LISTED}={environ[LISTED]}: {pattern!r} is no name of a variable. Write names separated by commas, "
-                "with * for "
-                f"any characters, such as {LISTED}=MY_DSN,CORP_*."
+                f"{LISTED}={environ[LISTED]}: {pattern!r} is not a variable name. Write names separated by commas, "
+                f"with * for any characters, such as {LISTED}=MY_DSN,CORP_*."
             )
-        if 0 < len(environ.get(pattern, "")) < _LEAST_LISTED:
+        if 0 < len(environ.get(pattern, "")) < _MIN_LISTED_LENGTH:
             return (
-                f"{LISTED}={environ[LISTED]}: the value of {pattern} has fewer than {_LEAST_LISTED} characters, and "
-                "hiding those "
-                f"would make every text unreadable. Leave {pattern} out, or give it another value."
+                f"{LISTED}={environ[LISTED]}: the value of {pattern} has fewer than {_MIN_LISTED_LENGTH} characters, "
+                f"and masking those would make every text unreadable. Leave {pattern} out, or give it another value."
             )
     return None
 
@@ -80,44 +75,44 @@ def unusable(environ: Mapping[str, str] = os.environ) -> str | None:
 def found(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """Return (value, name) of the variables that hold secrets, the longest value first.
 
-    Those are the ones that the user has listed in DDPEXP_SECRETS; those whose names look secret, unless the value is a
-    path, a number or short; and those whose values look like one of a well-known service, or are a URL with a password.
+    These are the variables listed in DDPEXP_SECRETS; those whose names look secret, unless the value is a path, a
+    number or short; and those whose values have the format of a well-known service, or are a URL with a password.
     """
     listed = _listed(environ)
-    known = [
+    secrets = [
         (value, name)
         for name, value in environ.items()
-        if (len(value) >= _LEAST_LISTED and _is_listed(name, listed))
-        or (len(value) >= _LEAST and _is_secret(name, value))
+        if (len(value) >= _MIN_LISTED_LENGTH and _is_listed(name, listed))
+        or (len(value) >= _MIN_LENGTH and _is_secret(name, value))
     ]
-    return sorted(known, key=lambda one: (-len(one[0]), one[1]))
+    return sorted(secrets, key=lambda secret: (-len(secret[0]), secret[1]))
 
 
 def masked(text: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Write `${NAME}` where a text has the value of a secret variable, as it is or as Python and JSON quote it."""
+    """Replace values of secret variables by `${NAME}`, whether plain or as Python and JSON quote them."""
     return masker(environ)(text)
 
 
 def masker(environ: Mapping[str, str] = os.environ) -> Callable[[str], str]:
-    """Look at the environment once, for many texts."""
-    known = [
+    """Return a function that masks texts; it reads the environment only once."""
+    replacements = [
         (form, f"${{{name}}}")
         for whole, name in found(environ)
         for value in _parts(whole)
         for form in {value, repr(value)[1:-1], value.replace("\\", "\\\\").replace('"', '\\"')}
     ]
-    known.sort(key=lambda one: -len(one[0]))
+    replacements.sort(key=lambda replacement: -len(replacement[0]))
 
     def mask(text: str) -> str:
-        for form, shown in known:
-            text = text.replace(form, shown)
+        for form, reference in replacements:
+            text = text.replace(form, reference)
         return text
 
     return mask
 
 
 def masked_tree(tree: Any, mask: Callable[[str], str] | None = None) -> Any:
-    """Mask every text of a tree, its keys too."""
+    """Mask every string of a nested structure, including the keys."""
     mask = mask or masker()
     if isinstance(tree, str):
         return mask(tree)
@@ -128,21 +123,21 @@ def masked_tree(tree: Any, mask: Callable[[str], str] | None = None) -> Any:
     return tree
 
 
-def referenced(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
-    """Undo what the shell does to `key=$TOKEN`.
+def referenced(overrides: Sequence[str], environ: Mapping[str, str] = os.environ) -> tuple[list[str], list[str]]:
+    """Undo the shell's expansion of `key=$TOKEN`.
 
-    Return the words with `${oc.env:TOKEN}` for the value, and what to say of that.
+    Return the overrides with `${oc.env:TOKEN}` in place of the value, and a note for the user on each replacement.
     """
-    known, changed, said = found(environ), [], []
-    for word in words:
-        start = _OVERRIDE.match(word)
-        value = word[start.end() :] if start else ""
-        for secret, name in known:
+    secrets, changed, notes = found(environ), [], []
+    for override in overrides:
+        start = _OVERRIDE.match(override)
+        value = override[start.end() :] if start else ""
+        for secret, name in secrets:
             if secret in value:
                 value = value.replace(secret, f"${{oc.env:{name}}}")
-                said.append(f"{word[: start.end() - 1].lstrip('+~')} is written as ${{oc.env:{name}}}")  # type: ignore[union-attr]
-        changed.append(word[: start.end()] + value if start else word)
-    return changed, said
+                notes.append(f"{override[: start.end() - 1].lstrip('+~')} is written as ${{oc.env:{name}}}")  # type: ignore[union-attr]
+        changed.append(override[: start.end()] + value if start else override)
+    return changed, notes
 
 
 def _listed(environ: Mapping[str, str]) -> list[str]:
@@ -154,7 +149,7 @@ def _is_listed(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Tell whether a variable that nobody has listed holds one, by its name and by what its value looks like."""
+    """Return whether an unlisted variable looks like a secret, by its name and the format of its value."""
     if _SHAPES.fullmatch(value) or _OF_URL.fullmatch(value):
         return True
     if _HEXADECIMAL.fullmatch(value) and not _OF_HASHES.search(name):
@@ -165,23 +160,23 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """Yield a secret, and the password in it where it is a URL: libraries show that apart."""
+    """Yield a secret and, if it is a URL, the password in it: libraries print that separately."""
     yield value
     url = _OF_URL.fullmatch(value)
-    if url is not None and url[1] is not None and len(url[1]) >= _LEAST and not _NUMBER.fullmatch(url[1]):
+    if url is not None and url[1] is not None and len(url[1]) >= _MIN_LENGTH and not _NUMBER.fullmatch(url[1]):
         yield url[1]
 
 
 def _is_path(value: str) -> bool:
-    """Tell whether a value names a place on the disk.
+    """Return whether a value is a path that exists, or could be created.
 
-    A secret may begin with a slash too, but then nothing is there.
+    A secret may begin with a slash too, but then there is no such directory.
     """
-    place = os.path.expanduser(value)
-    if "\0" in place or os.sep not in place:
+    path = os.path.expanduser(value)
+    if "\0" in path or os.sep not in path:
         return False
-    parent = os.path.dirname(place.rstrip(os.sep))
+    parent = os.path.dirname(path.rstrip(os.sep))
     try:
-        return os.path.exists(place) or (parent not in ("", os.sep) and os.path.exists(parent))
+        return os.path.exists(path) or (parent not in ("", os.sep) and os.path.exists(parent))
     except (OSError, ValueError):
         return False

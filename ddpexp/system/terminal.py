@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines, and on a terminal a progress bar below them."""
+"""Console output of a command: lines, and on a TTY a progress bar below them."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ from ddpexp.system.text import sanitize
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_QUEUE = 10_000  # lines that wait for a terminal; far more than it takes to scroll back
-_WAIT_SECONDS = 1.0  # for a terminal that is slower than what is to be shown, before lines are left out
-_PATIENCE_SECONDS = 2.0  # for what waits at the end
-_LEFT_OUT = "... {count:,} lines are left out here, for nobody read them; the run's log has them all ..."
+_QUEUE = 10_000  # lines queued for a slow terminal; far more than anybody scrolls back
+_WAIT_SECONDS = 1.0  # how long to wait for a slow terminal before lines are dropped
+_PATIENCE_SECONDS = 2.0  # how long to wait for queued lines at the end
+_LEFT_OUT = "... {count:,} lines omitted because nobody read them; the run's log has all of them ..."
 
 
 class Terminal:
-    """Standard output of the command; on a TTY the last line is a live bar.
+    """Standard output of the command; on a TTY the last line is a live progress bar.
 
-    A thread of its own writes: a terminal that is stopped (Ctrl-S, a full pipe that nobody reads) must not stop the
-    watch.
+    A separate thread writes: a blocked terminal (Ctrl-S, a full pipe that nobody reads) must not block the supervisor.
     """
 
     def __init__(self) -> None:
-        """Look at whether standard output is a terminal."""
+        """Detect whether standard output is a terminal."""
         self._screen = _Screen()
         self._waiting: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._left_out = 0
         self._closing = False
-        self._shown = self._seen = 0  # what the thread has taken, and had when it was last waited for
-        self._budget, self._asked = _WAIT_SECONDS, time.monotonic()
+        self._shown = self._shown_before = 0  # entries taken by the thread, now and when it was last waited for
+        self._budget, self._waited_at = _WAIT_SECONDS, time.monotonic()
 
     def line(self, text: str) -> None:
-        """Print one line, above the bar if there is one; returns at once."""
+        """Print one line, above the bar if there is one; returns immediately."""
         self._put(lambda: self._screen.line(text))
 
     def progress(self, message: dict[str, Any]) -> None:
-        """Show progress: `done` of `total`, `text` beside the bar, `line` instead where there is no terminal."""
+        """Show progress: `done` of `total` with `text` beside the bar; without a terminal, print `line` instead."""
         self._put(lambda: self._screen.progress(message))
 
     def close(self) -> None:
-        """Show what waits, for a moment at most; leave the bar as it stands and go on below it."""
+        """Write queued lines, waiting briefly at most; the bar stays as it is and later output follows below it."""
         with self._changed:
             self._closing = True
             if self._waiting:
@@ -71,11 +70,11 @@ class Terminal:
             self._changed.notify_all()
 
     def _make_room(self) -> None:
-        """Wait for a terminal that is read, if slowly; leave the oldest out for one that is not."""
+        """Wait for a slow terminal; drop the oldest line if nothing is being read."""
         now = time.monotonic()
-        if self._shown != self._seen:  # it goes on: half of the time may be for it
-            self._budget = min(_WAIT_SECONDS, self._budget + (now - self._asked) / 2)
-        self._seen, self._asked = self._shown, now
+        if self._shown != self._shown_before:  # it makes progress: spend up to half of the time waiting for it
+            self._budget = min(_WAIT_SECONDS, self._budget + (now - self._waited_at) / 2)
+        self._shown_before, self._waited_at = self._shown, now
         if self._budget > 0:
             self._changed.wait_for(lambda: len(self._waiting) <= _QUEUE // 2, self._budget)
             self._budget -= time.monotonic() - now
@@ -86,7 +85,7 @@ class Terminal:
     def _start(self) -> None:
         if self._thread is None:
             thread = threading.Thread(target=self._show, daemon=True, name="terminal")
-            with suppress(RuntimeError):  # no more threads for this user: tried again with the next line, or at the end
+            with suppress(RuntimeError):  # thread limit reached: retried with the next line, or at the end
                 thread.start()
                 self._thread = thread
 
@@ -108,10 +107,10 @@ class Terminal:
 
 
 class _Screen:
-    """Where the thread writes."""
+    """The output that the thread writes to."""
 
     def __init__(self) -> None:
-        # A dumb terminal cannot redraw a line; Open MPI gives rank zero a terminal whatever its own output is.
+        # A dumb terminal cannot redraw a line; Open MPI gives rank zero a TTY regardless of mpirun's own output.
         self._live = (
             sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
         )
@@ -127,7 +126,7 @@ class _Screen:
         except (
             OSError,
             ValueError,
-        ):  # the reader has gone (`| head`, a closed terminal): the run goes on, its log has every line
+        ):  # the reader is gone (`| head`, a closed terminal): the run continues, and its log has every line
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
             self._live, self._bar = False, None
 
@@ -143,7 +142,7 @@ class _Screen:
         except (OSError, ValueError):
             self._live, self._bar = False, None
         if message["done"] >= message["total"]:
-            self.close()  # what follows belongs below it
+            self.close()  # later lines are printed below it
 
     def close(self) -> None:
         if self._bar is not None:
@@ -153,9 +152,9 @@ class _Screen:
 
 
 def say(text: str, to: TextIO | None = None) -> None:
-    """Print what the command itself has to say, on standard error unless told; nothing that happens to it ends the run.
+    """Print a message of the command itself, by default on standard error; an output error never ends the run.
 
-    The text may hold what others have chosen: secrets are masked, control characters are shown as text.
+    The text may contain untrusted parts: secrets are masked, control characters are shown as text.
     """
     shown = sanitize(text)
 
@@ -167,17 +166,17 @@ def say(text: str, to: TextIO | None = None) -> None:
 
 
 def show(text: str) -> None:
-    """Print an answer on standard output, at the pace of its reader; one that goes away (`| head`) ends nothing."""
+    """Print a result on standard output, at the reader's pace; a reader that goes away (`| head`) is no error."""
     with suppress(OSError, ValueError):
         print(sanitize(text), flush=True)
 
 
 def within_patience(work: Callable[[], None]) -> None:
-    """Do what a terminal may hold up, and leave it to itself after a moment."""
+    """Run `work`, which a terminal may block, in a thread, and stop waiting for it after a moment."""
     thread = threading.Thread(target=work, daemon=True, name="say")
     try:
         thread.start()
-    except RuntimeError:  # no more threads for this user
+    except RuntimeError:  # thread limit reached
         work()
     else:
         thread.join(_PATIENCE_SECONDS)
@@ -191,7 +190,7 @@ def _new_bar(total: int) -> tuple[Progress, TaskID]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[text]}", markup=False),
         TimeRemainingColumn(),
-        # rich would lead standard error through the terminal too, where it may wait for ever.
+        # rich would redirect standard error through the terminal too, where it may block forever.
         redirect_stdout=False,
         redirect_stderr=False,
     )

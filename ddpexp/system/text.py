@@ -1,7 +1,4 @@
-"""Texts that others had a hand in, as they may be shown and kept.
-
-Without secrets, without control characters, not too long.
-"""
+"""Sanitize untrusted text for display and storage: mask secrets, escape control characters, limit the length."""
 
 from __future__ import annotations
 
@@ -15,28 +12,26 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 
 
 def sanitize(text: str, limit: int | None = None) -> str:
-    r"""Return a text that a terminal shows as it is: line ends and tabs stay, what would steer it is written as `\x1b`.
+    r"""Return a text that is safe to print: newlines and tabs stay, control characters are written as `\x1b`.
 
-    Secrets are masked first, for what is cut or escaped is not found any more. Units: `limit` is in bytes of UTF-8.
+    Secrets are masked first, since a secret that is cut or escaped is no longer found. Units: `limit` is in bytes of
+    UTF-8.
     """
     text = masked(text).replace("\r\n", "\n")
     if limit is None:
         return _CONTROL.sub(_escaped, text)
-    first = cut(text, limit)  # fifty megabytes are not worth escaping
+    first = cut(text, limit)  # before escaping, which would be slow for fifty megabytes
     shown = _CONTROL.sub(_escaped, first)
     return shown if len(shown) < len(first) + limit else cut(shown, limit)
 
 
 def one_line(text: str) -> str:
-    """Return a name as it may stand within a line."""
+    """Return a name that can be printed within a line: newlines and tabs are escaped too."""
     return sanitize(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def cut(text: str, limit: int) -> str:
-    """Keep the first and the last part of a text that is too long, and say how much was between. Units.
-
-    Bytes of UTF-8.
-    """
+    """Keep the beginning and the end of a text that is too long, and note how much was left out. Units: UTF-8 bytes."""
     if len(text) <= limit // 4:
         return text
     raw = text.encode("utf-8", "surrogatepass")
@@ -48,13 +43,13 @@ def cut(text: str, limit: int) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return what an exception says; one that cannot say it must not hide that it was raised."""
+    """Return an exception's text; an exception whose `__str__` raises must not hide that it was raised."""
     try:
         return str(error)
     except Exception as second:
-        return f"its text cannot be had: __str__ of {type(error).__name__} raised {type(second).__name__}"
+        return f"its text is not available: __str__ of {type(error).__name__} raised {type(second).__name__}"
 
 
-def _escaped(found: re.Match[str]) -> str:
-    number = ord(found[0])
+def _escaped(character: re.Match[str]) -> str:
+    number = ord(character[0])
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"

@@ -1,1 +1,1 @@
-"""What runs in every worker: the composition root, the loop, and what they are made of."""
+"""What runs in every worker process: the entry points, the run loop, and its parts."""

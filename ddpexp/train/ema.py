@@ -1,4 +1,4 @@
-"""The exponential moving average of the weights, which is evaluated in their place."""
+"""The exponential moving average of the weights, which is evaluated instead of them."""
 
 from __future__ import annotations
 
@@ -10,60 +10,61 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """Exponential moving average of the parameters: every step moves it by a share of `1 - decay` towards them.
+    """Exponential moving average of the parameters: every step moves it towards them by a fraction `1 - decay`.
 
-    Averages of 16-bit parameters are kept in fp32: a share of a thousandth is less than what 16 bits can tell apart.
-    Buffers are not averaged, and of parameters of whole numbers, which have no average, it holds the values of the last
-    step.
+    Averages of 16-bit parameters are kept in fp32, since 16 bits cannot represent changes of a thousandth. Buffers are
+    not averaged. Integer parameters have no average: their values of the last step are kept.
     Source: Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], decay: float) -> None:
-        """Begin with the parameters as they are."""
+        """Start from the current parameters."""
         self._models = models
-        self._share = 1 - decay
+        self._weight = 1 - decay
         self._parameters = [p for module in models.values() for p in module.parameters()]
-        self._averages = [p.detach().to(_kind(p), copy=True) for p in self._parameters]
+        self._averages = [p.detach().to(_average_dtype(p), copy=True) for p in self._parameters]
         pairs = list(zip(self._parameters, self._averages, strict=True))
-        self._alike = [pair for pair in pairs if _has_average(pair[0]) and pair[0].dtype == pair[1].dtype]
-        self._wider = [pair for pair in pairs if pair[0].dtype != pair[1].dtype]
+        self._same_dtype = [pair for pair in pairs if _has_average(pair[0]) and pair[0].dtype == pair[1].dtype]
+        self._higher_precision = [pair for pair in pairs if pair[0].dtype != pair[1].dtype]
         self._copied = [pair for pair in pairs if not _has_average(pair[0])]
 
-    def begin(self) -> None:
-        """Begin anew with the parameters as they are."""
+    def reset(self) -> None:
+        """Start again from the current parameters."""
         for parameter, average in zip(self._parameters, self._averages, strict=True):
             average.copy_(parameter.detach())
 
     def update(self) -> None:
-        """Move towards the parameters, once a step. Ranks: the same on all, without communication."""
-        if self._alike:
-            torch._foreach_lerp_([a for _, a in self._alike], [p.detach() for p, _ in self._alike], self._share)
-        if self._wider:
+        """Move towards the parameters; called once a step. Ranks: the same on all, without communication."""
+        if self._same_dtype:
             torch._foreach_lerp_(
-                [a for _, a in self._wider], [p.detach().to(a.dtype) for p, a in self._wider], self._share
+                [a for _, a in self._same_dtype], [p.detach() for p, _ in self._same_dtype], self._weight
+            )
+        if self._higher_precision:
+            torch._foreach_lerp_(
+                [a for _, a in self._higher_precision],
+                [p.detach().to(a.dtype) for p, a in self._higher_precision],
+                self._weight,
             )
         for parameter, average in self._copied:
             average.copy_(parameter.detach())
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return a model's state with averages in the place of its parameters, under the names of its `state_dict`.
+        """Return a model's `state_dict` with averages in place of its parameters.
 
-        An average of a 16-bit parameter is in fp32.
+        Averages of 16-bit parameters are in fp32.
         """
-        by_place = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
+        averages = {id(p): average for p, average in zip(self._parameters, self._averages, strict=True)}
         module = self._models[name]
-        kept = {key: by_place[id(p)] for key, p in module.named_parameters(remove_duplicate=False)}
-        return {key: kept.get(key, value) for key, value in module.state_dict().items()}
+        averaged = {key: averages[id(p)] for key, p in module.named_parameters(remove_duplicate=False)}
+        return {key: averaged.get(key, value) for key, value in module.state_dict().items()}
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Give the modules the averages, in the parameters' own kinds of numbers, for a while."""
+        """Use the averages as the modules' parameters inside the block, in the parameters' dtypes."""
         weights = [parameter.data for parameter in self._parameters]
         try:
             for parameter, average in zip(self._parameters, self._averages, strict=True):
-                parameter.data = average.to(
-                    parameter.dtype
-                )  # the average's own memory, where it is of that kind already
+                parameter.data = average.to(parameter.dtype)  # no copy if the dtype is the same
             yield
         finally:
             for parameter, weight in zip(self._parameters, weights, strict=True):
@@ -74,7 +75,7 @@ def _has_average(parameter: Tensor) -> bool:
     return parameter.is_floating_point() or parameter.is_complex()
 
 
-def _kind(parameter: Tensor) -> torch.dtype:
-    """Return the kind of number that a parameter's average is kept in."""
+def _average_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which a parameter's average is kept."""
     narrow = parameter.is_floating_point() and parameter.dtype.itemsize < torch.float32.itemsize
     return torch.float32 if narrow else parameter.dtype

@@ -1,7 +1,4 @@
-"""The state of optimizers by the names of their parameters, so.
-
-That it does not depend on the order they were given in.
-"""
+"""Optimizer state keyed by parameter names, so that it does not depend on the order of the parameters."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from ddpexp.errors import RefusedError
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return every parameter under each of its names, such as `model.0.weight`, sorted.
+    """Return every parameter by each of its names, such as `model.0.weight`, sorted.
 
-    A tied one goes by its first.
+    A tied parameter appears under all of its names; its state is stored under the first.
     """
     named = {
         f"{model}.{name}": parameter
@@ -28,28 +25,29 @@ def parameter_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer without their parameters."""
+    """Return the settings of each parameter group of an optimizer."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def rates_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
-    """Return the learning rates that there are, by what is added to `lr` for each in a record.
+    """Return the learning rates by the suffix that each gets in records, after `lr`.
 
-    Nothing where there is one, `/head` for that of the optimizer `head` of several, `/head/1` for that of its group 1
-    where its groups have different ones.
+    The suffix is empty for a single optimizer, `/head` for the optimizer `head` of several, and `/head/1` for its group
+    1 if its groups have different rates.
     """
-    found: dict[str, float] = {}
+    by_suffix: dict[str, float] = {}
     for name, optimizer in optimizers.items():
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        own = f"/{name}" if len(optimizers) > 1 else ""
-        found |= (
-            {f"{own}/{number}": rate for number, rate in enumerate(rates)} if len(set(rates)) > 1 else {own: rates[0]}
-        )
-    return found
+        prefix = f"/{name}" if len(optimizers) > 1 else ""
+        if len(set(rates)) > 1:
+            by_suffix |= {f"{prefix}/{number}": rate for number, rate in enumerate(rates)}
+        else:
+            by_suffix[prefix] = rates[0]
+    return by_suffix
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state of an optimizer: its groups with the names of their parameters, and what it keeps for each."""
+    """Return the state of an optimizer, with the names of its parameters in place of their positions."""
     saved = optimizer.state_dict()
     by_position = _names_in_order(optimizer, names)
     groups = [
@@ -61,22 +59,22 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> dict[s
 
 
 def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str) -> None:
-    """Give a newly built optimizer the state that it had.
+    """Load saved state into a newly built optimizer.
 
-    Its settings are as they were, too, where they are built as they were built then: what the user has changed since
-    stays.
+    Settings such as betas are restored too, except those that the user has changed since: these were built with a
+    different value than the one that the checkpoint records as built.
 
     Raises:
-        RefusedError: the state of another kind of optimizer, or of other parameters.
+        RefusedError: the state is of another kind of optimizer, or of other parameters.
     """
     state = saved["by_position"] if "by_position" in saved else _by_position(optimizer, saved, names, name)
     fresh = settings(optimizer)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    found = [len(group["params"]) for group in state["param_groups"]]
-    if sizes != found:
+    saved_sizes = [len(group["params"]) for group in state["param_groups"]]
+    if sizes != saved_sizes:
         raise RefusedError(
-            f"the checkpoint's {name} holds groups of {found} parameters, and this run's has {sizes}: it is of another "
-            "model."
+            f"the checkpoint's {name} holds groups of {saved_sizes} parameters, and this run's has {sizes}: it is of "
+            "another model."
         )
     groups = []
     for now, then, built in zip(fresh, state["param_groups"], saved["built"], strict=True):
@@ -92,7 +90,7 @@ def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Map
             continue
         restored: dict[str, Any] = optimizer.state.get(parameters[index]) or {}
         for key, value in values.items():
-            # torch casts to the parameter's type what some optimizers keep in a better one.
+            # load_state_dict casts to the parameter's dtype what some optimizers keep in a higher precision.
             if (
                 isinstance(value, Tensor)
                 and isinstance(restored.get(key), Tensor)
@@ -104,36 +102,37 @@ def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Map
 def _by_position(
     optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str
 ) -> dict[str, Any]:
-    """Return the state in torch's own form, by the positions that this optimizer's parameters have.
+    """Return the state in the form of `state_dict`, by the positions of this optimizer's parameters.
 
     Raises:
-        RefusedError: it is of other parameters, or they are grouped otherwise.
+        RefusedError: it is of other parameters, or they are grouped differently.
     """
     positions = {id(parameter): index for index, parameter in enumerate(_parameters(optimizer))}
-    known = {key: positions[id(parameter)] for key, parameter in names.items() if id(parameter) in positions}
-    known |= {key: index for index, key in enumerate(_names_in_order(optimizer, names)) if key not in known}
+    position_of = {key: positions[id(parameter)] for key, parameter in names.items() if id(parameter) in positions}
+    position_of |= {key: index for index, key in enumerate(_names_in_order(optimizer, names)) if key not in position_of}
     groups = []
     for now, then in zip(optimizer.param_groups, saved["groups"], strict=False):
         order = [positions[id(parameter)] for parameter in now["params"]]
-        held = [known.get(key) for key in then["params"]]
-        if sorted(order) != sorted(index for index in held if index is not None) or None in held:
-            other = next((key for key, index in zip(then["params"], held, strict=True) if index not in order), None)
-            what = f"state for {other}" if other is not None else f"{len(held)} parameters"
+        saved_positions = [position_of.get(key) for key in then["params"]]
+        if sorted(order) != sorted(index for index in saved_positions if index is not None) or None in saved_positions:
+            other = next(
+                (key for key, index in zip(then["params"], saved_positions, strict=True) if index not in order), None
+            )
+            what = f"state for {other}" if other is not None else f"{len(saved_positions)} parameters"
             raise RefusedError(
                 f"the checkpoint's {name} holds {what} in a group that has {len(order)} other parameters in this run: "
-                "it is of "
-                f"another model, or of other groups."
+                "it is of another model, or of other groups."
             )
         groups.append({**then, "params": order})
     groups += [dict(group) for group in saved["groups"][len(groups) :]]
-    state = {known.get(key, key): value for key, value in saved["state"].items()}
+    state = {position_of.get(key, key): value for key, value in saved["state"].items()}
     return {"param_groups": groups, "state": state, **saved["others"]}
 
 
 def _names_in_order(optimizer: Optimizer, names: Mapping[str, Tensor]) -> list[str]:
     """Return the name of each parameter of an optimizer, in its order.
 
-    One that is in no model is named by its position.
+    A parameter that belongs to no model is named by its position.
     """
     first: dict[int, str] = {}
     for key, parameter in names.items():

@@ -1,4 +1,4 @@
-"""In which number format a step computes, and which updates are left out because their gradient is not finite."""
+"""The number format of a step, and skipping updates with non-finite gradients."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ddpexp.strategy.replica import gradient_values
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CACHES_CASTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.11"
-"""torch 2.10 keeps a weight that was cast under no_grad for forward passes that learn, too: pytorch/pytorch#158232."""
+"""torch 2.10 reuses weights cast under no_grad in forward passes with gradients: pytorch/pytorch#158232."""
 
 
 class Precision:
-    """Autocast around a micro-batch, a scaled gradient where the format needs one, and updates that are left out.
+    """Autocast around a micro-batch, gradient scaling for fp16, and skipping of non-finite updates.
 
-    Whether one is, is asked of the reduced gradient, so all ranks leave out the same ones; the host waits for the
-    device to learn it. Not torch's GradScaler: that decides for each optimizer by itself, and knows neither optimizers
-    without a gradient nor complex gradients.
+    The decision is made with the reduced gradient, so all ranks skip the same updates; the host waits for the device to
+    read it. torch's GradScaler is not used because it decides for each optimizer separately, and supports neither
+    optimizers without a gradient nor complex gradients.
     """
 
     def __init__(
@@ -34,32 +34,32 @@ class Precision:
         skip_nonfinite: bool,
         gradient_weight: float = 1.0,
     ) -> None:
-        """Choose the format; `skip_nonfinite` leaves out updates in fp32 and bf16 too, fp16 always does.
+        """Choose the format; `skip_nonfinite` skips non-finite updates also in fp32 and bf16, fp16 always does.
 
-        `gradient_weight` is the strategy's: it is taken out of the scale of fp16 again, so that what a backward pass
-        computes, and whether it overflows, is the same at any number of workers.
+        `gradient_weight` is the strategy's. The scale of fp16 is divided by it, so that what a backward pass computes,
+        and whether it overflows, is the same at any number of workers.
         """
         self._device = device
         self._dtype = _DTYPES.get(name)
-        self.lowers = self._dtype is not None  # autocast does something
-        self.skips = skip_nonfinite or name == "fp16"  # updates by a gradient that is not finite are left out
+        self.lowers = self._dtype is not None  # autocast is needed
+        self.skips = skip_nonfinite or name == "fp16"  # updates with a non-finite gradient are skipped
         self._scale: _Scale | None = _Scale(device) if name == "fp16" else None
         self._gradient_weight = gradient_weight
-        self._unscaled: set[int] = set()  # parameters whose gradients have their true size in this round
-        self._found = torch.zeros((), device=device)  # whether a gradient of this apply is not finite
-        self._found_in_round = torch.zeros((), device=device)
+        self._unscaled: set[int] = set()  # parameters whose gradients are already unscaled in this round
+        self._nonfinite = torch.zeros((), device=device)  # 1 if a gradient of this `apply` is not finite
+        self._nonfinite_in_round = torch.zeros((), device=device)
 
     def state(self) -> dict[str, Any]:
-        """Return what a later start must know: the scale of the gradient and how it has been adapted."""
+        """Return the state of gradient scaling for a checkpoint."""
         return {} if self._scale is None else self._scale.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` has returned; a run that scales no gradient has none."""
+        """Restore what `state` returned; without gradient scaling it is empty."""
         if self._scale is not None and state:
             self._scale.restore(state)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Enclose a forward pass."""
+        """Return the context for a forward pass."""
         return (
             nullcontext()
             if self._dtype is None
@@ -69,88 +69,86 @@ class Precision:
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """Add the gradient of `weight * loss`, outside of autocast. Shapes: both are scalars."""
         if self._dtype is not None and torch.is_autocast_enabled(self._device.type):
-            with torch.autocast(
-                self._device.type, enabled=False
-            ):  # each operation goes back in the format that it went forward
+            with torch.autocast(self._device.type, enabled=False):  # backward operations use their forward's format
                 self.backward(loss, weight)
             return
         if self._scale is not None:
             weight = weight * (self._scale.value / self._gradient_weight)
         if type(loss) is Tensor and loss.dtype == weight.dtype and loss.device == weight.device and not loss.shape:
-            # What `torch.autograd.backward(loss, weight)` ends with. The questions that it begins with take longer than
-            # all of the run loop, and import sympy, a quarter of a second a worker.
+            # What `torch.autograd.backward(loss, weight)` ends with. Its argument checks take longer than the rest of
+            # the run loop, and import sympy, which takes each worker a quarter of a second.
             _engine_run_backward((loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         else:
             (loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, *optimizers: Optimizer) -> None:
-        """Bring the gradients of some optimizers to their true size, and look whether all of them are finite.
+        """Unscale the gradients of some optimizers, and check that all of them are finite.
 
         Raises:
-            DdpexpError: the parameters are fp16 themselves.
+            DdpexpError: the parameters themselves are fp16.
         """
         if not self.skips:
             return
         parameters = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-        known = parameters.keys() & self._unscaled
-        self._found = torch.zeros_like(self._found)
-        self._look([p for number, p in parameters.items() if number in known], torch.ones_like(self._found))
-        fresh = [p for number, p in parameters.items() if number not in known]
+        unscaled = parameters.keys() & self._unscaled
+        self._nonfinite = torch.zeros_like(self._nonfinite)
+        self._check([p for number, p in parameters.items() if number in unscaled], torch.ones_like(self._nonfinite))
+        fresh = [p for number, p in parameters.items() if number not in unscaled]
         if self._scale is None:
-            self._look(fresh, torch.ones_like(self._found))
+            self._check(fresh, torch.ones_like(self._nonfinite))
         else:
             if any(p.grad is not None and p.grad.dtype == torch.float16 for p in fresh):
                 raise DdpexpError(
-                    "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in fp16, "
-                    "whose "
-                    "gradients would be too small for it. Build the model in fp32, or use trainer.precision=fp32."
+                    "trainer.precision=fp16 computes in fp16 with weights in fp32, and the model has weights in "
+                    "fp16, whose gradients would be too small for it. Build the model in fp32, or use "
+                    "trainer.precision=fp32."
                 )
-            self._look(fresh, (self._gradient_weight / self._scale.value.double()).float())
+            self._check(fresh, (self._gradient_weight / self._scale.value.double()).float())
         self._unscaled |= parameters.keys()
-        self._found_in_round = torch.maximum(self._found_in_round, self._found)
+        self._nonfinite_in_round = torch.maximum(self._nonfinite_in_round, self._nonfinite)
 
     def step(self, *optimizers: Optimizer) -> bool:
-        """Update the parameters, unless a gradient was not finite and that is left out; tell whether it was done."""
-        if self.skips and bool(self._found):
+        """Update the parameters unless a non-finite gradient is to be skipped; return whether it was done."""
+        if self.skips and bool(self._nonfinite):
             return False
         for optimizer in optimizers:
             optimizer.step()
         return True
 
     def update(self) -> None:
-        """Adapt the scale after all optimizers that use the same gradients have stepped."""
+        """Adapt the scale, after all optimizers that use the same gradients have stepped."""
         if self.skips:
             if self._scale is not None:
-                self._scale.update(self._found_in_round)
-            self._found_in_round = torch.zeros_like(self._found_in_round)
+                self._scale.update(self._nonfinite_in_round)
+            self._nonfinite_in_round = torch.zeros_like(self._nonfinite_in_round)
             self._unscaled.clear()
 
-    def _look(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
-        """Multiply the gradients, and note whether one of them is not finite."""
-        kinds: dict[torch.dtype, list[Tensor]] = {}
+    def _check(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
+        """Multiply the gradients by a factor, and record whether one of them is not finite."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for value in gradient_values(parameters):
-            kinds.setdefault(value.dtype, []).append(value)
+            by_dtype.setdefault(value.dtype, []).append(value)
         with torch.no_grad():
-            for values in kinds.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(values, self._found, factor)
+            for values in by_dtype.values():
+                torch._amp_foreach_non_finite_check_and_unscale_(values, self._nonfinite, factor)
 
 
 class _Scale:
-    """What fp16 gradients are multiplied by: halved when one overflows, doubled after many steps in which none did."""
+    """The scale of fp16 gradients: halved when one overflows, doubled after many steps without an overflow."""
 
     def __init__(self, device: torch.device) -> None:
-        """Begin as torch's GradScaler does."""
+        """Start with the defaults of torch's GradScaler."""
         self.value = torch.tensor(2.0**16, device=device)
         self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
         self._growth_factor, self._backoff_factor, self._growth_interval = 2.0, 0.5, 2000
 
-    def update(self, found: Tensor) -> None:
+    def update(self, nonfinite: Tensor) -> None:
         torch._amp_update_scale_(
-            self.value, self._good_steps, found, self._growth_factor, self._backoff_factor, self._growth_interval
+            self.value, self._good_steps, nonfinite, self._growth_factor, self._backoff_factor, self._growth_interval
         )
 
     def state(self) -> dict[str, Any]:
-        """Return the state under the names that GradScaler gives it."""
+        """Return the state with the keys of GradScaler."""
         return {
             "scale": self.value.item(),
             "growth_factor": self._growth_factor,

@@ -22,25 +22,25 @@ from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason
 from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, sanitize
 
-_DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "torch")  # whose frames are not where the user has called them
+_DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "torch")  # packages whose frames are not the user's call
 EXIT_STOPPED = 128 + signal.SIGTERM
 
 
 class Interrupted(Exception):
-    """The work ended before its end, as it was asked to, and everything is written down."""
+    """The work stopped early on request, and everything is saved."""
 
     def __init__(self, step: int) -> None:
-        """Keep the last step that was done."""
+        """`step` is the last step that was done."""
         super().__init__(step)
         self.step = step
 
 
 class _Stopped(BaseException):
-    """The watcher asked this worker to leave at once."""
+    """The supervisor ended this worker."""
 
 
 def run_rank(work: Callable[[Control], None]) -> int:
-    """Do the work, tell the watcher how it ended, and leave: this does not return."""
+    """Do the work, report to the supervisor how it ended, and exit the process: this does not return."""
     control = Control.from_environ()
     _prepare_process(control)
     code = EXIT_FAILED
@@ -78,10 +78,10 @@ def run_rank(work: Callable[[Control], None]) -> int:
 
 
 def _leave(code: int) -> int:
-    """End this process at once, with everything flushed.
+    """Exit at once, with everything flushed, and skip interpreter shutdown.
 
-    torch 2.13 with gloo can abort or hang in its destructors after the work is done: the reducer's one joins a thread
-    that waits for the interpreter lock. Nothing of value happens in them.
+    torch 2.13 with gloo can abort or hang in its destructors after the work is done: the reducer's destructor joins a
+    thread that waits for the GIL. The destructors do nothing that is needed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -101,9 +101,7 @@ def _prepare_process(control: Control) -> None:
             raise _Stopped
 
     if control.signals is None:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # the terminal's Ctrl-C: whoever started the workers coordinates the end
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the process that started the workers coordinates the end
         signal.signal(signal.SIGTERM, leave)
         return
     faulthandler.unregister(signal.SIGQUIT)
@@ -111,17 +109,16 @@ def _prepare_process(control: Control) -> None:
     for number in SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
             signal.signal(number, leave)
-            signal.siginterrupt(number, False)  # libraries go on with what they read or write
+            signal.siginterrupt(number, False)  # system calls of libraries are restarted
     faulthandler.register(signal.SIGQUIT, chain=True)
     os.register_at_fork(after_in_child=_forget_signals)
 
 
 def _forbid_debugger() -> None:
-    """Have pdb refuse to start where it would read from standard input, which is empty.
+    """Make pdb raise an error if it would read from standard input, which is empty.
 
-    One with its own connection may.
-
-    So breakpoint(), pdb.set_trace() and what is built on them end in a sentence, and not in BdbQuit.
+    breakpoint(), pdb.set_trace() and tools built on them then fail with a message instead of BdbQuit. Debuggers with a
+    connection of their own still work.
     """
     start = pdb.Pdb.set_trace
 
@@ -134,17 +131,16 @@ def _forbid_debugger() -> None:
             frame = frame.f_back
         raise DdpexpError(
             f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type "
-            "into. Print what "
-            f"you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 ignores every "
-            "breakpoint(); a "
-            f"debugger with a connection of its own works, for example PYTHONBREAKPOINT=remote_pdb.set_trace."
+            "into. Print what you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 "
+            "ignores every breakpoint(); a debugger with a connection of its own works, for example "
+            "PYTHONBREAKPOINT=remote_pdb.set_trace."
         )
 
     pdb.Pdb.set_trace = set_trace  # type: ignore[method-assign,assignment]
 
 
 def _forget_signals() -> None:
-    """Processes that a recipe forks are its own: they end as they are told, and pass nothing on for this rank."""
+    """Reset signal handling in processes that a recipe forks: their signals are not this rank's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for number in set(SIGNALS) - {signal.SIGTERM, signal.SIGQUIT}:
@@ -152,7 +148,7 @@ def _forget_signals() -> None:
 
 
 def _report(control: Control, kind: str, message: str, code: int, trace: str | None) -> None:
-    """Tell the watcher, who shows it once; without one, print it here."""
+    """Send the error to the supervisor, which shows it once; without a supervisor print it here."""
     kind, message = one_line(kind), sanitize(message, MESSAGE_BYTES)
     limited = sanitize(trace, TRACEBACK_BYTES) if trace else trace
     control.send(
@@ -163,13 +159,10 @@ def _report(control: Control, kind: str, message: str, code: int, trace: str | N
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Format an exception with its causes.
-
-    A text that is too long is cut where it stands, so that the causes stay readable.
-    """
+    """Format an exception with its causes; each message is truncated on its own, so that the causes stay readable."""
     try:
         lines = list(traceback.TracebackException.from_exception(error, compact=True).format())
-    except Exception as second:  # of a text that cannot be had, or of a class that lies about itself
+    except Exception as second:  # str() fails, or the class misbehaves
         where = "".join(traceback.format_tb(error.__traceback__))
         text = f"{type(error).__name__}: {message_of(error)}"
         lines = [
@@ -188,52 +181,50 @@ def _shown(code: object) -> str:
 
 def _exit_code(end: SystemExit) -> int:
     if end.code is None:
-        return EXIT_FAILED  # a recipe that leaves in the middle has not done its work
+        return EXIT_FAILED  # a recipe that exits early has not done its work
     return end.code if isinstance(end.code, int) and 3 <= end.code <= 125 else EXIT_FAILED
 
 
 def open_log(world: World, control: Control, path: Path | None) -> logging.Logger:
-    """Rank zero logs to `path` and standard output; of the others the watcher shows warnings that rank zero has not."""
+    """Return the log: rank zero's goes to `path` and stdout; of other ranks the supervisor shows new warnings."""
     log = logging.getLogger("ddpexp")
     log.setLevel(logging.INFO)
     log.propagate = False
     logging.captureWarnings(True)
-    handlers: list[logging.Handler] = [_ToWatcher(control)]
-    shown: logging.StreamHandler[TextIO]
+    handlers: list[logging.Handler] = [_ToSupervisor(control)]
+    console: logging.StreamHandler[TextIO]
     if world.is_rank_zero:
-        shown = logging.StreamHandler(sys.stdout)
-        shown.addFilter(lambda record: not getattr(record, "watched", False))  # the watcher shows progress itself
-        handlers.append(shown)
+        console = logging.StreamHandler(sys.stdout)
+        console.addFilter(lambda record: not getattr(record, "watched", False))  # the supervisor shows progress itself
+        handlers.append(console)
         if path is not None:
-            kept = logging.StreamHandler(open_to_append(path))
-            kept.setFormatter(_Printable("%(asctime)s %(message)s"))
-            handlers.append(kept)
+            file = logging.StreamHandler(open_to_append(path))
+            file.setFormatter(_Sanitized("%(asctime)s %(message)s"))
+            handlers.append(file)
     else:
-        shown = logging.StreamHandler(sys.stderr)
-        shown.setLevel(logging.WARNING)
-        handlers.append(shown)
+        console = logging.StreamHandler(sys.stderr)
+        console.setLevel(logging.WARNING)
+        handlers.append(console)
     for handler in handlers:
         if handler.formatter is None:
-            handler.setFormatter(_Printable())
+            handler.setFormatter(_Sanitized())
     for logger in (log, logging.getLogger("py.warnings")):
         logger.handlers = handlers
     return log
 
 
-class _Printable(logging.Formatter):
-    """What is logged tells of names and errors that others have chosen, unless a record says.
+class _Sanitized(logging.Formatter):
+    """Sanitizes log messages, which may contain untrusted text, unless the record is marked `printable`.
 
-    That it was seen to already.
-
-    What a recipe prints itself passes as it is.
+    What a recipe prints itself is not changed.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        shown = super().format(record)
-        return shown if getattr(record, "printable", False) else sanitize(shown)
+        console = super().format(record)
+        return console if getattr(record, "printable", False) else sanitize(console)
 
 
-class _ToWatcher(logging.Handler):
+class _ToSupervisor(logging.Handler):
     def __init__(self, control: Control) -> None:
         super().__init__(logging.WARNING)
         self._control = control

@@ -52,7 +52,7 @@ def check_splits(splits: Any, target: str) -> Splits:
                 f"{data}: `{name}` is a {type(part).__name__}: a data set needs __len__ and __getitem__ (map-style)."
             )
         if len(part) == 0:
-            raise RefusedError(f"{data} gave no samples for `{name}`.")
+            raise RefusedError(f"{data} returned no samples for `{name}`.")
     return splits
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself: the headline at its start, the weights and the result at its end."""
+"""What a run reports: the headline and the hyperparameters at its start, the result at its end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 from ddpexp.config.instantiate import Node
 from ddpexp.config.schema import Experiment
+from ddpexp.data.batch_plan import counted, epochs_text
 from ddpexp.data.batches import TrainBatches
 from ddpexp.launch import Layout
-from ddpexp.loggers.base import Tracker
+from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.replica import Models
 from ddpexp.system.files import dumps, relative, write
@@ -23,56 +24,56 @@ from ddpexp.train.loop import Outcome
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to say of a run: how it was asked for and what was built from that."""
+    """What is reported of a run: its configuration, and what was built from it."""
 
     experiment: Experiment
     run: RunDir
     layout: Layout
-    prepared: Mapping[str, Any] | None  # what the data section's `prepare` said of the data
+    prepared: Mapping[str, Any] | None  # what `prepare` of the data section returned
     models: Models
-    shares_memory: bool  # gradients go through memory, not through the backend
+    shares_memory: bool  # gradients are reduced through shared memory, not by the backend
     train: TrainBatches
     num_steps: int
 
     def headline(self) -> str:
-        """Say what will run, in a few lines."""
+        """Return what will run, in a few lines."""
         experiment, layout, plan = self.experiment, self.layout, self.train.plan
         size = sum(p.numel() for module in self.models.values() for p in module.parameters())
         note = self.prepared.get("note") if self.prepared else None
-        workers = _counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
+        workers = counted(layout.world_size, "GPU worker" if layout.device == "cuda" else "CPU worker")
         cores, local = usable_cores(), layout.world_size // layout.nodes
-        crowded = f"; {local} share {_counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
+        crowded = f"; {local} share {counted(cores, 'core')}" if layout.device == "cpu" and local > cores else ""
         shared = ", gradients through shared memory" if self.shares_memory else ""
         epochs, per_epoch = self.num_steps / self.train.steps_per_epoch, self.train.steps_per_epoch
-        cut = f"{plan.micro_batch_size} x {plan.gradient_accumulation_steps} accumulated x {plan.world_size} workers"
+        batch = plan.formula()
         if experiment.trainer.reduction == "exact":
-            cut += ", summed in one order at every number of workers"
+            batch += ", summed in one order at every number of workers"
         lines = {
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
             "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
             "model": f"{_model(experiment.model)}, {size:,} parameters, {experiment.trainer.precision}",
-            "world": f"{workers} ({layout.backend}{shared}), {_counted(layout.threads, 'thread')} each{crowded}",
-            "batch": f"{plan.global_batch_size} = {cut}",
-            "steps": f"{self.num_steps:,} ({epochs:.3g} epochs of {per_epoch:,})",
+            "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
+            "batch": f"{plan.global_batch_size} = {batch}",
+            "steps": f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",
             "folder": relative(self.run.path),
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
     def hyperparameters(self) -> dict[str, bool | float | str]:
-        """Return what was chosen, by the keys as they are typed: the usual things, and whatever else was typed."""
-        typed = {}
-        for word in self.run.words():
-            key, _, value = word.lstrip("+").partition("=")
+        """Return the hyperparameters by their keys: a fixed selection, and every override of this run."""
+        overrides = {}
+        for override in self.run.read_overrides():
+            key, _, value = override.lstrip("+").partition("=")
             if not key.startswith(("~", "run.", "hydra.", "sweep.", "launcher.")):
-                typed[key] = _value(value)
-        found: dict[str, bool | float | str] = masked_tree({**typed, **_hyperparameters(self.experiment)})
-        return found
+                overrides[key] = _value(value)
+        values: dict[str, bool | float | str] = masked_tree({**overrides, **_hyperparameters(self.experiment)})
+        return values
 
-    def finish(self, outcome: Outcome, tracker: Tracker) -> str:
-        """Write the result; return the last line. Ranks: rank zero, when the last checkpoint is on the disk."""
+    def finish(self, outcome: Outcome, logger: Logger) -> str:
+        """Write result.json; return the last line. Ranks: rank zero, once the last checkpoint is on disk."""
         status = "interrupted" if outcome.interrupted else "done"
         if not outcome.interrupted:
-            tracker.done()
+            logger.done()
         samples = outcome.step * self.train.plan.global_batch_size
         seconds = outcome.train_seconds
         result = {
@@ -99,7 +100,7 @@ class Report:
 
 def _hyperparameters(experiment: Experiment) -> dict[str, bool | float | str]:
     trainer, scheduler = experiment.trainer, experiment.scheduler
-    found = {
+    values = {
         "recipe": experiment.recipe.name,
         "model": _model(experiment.model),
         "optimizer": _short(experiment.optimizer.target),
@@ -113,13 +114,13 @@ def _hyperparameters(experiment: Experiment) -> dict[str, bool | float | str]:
     }
     return {
         key: value if isinstance(value, bool | int | float | str) else str(value)
-        for key, value in found.items()
+        for key, value in values.items()
         if value is not None
     }
 
 
 def _value(text: str) -> bool | float | str:
-    """Return a typed value as what it is, for a column of numbers takes no texts."""
+    """Return the value of an override as a bool, number or string: HParams columns of numbers take no strings."""
     if text in ("true", "false"):
         return text == "true"
     try:
@@ -129,7 +130,7 @@ def _value(text: str) -> bool | float | str:
 
 
 def _model(node: Node) -> str:
-    """Return the name of a model: a function that builds many, such as timm's `create_model`, is given it."""
+    """Return the name of a model: for functions that build many, such as timm's `create_model`, their argument."""
     for key in ("model_name", "name", "pretrained_model_name_or_path"):
         name = node.kwargs.get(key)
         if isinstance(name, str) and name:
@@ -139,10 +140,6 @@ def _model(node: Node) -> str:
 
 def _short(target: str) -> str:
     return target.rpartition(".")[2]
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _metric(name: str, value: float) -> str:

@@ -56,8 +56,7 @@ def _problem(found: Any, trains: bool) -> str | None:
     if not isinstance(found, tuple | list) or len(found) != 3:
         return (
             f"{shown(found)}, where the loop expects {SUMS}: the loss summed over the batch, what it is to be "
-            "divided by (mostly "
-            f"the number of samples), and the metrics, {{}} for none."
+            f"divided by (mostly the number of samples), and the metrics, {{}} for none."
         )
     loss, count, metrics = found
     problem = _problem_of_loss(loss, trains)
@@ -77,8 +76,7 @@ def _problem(found: Any, trains: bool) -> str | None:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             return (
                 f"{shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count "
-                "that the sum "
-                f"is divided by when it is recorded."
+                "that the sum is divided by when it is recorded."
             )
         wrong = next((part for part in pair if not _is_number(part)), None)
         if wrong is not None:
@@ -98,9 +96,8 @@ def _problem_of_loss(loss: Any, trains: bool) -> str | None:
         )
     if trains and not loss.requires_grad:
         return (
-            "a loss that does not require a gradient, so nothing can be learned from it: return it as it was computed "
-            "from the "
-            "model's parameters, without detach() or torch.no_grad()."
+            "a loss that does not require a gradient, so nothing can be learned from it: return it as it was "
+            "computed from the model's parameters, without detach() or torch.no_grad()."
         )
     return None
 
@@ -155,10 +152,9 @@ def mean_for_a_sum(
     if abs(whole - mean) > tolerance * abs(whole) or abs(whole - first - second) <= 0.25 * abs(whole):
         return None
     return (
-        f"{named(task.step)} seems to return the mean of the loss, not its sum: {whole:.4g} over a count of {count:g}, "
-        "and "
-        f"{first:.4g} and {second:.4g} over its halves. The loop divides by the count itself, so the gradient is "
-        f"{count:g} times "
+        f"{named(task.step)} seems to return the mean of the loss, not its sum: {whole:.4g} over a count of "
+        f"{count:g}, and {first:.4g} and {second:.4g} over its halves. The loop divides by the count itself, so the "
+        f"gradient is {count:g} times "
         f'too small: return the sum (reduction="sum"), or the mean times the count.'
     )
 

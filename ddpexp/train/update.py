@@ -1,4 +1,4 @@
-"""One optimizer step in the making: what a task's own `train_step` works with, and the run loop too."""
+"""An optimizer step in progress: used by the run loop, and by a task's own `train_step`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ddpexp.system.fault_injection import fault_point
 from ddpexp.train.precision import Precision
 from ddpexp.train.undo import Undo
 
-_MOST_CALLS = 1 << 20  # of backward in a micro-batch
+_MAX_CALLS = 1 << 20  # of backward in a micro-batch
 
 
 @dataclass
 class Update:
-    """One optimizer step in the making: what a task's own `train_step` works with, and ours too.
+    """An optimizer step in progress: used by the run loop, and by a task's own `train_step`.
 
-    It is made of rounds: micro-batches leave gradients, and one or several calls of `apply` use them. They are cleared
-    when the next micro-batch begins, or the step ends.
+    A step consists of rounds: micro-batches add gradients, and one or several calls of `apply` use them. The gradients
+    are cleared when the next micro-batch begins, or when the step ends.
     """
 
     strategy: Strategy
@@ -41,36 +41,34 @@ class Update:
     seed: int
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
-    manual: bool  # in a task's own train_step
-    look_at: Callable[[Tensor, Any], None] | None = None  # sees each loss of the first step, with its count
+    manual: bool  # whether it is used by a task's own train_step
+    check_loss: Callable[[Tensor, Any], None] | None = None  # called with each loss and count of the first step
     want_norm: bool = False
     norm: Tensor | None = None
-    moved: bool = False  # an optimizer has stepped in this step
+    moved: bool = False  # whether an optimizer has changed parameters in this step
     _step: int = 0
     _passes: int = 0  # micro-batches begun in this step
     _inside: bool = False  # of a micro-batch
     _passes_in_round: int = 0
     _position: int = 0  # of the next call of backward in its micro-batch
-    _numbers: dict[int, int] = field(default_factory=dict)  # the counts that are numbers, by position
+    _numbers: dict[int, int] = field(default_factory=dict)  # counts that are numbers, by the position of their call
     _has_numbers: bool = False  # in this round
-    _counts: list[Tensor] = field(default_factory=list)  # those of this round that are tensors
-    _places: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # which pass over the micro-batches, and position, each is of
+    _counts: list[Tensor] = field(default_factory=list)  # counts of this round that are tensors
+    _places: list[tuple[int, int]] = field(default_factory=list)  # for each of them the pass and the position
     _weights: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
-    _applied: tuple[str, ...] = ()  # optimizers that have used this round's gradients
+    _applied: tuple[str, ...] = ()  # optimizers that have already used the gradients of this round
     _undo: Undo | None = None
     _names: tuple[str, ...] = field(init=False)
     _draws: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """See whether an optimizer may draw random numbers: torch's own do not."""
+        """Find out whether an optimizer may draw random numbers: torch's own do not."""
         self._names = tuple(self.optimizers)
-        self._draws = not all(type(one).__module__.startswith("torch.optim.") for one in self.optimizers.values())
+        self._draws = not all(type(o).__module__.startswith("torch.optim.") for o in self.optimizers.values())
 
     @property
     def models(self) -> Any:
-        """Return what the task's step calls: the wrapped module, or the mapping of them."""
+        """Return the wrapped module that the task trains, or the mapping of modules."""
         return self.strategy.train_model
 
     def begin(self, step: int) -> None:
@@ -81,47 +79,47 @@ class Update:
         """End an optimizer step: clear its gradients.
 
         Raises:
-            DdpexpError: nobody has applied them, so they would be lost.
+            DdpexpError: no optimizer has used them.
         """
-        self.look_at = None
+        self.check_loss = None
         if self._passes_in_round:
             if not self._applied and (self._counts or self._has_numbers):
                 raise DdpexpError(
                     "the task's train_step calls update.backward without an update.apply behind it: gradients are "
-                    "cleared when the "
-                    "step ends, so these would be lost. Call update.apply() for the optimizers that are to use them."
+                    "cleared when the step ends, so these would be lost. Call update.apply() for the optimizers that "
+                    "are to use them."
                 )
             self._end_round()
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Enclose forward and backward of one micro-batch; the gradient is reduced in the last one.
+        """Return a context for forward and backward of one micro-batch; the last one reduces the gradient.
 
-        The forward pass is in this run's precision. Random numbers are a function of seed, step and micro-batch inside,
-        not of what happened before. Ranks: all, equally often; communicates in the last one.
+        The forward pass runs in the precision of the run. Random numbers inside are a function of seed, step and
+        micro-batch, independent of earlier draws. Ranks: all, equally often; communicates in the last one.
         """
         return _MicroBatch(self, self.strategy.micro_batch(last))
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`.
 
-        Of several calls in one micro-batch each has a count of its own, identified by their order. A count that is a
-        number must be the same in every micro-batch. One that is a tensor is known for the global batch only when all
-        of it was seen, so those of all calls must be the same in sum, and every rank makes as many calls.
+        Several calls in one micro-batch each have a count of their own; they are matched across micro-batches by their
+        order. A count that is a number must be the same in every micro-batch. The total of a tensor is known only after
+        the whole global batch, so the totals of all calls must be equal, and every rank must make the same number of
+        calls.
 
         Ranks: all.
 
         Raises:
-            DdpexpError: outside of `micro_batch`; a count of 0, or that changes; numbers and tensors.
+            DdpexpError: called outside of `micro_batch`; a count is 0 or changes; numbers are mixed with tensors.
         """
         fault_point("backward")
         if not self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose end "
-                "the workers "
-                "sum their gradients: it belongs to none of them. Enclose it."
+                "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose "
+                "end the workers sum their gradients: it belongs to none of them. Enclose it."
             )
-        if self.look_at is not None:
-            self.look_at(loss_sum, count)
+        if self.check_loss is not None:
+            self.check_loss(loss_sum, count)
         position = self._position
         self._position = position + 1
         if isinstance(count, Tensor):
@@ -135,11 +133,9 @@ class Update:
             total = count * self.plan.gradient_accumulation_steps * self.plan.world_size
         if self._counts and self._has_numbers:
             raise DdpexpError(
-                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: what "
-                "a tensor "
-                f"counts is known only when the whole gradient is there, and then it cannot be divided apart. Make all "
-                "of them "
-                f"tensors, or all numbers."
+                f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: "
+                "what a tensor counts is known only when the whole gradient is there, and then it cannot be divided "
+                "apart. Make all of them tensors, or all numbers."
             )
         key = (total, loss_sum.dtype)
         weight = self._weights.get(key)
@@ -150,23 +146,22 @@ class Update:
         self.precision.backward(loss_sum, weight)
 
     def apply(self, *names: str) -> None:
-        """Step the named optimizers, or all, with the gradients of this round.
+        """Step the named optimizers, or all of them, with the gradients of this round.
 
         Several calls may use the same gradients.
 
-        All gradients are cleared before the next round, those of other parameters too: what one network's loss leaves
-        in another must not reach that one's next step.
-        Ranks: all; communicates only where the task's counts are tensors, in the first call of a round.
+        All gradients are cleared before the next round, also those of other parameters: gradients that the loss of one
+        network leaves in another must not reach that network's next step.
+        Ranks: all; communicates only if the task's counts are tensors, in the first call of a round.
 
         Raises:
-            DdpexpError: inside of `micro_batch`; an optimizer that there is not, or that has used these gradients
-            already.
+            DdpexpError: called inside of `micro_batch`; an optimizer does not exist, or has already used these
+            gradients.
         """
         if self._inside:
             raise DdpexpError(
-                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end the "
-                "workers sum "
-                "their gradients: the optimizer would see this worker's own. Call it after that."
+                "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end "
+                "the workers sum their gradients: the optimizer would see this worker's own. Call it after that."
             )
         chosen = names or self._names
         if names or self._applied:
@@ -194,11 +189,14 @@ class Update:
         if self._passes_in_round == 0 and self.precision.skips:
             self._undo = Undo(self.strategy.modules)
         if self.manual and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
-            self._numbers.clear()  # another pass over the micro-batches may count something else
-        each = self.plan.gradient_accumulation_steps
-        turn, number = divmod(self._passes, each)  # a task by hand may go through its micro-batches several times
+            self._numbers.clear()  # the counts of another pass over the micro-batches may differ
+        num_micro_batches = self.plan.gradient_accumulation_steps
+        turn, number = divmod(self._passes, num_micro_batches)  # a manual task may do several passes over them
         value = seed_of(
-            self.seed, MODEL, self._step, turn * each * self.plan.world_size + self.world.rank * each + number
+            self.seed,
+            MODEL,
+            self._step,
+            (turn * self.plan.world_size + self.world.rank) * num_micro_batches + number,
         )
         if self.reduction == "exact":
             seed_everything(value)
@@ -222,49 +220,44 @@ class Update:
         return "the task's train_step" if self.manual else "the task's step"
 
     def _check_number(self, count: int, position: int) -> None:
-        """Hold a task to its contract.
+        """Check a count that is a number.
 
-        A count that is a number is taken for that of every micro-batch on every rank.
+        It is assumed to be the count of every micro-batch on every rank.
         """
         if not count > 0:
             raise DdpexpError(
-                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for the "
-                "count of "
-                f"every micro-batch, so nothing would be left. Return a tensor where a micro-batch may have nothing to "
-                "count."
+                f"{self._caller} gave the count {count}, which the loop divides the loss by: a number is taken for "
+                "the count of every micro-batch, so nothing would be left. Return a tensor where a micro-batch may "
+                "have nothing to count."
             )
         expected = self._numbers.setdefault(position, count)
         if count != expected:
             gave = "gave update.backward" if self.manual else "returned"
             raise DdpexpError(
                 f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every "
-                "micro-batch. "
-                f"Return a tensor where it depends on the data."
+                "micro-batch. Return a tensor where it depends on the data."
             )
 
     def _scale_by_counts(self) -> None:
-        """Divide the gradient by what the tensors count, instead of by the size of the global batch. Ranks: all.
+        """Rescale the gradient from the global batch size to the total of the counts.
 
-        Communicates.
+        Ranks: all; communicates.
         """
         counted = _stack(self._counts, self.world.device)
-        codes = torch.tensor([turn * _MOST_CALLS + position for turn, position in self._places], dtype=torch.float64)
+        codes = torch.tensor([turn * _MAX_CALLS + position for turn, position in self._places], dtype=torch.float64)
         each = counted.new_zeros(2, self.world.world_size, len(counted))
-        each[:, self.world.rank] = torch.stack(
-            [counted, codes.to(counted.device)]
-        )  # a number of each rank stands alone, so
-        counts, places = self.world.sum(each).cpu().flatten(1)  # their sum has one order everywhere
+        each[:, self.world.rank] = torch.stack([counted, codes.to(counted.device)])
+        # Every rank has a slot of its own, so that the sum has the same order everywhere.
+        counts, places = self.world.sum(each).cpu().flatten(1)
         totals = [float(counts[places == place].cumsum(0)[-1]) for place in places.unique()]
         if any(total != totals[0] for total in totals[1:]):
             shown = ", ".join(f"{total:g}" for total in totals)
             raise DdpexpError(
                 f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: that is "
-                "known only "
-                f"when all gradients are added up, and they cannot be divided apart then. Call it once with the sum of "
-                "the losses, "
-                f"weighted as you mean it, or give counts that are numbers."
+                "known only when all gradients are added up, and they cannot be divided apart then. Call it once "
+                "with the sum of the losses, weighted as you mean it, or give counts that are numbers."
             )
-        # Where nothing was counted, padding alone, nothing is to be learned.
+        # If nothing was counted, as in a batch of padding, the gradient is 0.
         factor = self.plan.global_batch_size / totals[0] if totals[0] else 0.0
         self.strategy.scale_gradient(torch.tensor(factor, dtype=torch.float64, device=self.world.device))
         self._counts.clear()
@@ -282,13 +275,12 @@ class Update:
         if again:
             raise DdpexpError(
                 f"the task's train_step calls update.apply for the optimizer {again[0]!r} twice with the same "
-                "gradients, which "
-                f"would take the step twice. Go through a micro-batch in between, or call it once."
+                "gradients, which would take the step twice. Go through a micro-batch in between, or call it once."
             )
 
 
 class _MicroBatch(AbstractContextManager[None]):
-    """One micro-batch of an update; a class, for a generator takes four times as long."""
+    """The context of a micro-batch; a class, because a generator takes four times as long."""
 
     def __init__(self, update: Update, strategy: AbstractContextManager[None]) -> None:
         self._update = update

@@ -1,4 +1,4 @@
-"""What runs in every process: join, build the objects, fit, leave a result."""
+"""Entry points of the worker processes: train the experiment of a run directory, or evaluate weights."""
 
 from __future__ import annotations
 
@@ -6,272 +6,322 @@ import gc
 import hashlib
 import json
 import logging
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from numbers import Real
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddpexp.checkpoint import weights
-from ddpexp.checkpoint.format import Checkpoint, set_aside
+from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
 from ddpexp.checkpoint.reader import load_weights, weights_sha256
-from ddpexp.config.instantiate import Node, instantiate, locate, targets
+from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
-from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.config.schema import Experiment
 from ddpexp.data import fingerprint
-from ddpexp.data.batch_plan import BatchPlan, plan_batches
-from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, hold_out, on_device
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batches import TrainBatches
+from ddpexp.data.datasets import Splits
 from ddpexp.data.loader import shared_memory_warning
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
-from ddpexp.loggers.base import Many, Null, Tracker
-from ddpexp.loggers.jsonl import JsonLines
-from ddpexp.loggers.progress import Progress
 from ddpexp.run.directory import RunDir
-from ddpexp.strategy.base import Strategy
-from ddpexp.strategy.ddp import DDP
-from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative
-from ddpexp.task import HasOptimizers, Schedule
-from ddpexp.train import lazy_dynamo, loop
+from ddpexp.train import lazy_dynamo, schedule  # noqa: F401  # schedules are named by the registry, and loaded early
+from ddpexp.train.build import (
+    RunContext,
+    arrange,
+    build_evals,
+    build_logger,
+    build_loop,
+    build_strategy,
+    count_steps,
+    import_all,
+    load_data,
+    open_data,
+)
+from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
+from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
-from ddpexp.train.recipe_checks import check_model, check_optimizers, check_signature, check_splits, check_task
+from ddpexp.train.recipe_checks import check_model, check_task
 from ddpexp.train.report import Report
-from ddpexp.train.run_state import RunState, check_room, choose, restore, truncate_records
+from ddpexp.train.run_state import RunState, choose, restore_checkpoint, truncate_records
 
-_KEPT_BYTES = 31 << 20  # what glibc would keep at most, but for a page of its own
+_MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic threshold reaches
 
 
 def main(path: str, worker_args: str) -> int:
-    """Train what the run directory describes. Never returns in a worker.
+    """Train the experiment of a run directory. Never returns in a worker.
 
     `worker_args` is JSON made by `ddpexp.run.jobs.Training`.
     """
     return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control))
 
 
-def evaluate(described: str) -> int:
-    """Evaluate weights; `described` is JSON made by `ddpexp.cli.subcommands.evaluate`. Never returns in a worker."""
-    return run_rank(lambda control: evaluate_weights(json.loads(described), control))
+def evaluate(evaluation: str) -> int:
+    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.jobs.Evaluation`. Never returns in a worker."""
+    return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control))
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run that is ready to be restored and trained."""
+
+    loop: Loop
+    checkpointer: RunState
+    report: Report
+    newest: Checkpoint | None  # the checkpoint to resume from
+    damaged: Sequence[Damaged]  # newer ones that cannot be read. Ranks: rank zero
+
+    @property
+    def resumes_at(self) -> int:
+        """Return the step that the run resumes after; 0 for a new run."""
+        return self.newest.step if self.newest is not None else 0
 
 
 def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None:
-    """Do one experiment from start to result.
+    """Run one experiment from start to result.
 
     Ranks: all.
     """
-    data = worker_args["data"]
-    experiment, layout = load(_configuration(run, worker_args.get("config"))), run.layout()
+    context = join(run, worker_args, control)
+    built = build(context)
+    restore(context, built)
+    fit(context, built)
+
+
+def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunContext:
+    """Read the configuration and join the other ranks. Ranks: all; returns when all have joined."""
+    experiment, layout = load(_read_configuration(run, worker_args.get("config"))), run.layout()
     control.set_phase("join")
-    world = _join(experiment, layout)
+    world = _join_world(experiment, layout)
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
-    control.set_phase("build")
-    _warn_of_little_room(experiment, log)
-    _import_all(experiment, world)
-    if not experiment.trainer.compile:
-        lazy_dynamo.defer()
-    whole = load_data(experiment, data, world)
-    inputs = _inputs(run, whole, data, experiment.data.num_workers) if world.is_rank_zero else {}
-    splits = _arranged(whole, experiment.data, world)
-    plan = plan_batches(experiment.trainer.global_batch_size, experiment.trainer.micro_batch_size, world.world_size)
-    batches = TrainBatches(
-        splits.train, plan, world.rank, experiment.trainer.seed, world.device, experiment.data.num_workers,
-        experiment.trainer.timeout.data_seconds, experiment.data.on_device,
+    return RunContext(
+        run, experiment, layout, worker_args["data"], worker_args.get("init_from"), world, control, log
     )  # fmt: skip
+
+
+def build(context: RunContext) -> Built:
+    """Build everything the run consists of, and check it against the checkpoint to resume from.
+
+    Ranks: all; communicates.
+
+    Raises:
+        RefusedError: the run cannot start, or not resume from its newest checkpoint.
+    """
+    run, experiment, world, log = context.run, context.experiment, context.world, context.log
+    trainer = experiment.trainer
+    context.control.set_phase("build")
+    _warn_of_little_shared_memory(experiment, log)
+    import_all(experiment, world)
+    if not trainer.compile:
+        lazy_dynamo.defer()
+
+    undivided = load_data(experiment, context.prepared, world)
+    inputs = _inputs(context, undivided) if world.is_rank_zero else {}
+    splits = arrange(undivided, experiment.data, world)
+    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, world.world_size)
+    batches = TrainBatches(
+        splits.train, plan, world.rank, trainer.seed, world.device, experiment.data.num_workers,
+        trainer.timeout.data_seconds, experiment.data.on_device,
+    )  # fmt: skip
+
     newest, damaged = choose(run, world, experiment.run.resume == "require")
-    strategy = _strategy(experiment, world, plan, _init_from(experiment, newest, worker_args, log))
+    strategy = build_strategy(experiment, world, plan, _initial_weights(context, newest))
     if newest is not None and world.is_rank_zero:
-        inputs |= _check_same_data(
-            run, newest, inputs["data"], experiment.run.allow_changes, batches.steps_per_epoch, log
-        )
-    num_steps = count_steps(experiment.trainer, batches.steps_per_epoch)
+        inputs |= _check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
+    num_steps = count_steps(trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         raise RefusedError(
             f"the run is at step {newest.step} and would end after step {num_steps} with this trainer.max_steps and "
-            f"trainer.epochs: ask for more, or evaluate what is there."
+            "trainer.epochs: increase them, or evaluate the run as it is."
         )
-    recorded = truncate_records(run, newest) if world.is_rank_zero else {}
-    tracker = _tracker(experiment, run, world, control, log, num_steps, newest.step if newest else 0)
-    decay = experiment.trainer.ema_decay
-    average = EMA(strategy.modules, decay) if decay is not None else None
-    checkpointer = RunState.of(run, experiment.trainer, strategy, average, tracker, world)
+
+    recorded = truncate_records(run, newest) if world.is_rank_zero else {}  # before the loggers open the files
+    logger = build_logger(context, num_steps, newest.step if newest else 0)
+    ema = EMA(strategy.modules, trainer.ema_decay) if trainer.ema_decay is not None else None
+    checkpointer = RunState.from_config(run, trainer, strategy, ema, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
-    report = Report(experiment, run, layout, data, strategy.modules, strategy.memory is not None, batches, num_steps)
+    report = Report(
+        experiment, run, context.layout, context.prepared, strategy.modules, strategy.memory is not None, batches,
+        num_steps,
+    )  # fmt: skip
     log.info(report.headline())
-    fit = _loop(experiment, world, strategy, splits, batches, tracker, control, num_steps, checkpointer, average)
-    if world.is_rank_zero and (newest is None or newest.step < num_steps):
-        check_room(run, experiment.trainer, fit, average)
-    if newest is None:
-        tracker.text("config", f"```yaml\n{run.config.read_text()}\n```")
-        tracker.hyperparameters(report.hyperparameters())
+    evals = build_evals(experiment, splits, world, plan.micro_batch_size)
+    loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
+    return Built(loop, checkpointer, report, newest, damaged)
+
+
+def restore(context: RunContext, built: Built) -> None:
+    """Restore the newest checkpoint, or record what a new run starts with. Ranks: all; communicates."""
+    run, experiment, log = context.run, context.experiment, context.log
+    loop, num_steps = built.loop, built.loop.num_steps
+    if context.world.is_rank_zero and built.resumes_at < num_steps:
+        check_disk_space(run, experiment.trainer, loop)
+    if built.newest is None:
+        loop.logger.text("config", f"```yaml\n{run.config.read_text()}\n```")
+        loop.logger.hyperparameters(built.report.hyperparameters())
     else:
-        restore(newest, fit, checkpointer)
-        log.info(f"resumed after step {newest.step} of {num_steps}, from {relative(newest.folder)}")
+        restore_checkpoint(built.newest, loop, built.checkpointer)
+        log.info(f"resumed after step {built.newest.step} of {num_steps}, from {relative(built.newest.folder)}")
         if experiment.strategy.comm_hook == "powersgd":
             log.warning(
-                "what powersgd remembers of the gradients begins anew: the last bits will not be the undisturbed run's"
+                "PowerSGD's memory of earlier gradients is not saved and starts empty: the last bits will differ "
+                "from those of an uninterrupted run"
             )
-    set_aside(damaged)  # when nothing can refuse this start any more
+    set_aside(built.damaged)  # now that nothing can refuse this start any more
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
-    control.send_nowait("began", step=fit.position.step)
+
+
+def fit(context: RunContext, built: Built) -> None:
+    """Train, save and report the result. Ranks: all; communicates.
+
+    Raises:
+        Interrupted: asked to stop before the last step; the run is saved.
+    """
+    control, loop = context.control, built.loop
+    control.send_nowait("began", step=loop.state.step)
     control.set_phase("train")
     try:
-        outcome = fit.fit()
+        outcome = loop.fit()
         control.set_phase("save")
-        checkpointer.finish()
-        if world.is_rank_zero:
-            log.info(report.finish(outcome, tracker))
+        built.checkpointer.finish()
+        if context.world.is_rank_zero:
+            context.log.info(built.report.finish(outcome, loop.logger))
     except (Exception, SystemExit):
-        checkpointer.drain()
+        built.checkpointer.drain()
         raise
     finally:
-        tracker.close()
-    world.barrier()
+        loop.logger.close()
+    context.world.barrier()
     fault_point("leave")
     if outcome.interrupted:
         raise Interrupted(outcome.step)
 
 
-def _configuration(run: RunDir, digest: str | None) -> str:
-    """Read what the command has accepted: nobody else's words say whose code runs."""
-    raw = run.config.read_bytes()
-    if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
-        raise RefusedError(
-            f"{run.config} is not what it was when the command read it: do not change it while a run starts."
-        )
-    return raw.decode()
-
-
-def evaluate_weights(described: Mapping[str, Any], control: Control) -> None:
+def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     """Print the metrics of weights on the evaluation sets.
 
     Ranks: all.
     """
-    experiment, layout = load(described["config"]), Layout(**described["layout"])
+    experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.set_phase("join")
-    world = _join(experiment, layout)
+    world = _join_world(experiment, layout)
     log = open_log(world, control, None)
     control.set_phase("build")
-    _warn_of_little_room(experiment, log)
-    evals = _evals(experiment, open_data(experiment, described["data"], world), world, described["batch_size"])
+    _warn_of_little_shared_memory(experiment, log)
+    splits = open_data(experiment, evaluation["data"], world)
+    evals = build_evals(experiment, splits, world, evaluation["batch_size"])
     model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
     averaged = experiment.trainer.ema_decay is not None
-    load_weights(models, Path(described["weights"]), f"evaluate {described['weights']}", averaged)
+    load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target)
     precision = Precision(experiment.trainer.precision, world.device, False)
-    metrics = loop.evaluate(task, model, evals, precision, world, control)
+    metrics = compute_metrics(task, model, evals, precision, world, control)
     if metrics is None:
         raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
-    log.info(f"weights {described['weights']}  sha256 {weights_sha256(models)}")
+    log.info(f"weights {evaluation['weights']}  sha256 {weights_sha256(models)}")
     world.barrier()
 
 
-def _join(experiment: Experiment, layout: Layout) -> World:
+def _read_configuration(run: RunDir, digest: str | None) -> str:
+    """Return config.yaml if it is what the command has checked: it decides whose code runs.
+
+    Raises:
+        RefusedError: it was changed since.
+    """
+    raw = run.config.read_bytes()
+    if digest is not None and hashlib.sha256(raw).hexdigest() != digest:
+        raise RefusedError(f"{run.config} has changed since the command read it: do not edit it while a run starts.")
+    return raw.decode()
+
+
+def _join_world(experiment: Experiment, layout: Layout) -> World:
     torch.set_num_threads(layout.threads)
     _keep_freed_memory()
     if experiment.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     experiment.trust.make_importable()
-    world = World.join(layout, _patience(experiment))
+    world = World.join(layout, _collective_timeout(experiment))
     fault_point("joined")
     return world
 
 
-def _import_all(experiment: Experiment, world: World) -> None:
-    """Import what the configuration names before anything is built of it: see `deferred_dynamo`.
-
-    Raises:
-        RefusedError: a name that is not allowed, or that is not there.
-    """
-    data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
-    nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
-    if isinstance(experiment.scheduler, Node):
-        nodes["scheduler"] = experiment.scheduler
-    for where, node in nodes.items():
-        for key, target in targets({"_target_": node.target, **node.kwargs}, where):
-            locate(target, experiment.trust, key.removesuffix("._target_"))
-    if experiment.strategy.comm_hook != "none":
-        import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
-    if world.is_rank_zero and experiment.logger.kind == "tensorboard":
-        import ddpexp.loggers.tensorboard  # noqa: F401  # only rank zero of a run that writes there needs it
-
-
 def _keep_freed_memory() -> None:
-    """Have glibc keep the memory of activations from step to step, instead of returning it.
+    """Make glibc keep the memory of activations from step to step, instead of returning and clearing pages each time.
 
-    And clearing new pages each time.
-
-    Up to 32 MiB it keeps blocks as large as the largest that was ever freed. Programs that read their data into memory
-    have freed such a one by then; ours maps it, and a step with convolutions took a third longer. Nothing is written
-    here, so it costs no memory.
+    glibc keeps blocks up to the size of the largest one ever freed, at most 32 MiB. Programs that read their data into
+    memory have freed such a block early on. ddpexp maps its data, and without this a step with convolutions takes a
+    third longer. The block is never written to, so it costs no memory.
     """
-    with suppress(RuntimeError):  # a limit on the address space is told where something needs it
-        torch.empty(_KEPT_BYTES, dtype=torch.uint8)
+    with suppress(RuntimeError):  # a limit on the address space is reported where memory is really needed
+        torch.empty(_MMAP_THRESHOLD_BYTES, dtype=torch.uint8)
 
 
-def _patience(experiment: Experiment) -> float:
-    """Return how long a rank waits for another one by itself.
+def _collective_timeout(experiment: Experiment) -> float:
+    """Return how long a rank waits in a collective. Units: seconds.
 
-    Longer than the command, which knows who holds the others up.
+    Longer than the command's own timeouts: the command knows which rank is late, and reports it first.
     """
     timeout = experiment.trainer.timeout
     return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)
 
 
-def _warn_of_little_room(experiment: Experiment, log: logging.Logger) -> None:
+def _warn_of_little_shared_memory(experiment: Experiment, log: logging.Logger) -> None:
     warning = shared_memory_warning(experiment.data.num_workers)
     if warning is not None:
-        log.warning(warning)  # on every rank: the same sentence is shown once
+        log.warning(warning)  # on every rank; the command shows identical warnings once
 
 
-def _inputs(run: RunDir, splits: Splits, prepared: Mapping[str, Any] | None, num_workers: int) -> dict[str, Any]:
-    """Return what tells this start's configuration and code, as the command has recorded them.
+def _initial_weights(context: RunContext, newest: Checkpoint | None) -> Callable[[Models], None]:
+    """Return a function that loads the weights of run.init_from into new models; it does nothing on resume."""
+    source = context.experiment.run.init_from
+    if source is None or newest is not None:
+        return lambda models: None
+    override = f"run.init_from={source}"
+    # The command has found them already, unless it counted on checkpoints that turned out to be damaged.
+    path = weights.find(Path(context.init_from or source), override, context.log.warning)
+    context.log.info(f"{override}: the weights of {relative(path)}")
+    return lambda models: load_weights(models, path, override)
 
-    And its data from others.
-    """
-    recorded = run.read(run.manifest).get("inputs")
-    known = prepared is not None and any(key in prepared for key in fingerprint.IDENTITY)
+
+def _inputs(context: RunContext, splits: Splits) -> dict[str, Any]:
+    """Return what identifies the configuration and code, as the command recorded them, and the data of this start."""
+    recorded = context.run.read(context.run.manifest).get("inputs")
+    prepared = context.prepared
+    identified = prepared is not None and any(key in prepared for key in fingerprint.IDENTITY)
     return {
         **(recorded if isinstance(recorded, dict) else {}),
-        "data": fingerprint.fingerprint(splits, known, num_workers),
+        "data": fingerprint.fingerprint(splits, identified, context.experiment.data.num_workers),
     }
 
 
 def _check_same_data(
-    run: RunDir,
-    newest: Checkpoint,
-    now: Mapping[str, Any],
-    allowed: Sequence[str],
-    steps_per_epoch: int,
-    log: logging.Logger,
+    context: RunContext, newest: Checkpoint, now: Mapping[str, Any], steps_per_epoch: int
 ) -> dict[str, Any]:
-    """Compare the data with that of the steps so far, where the checkpoint says. Ranks: rank zero.
+    """Compare the data with that of the steps so far, as the checkpoint recorded it. Ranks: rank zero.
 
-    Returns the data as later checkpoints record it, and what has changed so far.
+    Returns the data as later checkpoints record it, and its changes so far.
 
     Raises:
         RefusedError: the data has changed and run.allow_changes does not list it.
@@ -282,215 +332,12 @@ def _check_same_data(
     changes = fingerprint.differences(before, now) if isinstance(before, Mapping) else []
     if not changes:
         return {"data": fingerprint.carried_over(before, now), **({"data_changes": history} if history else {})}
-    what = f"since step {newest.step} the data has changed: {', '.join(changes)}"
-    if "data" not in allowed:
+    change = f"since step {newest.step} the data has changed: {', '.join(changes)}"
+    if "data" not in context.experiment.run.allow_changes:
         raise RefusedError(
-            f"{relative(run.path)}: {what}, so the steps to come would see other samples than the steps so far. Make "
-            "the same "
-            f"data available, type run.allow_changes=[data] to resume with this, or start a new run with another "
-            "run.dir."
+            f"{relative(context.run.path)}: {change}, so the steps to come would see other samples than the steps so "
+            "far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a new "
+            "run with another run.dir."
         )
-    log.info(f"{what} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")
-    return {"data_changes": [*history, what]}
-
-
-def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
-    """Build the data sets as they are trained on and evaluated; like `load_data`. Ranks: all; communicates."""
-    return _arranged(load_data(experiment, prepared, world), experiment.data, world)
-
-
-def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
-    """Build the data sets; `prepared` is what `ddpexp.run.prepare` said of them. Ranks: all; communicates.
-
-    Raises:
-        RefusedError: they are not what the loop takes, or differ from rank to rank.
-    """
-    data = experiment.data
-    if data.prepare is None:
-        node = Node(data.target, data.options)
-        made = instantiate(node, experiment.trust, "data")
-    else:
-        made = instantiate(Node(data.target), experiment.trust, "data", prepared)
-    splits = check_splits(made, data.target)
-    _check_same_sizes(splits, data.target, world)
-    return splits
-
-
-def _arranged(splits: Splits, data: Data, world: World) -> Splits:
-    """Hold out what is evaluated, and move what is to lie in the memory of a device."""
-    if data.validation_fraction:
-        splits = _divided(splits, data)
-    return on_device(splits, world.device) if data.on_device else splits
-
-
-def _divided(splits: Splits, data: Data) -> Splits:
-    """Hold a part of the training data out, to be evaluated."""
-    if len(splits.train) < 2:
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided."
-        )
-    if "validation" in splits.evals:
-        raise RefusedError(
-            f"data.validation_fraction={data.validation_fraction}: {data.target} has a `validation` set of its own. "
-            "Use 0."
-        )
-    kept, held = hold_out(splits.train, data.validation_fraction)
-    return Splits(kept, {**splits.evals, "validation": held})
-
-
-def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
-    """Compare the sizes of the sets with those that rank zero sees. Ranks: all; communicates.
-
-    Raises:
-        RefusedError: they are others; the ranks would not take the same steps, and would wait for one another for ever.
-    """
-    own = [len(splits.train), sum(len(part) for part in splits.evals.values())]
-    first = world.broadcast(torch.tensor(own, device=world.device)).tolist()
-    if own != first:
-        raise RefusedError(
-            f"data._target_={target} gave rank {world.rank} {own[0]:,} samples to train and {own[1]:,} to evaluate, "
-            "and rank zero "
-            f"{first[0]:,} and {first[1]:,}: give every rank the same data, for each takes its own part of it."
-        )
-
-
-def _init_from(
-    experiment: Experiment, newest: Checkpoint | None, worker_args: Mapping[str, Any], log: logging.Logger
-) -> Callable[[Models], None]:
-    source = experiment.run.init_from
-    if source is None or newest is not None:
-        return lambda models: None
-    asked = f"run.init_from={source}"
-    # The command has found them, unless it has counted on checkpoints that turned out to be damaged.
-    found = weights.find(Path(worker_args.get("init_from", source)), asked, log.warning)
-    log.info(f"{asked}: the weights of {relative(found)}")
-    return lambda models: load_weights(models, found, asked)
-
-
-def _strategy(experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]) -> Strategy:
-    trainer = experiment.trainer
-
-    def factory() -> Any:
-        torch.manual_seed(trainer.seed)
-        model = instantiate(experiment.model, experiment.trust, "model")
-        return check_model(model, experiment.model.target, trains=True)
-
-    build: Callable[..., Strategy]
-    if trainer.reduction == "exact":
-        build = partial(Exact, gradient_accumulation_steps=plan.gradient_accumulation_steps)
-    else:
-        build = partial(DDP, deterministic=trainer.deterministic)
-    return build(
-        experiment.strategy, world, factory,
-        channels_last=trainer.channels_last, compile=trainer.compile, prepare=prepare,
-    )  # fmt: skip
-
-
-def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
-    """Return how many steps a run takes: what ends first of the epochs and the steps asked for."""
-    limits = [
-        trainer.max_steps,
-        trainer.epochs * steps_per_epoch if trainer.epochs is not None else None,
-    ]
-    return min(limit for limit in limits if limit is not None)
-
-
-def _loop(
-    experiment: Experiment, world: World, strategy: Strategy, splits: Splits, batches: TrainBatches, tracker: Tracker,
-    control: Control, num_steps: int, checkpointer: RunState, average: EMA | None,
-) -> Loop:  # fmt: skip
-    trust, trainer = experiment.trust, experiment.trainer
-    task = instantiate(experiment.task, trust, "task")
-    check_task(task, experiment.task.target)
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
-        return made
-
-    model = strategy.eval_model
-    optimizers = (
-        check_optimizers(task.optimizers(model, make), task.optimizers)
-        if isinstance(task, HasOptimizers)
-        else {"optimizer": make(strategy.parameters())}
-    )
-    return Loop(
-        task=task,
-        strategy=strategy,
-        optimizers=optimizers,
-        schedule=_schedule(experiment, num_steps),
-        precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight),
-        world=replace(world, memory=strategy.memory),
-        train=batches,
-        evals=_evals(experiment, splits, world, batches.plan.micro_batch_size),
-        tracker=tracker,
-        control=control,
-        options=trainer,
-        num_steps=num_steps,
-        checkpointer=checkpointer,
-        average=average,
-    )
-
-
-def _schedule(experiment: Experiment, num_steps: int) -> Schedule:
-    """Return the schedule, a user's own after a look at its first and last factor.
-
-    Raises:
-        RefusedError: it has no `factor`, or that gives no number.
-    """
-    node = experiment.scheduler
-    if not isinstance(node, Node):
-        return node
-    schedule = instantiate(node, experiment.trust, "scheduler")
-    if not isinstance(schedule, Schedule):
-        raise RefusedError(
-            f"scheduler._target_={node.target} gave a {type(schedule).__name__} without the method factor(step, "
-            "num_steps), which "
-            f"returns what optimizer.lr is multiplied by at a step: see ddpexp.task.Schedule."
-        )
-    check_signature(schedule.factor, "factor", ("step", "num_steps"))
-    for step in (0, num_steps - 1):
-        value: Any = schedule.factor(step, num_steps)
-        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-            raise RefusedError(
-                f"scheduler._target_={node.target}: factor({step}, {num_steps}) returned {value!r}, where a number "
-                "belongs: what "
-                f"optimizer.lr is multiplied by at that step."
-            )
-    return schedule
-
-
-def _evals(experiment: Experiment, splits: Splits, world: World, batch_size: int) -> dict[str, EvalBatches]:
-    data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
-    return {
-        name: EvalBatches(
-            part,
-            batch_size,
-            world.rank,
-            world.world_size,
-            world.device,
-            data.num_workers,
-            seconds,
-            name,
-            data.on_device,
-        )
-        for name, part in splits.evals.items()
-    }
-
-
-def _tracker(
-    experiment: Experiment,
-    run: RunDir,
-    world: World,
-    control: Control,
-    log: logging.Logger,
-    num_steps: int,
-    from_step: int,
-) -> Tracker:
-    if not world.is_rank_zero:
-        return Null()
-    trackers: list[Tracker] = [JsonLines(run.metrics), Progress(control, log, num_steps)]
-    if experiment.logger.kind == "tensorboard":
-        from ddpexp.loggers.tensorboard import TensorBoard  # imports that only rank zero of a logging run needs
-
-        trackers.append(TensorBoard(run.tensorboard, from_step))
-    return Many(trackers)
+    context.log.info(f"{change} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")
+    return {"data_changes": [*history, change]}

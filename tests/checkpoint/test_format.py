@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.checkpoint.codec import decode, encode
-from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, scan, seal, set_aside, whole
-from ddpexp.checkpoint.reader import load_weights, read_own, read_part
+from ddpexp.checkpoint.format import MANIFEST, Damaged, clean, newest_intact, scan, seal, set_aside
+from ddpexp.checkpoint.reader import load_weights, read_part, read_rank_state
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import parse_json
@@ -108,11 +108,11 @@ def test_the_newest_whole_one_is_found_with_the_damaged_ones_that_are_newer(tmp_
         (folder / "model.safetensors").write_bytes(b"x")
     (folders[3] / MANIFEST).unlink()
     (folders[2] / "state.progress.json").write_bytes(b"{}")
-    chosen, damaged = whole(tmp_path)
+    chosen, damaged = newest_intact(tmp_path)
     assert chosen is not None
     assert chosen.step == 2
     assert [one.step for one in damaged] == [5, 4, 3]
-    chosen, damaged = whole(tmp_path, weights_alone=True)
+    chosen, damaged = newest_intact(tmp_path, weights_only=True)
     assert chosen is not None
     assert chosen.step == 3
 
@@ -153,8 +153,8 @@ def test_parts_of_a_later_version_are_left_alone_and_missing_ones_are_none(tmp_p
     [one] = scan(tmp_path).complete
     assert read_part(one, "callbacks") == {"early": {"left": 3}}
     assert read_part(one, "loggers") is None
-    assert read_own(one, 1) is None
-    assert torch.equal(read_own(one, 0)["random"]["numpy"], torch.arange(9))
+    assert read_rank_state(one, 1) is None
+    assert torch.equal(read_rank_state(one, 0)["random"]["numpy"], torch.arange(9))
     assert torch.equal(read_part(one, "optimizers")["a"], torch.ones(700))
     assert one.config == "trainer: {}\n"
     assert one.metrics == {"eval/loss": 0.25}

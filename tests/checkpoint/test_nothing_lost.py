@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.checkpoint.format import newest_checkpoint, scan, whole
+from ddpexp.checkpoint.format import newest_checkpoint, newest_intact, scan
 from ddpexp.checkpoint.reader import load_weights, read_part, weights_sha256
 from tests.conftest import ROOT, Ddpexp, Done, finish
 from tests.points import Recipe, wait_for
@@ -240,7 +240,7 @@ def test_of_two_hundred_damages_none_is_accepted_with_another_value(
         else:
             del data[place]
         path.write_bytes(data)
-        chosen, damaged = whole(folder / "checkpoints")
+        chosen, damaged = newest_intact(folder / "checkpoints")
         assert chosen is not None
         assert (chosen.step, [one.step for one in damaged]) == (6, [8]), (number, path.name, kind, place)
         if number % 10 == 0:

@@ -8,9 +8,10 @@ import pytest
 
 from ddpexp.config import registry
 from ddpexp.config.compare import compare
+from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.instantiate import Trust, locate
-from ddpexp.config.parse import load
+from ddpexp.config.parse import load, parse
 from ddpexp.config.plugins import launcher_name
 from tests.conftest import ROOT
 
@@ -42,6 +43,34 @@ def test_names_of_an_earlier_version_name_the_same_parts() -> None:
     assert (now["launcher"]["_target_"], now["data"]["_target_"], now["data"]["prepare"]) == ("spawn", "mnist", "mnist")
     assert compare(values, now, []) == compare(now, values, []) == []
     assert load(text).launcher == load(text.replace("ddpexp.launch.launchers.local.Spawn", "spawn")).launcher
+
+
+def images(**options: object) -> dict[str, object]:
+    return {"run": {}, "data": {"_target_": "images", "prepare": "images", **options}}
+
+
+@pytest.mark.parametrize("target", ["images", "ddpexp.data.images.load"])
+def test_the_former_name_of_data_std_still_works(target: str) -> None:
+    old = images(_target_=target, deviation=[0.3])
+    assert registry.with_keys(old) == images(std=[0.3])
+    assert compare(old, images(std=[0.3], deviation=None), []) == []
+    assert registry.with_keys(images(std=[0.5], deviation=[0.3])) == images(std=[0.3])
+    assert registry.with_keys(images(std=[0.5], deviation=None)) == images(std=[0.5])
+    assert registry.with_keys({"data": {"_target_": "mine.load", "deviation": 1}})["data"]["deviation"] == 1
+
+
+def test_a_former_name_of_an_option_is_reported() -> None:
+    [warning] = registry.deprecation_warnings(images(), ["data=images", "data.deviation=[0.3]"])
+    assert warning == "data.deviation is deprecated and will be removed in the next release: use data.std."
+    assert registry.deprecation_warnings(images(), ["data=images", "data.std=[0.3]"]) == []
+    assert registry.deprecation_warnings({"data": {"_target_": "mine.load"}}, ["data.deviation=1"]) == []
+
+
+def test_a_deprecated_override_is_taken_with_its_value() -> None:
+    made = compose(["recipe=mnist", "data=images", "data.root=x", "data.deviation=[0.3]"])
+    assert made is not None
+    assert parse(made.values).data.options["std"] == (0.3,)
+    assert "deviation" not in parse(made.values).data.options
 
 
 def yaml_of(text: str) -> dict[str, object]:

@@ -73,7 +73,5 @@ def test_rows_that_lie_on_the_device_are_the_same_also_of_a_part_of_a_part() -> 
 
 
 def test_what_cannot_lie_on_the_device_is_refused() -> None:
-    with pytest.raises(
-        RefusedError, match=r"data\.on_device=true: `eval` is a TensorDataset, which cannot lie in the memory"
-    ):
+    with pytest.raises(RefusedError, match=r"data\.on_device=true: `eval` is a TensorDataset, which cannot be moved"):
         on_device(Splits(numbers(4), {"eval": TensorDataset(torch.arange(3))}), CPU)

@@ -39,7 +39,7 @@ def main(folder, size):
     world.barrier()
     from ddpexp.launch.workers.control import Control
 
-    Control.from_environ().tell("done")
+    Control.from_environ().send("done")
     os._exit(0)
 """
 

@@ -174,7 +174,7 @@ def test_a_dataloader_worker_that_hangs_is_named_with_its_sample_and_the_key(rec
     where = ("data.train=sleeps",) if part == "train" else ("data.test=sleeps", "trainer.eval_every=1")
     ended = troubled(recipe, *where, "data.num_workers=2", "trainer.timeout.data_seconds=4")
     error = ended.failed(
-        rank=int(ended.error["rank"]), says=r"DataLoader worker \d has given nothing for 4 s", step=False
+        rank=int(ended.error["rank"]), says=r"DataLoader worker \d produced no batch for 4 s", step=False
     )
     assert "(trainer.timeout.data_seconds=4)" in error["message"]
     sample = "sample 77 of 96 in `train`" if part == "train" else "sample 32 of 33 in `eval`"
@@ -236,8 +236,8 @@ def test_a_len_that_lies_shows_in_the_samples_number(recipe: Recipe) -> None:
 
 
 REFUSED = [
-    ("data.count=0", "data._target_=points.load_trouble gave no samples for `train`."),
-    ("data.kind=NoEval", "data._target_=points.load_trouble gave no samples for `eval`."),
+    ("data.count=0", "data._target_=points.load_trouble returned no samples for `train`."),
+    ("data.kind=NoEval", "data._target_=points.load_trouble returned no samples for `eval`."),
     (
         "data.kind=NoLen",
         (

@@ -282,7 +282,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         "nested too deeply",
     ),
     "huge manifest": (lambda folder: sparse(folder / "checkpoint.json"), "more than 67,108,864"),
-    "piped manifest": (lambda folder: pipe(folder / "checkpoint.json"), "it is no plain file"),
+    "piped manifest": (lambda folder: pipe(folder / "checkpoint.json"), "it is not a regular file"),
     "manifest of nothing": (lambda folder: (folder / "checkpoint.json").write_text("null"), "is damaged"),
     "manifest without files": (
         lambda folder: (folder / "checkpoint.json").write_bytes(seal({"format": 2})),
@@ -299,7 +299,10 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         "state.progress.json cannot be read: unhashable type",
     ),
     "huge state": (lambda folder: sparse(folder / "state.progress.json"), "bytes where"),
-    "piped state": (lambda folder: pipe(folder / "state.progress.json"), "state.progress.json: it is no plain file"),
+    "piped state": (
+        lambda folder: pipe(folder / "state.progress.json"),
+        "state.progress.json: it is not a regular file",
+    ),
     "negative size": (piece(num_bytes=-5), "has -5 bytes at 0"),
     "negative offset": (piece(offset=-8), "at -8"),
     "endless piece": (piece(num_bytes=1 << 60), "and the file"),

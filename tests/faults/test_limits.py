@@ -177,7 +177,7 @@ def test_a_kill_that_the_kernel_did_not_count_is_not_called_out_of_memory(recipe
                 "sys/fs/cgroup/c/memory.events.local": "oom 1\noom_kill 1"},
             "the control group {root}/sys/fs/cgroup/c may use 512.5 MiB.",
         ),
-        ({"proc/vmstat": "nr 1\noom_kill 8"}, "the kernel has killed for want of memory on this machine."),
+        ({"proc/vmstat": "nr 1\noom_kill 8"}, "the kernel has killed a process on this machine for lack of memory."),
     ],
     ids=["nothing", "no group was full", "version 1, the parent's limit", "version 2", "machine"],
 )  # fmt: skip
@@ -379,9 +379,7 @@ def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: R
     done = recipe("trainer.gpus=2", *words, run=disk / "run")
     assert done.code == 0, done
     assert (
-        done.out.count(
-            "and 3 checkpoints of 8.39 MB are there at the same time (trainer.keep_last=2): saving will fail"
-        )
+        done.out.count("and 3 checkpoints of 8.39 MB exist at the same time (trainer.keep_last=2): saving will fail")
         == 1
     )
     assert "saving will fail" not in recipe("trainer.gpus=2", *words).out

@@ -111,7 +111,7 @@ def recipe(recipe: Recipe) -> Recipe:
             r"ValueError: begin",
         ),
         ("unpicklable", "Unpicklable", "no luck", "points.Unpicklable: no luck"),
-        ("mute", "Mute", "its text cannot be had: __str__ of Mute raised RuntimeError", "Mute: "),
+        ("mute", "Mute", "its text is not available: __str__ of Mute raised RuntimeError", "Mute: "),
         ("surrogates", "ValueError", r"\\ud800 and \\udfff and \\x00", r"ValueError: \\ud800"),
         ("exit", "SystemExit", r"sys\.exit\('begin.*bytes are left out here.*finish'\)", None),
         pytest.param("mute exit", "SystemExit", r"sys\.exit\(a Mute\)", None, marks=pytest.mark.slow),
@@ -268,6 +268,6 @@ def test_a_reader_who_comes_back_reads_on_in_order_and_is_told_what_was_left_out
     assert numbers[-10_000:] == list(range(30_000, 40_000))
     [left_out] = [line for line in lines if "left out" in line]
     assert left_out == (
-        f"... {40_000 - len(numbers):,} lines are left out here, for nobody read them; the run's log has them all ..."
+        f"... {40_000 - len(numbers):,} lines omitted because nobody read them; the run's log has all of them ..."
     )
     process.stderr.close()

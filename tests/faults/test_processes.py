@@ -18,7 +18,7 @@ from tests.points import Recipe
 EVERY = ("trainer.gpus=2", "trainer.log_every=1", "trainer.epochs=4")
 LONG = """\
 class Looks(Sides):
-    def on_eval(self, model, batch, tracker, step):
+    def on_eval(self, model, batch, logger, step):
         for _ in range(30):
             time.sleep(0.06)
 
@@ -107,7 +107,7 @@ def test_an_exception_is_shown_once_with_its_traceback(recipe: Recipe, rank: int
     ended = faulted(recipe, f"forward:raise:{rank}:5", *EVERY)
     error = ended.failed(rank=rank, says="RuntimeError: injected at forward")
     assert error["step"] == 4
-    assert "faults.py" in error["traceback"]
+    assert "fault_injection.py" in error["traceback"]
 
 
 @pytest.mark.fault(4)
@@ -254,7 +254,7 @@ def test_a_fork_server_that_is_stopped_too_is_ended_by_force(recipe: Recipe) -> 
 def test_a_worker_that_is_never_started_is_missed(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "late").mkdir()
     (tmp_path / "late/sitecustomize.py").write_text(
-        "import sys, time\nif 'launch.server' in ' '.join(sys.orig_argv): time.sleep(600)\n"
+        "import sys, time\nif 'workers.server' in ' '.join(sys.orig_argv): time.sleep(600)\n"
     )
     process, run = recipe.start(
         *EVERY, "trainer.timeout.init_seconds=2", environ={"PYTHONPATH": f"{tmp_path / 'late'}:{ROOT}"}

@@ -295,7 +295,7 @@ def test_further_names_are_listed_in_the_environment() -> None:
 @pytest.mark.parametrize(
     ("listed", "said"),
     [
-        ("A B", "'A B' is no name of a variable"), ("A,=x", "'=x' is no name"), ("*", "'*' is no name"),
+        ("A B", "'A B' is not a variable name"), ("A,=x", "'=x' is not a variable name"), ("*", "'*' is not a variable name"),
         ("PROJECT", "the value of PROJECT has fewer than 4 characters"),
     ],
 )  # fmt: skip

@@ -20,10 +20,13 @@ import pytest
 
 from ddpexp.errors import Failure, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
-from ddpexp.launch.rendezvous.meeting import Fixed, Meeting, Peer, lead
-from ddpexp.launch.supervise import supervisor
+from ddpexp.launch.rendezvous.kinds import Fixed
+from ddpexp.launch.rendezvous.meeting import lead
+from ddpexp.launch.rendezvous.wire import Meeting, Peer
+from ddpexp.launch.supervise import run_end, supervisor
+from ddpexp.launch.supervise.assignment import assign_ranks
 from ddpexp.launch.supervise.causes import Worker
-from ddpexp.launch.supervise.coordinator import settle
+from ddpexp.launch.supervise.messages import BeginAgreement, CommitStep, ReportBound
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.workers.control import Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
@@ -57,7 +60,7 @@ def handshake(index: int, size: int) -> dict[str, Any]:
     return {
         "index": index, "size": size, "word": "", "host": f"node{index // 8}", "boot": "one", "versions": {},
         "owner": None,
-        "identity": {"trainer": dict.fromkeys("abcdefgh", 1)}, "layout": asdict(layout), "workers": 1, "told": True,
+        "identity": {"trainer": dict.fromkeys("abcdefgh", 1)}, "layout": asdict(layout), "workers": 1, "externally_launched": True,
         "local_rank": index % 8, "local_world_size": 8, "cores": [0, 1], "quota": None, "gpus": [],
     }  # fmt: skip
 
@@ -83,7 +86,7 @@ def test_who_comes_to_the_meeting_costs_the_same_however_many_are_there(monkeypa
 def test_a_seat_costs_the_same_however_many_there_are() -> None:
     def a_seat(size: int) -> float:
         handshakes = [handshake(index, size) for index in range(size)]
-        return work(lambda: settle(handshakes, "auto", "rank")) / size
+        return work(lambda: assign_ranks(handshakes, "auto", "rank")) / size
 
     assert a_seat(MANY) < 1.2 * a_seat(FEW)
 
@@ -118,13 +121,13 @@ def test_an_agreement_looks_at_each_command_once() -> None:
     agreement.want("save")
     agreement.advance(others)
     for other in others.numbers:
-        assert [message["kind"] for message in said] == ["begin"]
+        assert said == [BeginAgreement(1)]
         if other % 2:
-            agreement.hear({"kind": "bound", "number": 1, "step": other}, other)
+            agreement.on_message(ReportBound(1, other), other)
         else:
             agreement.forget(other)
         agreement.advance(others)
-    assert said[1] == {"kind": "settle", "number": 1, "step": MANY - 1, "what": "save"}
+    assert said[1] == CommitStep(1, MANY - 1, "save")
     assert others.looks <= len(others)
     status_page.close()
 
@@ -220,7 +223,7 @@ def test_a_moment_without_news_costs_the_same_however_many_commands_there_are(mo
 def test_a_failure_costs_the_same_a_command_however_many_report_theirs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def a_command(size: int) -> float:
         watched = Watched(size, monkeypatch)
-        monkeypatch.setattr(supervisor, "_FAILURE_SECONDS", 0.0)
+        monkeypatch.setattr(run_end, "_FAILURE_SECONDS", 0.0)
         for index, other in enumerate(watched.others, start=1):
             failure = Failure(index, f"node{index}", "RuntimeError", "gloo: connection closed", signal=signal.SIGKILL)
             message = {"kind": "failed", "failure": failure.as_dict(), "weight": 0 if index == 3 else 2}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.system import limits
-from ddpexp.system.limits import _processes, human, reason, said_with_limit, told_apart
+from ddpexp.system.limits import _describe_process_limit, human, reason, said_with_limit, told_apart
 from tests.conftest import PATIENCE, ROOT
 
 
@@ -119,7 +119,7 @@ def test_a_users_limit_is_named_where_it_is_the_limit() -> None:
         ),
         (
             {"sys/fs/cgroup/c/pids.max": "10", "sys/fs/cgroup/c/pids.current": "5"},
-            "which limit it was cannot be seen any more; the fullest is now: {root}/sys/fs/cgroup/c/pids.max allows 10 "
+            "it is no longer possible to see which limit it was; the fullest now is: {root}/sys/fs/cgroup/c/pids.max allows 10 "
             "processes "
             "and threads and 5 are there: raise that limit",
         ),
@@ -154,7 +154,7 @@ def test_the_limit_that_is_reached_is_found_among_those_of_the_kernel(
     for name, text in ({**before, **kernel, **files} if files else before).items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
-    found = _processes(tmp_path)
+    found = _describe_process_limit(tmp_path)
     assert (found is None) == (says is None)
     if says is not None:
         assert str(found).startswith(says.format(root=tmp_path))

@@ -524,9 +524,9 @@ def test_a_wish_is_followed_once() -> None:
 def test_a_step_that_has_passed_is_an_error_and_no_silence() -> None:
     ours, controls, poll = agreement(1)
     poll(5)
-    ours._settle(1, 4, "save")
+    ours.pages[0].commit(1, 4, "save")
     ours.pages[0].begin(1)
-    with pytest.raises(Exception, match="the ranks would part here"):
+    with pytest.raises(Exception, match="the ranks would diverge here"):
         controls[0].poll(6)
 
 

@@ -299,7 +299,7 @@ def test_neither_machines_nor_memory_need_be_there(ddpexp: Ddpexp, mine: Path) -
     assert done.code == 0, done.err
     assert "Large, 103,079,542,794 parameters, fp32" in done.out
     assert "4,096 GPU workers on 512 machines, 8 each (nccl), 12 threads each" in done.out
-    assert "10: 1.43 epochs of 7, each leaves out 2,656 samples" in done.out
+    assert "10: 1.43 epochs of 7 steps, each leaves out 2,656 samples" in done.out
     assert re.search(r"^optimizer +825 GB", done.out, re.MULTILINE)
     assert "note: on this machine it would be refused: trainer.device=cuda, but this machine shows no GPU" in done.out
     assert [path.name for path in ddpexp.folder.iterdir()] == ["project"]
@@ -348,7 +348,7 @@ def training(*words: str) -> Training:
         (["trainer.gpus=3"], "trainer.global_batch_size=128 does not split over 3 workers"),
         (["trainer.gpus=0"], "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
         (["trainer.nodes=0"], "trainer.nodes=0 leaves no machine: use 1 or more."),
-        (["trainer.nodes=1:4"], "trainer.nodes=1:4 is a range, which only launcher=elastic understands."),
+        (["trainer.nodes=1:4"], "trainer.nodes=1:4 is a range, which only launcher=elastic supports."),
         (
             ["trainer.nodes=1:3", "launcher=elastic"],
             "with 3 of trainer.nodes=1:3: trainer.global_batch_size=128 does not split",

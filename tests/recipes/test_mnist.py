@@ -66,7 +66,7 @@ def test_the_shipped_network_learns_drawn_digits_in_seconds(ddpexp: Ddpexp) -> N
     result = done.result()
     assert (result["data"], result["step"], result["samples"]) == ("embedded-digits", 62, 62 * 128)
     assert result["metrics"]["eval/accuracy"] > 0.5  # a tenth by chance
-    assert "batch   128 = 32 x 2 accumulated x 2 workers" in done.out
+    assert "batch   128 = micro-batch 32 x 2 accumulation steps x 2 ranks" in done.out
 
 
 @pytest.mark.slow

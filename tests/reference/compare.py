@@ -63,8 +63,6 @@ def errors(found: Outcome, expected: Outcome, case: Case) -> dict[str, float]:
 
 
 def _compared(key: str, case: Case, skipped: bool) -> bool:
-    if key == "train/lr":
-        return case.task != "Groups"  # there are several, and which one is recorded is not documented
     if key == "train/grad_norm":
         return not case.by_hand and not skipped  # of a step that is left out, or of which of two, is not documented
     return True

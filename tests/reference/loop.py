@@ -148,7 +148,11 @@ class _Training:
             window += self.losses if finite else []
             if (step + 1) % self.case.log_every == 0 or step + 1 == STEPS:
                 record = _means("train", window)
-                record["train/lr"] = next(iter(self.optimizers.values())).param_groups[0]["lr"]
+                for name, optimizer in self.optimizers.items():
+                    several = len(set(self.rates[name])) > 1  # rates of its groups, each recorded by its number
+                    own = f"/{name}" if len(self.optimizers) > 1 else ""
+                    for number, group in enumerate(optimizer.param_groups if several else optimizer.param_groups[:1]):
+                        record[f"train/lr{own}" + (f"/{number}" if several else "")] = group["lr"]
                 record["train/grad_norm"] = self.norms[-1]
                 outcome.train[step + 1] = record
                 window = []

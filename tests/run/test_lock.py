@@ -89,7 +89,7 @@ def test_the_lock_says_who_has_it_and_is_free_at_the_end(folder: Path) -> None:
     held = taken(folder)
     owner = read(folder / "lock")
     assert owner is not None
-    assert (owner.pid, owner.host, owner.lives()) == (os.getpid(), os.uname().nodename, True)
+    assert (owner.pid, owner.host, owner.is_alive()) == (os.getpid(), os.uname().nodename, True)
     assert (
         f"run.dir=x is in use by process {os.getpid()} on {owner.host} since {owner.since}: wait for its end"
         in refused(folder)
@@ -101,11 +101,11 @@ def test_the_lock_says_who_has_it_and_is_free_at_the_end(folder: Path) -> None:
 
 
 def test_a_process_of_the_same_number_is_another_one() -> None:
-    assert Owner.here().lives() is True
-    assert gone().lives() is False
-    assert replace(Owner.here(), pid=2**22 + 1).lives() is False
-    assert replace(Owner.here(), boot_id="before the host was started again").lives() is False
-    assert replace(Owner.here(), host="another").lives() is None
+    assert Owner.here().is_alive() is True
+    assert gone().is_alive() is False
+    assert replace(Owner.here(), pid=2**22 + 1).is_alive() is False
+    assert replace(Owner.here(), boot_id="before the host was started again").is_alive() is False
+    assert replace(Owner.here(), host="another").is_alive() is None
 
 
 def test_the_rest_of_a_command_that_is_gone_is_waited_for(
@@ -127,9 +127,9 @@ def test_what_does_not_go_is_refused_in_the_end(
     assert refused(folder).startswith(
         f"run.dir=x is still in use after 1 s: {folder}/lock is locked, and process {os.getpid()} on "
     )
-    assert "ddpexp: run.dir=x is locked by a command that is gone" in capsys.readouterr().err
+    assert "ddpexp: run.dir=x is locked by a command that has exited" in capsys.readouterr().err
     (folder / "lock").write_text("no words of ours")
-    assert "and whoever did that cannot be seen from here" in refused(folder)
+    assert "and its owner cannot be checked from this host" in refused(folder)
 
 
 def test_ranks_that_live_on_are_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,8 @@ def test_ranks_that_live_on_are_named(folder: Path, monkeypatch: pytest.MonkeyPa
     with log.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert held_logs(folder / "ranks") == [log]
-        assert f"rank 1 of a command that is gone lives and writes to {log}. End it (fuser -k {log})." in refused(
-            folder
-        )
+        sentence = f"rank 1 of a command that has exited is still alive and writes to {log}. End it (fuser -k {log})."
+        assert sentence in refused(folder)
     assert held_logs(folder / "ranks") == []
     taken(folder).release()
 
@@ -153,7 +152,7 @@ def test_a_lock_that_is_a_link_or_no_file_is_not_followed(folder: Path) -> None:
     assert not target.exists()
     (folder / "lock").unlink()
     os.mkfifo(folder / "lock")
-    assert refused(folder) == f"run.dir=x cannot be locked: {folder}/lock: it is no plain file."
+    assert refused(folder) == f"run.dir=x cannot be locked: {folder}/lock: it is not a regular file."
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "\0", '{"pid": "/etc"}', '{"host": 1'])
@@ -175,12 +174,12 @@ def test_without_locks_of_the_file_system_the_words_decide(folder: Path, monkeyp
     elsewhere = replace(Owner.here(), host="node7")
     write(folder, elsewhere)
     assert refused(folder) == (
-        f"run.dir=x was taken by process {os.getpid()} on node7 at {elsewhere.since}, and whether that lives cannot be "
-        "told from "
-        f"here (this file system has no locks): end it there, or remove {folder}/lock when nothing runs in it any more."
+        f"run.dir=x was taken by process {os.getpid()} on node7 at {elsewhere.since}, and whether it is still running "
+        f"cannot be checked from this host (this file system has no locks): end it there, or remove {folder}/lock "
+        "when nothing runs in it any more."
     )
     write(folder, replace(elsewhere, slurm_job="12"))
-    for over, lives in ((None, "cannot be told"), (False, "is in use by process")):
+    for over, lives in ((None, "cannot be checked"), (False, "is in use by process")):
         monkeypatch.setattr(lock, "is_over", lambda job, over=over: over)
         assert lives in refused(folder)
     monkeypatch.setattr(lock, "is_over", lambda job: job == "12")
@@ -218,7 +217,7 @@ def test_a_command_that_was_killed_is_started_again_at_once(ddpexp: Ddpexp) -> N
     again = recipe(*WAITS, "trainer.gpus=2", f"run.dir={run}", "task._target_=points.Sides", "trainer.epochs=25")
     assert process.wait(PATIENCE) == -signal.SIGKILL
     assert again.code == 0, again.err
-    assert f"ddpexp: going on in {run.name}\n" in again.err
+    assert f"ddpexp: resuming {run.name}\n" in again.err
     first, second = starts_of(run)
     assert first["hosts"] == second["hosts"] == [os.uname().nodename]
     assert first["started"] < second["started"]

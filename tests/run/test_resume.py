@@ -18,7 +18,7 @@ import yaml
 
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
-from ddpexp.run.resume import merged
+from ddpexp.run.resume import merge_overrides
 from tests.cli.test_evaluate import listing
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, starts_of
 from tests.points import Recipe, wait_for
@@ -131,7 +131,7 @@ def test_a_finished_run_cannot_become_another_one(ddpexp: Ddpexp, run: Path) -> 
     before = listing(run)
     refused(
         resumed(ddpexp, "run", "optimizer.lr=0.5"),
-        r"run is finished at step 10 .*: optimizer\.lr 0\.1 -> 0\.5 would change noth",
+        r"run is finished at step 10 .*: optimizer\.lr 0\.1 -> 0\.5 has no effect\. ",
     )
     refused(
         again(ddpexp, "trainer.seed=1"),
@@ -170,7 +170,7 @@ def test_the_same_command_goes_on_and_lists_nothing(ddpexp: Ddpexp, stopped: Pat
     (stopped / "error.json").write_text("{}")
     config = (stopped / "config.yaml").stat()
     done = again(ddpexp)
-    assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
+    assert (done.code, done.err) == (0, "ddpexp: resuming run\n")
     assert "recipe  mnist\n" in done.out  # not always its start: gloo of torch 2.10 prints a line before
     names = set(os.listdir(stopped))
     assert not {"config-1.yaml", "overrides-1.yaml", ".result.json.0123abcd", "error.json"} & names
@@ -256,7 +256,9 @@ def test_threads_stay_as_they_were(ddpexp: Ddpexp, stopped: Path) -> None:
     change(stopped / "manifest.json", world={**manifest["world"], "threads": found + 1})
     done = again(ddpexp)
     assert done.code == 0
-    assert f"threads: {found + 1} each as before, for another number changes the last bits of the result; " in done.out
+    assert (
+        f"threads: {found + 1} each as before, because another number changes the last bits of the result; " in done.out
+    )
     assert f"this start would have chosen {found} (trainer.threads={found})\n" in done.out
     assert f", {found + 1} threads each" in done.out
     change(stopped / "result.json", status="interrupted")
@@ -269,7 +271,7 @@ def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: P
     before = listing(stopped)
     refused(
         again(ddpexp, "run.resume=never"),
-        r"run\.dir=run holds a run that is not finished, and run\.resume=never refuses to go on",
+        r"run\.dir=run holds a run that is not finished, and run\.resume=never does not resume it",
     )
     refused(
         again(ddpexp, "run.resume=require"),
@@ -281,9 +283,9 @@ def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: P
     assert listing(stopped) == before
     refused(
         ddpexp(*SMALL, "run.dir=new", "run.resume=require"),
-        r"run\.resume=require goes on with the run in run\.dir, and there is",
+        r"run\.resume=require resumes the run in run\.dir, and there is",
     )
-    refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and no run\.dir is typed\.\n$")
+    refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and run\.dir is not set\.\n$")
     assert not (ddpexp.folder / "new").exists()
     # `never` was the word of the first command; `resume` is typed to go on.
     (stopped / "config.yaml").write_text((stopped / "config.yaml").read_text().replace("resume: auto", "resume: never"))
@@ -394,7 +396,7 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
 def test_elastic_starts_its_ranks_for_a_run_that_goes_on(ddpexp: Ddpexp, stopped: Path) -> None:
     done = resumed(ddpexp, "run", "launcher=elastic", "optimizer.lr=0.02")
     assert done.code == 0, done.err
-    assert done.err == "ddpexp: going on in run\n"
+    assert done.err == "ddpexp: resuming run\n"
     assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
     assert json.loads((stopped / "result.json").read_text())["status"] == "done"
 
@@ -519,15 +521,15 @@ def test_another_users_code_is_refused_even_when_it_is_typed(recipe: Recipe, run
 def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp: Ddpexp, run: Path) -> None:
     # What another process would do between the command's look and the worker's.
     program = (
-        "from ddpexp.train.worker import _configuration; from ddpexp.run.directory import RunDir; from pathlib import "
-        "Path\n"
-        "_configuration(RunDir(Path('run')), '0' * 64)"
+        "from ddpexp.train.worker import _read_configuration; from ddpexp.run.directory import RunDir\n"
+        "from pathlib import Path\n"
+        "_read_configuration(RunDir(Path('run')), '0' * 64)"
     )
     words = [sys.executable, "-c", program]
     found = subprocess.run(
         words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
     )
-    assert "RefusedError: run/config.yaml is not what it was when the command read it" in found.stderr
+    assert "RefusedError: run/config.yaml has changed since the command read it" in found.stderr
 
 
 @pytest.mark.slurm
@@ -536,7 +538,7 @@ def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Dd
         pytest.skip("no Slurm cluster: SLURM_CONF is not set")
     words = ("launcher=slurm", "launcher.wait=true", "trainer.nodes=2", "trainer.gpus=1", "optimizer.lr=0.02")
     done = resumed(ddpexp, "run", *words)
-    assert (done.code, done.err) == (0, "ddpexp: going on in run\n")
+    assert (done.code, done.err) == (0, "ddpexp: resuming run\n")
     assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
     assert [len(start["hosts"]) for start in starts_of(stopped)] == [1, 2]
     srun = [
@@ -620,8 +622,7 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     before = listing(run)
     sentence = (
         "since step 4 helpers.py has changed, so the steps to come would be computed by other code than the steps so "
-        "far. "
-        "Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.\n"
+        "far. Type run.allow_changes=[code] to resume with it, or start a new run with another run.dir.\n"
     )
     again = more(changing, run, "trainer.epochs=2")
     refused(again, re.escape(f"ddpexp: {run.name}: {sentence}"))
@@ -650,7 +651,7 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     edit(changing.folder / "points.py", "nn.ReLU()", "nn.Tanh()")
     done = more(changing, run)
     assert done.code == 0, done.err
-    assert "since step 4 helpers.py has changed, as the last start was allowed to\n" in done.out
+    assert "since step 4 helpers.py has changed, which the last start was allowed to use\n" in done.out
 
 
 def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Recipe) -> None:
@@ -679,7 +680,7 @@ def test_an_allowed_change_reaches_the_job_that_a_launcher_starts(changing: Reci
     done = more(changing, run, "launcher=elastic", "trainer.epochs=3", "run.allow_changes=[data,code]")
     assert done.code == 0, done.err
     assert done.out.count("since step 8 helpers.py has changed (run.allow_changes=[code])\n") == 1
-    assert "run.allow_changes" not in " ".join(merged(RunDir(run), ["trainer.epochs=4"]))
+    assert "run.allow_changes" not in " ".join(merge_overrides(RunDir(run), ["trainer.epochs=4"]))
 
 
 @pytest.mark.variants(1)
@@ -701,9 +702,8 @@ def test_data_that_has_changed_is_refused_until_that_is_allowed(
     assert again.code == 2
     assert (
         f"{run.name}: since step 4 the data has changed: {phrase}, so the steps to come would see other samples than "
-        "the "
-        f"steps so far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a "
-        "new run "
+        "the steps so far. Make the same data available, type run.allow_changes=[data] to resume with this, or start "
+        "a new run "
     ) in again.err
     assert "Traceback" not in again.err
     assert json.loads((run / "result.json").read_text())["status"] == "done"  # as it was
@@ -747,8 +747,8 @@ def test_an_edited_configuration_is_noticed(ddpexp: Ddpexp, run: Path) -> None:
     kept = resumed(ddpexp, "run", "trainer.seed=0")
     assert kept.code == 0, kept.err
     line = (
-        "config.yaml was edited since the last start, and kept beside, for this command says otherwise: "
-        "trainer.seed 0 -> 1\n"
+        "config.yaml was edited since the last start, but this command overrides it (the edited file is kept "
+        "beside): trainer.seed 0 -> 1\n"
     )
     assert line in kept.out
     assert (config.read_text(), "seed: 1" in (run / "config-1.yaml").read_text()) == (text, True)

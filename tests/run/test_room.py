@@ -10,7 +10,7 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
-from ddpexp.train.run_state import check_room
+from ddpexp.train.disk_space import check_disk_space
 from tests.conftest import Ddpexp
 from tests.fitting import TRAINER, loop_alone
 from tests.points import Recipe
@@ -52,12 +52,12 @@ def test_a_start_is_refused_where_not_even_one_checkpoint_fits(
     try:
         if refused:
             with pytest.raises(RefusedError, match=r"so that nothing of this run could be saved: make room") as caught:
-                check_room(run, TRAINER, loop, None)
+                check_disk_space(run, TRAINER, loop)
             assert str(caught.value).startswith(
                 f"a checkpoint takes {WANTED} bytes and {run.path} has {free} bytes free, "
             )
         else:
-            check_room(run, TRAINER, loop, None)
+            check_disk_space(run, TRAINER, loop)
     finally:
-        loop.tracker.close()
+        loop.logger.close()
     assert ("saving will fail later" in caplog.text) == warned

@@ -20,7 +20,7 @@ from torch import nn
 from ddpexp.train import lazy_dynamo
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
-from ddpexp.strategy import Options
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.ddp import DDP
 from ddpexp.distributed.world import World
 
@@ -103,11 +103,11 @@ def own(world):
         pass
     assert float(count) == 5 + world.rank
     shared = DDP(OPTIONS, world, Counts)
-    shared.bare["model"].count.fill_(5 + world.rank)
+    shared.modules["model"].count.fill_(5 + world.rank)
     assert shared.local_buffers() == {}
     with shared.synced_buffers():
         pass
-    assert float(shared.bare["model"].count) == 5
+    assert float(shared.modules["model"].count) == 5
 
 
 def failed(world):

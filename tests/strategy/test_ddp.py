@@ -152,7 +152,7 @@ def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, kind: str,
     assert done.code == 1
     assert "Traceback" not in done.err
     assert (
-        "model.extra.weight, model.extra.bias got no gradient in a micro-batch, for its loss does not depend on it. "
+        "model.extra.weight, model.extra.bias got no gradient in a micro-batch, because its loss does not depend on it. "
         in done.err
     )
     assert "strategy.find_unused_parameters=true" in done.err

@@ -48,7 +48,7 @@ def test_halving_lets_the_best_of_each_three_go_on_at_each_rung() -> None:
     first = {number: curves[number] for number in (4, 5)}
     assert all(why_hopeless("halving", "min", 10, 3, number, first) is None for number in first)
     later = {**curves, 0: [(10, 0.0), (30, 7.0)], 1: [(10, 1.0), (30, 3.0)], 2: [(10, 0.5), (30, 1.0)]}
-    assert why_hopeless("halving", "min", 10, 3, 0, later) == "7 at step 30 is number 3 of 3: one in 3 goes on"
+    assert why_hopeless("halving", "min", 10, 3, 0, later) == "7 at step 30 is number 3 of 3: one in 3 continues"
 
 
 def test_a_curve_is_read_up_to_what_is_written_whole(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_a_hopeless_job_saves_and_leaves_with_all_its_ranks_and_stays_so(sweeps:
     assert sweep.code == 0, sweep.err
     ended = {event["job"]: event for event in sweep.events("ended")}
     assert [ended[0]["status"], ended[1]["status"]] == ["stopped", "done"]
-    assert re.match(r".* at step 4 is number 2 of 2: one in 2 goes on$", ended[0]["message"])
+    assert re.match(r".* at step 4 is number 2 of 2: one in 2 continues$", ended[0]["message"])
     results = list(sweep.results().values())
     assert [result["status"] for result in results] == ["interrupted", "done"]
     assert 4 <= results[0]["step"] < 30

@@ -223,7 +223,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_only_drawing_imports_what_draws() -> None:
-    names = ("rows", "table", "encoding", "picture", "verbs", "asked", "folder")
+    names = ("rows", "table", "encoding", "picture", "verbs", "arguments", "folder")
     loaded = tops(loaded_by(*(f"ddpexp.sweep.{name}" for name in names), "ddpexp.cli.main"))
     assert not loaded & {"matplotlib", "numpy", "torch", "hydra", "omegaconf", "rich"}
     assert "yaml" in loaded  # the check can see what is loaded

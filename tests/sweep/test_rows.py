@@ -210,7 +210,7 @@ def test_a_command_on_another_host_may_live(tmp_path: Path) -> None:
     hold(path, host="elsewhere", pid=77)
     row = one(path)
     assert row.status == "running"
-    assert row.message == "whether process 77 on elsewhere still lives cannot be told from here"
+    assert row.message == "whether process 77 on elsewhere is still running cannot be checked from this host"
 
 
 def test_a_value_that_is_not_finite_is_nan_and_never_the_best(tmp_path: Path) -> None:

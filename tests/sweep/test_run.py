@@ -119,7 +119,7 @@ def test_a_job_that_failed_is_started_again_and_goes_on_from_its_checkpoint(swee
     sweep = sweeps(*words, "task._target_=points.Once", environ={"MARKS": str(tmp_path)})
     assert sweep.code == 0, sweep.err
     assert [event["status"] for event in sweep.events("ended")] == ["failed", "done"]
-    assert "going on in" in (sweep.path / "logs" / "0000.log").read_text()
+    assert "resuming " in (sweep.path / "logs" / "0000.log").read_text()
     [result] = sweep.results().values()
     assert result["weights_sha256"] == sweeps.solo("trainer.seed=3")
 
@@ -268,8 +268,8 @@ BAD = [
         ("optimizer.lr=0.1", "trainer.seed=range(0)"),
         r"^ddpexp: the sweep has no jobs: one of trainer\.seed=range\(0\) gives no value\.$",
     ),
-    (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env does not go with -m"),
-    (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi does not go with -m"),
+    (("trainer.seed=0,1", "launcher=torchrun-env"), r"launcher=torchrun-env is incompatible with -m"),
+    (("trainer.seed=0,1", "launcher=mpi"), r"launcher=mpi is incompatible with -m"),
     (("trainer.seed=0,1", "trainer.nodes=2"), r"trainer\.nodes=2 with launcher=spawn wants a command on every machine"),
     (
         ("trainer.seed=interval(0,1)",),

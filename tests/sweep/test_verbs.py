@@ -185,7 +185,7 @@ def test_the_status_of_a_sweep_says_where_each_job_is(tmp_path: Path) -> None:
     assert "4 jobs: 1 waiting, 1 running, 1 done, 1 failed." in done.stdout
     hold_dead(made.path)
     done = ddpexp("status", "sweep", cwd=tmp_path)
-    assert "go on: python -m ddpexp resume sweep\n" in done.stdout
+    assert "resume: python -m ddpexp resume sweep\n" in done.stdout
 
 
 def test_the_status_of_a_run_says_what_to_type(trained: Path, tmp_path: Path) -> None:
@@ -194,12 +194,12 @@ def test_the_status_of_a_run_says_what_to_type(trained: Path, tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "")
     assert "status  failed: it ended with an error\n" in done.stdout
     assert r"why     rank 0: ValueError: no\x1b[31m luck" in done.stdout
-    assert f"go on   python -m ddpexp resume {bad.name}\n" in done.stdout
+    assert f"resume  python -m ddpexp resume {bad.name}\n" in done.stdout
     good = next(trained.glob("0000_*"))
     done = ddpexp("status", good, cwd=trained)
     assert "status  done: " in done.stdout
     assert "eval/accuracy " in done.stdout
-    assert "go on" not in done.stdout
+    assert "ddpexp resume" not in done.stdout
 
 
 def test_a_reader_that_goes_away_is_no_trouble(tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def test_without_a_terminal_there_are_plain_lines_in_order(ddpexp: Ddpexp) -> No
     assert [line.split()[0] for line in lines] == [*HEADLINE, "step", "step", "step", "step", "done"]
     assert ["samples/s" in line for line in lines[7:11]] == [True, False, True, False]
     assert lines[3] == "world   2 CPU workers (gloo, gradients through shared memory), 1 thread each"
-    assert lines[4] == "batch   128 = 64 x 1 accumulated x 2 workers"
-    assert lines[5] == "steps   10 (2 epochs of 5)"
+    assert lines[4] == "batch   128 = micro-batch 64 x 1 accumulation step x 2 ranks"
+    assert lines[5] == "steps   10 (2 epochs of 5 steps)"
     log = (done.run / "run.log").read_text()
     assert all(line in log for line in lines)
 

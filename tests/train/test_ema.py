@@ -84,5 +84,5 @@ def test_what_was_kept_is_read_back_exactly() -> None:
     average.update()
     later.update()
     assert all(torch.equal(tensor, average.tensors("model")[name]) for name, tensor in later.tensors("model").items())
-    average.begin()
+    average.reset()
     assert average.tensors("model")["floats.1"].tolist() == net.floats[1].float().tolist()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpexp.data.order import Permutation
-from ddpexp.train.loop import MetricAccumulator, NonFiniteError
+from ddpexp.train.metrics import MetricAccumulator, NonFiniteError
 from ddpexp.train.schedule import Cosine
 from tests.conftest import Ddpexp, Done
 from tests.fitting import ALONE, Once, fit_alone, manual, near
@@ -53,13 +53,13 @@ SharedMemory.sum = counted(SharedMemory.sum)
 SharedMemory.broadcast = counted(SharedMemory.broadcast)
 
 
-def counting(carrier, finish=reduce.ThroughSharedMemory.finish):
+def counting(carrier, finish=reduce.SharedMemoryReducer.finish):
     global reductions
     reductions += 1
     finish(carrier)
 
 
-reduce.ThroughSharedMemory.finish = counting
+reduce.SharedMemoryReducer.finish = counting
 
 
 class Records(Sides):
@@ -338,7 +338,7 @@ class _Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_a_step_on_a_gpu_waits_for_nothing_but_at_a_record(
     points: Any, fit: Callable[..., Once], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpexp.train.loop._is_host", lambda device: False)
+    monkeypatch.setattr("ddpexp.train.metrics._is_host", lambda device: False)
     counts = []
     for num_steps in (5, 45):
         syncs = _Syncs()

@@ -49,7 +49,7 @@ SPLITS = [
     (Splits(iter([1]), {}), f": `train` is a list_iterator: {MAP_STYLE}"),
     (Splits([1], [[2]]), " gave a list of 1 as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
     (Splits([1], None), " gave None as evals, where a mapping of names to data sets belongs: "),  # type: ignore[arg-type]
-    (Splits([], {}), " gave no samples for `train`."),
+    (Splits([], {}), " returned no samples for `train`."),
     (([1], {}), " must return ddpexp.data.datasets.Splits, not tuple."),
 ]
 

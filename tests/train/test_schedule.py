@@ -86,5 +86,7 @@ def test_a_factor_depends_on_nothing_but_the_step() -> None:
     [(Cosine, "warmup"), (Cosine, "floor"), (OneCycle, "peak_at"), (OneCycle, "start"), (OneCycle, "end")],
 )
 def test_a_share_outside_zero_to_one_is_refused_with_its_key(schedule: type[Schedule], key: str, share: float) -> None:
-    with pytest.raises(RefusedError, match=rf"^scheduler\.{key}={share} is not a share: use a number from 0 to 1\.$"):
+    with pytest.raises(
+        RefusedError, match=rf"^scheduler\.{key}={share} is not a fraction: use a number from 0 to 1\.$"
+    ):
         schedule(**{key: share})

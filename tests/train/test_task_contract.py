@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import DdpexpError
-from ddpexp.train.loop import MetricAccumulator
+from ddpexp.train.metrics import MetricAccumulator
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import mean_for_a_sum, named
 from tests.conftest import Ddpexp

@@ -327,8 +327,8 @@ def test_a_global_batch_of_padding_alone_teaches_nothing_and_poisons_no_record(
 
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, _ = super().step(model, batch)
-            kept = float(self.calls // 4 != 2) if model.train_model else 1.0  # the third step's four micro-batches
-            self.calls += model.train_model
+            kept = float(self.calls // 4 != 2) if model.training else 1.0  # the third step's four micro-batches
+            self.calls += model.training
             return loss * kept, torch.tensor(count * kept), {}
 
     once = fit(Padded(), micro_batch_size=6, log_every=4, make=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -405,7 +405,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(points: Any, fit: Callable[...,
         np.random.seed(0)
         random.seed(0)
         once = fit(task, **keys)
-        average = once.loop.average
+        average = once.loop.ema
         assert average is not None
         ends.append((once.weights, average.tensors("model"), np.random.rand(), random.random()))
     for found, expected in zip(*(end[:2] for end in ends), strict=True):
@@ -434,7 +434,7 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
         def step(self, model: Any, batch: Any) -> Any:
             loss, count, metrics = super().step(model, batch)
             return (
-                loss * 1e30 if model.train_model else loss,
+                loss * 1e30 if model.training else loss,
                 count,
                 metrics,
             )  # with the scale more than fp32 holds, in any step
@@ -443,8 +443,8 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
     torch.manual_seed(0)
     fresh = points.Normed().state_dict()
     assert all(torch.equal(once.weights[f"model.{name}"], tensor) for name, tensor in fresh.items())
-    assert once.loop.average is not None
-    assert all(torch.equal(once.loop.average.tensors("model")[name], tensor) for name, tensor in fresh.items())
+    assert once.loop.ema is not None
+    assert all(torch.equal(once.loop.ema.tensors("model")[name], tensor) for name, tensor in fresh.items())
     assert once.loop.precision.state()["scale"] == 2.0**13
 
 

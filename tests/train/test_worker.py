@@ -13,8 +13,8 @@ from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
+from ddpexp.train.build import build_schedule
 from ddpexp.train.process import _exit_code
-from ddpexp.train.worker import _schedule
 from tests.conftest import Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
 
@@ -174,7 +174,7 @@ def test_a_task_without_metrics_has_its_loss_alone(recipe: Recipe) -> None:
             "data._target_=points.load_list",
             "data._target_=points.load_list must return ddpexp.data.datasets.Splits, not list.",
         ),
-        ("data._target_=points.load_nothing", "data._target_=points.load_nothing gave no samples for `eval`."),
+        ("data._target_=points.load_nothing", "data._target_=points.load_nothing returned no samples for `eval`."),
     ],
 )
 def test_data_that_cannot_be_used_is_refused(recipe: Recipe, words: str, sentence: str) -> None:
@@ -219,7 +219,7 @@ def test_a_schedule_of_ones_own_is_followed(recipe: Recipe) -> None:
     [
         (
             "scheduler._target_=points.Net",
-            "gave a Net without the method factor(step, num_steps), which returns what optimizer.lr",
+            "returned a Net without the method factor(step, num_steps), which returns what optimizer.lr",
         ),
         (
             "scheduler._target_=points.Strange scheduler.value=nan",
@@ -240,7 +240,7 @@ def test_a_schedule_that_cannot_be_followed_is_refused(
     made = compose(typed)
     assert made is not None
     with pytest.raises(RefusedError, match=rf"^scheduler.*{re.escape(sentence)}"):
-        _schedule(parse(made.values), 8)
+        build_schedule(parse(made.values), 8)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
-"""Images of one size that fit into memory, mapped once for all workers of a node.
+"""Images of one size that fit into memory, mapped once for all workers of a node, flipped and cropped batch by batch.
 
-Cut and mirrored a whole batch at a time.
-
-What happens to a sample is a function of seed, epoch and sample: the same at every number of workers and after any
-interruption.
+Augmentation is a function of seed, epoch and sample: the same at every number of workers and after any interruption.
 """
 
 from __future__ import annotations
@@ -26,30 +23,30 @@ from ddpexp.distributed.rng import AUGMENT, seed_of
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
-    """Map what `image_files.prepare` has found.
+    """Map the files that `ddpexp.data.images.files.prepare` has checked.
 
     Shapes: a batch is images (batch, channels, height, width) float32, normalised, and labels (batch,) int64.
     """
     folder = Path(prepared["folder"])
-    norm = tuple(prepared["mean"]), tuple(prepared["deviation"])
+    norm = tuple(prepared["mean"]), tuple(prepared["std"])
     train = Images(*_part(folder, "train"), *norm, prepared["flip"], prepared["crop"])
     return Splits(train=train, evals={"eval": Images(*_part(folder, "test"), *norm)})
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images as stored, and what is done to them on the way into a batch; `flip` and `crop` in training alone.
+    """Images as stored, and how they are processed into batches; `flip` and `crop` apply only to training.
 
-    Shapes: pixels (samples, channels, height, width) uint8; labels (samples,) of whole numbers.
-    Units: `mean` and `deviation` of each channel, or one for all, as shares of 255; `crop` pixels.
+    Shapes: pixels (num_samples, channels, height, width) uint8; labels (num_samples,) of an integer type.
+    Units: `mean` and `std` of each channel, or one for all, as fractions of 255; `crop` pixels.
     """
 
     pixels: Tensor
     labels: Tensor
     mean: tuple[float, ...]
-    deviation: tuple[float, ...]
-    flip: bool = False  # mirror half of the images
-    crop: int = 0  # put a black frame of so many pixels around an image and cut its size out of that somewhere
+    std: tuple[float, ...]
+    flip: bool = False  # flip half of the images horizontally
+    crop: int = 0  # pad with black and crop to the same size at a random position
 
     def __len__(self) -> int:
         """Return the number of images."""
@@ -60,7 +57,7 @@ class Images:
         return self.batch(self.pixels.index_select(0, indices), indices, device)
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
-        """Return these images as they are trained on in one epoch."""
+        """Return these images with the augmentation of one epoch."""
         return _Augmented(self, seed_of(seed, AUGMENT, epoch, 0)) if self.flip or self.crop else self
 
     @property
@@ -69,26 +66,23 @@ class Images:
         return sum(tensor.numel() * tensor.element_size() for tensor in (self.pixels, self.labels))
 
     def to(self, device: torch.device) -> IndexData:
-        """Return these images in the memory of the device, mirrored and cut there."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
-        return _OnDevice(**{**own, "pixels": self.pixels.to(device), "labels": self.labels.to(device)})
+        """Return these images in the memory of the device, where they are also augmented."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _OnDevice(**{**values, "pixels": self.pixels.to(device), "labels": self.labels.to(device)})
 
     def batch(self, pixels: Tensor, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Make a batch of gathered pixels, which are moved as bytes. Shapes: as in `load`."""
+        """Make a batch of gathered pixels, which are moved to the device as bytes. Shapes: as in `load`."""
         labels = moved(self.labels.index_select(0, indices), device)
         images = moved(pixels, device).float()
         for channel, (shift, scale) in zip(
             images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True
         ):
-            torch.add(shift, channel, alpha=scale, out=channel)  # one pass, where a product and a difference are two
+            torch.add(shift, channel, alpha=scale, out=channel)  # one pass instead of two
         return images, labels.long()
 
     @cached_property
     def _norm(self) -> list[tuple[Tensor, float]]:
-        return [
-            (torch.tensor(-middle / one), 1 / (255 * one))
-            for middle, one in zip(self.mean, self.deviation, strict=True)
-        ]
+        return [(torch.tensor(-mean / std), 1 / (255 * std)) for mean, std in zip(self.mean, self.std, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -96,19 +90,19 @@ class _OnDevice(Images):
     """Images in the memory of a device."""
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
-        """Draw for all images of the epoch at once, so that a batch waits for nothing from the host."""
+        """Draw for all images of the epoch at once, so that batches do not wait for the host."""
         if not self.flip and not self.crop:
             return self
         drawn = _draw(seed_of(seed, AUGMENT, epoch, 0), np.arange(len(self)), self.crop)
-        return _AugmentedOnDevice(self, *(moved(torch.from_numpy(one), self.pixels.device) for one in drawn))
+        return _AugmentedOnDevice(self, *(moved(torch.from_numpy(values), self.pixels.device) for values in drawn))
 
 
 @dataclass(frozen=True)
 class _AugmentedOnDevice:
-    """The images of one epoch in the memory of a device. Shapes: mirrored (samples,) bool; top, left (samples,)."""
+    """The images of one epoch in the memory of a device. Shapes: flipped, top, left (num_samples,)."""
 
     images: Images
-    mirrored: Tensor
+    flipped: Tensor
     top: Tensor
     left: Tensor
 
@@ -118,7 +112,7 @@ class _AugmentedOnDevice:
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         pixels = self.images.pixels.index_select(0, indices)
         if self.images.flip:
-            pixels = torch.where(self.mirrored.index_select(0, indices).view(-1, 1, 1, 1), pixels.flip(-1), pixels)
+            pixels = torch.where(self.flipped.index_select(0, indices).view(-1, 1, 1, 1), pixels.flip(-1), pixels)
         if self.images.crop:
             top, left = self.top.index_select(0, indices), self.left.index_select(0, indices)
             pixels = _windows(pixels, self.images.crop)[torch.arange(len(pixels), device=pixels.device), :, top, left]
@@ -137,11 +131,11 @@ class _Augmented:
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         pixels = self.images.pixels.index_select(0, indices)
-        mirrored, top, left = _draw(self.key, indices.numpy(), self.images.crop)
+        flipped, top, left = _draw(self.key, indices.numpy(), self.images.crop)
         if self.images.flip:
-            _hflip(pixels, np.flatnonzero(mirrored))
+            _hflip(pixels, np.flatnonzero(flipped))
         if self.images.crop:
-            # numpy's gather is quicker than torch's on a CPU.
+            # numpy's gather is faster than torch's on a CPU.
             cut = _windows(pixels, self.images.crop).numpy()[np.arange(len(pixels)), :, top, left]
             pixels = torch.from_numpy(cut)
         return self.images.batch(pixels, indices, device)
@@ -150,27 +144,27 @@ class _Augmented:
 def _draw(
     key: int, samples: NDArray[np.int64], frame: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
-    """Draw what happens to samples, whatever batch they are in: whether mirrored, and the window's top and left."""
+    """Draw the augmentation of samples, independent of their batch: whether flipped, and the crop's top and left."""
     words = mix(np.uint64(key) + samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    places = np.uint64(2 * frame + 1)
-    # 31 bits each, so that a product fits; no place is likelier than another by more than a part in 10**8.
-    top, left = ((words >> np.uint64(begin) & np.uint64(2**31 - 1)) * places >> np.uint64(31) for begin in (1, 32))
+    positions = np.uint64(2 * frame + 1)
+    # 31 bits each, so that the product fits; positions differ in probability by less than 1e-8.
+    top, left = ((words >> np.uint64(begin) & np.uint64(2**31 - 1)) * positions >> np.uint64(31) for begin in (1, 32))
     return words & np.uint64(1) != 0, top.astype(np.int64), left.astype(np.int64)
 
 
 def _hflip(pixels: Tensor, chosen: NDArray[np.int64]) -> None:
-    """Turn the chosen images of a batch left to right, in place."""
+    """Flip the chosen images of a batch horizontally, in place."""
     pixels.numpy()[chosen] = pixels.index_select(0, torch.from_numpy(chosen)).flip(-1).numpy()
 
 
 def _windows(pixels: Tensor, frame: int) -> Tensor:
-    """Return a view of every window of every framed image. Shapes: (batch, channels, places, places, height, width)."""
+    """Return all crops of padded images as a view. Shapes: (batch, channels, positions, positions, height, width)."""
     height, width = pixels.shape[-2:]
     return pad(pixels, [frame] * 4).unfold(2, height, 1).unfold(3, width, 1)
 
 
 def _part(folder: Path, part: str) -> tuple[Tensor, Tensor]:
-    # Copy-on-write pages, which nobody writes: torch wants a writable array.
+    # Mapped copy-on-write, although nothing writes to it, because torch wants a writable array.
     pixels, labels = (
         torch.from_numpy(np.load(folder / f"{part}-{what}.npy", mmap_mode="c")) for what in ("images", "labels")
     )

@@ -1,6 +1,6 @@
-"""Images in `.npy` files: found and looked at once, before any worker starts.
+"""Images in `.npy` files: checked once, before any worker starts.
 
-Standard library only, and quick to import: the launching command imports this one.
+Standard library only, and fast to import: the launching command imports this module.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from ddpexp.errors import RefusedError
 
 _PARTS = ("train", "test")
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-_DEEPEST, _LOOKED_THROUGH = (
-    2,
-    2000,
-)  # folders below data.root in which images are looked for, and entries that are looked at
+_MAX_DEPTH = 2  # levels of folders below data.root that are searched for images
+_MAX_ENTRIES = 2000  # entries that are looked at
 _LABELS = ("|u1", "|i1", "<i2", "<i4", "<i8")
-_LOOKED_AT = 1 << 16  # bytes at both ends of a file: enough to tell data sets apart, in no time
+_HASHED_BYTES = 1 << 16  # at both ends of a file: enough to distinguish data sets, and fast
 
 
 @dataclass(frozen=True)
 class _Array:
-    """What an `.npy` file says of itself."""
+    """The contents of an `.npy` file, from its header."""
 
     kind: str
     shape: tuple[int, ...]
@@ -37,14 +35,14 @@ class _Array:
 
 
 def prepare(
-    root: str | None, mean: tuple[float, ...], deviation: tuple[float, ...], flip: bool = False, crop: int = 0
+    root: str | None, mean: tuple[float, ...], std: tuple[float, ...], flip: bool = False, crop: int = 0
 ) -> dict[str, Any]:
-    """See that the four files are there and fit together, and say which data they hold.
+    """Check that the four files exist and fit together; return a description of the data.
 
-    The result is JSON-able: name, folder (absolute), hash (of the sizes and both ends of the files), num_train,
+    The result is JSON: name, folder (absolute), hash (of the sizes and both ends of the files), num_train,
     num_test, note, and the options.
 
-    Raises: RefusedError, where a file or an option is not as it must be.
+    Raises: RefusedError, if a file or an option is invalid.
     """
     if not root:
         raise RefusedError(
@@ -55,10 +53,8 @@ def prepare(
     if not any((folder / f"{part}-{what}.npy").exists() for part in _PARTS for what in ("images", "labels")):
         raise RefusedError(
             f"data.root={folder} {_instead(folder)}: data=images reads train-images.npy, train-labels.npy, "
-            "test-images.npy and "
-            f"test-labels.npy there. Store the images as such arrays with numpy.save, or have a recipe of your own "
-            "read them as "
-            f"they are, for example with torchvision.datasets.ImageFolder."
+            "test-images.npy and test-labels.npy there. Store the images as such arrays with numpy.save, or have a "
+            "recipe of your own read them as they are, for example with torchvision.datasets.ImageFolder."
         )
     found = {(part, what): _read(folder / f"{part}-{what}.npy") for part in _PARTS for what in ("images", "labels")}
     for part in _PARTS:
@@ -69,7 +65,7 @@ def prepare(
             f"the images of data.root={folder} have two sizes, {_spoken(shape[1:])} in train-images.npy and "
             f"{_spoken(found['test', 'images'].shape[1:])} in test-images.npy: make them one."
         )
-    _check_options(mean, deviation, crop, shape)
+    _check_options(mean, std, crop, shape)
     num_train, num_test = shape[0], found["test", "images"].shape[0]
     return {
         "name": "images",
@@ -79,26 +75,26 @@ def prepare(
         "num_test": num_test,
         "note": f"{num_train:,} + {num_test:,} images of {_spoken(shape[1:])}, from files in {folder}",
         "mean": list(mean),
-        "deviation": list(deviation),
+        "std": list(std),
         "flip": flip,
         "crop": crop,
     }
 
 
 def _instead(folder: Path) -> str:
-    """Say what there is in a folder without our files."""
+    """Return what a folder without the expected files contains."""
     if not folder.is_dir():
         return "is not a folder" if folder.exists() else "does not exist"
     if (images := found_images(folder)) is not None:
         return f"holds {images}"
-    names = sorted(path.name for path in islice(folder.iterdir(), _LOOKED_THROUGH))
+    names = sorted(path.name for path in islice(folder.iterdir(), _MAX_ENTRIES))
     return f"holds {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}" if names else "is empty"
 
 
 def found_images(folder: Path) -> str | None:
-    """Describe the single images in a folder, or in folders in it, as people keep them; None where there are none."""
-    for depth in range(_DEEPEST + 1):
-        for path in islice(folder.glob("/".join("*" * depth) + "/*" if depth else "*"), _LOOKED_THROUGH):
+    """Describe the image files in a folder or its subfolders; None if there are none."""
+    for depth in range(_MAX_DEPTH + 1):
+        for path in islice(folder.glob("/".join("*" * depth) + "/*" if depth else "*"), _MAX_ENTRIES):
             if path.suffix.lower() in _IMAGES:
                 place = path.relative_to(folder)
                 return f"images such as {place}" if depth == 0 else f"folders of images such as {place}"
@@ -109,30 +105,28 @@ def _check_no_images(folder: Path, part: str, images: _Array, labels: _Array) ->
     if images.kind != "|u1" or len(images.shape) not in (3, 4) or 0 in images.shape:
         raise RefusedError(
             f"{folder}/{part}-images.npy holds {images.kind} of shape {_spoken(images.shape)}: store bytes (uint8) of "
-            "shape "
-            f"samples x channels x height x width, or without the channels where there is one."
+            "shape samples x channels x height x width, or without the channels where there is one."
         )
     if labels.kind not in _LABELS or labels.shape != images.shape[:1]:
         raise RefusedError(
             f"{folder}/{part}-labels.npy holds {labels.kind} of shape {_spoken(labels.shape)}, and there are "
-            f"{images.shape[0]:,} "
-            f"images: store one whole number for each."
+            f"{images.shape[0]:,} images: store one whole number for each."
         )
 
 
-def _check_options(mean: tuple[float, ...], deviation: tuple[float, ...], crop: int, shape: tuple[int, ...]) -> None:
+def _check_options(mean: tuple[float, ...], std: tuple[float, ...], crop: int, shape: tuple[int, ...]) -> None:
     channels = shape[1] if len(shape) == 4 else 1
-    for key, values in (("data.mean", mean), ("data.deviation", deviation)):
+    for key, values in (("data.mean", mean), ("data.std", std)):
         if len(values) not in (1, channels):
             raise RefusedError(
                 f"{key}={list(values)} has {len(values)} numbers, and the images {channels} channels: use one for each."
             )
-    if len(mean) != len(deviation):
+    if len(mean) != len(std):
         raise RefusedError(
-            f"data.mean={list(mean)} and data.deviation={list(deviation)} differ in length: use one for each channel."
+            f"data.mean={list(mean)} and data.std={list(std)} differ in length: use one for each channel."
         )
-    if not all(value > 0 for value in deviation):
-        raise RefusedError(f"data.deviation={list(deviation)} divides the images: use numbers above 0.")
+    if not all(value > 0 for value in std):
+        raise RefusedError(f"data.std={list(std)} divides the images: use numbers above 0.")
     if not 0 <= crop <= min(shape[-2:]):
         raise RefusedError(
             f"data.crop={crop} is no frame for images of {_spoken(shape[1:])}: use 0 to {min(shape[-2:])}."
@@ -140,7 +134,7 @@ def _check_options(mean: tuple[float, ...], deviation: tuple[float, ...], crop: 
 
 
 def _read(path: Path) -> _Array:
-    """Read the header of an `.npy` file, and see that the file is whole: a page that is missing would kill a worker.
+    """Read the header of an `.npy` file, and check that it is complete: a missing page would kill a worker.
 
     Source: NumPy Enhancement Proposal 1.
     """
@@ -149,8 +143,8 @@ def _read(path: Path) -> _Array:
             array, expected = _described(file)
             size = file.seek(0, os.SEEK_END)
             file.seek(0)
-            digest = hashlib.sha256(f"{size}\n".encode() + file.read(_LOOKED_AT))
-            file.seek(max(0, size - _LOOKED_AT))
+            digest = hashlib.sha256(f"{size}\n".encode() + file.read(_HASHED_BYTES))
+            file.seek(max(0, size - _HASHED_BYTES))
             digest.update(file.read())
     except OSError as error:
         raise RefusedError(f"{path} cannot be read ({error.strerror}): set data.root to the folder with it.") from None
@@ -164,13 +158,13 @@ def _read(path: Path) -> _Array:
 
 
 def _described(file: BinaryIO) -> tuple[_Array, int]:
-    """Return what the header says, and the size that the file must have."""
+    """Return the contents according to the header, and the size that the file must have."""
     magic, major, _ = struct.unpack("<6sBB", file.read(8))
     if magic != b"\x93NUMPY":
         raise ValueError
     [length] = struct.unpack("<H", file.read(2)) if major == 1 else struct.unpack("<I", file.read(4))
     begin = file.tell() + length
-    if length > _LOOKED_AT:
+    if length > _HASHED_BYTES:
         raise ValueError
     header = ast.literal_eval(file.read(length).decode("latin1"))
     kind, shape = header["descr"], header["shape"]

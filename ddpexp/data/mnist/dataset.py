@@ -13,11 +13,11 @@ from torch import Tensor
 from ddpexp.data.datasets import Splits
 from ddpexp.data.images.dataset import Images
 
-_MEAN, _DEVIATION = 0.1307, 0.3081  # of the training images, as shares of 255
+_MEAN, _STD = 0.1307, 0.3081  # of the training images, as fractions of 255
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
-    """Map what `mnist_files.prepare` decoded.
+    """Map what `ddpexp.data.mnist.prepare.prepare` decoded.
 
     Shapes: a batch is images (batch, 1, 28, 28) float32, normalised, and labels (batch,) int64.
     """
@@ -27,11 +27,11 @@ def load(prepared: Mapping[str, Any]) -> Splits:
 
 def _part(folder: Path, part: str) -> Images:
     images = _map(folder / f"{part}-images.npy").unsqueeze(1)
-    # Labels are wanted as int64 in every batch; there are few enough to convert them once.
-    return Images(images, _map(folder / f"{part}-labels.npy").long(), (_MEAN,), (_DEVIATION,))
+    # Every batch needs labels as int64; they are small enough to be converted once.
+    return Images(images, _map(folder / f"{part}-labels.npy").long(), (_MEAN,), (_STD,))
 
 
 def _map(path: Path) -> Tensor:
-    # Copy-on-write pages are shared between all workers until somebody writes, which nobody does; torch wants a
-    # writable array, so read-only mapping would only bring a warning.
+    # Copy-on-write pages are shared between all workers until one writes, which none does; torch wants a writable
+    # array, and would warn about a read-only mapping.
     return torch.from_numpy(np.load(path, mmap_mode="c"))

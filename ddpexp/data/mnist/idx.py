@@ -124,7 +124,7 @@ def load(path: Path, file: IdxFile) -> tuple[Content, Stamp]:
     except WrongError as error:
         raise RefusedError(
             f"{path} {error}, and training on it would not be training on MNIST: replace it by the true {file.name}, "
-            f"or delete it and set data.source=download"
+            "or delete it and set data.source=download"
         ) from None
     except OSError as error:
         raise RefusedError(f"{path} cannot be read ({error.strerror}): make it readable or replace it") from None

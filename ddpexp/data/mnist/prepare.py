@@ -1,14 +1,14 @@
-"""MNIST made ready: which way the data comes, decoded once into memory-mappable `.npy` files.
+"""Preparing MNIST: found or downloaded, and decoded once into memory-mappable `.npy` files.
 
 The rules, in the order they apply:
 
-- A file that is there but wrong is always refused; nothing stands in for it.
-- `files` takes what is there. `download` fetches what is missing. `auto` does the same, and only where there is none of
-  the four files and no download succeeds does it fall back to drawn digits, with a warning.
-- Every content is checked against its SHA-256 before it is used, so the cache is named by what it holds.
-- The cache lies in the data folder where that can be written, else in the user's cache folder.
+- A file that exists but is wrong is always refused; nothing replaces it.
+- `files` uses existing files. `download` fetches missing ones. `auto` does the same, and only if none of the four files
+  exists and no download succeeds does it fall back to synthetic digits, with a warning.
+- All content is checked against its SHA-256 before it is used, so the cache is named by its content.
+- The cache is in the data folder if that can be written, otherwise in the user's cache folder.
 
-Standard library only, and quick to import, as are the files it imports: the launching command imports this one.
+Standard library only, and fast to import, like the modules it imports: the launching command imports this module.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.terminal import say
 
 SOURCES = ("auto", "files", "download", "embedded")
-EMBEDDED_VERSION = 1  # raise it when digits.py draws differently: caches are named by it
+EMBEDDED_VERSION = 1  # increase it when synthetic.py changes: it is part of the name of caches
 EMBEDDED_SEEDS = (1, 2)  # of the training and of the test digits
 EMBEDDED_MOST = 1_000_000  # images per part: they are drawn in memory
 
@@ -52,21 +52,21 @@ def prepare(
     mirrors: Sequence[str] = MIRRORS,
     patience: Patience | None = None,
 ) -> dict[str, Any]:
-    """Make sure that a decoded cache exists, and say which data it holds.
+    """Make sure that a decoded cache exists; return a description of the data.
 
-    `root` None stands for `$DDPEXP_DATA`, else for the user's cache folder. `warn` (default: a line on stderr) hears of
-    drawn digits in place of MNIST. `patience` defaults to AUTO_PATIENCE or DOWNLOAD_PATIENCE by source.
+    `root` None stands for `$DDPEXP_DATA`, else for the user's cache folder. `warn` (default: a line on stderr) is
+    called if synthetic digits replace MNIST. `patience` defaults to AUTO_PATIENCE or DOWNLOAD_PATIENCE by source.
 
-    The result is JSON-able: name, source, folder (absolute), sha256 (over the SHA-256 of the four unpacked IDX files),
+    The result is JSON: name, source, folder (absolute), sha256 (over the SHA-256 of the four unpacked IDX files),
     num_train, num_test, note (a phrase for people).
 
-    Raises: RefusedError, where the data or a folder is not as it must be.
+    Raises: RefusedError, if the data or a folder is invalid.
     """
     if source not in SOURCES:
         raise RefusedError(f"data.source={source} is not a source of data: set one of {', '.join(SOURCES)}")
     for key, num in (("data.embedded_train", embedded_train), ("data.embedded_test", embedded_test)):
         if not 1 <= num <= EMBEDDED_MOST:
-            raise RefusedError(f"{key}={num} is no number of digits to draw: set one from 1 to {EMBEDDED_MOST}")
+            raise RefusedError(f"{key}={num} is not a valid number of digits: use one from 1 to {EMBEDDED_MOST}")
     if source == "embedded":
         return _embedded(embedded_train, embedded_test)
     folder = _data_folder(root)
@@ -78,8 +78,8 @@ def prepare(
     ):
         raise RefusedError(
             f"data.root={folder} holds {images}, and none of the four MNIST files that data=mnist reads there: for "
-            "images of your "
-            f"own see data=images, or a recipe of your own; for MNIST leave data.root out or name another folder."
+            "images of your own see data=images, or a recipe of your own; for MNIST leave data.root out or name "
+            "another folder."
         )
     patience = patience or (AUTO_PATIENCE if source == "auto" else DOWNLOAD_PATIENCE)
     try:
@@ -88,19 +88,19 @@ def prepare(
         if source == "download":
             raise RefusedError(
                 f"MNIST could not be downloaded ({error}), so there is nothing to train on: put the four files into "
-                f"data.root={folder}, or check the network, or set data.source=embedded for drawn digits"
+                f"data.root={folder}, or check the network, or set data.source=embedded for synthetic digits"
             ) from None
         (warn or _to_stderr)(
             f"THIS IS NOT MNIST: data.root={folder} holds none of its files and they could not be downloaded "
-            f"({error}), so {embedded_train:,} + {embedded_test:,} drawn digits stand in and no accuracy is comparable "
-            f"with MNIST; for the real data put the four IDX files into that folder or set data.source=download, and "
-            f"set data.source=embedded if drawn digits are what you want"
+            f"({error}), so {embedded_train:,} + {embedded_test:,} synthetic digits stand in and no accuracy is "
+            "comparable with MNIST; for the real data put the four IDX files into that folder or set "
+            "data.source=download, and set data.source=embedded if synthetic digits are what you want"
         )
         return _embedded(embedded_train, embedded_test)
 
 
 def _data_folder(root: str | None) -> Path:
-    """Name the folder of the data, absolute; it may not exist, but it is nothing else than a folder."""
+    """Return the absolute path of the data folder; it may not exist, but is not anything else."""
     if root is None:
         variable = os.environ.get("DDPEXP_DATA", "")
         folder = Path(os.path.abspath(os.path.expanduser(variable))) if variable else user_cache()
@@ -125,19 +125,19 @@ def _to_stderr(text: str) -> None:
 def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
     """Get MNIST from the cache, the files or the network, in this order.
 
-    Of several commands at once, one asks the network.
+    If several commands run at the same time, one of them downloads.
 
-    Raises: DownloadError, where none of the files is there and they could not be downloaded.
+    Raises: DownloadError, if none of the files exists and they could not be downloaded.
     """
-    identity = _at_hand(root, source)
+    identity = _local(root, source)
     if identity is None:
         with alone(patience.total):
-            identity = _at_hand(root, source) or _fetched(root, source, mirrors, patience)
+            identity = _local(root, source) or _fetched(root, source, mirrors, patience)
     return identity
 
 
-def _at_hand(root: Path, source: str) -> dict[str, Any] | None:
-    """Get MNIST from the cache or the files; None where something must be downloaded."""
+def _local(root: Path, source: str) -> dict[str, Any] | None:
+    """Get MNIST from the cache or the files; None if something must be downloaded."""
     bases = _bases(root)
     caches = _caches(bases)
     for cache in caches:
@@ -155,7 +155,7 @@ def _at_hand(root: Path, source: str) -> dict[str, Any] | None:
 
 
 def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:
-    """Download what is missing. Raises: DownloadError, where none of the files is there."""
+    """Download what is missing. Raises: DownloadError, if none of the files exists."""
     bases = _bases(root)
     found = idx.find(bases)
     missing = [file for file in idx.FILES if file.name not in found]
@@ -172,7 +172,7 @@ def _fetched(root: Path, source: str, mirrors: Sequence[str], patience: Patience
 
 
 def _decoded(root: Path, source: str, way: str, loaded: Mapping[str, tuple[idx.Content, idx.Stamp]]) -> dict[str, Any]:
-    """Put the checked contents into a cache, unless one holds them already."""
+    """Write the checked contents to a cache, unless one contains them already."""
     record = {
         "name": "mnist",
         "source": way,
@@ -221,7 +221,7 @@ def _mnist_identity(cache: Cache, source: str) -> dict[str, Any]:
 
 
 def _unchanged(record: dict[str, Any]) -> bool:
-    """Say whether every source file is still as it was when it was checked."""
+    """Return whether every source file is unchanged since it was checked."""
     try:
         return all(vars(idx.Stamp.of(stamp["path"], os.stat(stamp["path"]))) == stamp for stamp in record["stamps"])
     except (OSError, KeyError, TypeError):
@@ -239,7 +239,7 @@ def _store(name: str, content: bytes, base: Path) -> idx.Stamp:
 
 
 def _embedded(num_train: int, num_test: int) -> dict[str, Any]:
-    """Get the drawn digits from the cache, or draw them."""
+    """Get the synthetic digits from the cache, or draw them."""
     name = f"embedded-v{EMBEDDED_VERSION}-{num_train}-{num_test}"
     base = user_cache()
     cache = read_cache(base / CACHES / name)
@@ -250,12 +250,12 @@ def _embedded(num_train: int, num_test: int) -> dict[str, Any]:
             "sha256": _joint_hash([content.file.sha256 for content in contents]),
         }
         cache = in_first([base], lambda base: write_cache(base, name, contents, record))
-    return _identity(cache, "embedded", "embedded in ddpexp", "drawn digits (NOT MNIST)")
+    return _identity(cache, "embedded", "embedded in ddpexp", "synthetic digits (NOT MNIST)")
 
 
 def _draw(nums: tuple[int, int]) -> list[idx.Content]:
-    """Draw both parts, as the contents of IDX files, so that they are hashed and cached just as MNIST is."""
-    from ddpexp.data.mnist import synthetic  # it needs numpy, which the command must not pay for otherwise
+    """Draw both parts as the contents of IDX files, so that they are hashed and cached like MNIST."""
+    from ddpexp.data.mnist import synthetic  # late: it imports numpy, which the command does not need otherwise
 
     contents = []
     for num, seed, (images_file, labels_file) in zip(nums, EMBEDDED_SEEDS, (idx.FILES[:2], idx.FILES[2:]), strict=True):

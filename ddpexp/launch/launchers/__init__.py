@@ -1,1 +1,1 @@
-"""The launchers: one module for each option of the group `launcher`."""
+"""The launchers: one module for each option of the config group `launcher`, with their helpers."""

@@ -1,4 +1,4 @@
-"""What a launcher is: the contract with those of ours and with those that other packages add."""
+"""The interface of a launcher, for ddpexp's own and those of other packages."""
 
 from __future__ import annotations
 
@@ -14,57 +14,54 @@ if TYPE_CHECKING:
 
 
 class Launcher:
-    """Chosen by `launcher=`: runs a job in as many processes as it requests.
+    """Base of all launchers, chosen by `launcher=`: runs a job in as many processes as it requests.
 
-    A launcher is a frozen dataclass that derives from this class: its fields are the keys of its section, and it
-    implements `launch`. What it is otherwise, other rooms learn from the attributes and methods here.
+    A launcher is a frozen dataclass that derives from this class: its fields are the keys of its config section, and
+    it implements `launch`. The other attributes and methods declare its properties to the rest of ddpexp.
     """
 
-    provides_mpi: ClassVar[bool] = False  # what starts its ranks connects them for trainer.backend=mpi, too
-    restate_on_resume: ClassVar[
-        Sequence[str]
-    ] = ()  # fields that run code or connect to others: a run directory's are not trusted
+    provides_mpi: ClassVar[bool] = False  # its ranks are started by mpirun, so trainer.backend=mpi can work
+    # Fields that run code or connect to others: their values in a run directory are not trusted.
+    restate_on_resume: ClassVar[Sequence[str]] = ()
 
     def launch(self, job: Job, server: Server | None = None) -> int:
-        """Run the workers, watch them and return the exit code.
+        """Run the workers, supervise them and return the exit code.
 
-        `server` is a fork server started early, if there is one.
+        `server` is a fork server that was started early, if there is one.
 
         Raises:
-            RefusedError: the job cannot run here. WorkerError: a worker failed; the first genuine cause, the others are
-            only named. StoppedError: a signal to this process ended the run.
+            RefusedError: the job cannot run here. WorkerError: a worker failed; it has the first genuine cause, the
+            other ranks are only named. StoppedError: a signal to this process ended the run.
         """
         raise NotImplementedError
 
     @property
     def forks_here(self) -> bool:
-        """Return whether its workers are forked from a warm server on this machine."""
+        """Return whether its workers are forked from a warm fork server on this machine."""
         return False
 
     @property
     def ranks_started_externally(self) -> bool:
-        """Return whether somebody else, such as torchrun, starts the ranks here and has to start them again."""
+        """Return whether another program, such as torchrun, starts the ranks, and has to start them on a resume."""
         return False
 
     def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
-        """Return what starts the ranks again when ddpexp's own words follow it, and where that is typed.
+        """Return the command line that starts the ranks, without ddpexp's arguments, and a note on where to run it.
 
-        `argv` is this command.
-
-        Called where `ranks_started_externally`.
+        `argv` is this command's own. Called where `ranks_started_externally`.
         """
         raise NotImplementedError
 
     def words_of_this_machine(self) -> list[str]:
-        """Return the overrides that are typed otherwise on every machine, such as `launcher.node_rank=1`."""
+        """Return the overrides that differ between machines, such as `launcher.node_rank=1`."""
         return []
 
     def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
-        """Return the overrides that request what a job has got from an allocation, where none are typed."""
+        """Return overrides for what a job got from its allocation instead of from overrides."""
         return []
 
     def restated_words(self) -> list[str]:
-        """Return the overrides that a user must type again to resume: see `restate_on_resume`."""
+        """Return the overrides that a user must restate to resume: see `restate_on_resume`."""
         return [
             f"launcher.{name}={json.dumps(value)}" for name in self.restate_on_resume if (value := getattr(self, name))
         ]
@@ -85,39 +82,38 @@ class Submitter(Protocol):
 
     @property
     def submits(self) -> bool:
-        """Tell whether it does so here: elsewhere, such as inside an allocation, `launch` runs a job."""
+        """Return whether jobs are submitted here; elsewhere, such as inside an allocation, `launch` runs a job."""
         ...
 
     @property
     def wait(self) -> bool:
-        """Tell whether the command is asked to stay until the jobs have ended."""
+        """Return whether the command waits until the jobs have ended."""
         ...
 
     @property
     def dry_run(self) -> bool:
-        """Tell whether `submit` is asked to print what it would do, and to write nothing."""
+        """Return whether `submit` only prints what it would do, and writes nothing."""
         ...
 
     def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
-        """Submit jobs, each with its own launcher of this kind; `folder` is for the scripts and their logs.
+        """Submit jobs, each with its own launcher of this class; `folder` is for the scripts and their logs.
 
-        Calls `submitted` with a job's place in `jobs` and its id as soon as it has one; the job has noted it by then,
-        or soon. A job that is finished is left out.
+        Calls `submitted` with a job's index in `jobs` and its id as soon as it has one; the job records it at about
+        the same time. Finished jobs are skipped.
 
         Raises:
-            RefusedError: a job cannot be submitted; of those that have no id each that was made says why it failed.
-            StoppedError: a signal to this process; those that have no id are interrupted.
+            RefusedError: a job cannot be submitted; jobs that were created but have no id are recorded as failed.
+            StoppedError: a signal to this process; jobs without an id are recorded as interrupted.
         """
         ...
 
     def follow(self, job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> None:
-        """Wait until all have ended; call `ended` once for each with its place in `job_ids`, its last state.
+        """Wait until all jobs have ended; call `ended` for each with its index in `job_ids`, its state and exit code.
 
-        And exit code.
-
-        The exit code is 0 alone for what ended well, and for what the scheduler has FORGOTTEN: the run directory tells.
+        The exit code is 0 only for jobs that ended well, and for those that the scheduler has FORGOTTEN: their run
+        directories have the result.
 
         Raises:
-            StoppedError: a signal to this process, which leaves the jobs alone and says so.
+            StoppedError: a signal to this process; the jobs keep running, which is printed.
         """
         ...

@@ -1,4 +1,4 @@
-"""torch's elastic agent in a process of its own, without torchrun's last words: the ranks have said why they failed."""
+"""Subprocess that runs torch's elastic agent, without torchrun's error summary: the ranks report their own errors."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ddpexp.errors import EXIT_FAILED
 from ddpexp.launch.launchers.elastic_board import FEW_CAME, JOB_ENDED, LIST_LOST, Phase, StoreMailbox, not_for_ranks
 from ddpexp.system.process import children, die_with_parent
 
-_TRIES = 5  # to meet, while machines are lost in the middle of it; each may take a minute
+_ATTEMPTS = 5  # to complete a rendezvous while machines are lost in the middle of it; each may take a minute
 
 
 class Agent(LocalElasticAgent):
-    """Ends the ranks so that they know why, and has every round of machines meet at an address of its own.
+    """Stops ranks with SIGUSR2 so that they save, and gives every round of machines its own store address.
 
-    These methods are torch's points of extension.
+    The overridden methods are torch's extension points.
     """
 
     def _invoke_run(self, *words: Any) -> RunResult:
@@ -38,19 +38,19 @@ class Agent(LocalElasticAgent):
             result: RunResult = super()._invoke_run(*words)
             return result
         except RendezvousError:
-            StoreMailbox.here().note(Phase.MEETS)  # the ranks, which are ended now, have not been stopped by a user
+            StoreMailbox.here().note(Phase.MEETS)  # so the ranks, which end now, know that no user stopped them
             raise
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        for _ in range(_TRIES - 1):
-            with suppress(DistError):  # one of the machines was lost since all had come
+        for _ in range(_ATTEMPTS - 1):
+            with suppress(DistError):  # a machine was lost after all had joined
                 return self._meet(worker_group)
         return self._meet(worker_group)
 
     def _meet(self, worker_group: WorkerGroup) -> None:
-        # torch makes the ranks' store, and says where it is, in a machine's first round alone: one that joins later
-        # waits for the address in vain (DistStoreError after a minute), or the machines have several. Without this
-        # every round has its own.
+        # torch creates the ranks' store, and publishes its address, only in a machine's first round: a machine that
+        # joins later waits for the address in vain (DistStoreError after a minute), or machines use different stores.
+        # Without the cached address every round creates its own store.
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, DynamicRendezvousHandler):
             handler._bootstrap_store_info = None
@@ -62,7 +62,7 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, *words: Any) -> RunResult:
-        StoreMailbox.here().note(Phase.LOOKS)  # this ends the others where one has failed
+        StoreMailbox.here().note(Phase.LOOKS)  # the call below ends the other ranks when one has failed
         result: RunResult = super()._monitor_workers(*words)
         if result.state in (WorkerState.HEALTHY, WorkerState.SUCCEEDED):
             StoreMailbox.here().note(Phase.RUNS)
@@ -70,11 +70,11 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, *_: Any) -> None:
         StoreMailbox.here().note(Phase.MEETS)
-        # SIGUSR2 reaches the ranks of all machines, whose agents may know nothing yet.
+        # SIGUSR2 stops the ranks of all machines, even if their agents do not know yet.
         self._shutdown(signal.SIGUSR2, int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
 
     def run(self, *words: Any) -> RunResult:
-        """Run to the end; a spare machine, which was not needed until then, has seen the job end."""
+        """Run to the end; on a spare machine, which has no result, raise RendezvousClosedError."""
         result: RunResult | None = super().run(*words)
         if result is None:
             raise RendezvousClosedError
@@ -82,20 +82,21 @@ class Agent(LocalElasticAgent):
 
 
 def main() -> None:
-    """Run the agent with torchrun's words, behind the parent's process id. Ends this process."""
-    parent, *words = sys.argv[1:]
+    """Subprocess entry point: the arguments are the parent's process id, then torchrun's. Exits the process."""
+    parent, *arguments = sys.argv[1:]
     die_with_parent(int(parent))
     not_for_ranks()
     logging.disable()
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGTERM,SIGINT,SIGHUP"  # to end; the others are for the ranks
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = (
+        "SIGTERM,SIGINT,SIGHUP"  # end the agent; other signals are for the ranks
+    )
     for number in (signal.SIGUSR1, signal.SIGQUIT):
-        signal.signal(number, _pass_on)
-    signal.signal(
-        signal.SIGUSR2, lambda *_: None
-    )  # sent to every process of a host it is the command's, which ends this one
+        signal.signal(number, _forward)
+    # A SIGUSR2 sent to every process of a host is handled by the command, which ends this process.
+    signal.signal(signal.SIGUSR2, lambda *_: None)
     api.LocalElasticAgent = Agent  # type: ignore[attr-defined]
     try:
-        run(parse_args(words))  # type: ignore[no-untyped-call]
+        run(parse_args(arguments))  # type: ignore[no-untyped-call]
         code = 0
     except ChildFailedError:
         code = EXIT_FAILED
@@ -110,7 +111,7 @@ def main() -> None:
     os._exit(code)
 
 
-def _pass_on(number: int, _frame: FrameType | None) -> None:
+def _forward(number: int, _frame: FrameType | None) -> None:
     for pid in children(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""launcher=spawn: all workers of this machine, started and watched by this command; several machines by hand."""
+"""launcher=spawn: this command starts and supervises all workers of this machine; several machines by hand."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ddpexp.launch.workers.client import Server
 
 if TYPE_CHECKING:
     from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-    from ddpexp.launch.rendezvous.meeting import Rendezvous
+    from ddpexp.launch.rendezvous.kinds import Rendezvous
 
 
 @dataclass(frozen=True)
 class Spawn(Launcher):
-    """Start all workers on this machine.
+    """Start all workers of this machine.
 
     `start_method=forkserver` forks them from a server that has torch loaded; `spawn` gives each a new interpreter.
-    Over several machines the same command is typed on each, with a `node_rank` of its own.
+    On several machines the same command is run on each, with its own `node_rank`.
     """
 
     start_method: Literal["forkserver", "spawn"] = "forkserver"
@@ -39,21 +39,21 @@ class Spawn(Launcher):
             )
 
     def launch(self, job: Job, server: Server | None = None) -> int:
-        """Run the job and return its exit code; `server` is one started early, to save the wait.
+        """Run the job and return its exit code; `server` is a fork server that was started early.
 
         Raises:
-            RefusedError: the machines' words contradict. WorkerError: a worker failed. StoppedError: a signal to this
-            process ended the run.
+            RefusedError: the machines' overrides contradict each other. WorkerError: a worker failed. StoppedError: a
+            signal to this process ended the run.
         """
-        from ddpexp.launch.supervise import coordinator  # late: a question needs no more than the fields
+        from ddpexp.launch.supervise import coordinator  # imported late: other commands need only the fields
 
-        place, way = self._place(job.request.nodes)
+        environment, rendezvous = self._environment(job.request.nodes)
         if server is not None and server.start_method != self.start_method:
             server.close()
             server = None
         server = server or Server(self.start_method)
         try:
-            return coordinator.run(job, place, way, server)
+            return coordinator.run(job, environment, rendezvous, server)
         finally:
             server.close()
 
@@ -63,32 +63,33 @@ class Spawn(Launcher):
         return self.start_method == "forkserver"
 
     def words_of_this_machine(self) -> list[str]:
-        """Return this machine's number as it is typed, where several machines are started by hand."""
+        """Return the override with this machine's number, where several machines are started by hand."""
         return [f"launcher.node_rank={self.node_rank}"] if self.node_rank is not None else []
 
-    def _place(self, nodes: int | str) -> tuple[LaunchEnvironment, Rendezvous | None]:
+    def _environment(self, nodes: int | str) -> tuple[LaunchEnvironment, Rendezvous | None]:
         from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-        from ddpexp.launch.rendezvous.meeting import Fixed
+        from ddpexp.launch.rendezvous.kinds import Fixed
 
-        typed = {"node_rank": self.node_rank, "master_addr": self.master_addr, "master_port": self.master_port}
+        fields = {"node_rank": self.node_rank, "master_addr": self.master_addr, "master_port": self.master_port}
         if isinstance(nodes, str) and nodes != "auto":
-            raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic understands.")
+            raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
         if nodes == "auto" or nodes == 1:
-            given = next((name for name, value in typed.items() if value is not None), None)
+            given = next((name for name, value in fields.items() if value is not None), None)
             if given:
                 raise RefusedError(
-                    f"launcher.{given}={typed[given]} is for several machines: say how many with trainer.nodes=... ."
+                    f"launcher.{given}={fields[given]} is for several machines: set their number with "
+                    "trainer.nodes=... ."
                 )
             return LaunchEnvironment(), None
         assert isinstance(nodes, int)
         if nodes < 1:
             raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
-        missing = [f"launcher.{name}" for name, value in typed.items() if value is None]
+        missing = [f"launcher.{name}" for name, value in fields.items() if value is None]
         if missing:
             raise RefusedError(
-                f"trainer.nodes={nodes} with launcher=spawn wants {' and '.join(missing)} too: type the same command "
-                "on every "
-                f"machine, with launcher.node_rank from 0 to {nodes - 1} and the first one's address and a free port."
+                f"trainer.nodes={nodes} with launcher=spawn needs {' and '.join(missing)} too: run the same command on "
+                f"every machine, with launcher.node_rank from 0 to {nodes - 1} and the first one's address and a free "
+                "port."
             )
         assert self.node_rank is not None
         assert self.master_addr is not None
@@ -98,6 +99,6 @@ class Spawn(Launcher):
                 f"launcher.node_rank={self.node_rank}, but trainer.nodes={nodes}: it goes from 0 to {nodes - 1}."
             )
         if not 0 < self.master_port < 65536:
-            raise RefusedError(f"launcher.master_port={self.master_port} is no port: use one from 1 to 65535.")
-        way = Fixed(self.master_addr, self.master_port, ("launcher.master_addr", "launcher.master_port"))
-        return LaunchEnvironment(self.node_rank, nodes, nodes=nodes), way
+            raise RefusedError(f"launcher.master_port={self.master_port} is not a valid port: use one from 1 to 65535.")
+        rendezvous = Fixed(self.master_addr, self.master_port, ("launcher.master_addr", "launcher.master_port"))
+        return LaunchEnvironment(self.node_rank, nodes, nodes=nodes), rendezvous

@@ -1,7 +1,4 @@
-"""launcher=slurm: on the login node it submits a job, inside an allocation it starts a step.
-
-Inside a step it is a worker.
-"""
+"""launcher=slurm: submits a job on a login node, starts a step in an allocation, runs a worker in a step."""
 
 from __future__ import annotations
 
@@ -10,10 +7,8 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,20 +20,28 @@ from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.launchers import slurm_array
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.slurm_array import status
+from ddpexp.launch.launchers.slurm_context import OF_OTHER_TASKS, check_not_running, requeue_job, step_key, where
+from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running
+from ddpexp.launch.launchers.slurm_text import (
+    forwarding_sigint,
+    gpus_of_all_tasks,
+    limit_seconds,
+    log_name,
+    output_pattern,
+    quoted,
+)
 from ddpexp.launch.rendezvous import started_by
-from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_slurm_task, tasks_per_node
-from ddpexp.launch.rendezvous.meeting import Published, by_key
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_slurm_task
+from ddpexp.launch.rendezvous.kinds import Published, by_key
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
-from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system import start
 from ddpexp.system.process import end_with_parent
-from ddpexp.system.programs import find, located
-from ddpexp.system.slurm import ENDED, RUNNING, exact_id, own_id, sbatch, signals_wait, state, states
-from ddpexp.system.terminal import Terminal, say
+from ddpexp.system.programs import find
+from ddpexp.system.slurm import own_id, sbatch, signals_wait
+from ddpexp.system.terminal import say
 
-_POLL_SECONDS = 1.0
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)  # sbatch's --time
 
 
@@ -51,9 +54,9 @@ def _time_meant(text: str) -> str:
 
 @dataclass(frozen=True)
 class Slurm(Launcher):
-    """One task a node, which forks the node's workers from a warm server.
+    """One task per node, which forks the node's workers from a warm fork server.
 
-    Options have the names that Slurm gives them.
+    The options have Slurm's own names.
     """
 
     restate_on_resume: ClassVar = ("setup", "container_image", "container_mounts", "python", "sbatch_args", "srun_args")
@@ -93,27 +96,24 @@ class Slurm(Launcher):
 
     @property
     def ranks_started_externally(self) -> bool:
-        """Tell that somebody else starts the ranks: the user's own srun."""
+        """Return whether the user's own srun starts the ranks."""
         return where() == "step"
 
     def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
-        """Return how the ranks are started again, and where that is typed."""
+        """Return srun's command line; like `Launcher.started_by`."""
         return started_by.srun()
 
     def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
-        """Return the words that ask for as many nodes and GPUs as a job has got from an allocation.
-
-        Where none are typed.
-        """
+        """Return overrides for the nodes and GPUs that a job got from its allocation instead of from overrides."""
         nodes = [f"trainer.nodes={layout.nodes}"] if job.request.nodes == "auto" and layout.nodes > 1 else []
         gpus = layout.device == "cuda" and not self._gpus()
         return nodes + ([f"launcher.gpus_per_node={layout.world_size // layout.nodes}"] if gpus else [])
 
     def launch(self, job: Job, server: Server | None = None) -> int:
-        """Do what the place asks for: submit and exit, run a step, or be a worker of one.
+        """Submit a job and exit, run a step, or run a worker of a step, depending on where this process runs.
 
         Raises:
-            RefusedError: Slurm is not there or refuses the job. WorkerError: this worker failed. StoppedError: a signal
+            RefusedError: Slurm is missing or refuses the job. WorkerError: this worker failed. StoppedError: a signal
             to this process ended the run.
         """
         here = where()
@@ -130,11 +130,11 @@ class Slurm(Launcher):
 
     @property
     def submits(self) -> bool:
-        """Tell whether this is the login node, where jobs are submitted and nothing runs."""
+        """Return whether this is a login node, where jobs are submitted and nothing runs."""
         return where() == "login"
 
     def submit(self, jobs: Sequence[tuple[Launcher, Job]], folder: Path, submitted: Callable[[int, str], None]) -> None:
-        """Submit many jobs as one array, or a few; like `Submitter.submit`."""
+        """Submit many jobs as one array or several; like `Submitter.submit`."""
         self._check_has(("sbatch", "srun"))
         kinds = []
         for launcher, job in jobs:
@@ -147,41 +147,41 @@ class Slurm(Launcher):
             slurm_array.submit(jobs_of, folder.resolve(), submitted)
 
     def follow(self, job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> None:
-        """Wait for jobs that were submitted; like `Submitter.follow`."""
+        """Wait for submitted jobs; like `Submitter.follow`."""
         slurm_array.follow(job_ids, ended)
 
     def member(self, job: Job, server: Server | None = None) -> int:
-        """Be the task of one node: start the node's workers; like `Launcher.launch`."""
-        if "SLURM_STEP_ID" not in os.environ:  # written down nowhere: a job may be running there
+        """Run the task of one node: start the node's workers; like `Launcher.launch`."""
+        if "SLURM_STEP_ID" not in os.environ:  # recorded nowhere, since a job may be running there
             text = f"{job.folder} waits for srun: type sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}"
             say(f"ddpexp: {text}")
             return EXIT_REFUSED
-        job.vacant = partial(_check_not_running, job.folder)
+        job.vacant = partial(check_not_running, job.folder)
         job.request = replace(job.request, nodes="auto", gpus=self.workers(job))
-        place = of_slurm_task(WorkerRequest())
+        task = of_slurm_task(WorkerRequest())
+        environment = LaunchEnvironment(task.index, task.size, nodes=task.size, starter="srun")
         server = server or Server()
         try:
-            way = Published.under(job.folder, _step_key()) if place.size > 1 else None
-            with self._ends_in_requeue():
-                return coordinator.run(
-                    job, LaunchEnvironment(place.index, place.size, nodes=place.size, starter="srun"), way, server
-                )
+            rendezvous = Published.under(job.folder, step_key()) if task.size > 1 else None
+            with self._requeues_when_stopped():
+                return coordinator.run(job, environment, rendezvous, server)
         finally:
             server.close()
 
     def _task(self, job: Job, server: Server | None) -> int:
-        place = of_slurm_task(job.request)
+        environment = of_slurm_task(job.request)
         server = server or Server()
         try:
-            way = by_key(_step_key(), job.folder, place.nodes == 1) if place.size > 1 else None
-            with self._ends_in_requeue():
-                return coordinator.run(job, place, way, server)
+            one_host = environment.nodes == 1
+            rendezvous = by_key(step_key(), job.folder, one_host) if environment.size > 1 else None
+            with self._requeues_when_stopped():
+                return coordinator.run(job, environment, rendezvous, server)
         finally:
             server.close()
 
     @contextmanager
-    def _ends_in_requeue(self) -> Iterator[None]:
-        """Have the job start again later when it is stopped for that, and say which start this is."""
+    def _requeues_when_stopped(self) -> Iterator[None]:
+        """Requeue the job when SIGUSR2 stops it, and print which restart this is."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
             say(f"ddpexp: restart {restarts} of Slurm job {own_id()}")
@@ -190,15 +190,12 @@ class Slurm(Launcher):
         except StoppedError as error:
             end = first_end(error)
             if isinstance(end, StoppedError) and end.signum == signal.SIGUSR2:
-                end.then = (
-                    partial(_requeue, end) if self.requeue else lambda: f"job {own_id()} ends: launcher.requeue=false"
-                )
+                end.then = partial(requeue_job, end) if self.requeue else _explain_no_requeue
             raise
 
     def _submit(self, job: Job, nodes: int) -> int:
-        planned = self.script(
-            job, nodes, job.folder / "RUN_DIR"
-        )  # refuses what no script can hold before anything is written
+        # Refuses values that a script cannot hold, before anything is written.
+        planned = self.script(job, nodes, job.folder / "RUN_DIR")
         if self.dry_run:
             print(planned, end="")
             return EXIT_DONE
@@ -206,7 +203,7 @@ class Slurm(Launcher):
         run = job.create().resolve()
         script = run / "job.sbatch"
         script.write_bytes(os.fsencode(self.script(job, nodes, run)))
-        job.note("submitted")  # before: it may begin at once
+        job.note("submitted")  # before the submission, since the job may begin at once
         job_id = ""
         try:
             with signals_wait():
@@ -216,50 +213,50 @@ class Slurm(Launcher):
         except StoppedError as error:
             if not job_id:
                 raise
-            return _goes_on(job_id, error)
-        output = run / _log_name(run, job_id)
+            return leave_running(job_id, error)
+        output = run / log_name(run, job_id)
         say(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
         if not self.wait:
-            shown = shlex.quote(os.path.relpath(output))
-            say(f"follow it: tail -F {shown}    queue: squeue -j {job_id}    end it: scancel {job_id}", sys.stdout)
+            log = shlex.quote(os.path.relpath(output))
+            say(f"follow it: tail -F {log}    queue: squeue -j {job_id}    end it: scancel {job_id}", sys.stdout)
             return EXIT_DONE
         return self._wait(job, job_id, run, output)
 
     def _wait(self, job: Job, job_id: str, run: Path, output: Path) -> int:
-        """Show what the job says, write down its end where it could not itself, and return its exit code."""
+        """Show the job's output, record its end if it could not itself, and return its exit code."""
         try:
-            found, code = _follow(job_id, output)
+            job_state, code = follow_job(job_id, output)
         except StoppedError as error:
-            return _goes_on(job_id, error)
-        if found == "FORGOTTEN":  # long ago, while this command was not looking
+            return leave_running(job_id, error)
+        if job_state == "FORGOTTEN":  # it ended long ago, while this command was suspended
             return EXIT_DONE if status(run) == "done" else EXIT_FAILED
         if code and status(run) == "submitted":
-            text = f"job {job_id} ended as {found} before its command began: see {output}"
+            text = f"job {job_id} ended as {job_state} before its command began: see {output}"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
         if code:
-            say(f"ddpexp: job {job_id} ended as {found}")
+            say(f"ddpexp: job {job_id} ended as {job_state}")
         return code
 
     def _step(self, job: Job, nodes: int) -> int:
         if self.dry_run:
-            print(shlex.join(_forwarding(self.srun(job, nodes, job.folder / "RUN_DIR"))))
+            print(shlex.join(forwarding_sigint(self.srun(job, nodes, job.folder / "RUN_DIR"))))
             return EXIT_DONE
-        if start.parent_name() == "salloc":  # no shell in which this command was typed
+        if start.parent_name() == "salloc":  # this command was not run in a shell
             end_with_parent(EXIT_FAILED, partial(coordinator.starter_lost, job, "salloc", True), start.parent())
         job.prepare()
         run = job.create().resolve()
         job.note("submitted")
-        environ = {name: value for name, value in os.environ.items() if name not in _OF_OTHER_TASKS}
+        environ = {name: value for name, value in os.environ.items() if name not in OF_OTHER_TASKS}
         environ |= started_by.salloc(sys.argv)
         try:
-            words = _forwarding(self.srun(job, nodes, run))
-            passed = (signal.SIGUSR1, signal.SIGUSR2)
-            code = foreign.run(words, environ, job.request.grace_seconds, passed, asks_with=signal.SIGINT)
+            argv = forwarding_sigint(self.srun(job, nodes, run))
+            forwarded = (signal.SIGUSR1, signal.SIGUSR2)
+            code = foreign.run(argv, environ, job.request.grace_seconds, forwarded, stop_signal=signal.SIGINT)
         except StoppedError as error:
-            error.told = status(run) == "interrupted"
+            error.recorded = status(run) == "interrupted"
             raise
         if code and status(run) == "submitted":
-            text = f"srun ended with exit code {code} before the job began: see what it says above"
+            text = f"srun ended with exit code {code} before the job began: see its output above"
             job.fail(Failure(rank=0, host=os.uname().nodename, kind="SrunError", message=text, exit_code=code))
         return code
 
@@ -268,25 +265,25 @@ class Slurm(Launcher):
         return (
             "#!/bin/bash\n"
             f"# Written by ddpexp. To submit it again: sbatch {shlex.quote(str(run / 'job.sbatch'))}\n"
-            + "".join(f"{line}\n" for line in self._options(job, nodes, _output(run)))
+            + "".join(f"{line}\n" for line in self._options(job, nodes, output_pattern(run)))
             + "\n"
             + "".join(f"{line}\n" for line in self.setup)
             + f"exec {shlex.join(self.srun(job, nodes, run))}\n"
         )
 
     def kind(self, job: Job, nodes: int, folder: Path) -> slurm_array.Kind:
-        """Return what this job and others may have in common, to be tasks of one array whose log lies in `folder`.
+        """Return what this job may share with others as tasks of one array, whose log is in `folder`.
 
         Raises:
-            RefusedError: what no script can hold, or Slurm would not take.
+            RefusedError: a value that a script cannot hold, or that Slurm would not accept.
         """
         self._check(job, nodes)
-        options = self._options(job, nodes, _output(folder / "logs", "slurm-%A.log"))
+        options = self._options(job, nodes, output_pattern(folder / "logs", "slurm-%A.log"))
         step = shlex.join(self.srun(job, nodes, folder)[:-1])
         return slurm_array.Kind(tuple(options), self.setup, step, self.array_parallelism)
 
     def _options(self, job: Job, nodes: int, log: str) -> list[str]:
-        """Return the lines of a script that are for Slurm."""
+        """Return the #SBATCH lines of a script."""
         options = {
             "job-name": job.name if self.job_name is None else self.job_name,
             "output": log,
@@ -295,67 +292,65 @@ class Slurm(Launcher):
             "nodes": nodes,
             "ntasks-per-node": 1,
             "cpus-per-task": self._cpus(job),
-            **{name.replace("_", "-"): getattr(self, name) for name in _PLAIN},
+            **{name.replace("_", "-"): getattr(self, name) for name in _PASSED_THROUGH},
             "signal": f"USR2@{self._signal_seconds(job)}" if self.requeue else None,
         }
-        lines = [
-            f"#SBATCH --{name}={_quoted(str(value), name)}" for name, value in options.items() if value is not None
-        ]
+        lines = [f"#SBATCH --{name}={quoted(str(value), name)}" for name, value in options.items() if value is not None]
         lines.append("#SBATCH --requeue" if self.requeue else "#SBATCH --no-requeue")
-        return lines + [f"#SBATCH {_quoted(word, 'sbatch_args')}" for word in self.sbatch_args]
+        return lines + [f"#SBATCH {quoted(argument, 'sbatch_args')}" for argument in self.sbatch_args]
 
     def srun(self, job: Job, nodes: int, run: Path) -> list[str]:
-        """Return the words of the step: one task a node, all ended when one fails."""
+        """Return the command line of the step: one task per node, all ended when one fails."""
         cpus = self._cpus(job)
         container = {"container-image": self.container_image, "container-mounts": self.container_mounts}
         return [
             "srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1",
-            *([f"--cpus-per-task={cpus}"] if cpus else []),  # srun does not take over what sbatch was told
-            # The shell that this is typed in holds the same cores.
+            *([f"--cpus-per-task={cpus}"] if cpus else []),  # srun does not inherit it from sbatch
+            # The shell in which this command runs occupies the same cores.
             *(["--overlap"] if "SLURM_STEP_ID" in os.environ else []),
             *(f"--{name}={value}" for name, value in container.items() if value),
-            *_gpus_of_all_tasks(os.environ, nodes),
+            *gpus_of_all_tasks(os.environ, nodes),
             *self.srun_args,
             self.python or sys.executable, "-m", "ddpexp", "member", str(run),
         ]  # fmt: skip
 
     def _signal_seconds(self, job: Job) -> int:
-        """Return how long before the end of its time the job is told; Slurm may do so a minute earlier."""
+        """Return how long before its time limit the job gets a signal; Slurm may send it a minute earlier."""
         return math.ceil(job.request.grace_seconds) + 60 if self.signal_seconds is None else self.signal_seconds
 
     def workers(self, job: Job) -> Literal["auto"] | int:
-        """Return the workers a node that the options imply; auto leaves it to what the node shows."""
+        """Return the number of workers per node that the options imply; auto: all GPUs that the node shows."""
         return job.request.gpus if job.request.gpus != "auto" else self._gpus() or "auto"
 
     def _gpus(self) -> int:
-        """Return the GPUs of a node that the options ask for.
+        """Return the number of GPUs per node that the options request.
 
         `4`, `a100:4`, and in a gres `gpu:4`, `gpu:a100:2,gpu:v100:2`.
         """
         if self.gpus_per_node is not None:
-            asked = str(self.gpus_per_node).split(",")
+            requests = str(self.gpus_per_node).split(",")
         else:
-            asked = [part for part in (self.gres or "").split(",") if part.partition(":")[0] == "gpu"]
-        last = [part.rpartition(":")[2] for part in asked]
-        return sum(int(word) if word.isdecimal() else 1 for word in last)
+            requests = [part for part in (self.gres or "").split(",") if part.partition(":")[0] == "gpu"]
+        counts = [part.rpartition(":")[2] for part in requests]
+        return sum(int(count) if count.isdecimal() else 1 for count in counts)
 
     def _cpus(self, job: Job) -> int | None:
-        """Return the cores of our one task a node: those of all its workers."""
+        """Return the cores of the task of a node: those of all its workers."""
         workers = self.workers(job)
         return None if self.cpus_per_task is None else self.cpus_per_task * (1 if workers == "auto" else workers)
 
     def _nodes(self, job: Job, here: str) -> int:
-        asked = job.request.nodes
-        if isinstance(asked, str) and asked != "auto":
-            raise RefusedError(f"trainer.nodes={asked} is a range, which only launcher=elastic understands.")
+        requested = job.request.nodes
+        if isinstance(requested, str) and requested != "auto":
+            raise RefusedError(f"trainer.nodes={requested} is a range, which only launcher=elastic supports.")
         if here == "login":
-            return 1 if asked == "auto" else int(asked)
-        there = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
-        if asked != "auto" and int(asked) > there:
+            return 1 if requested == "auto" else int(requested)
+        allocated = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+        if requested != "auto" and int(requested) > allocated:
             raise RefusedError(
-                f"trainer.nodes={asked}, but this allocation has {there}: ask for more with salloc or sbatch."
+                f"trainer.nodes={requested}, but this allocation has {allocated}: ask for more with salloc or sbatch."
             )
-        return there if asked == "auto" else int(asked)
+        return allocated if requested == "auto" else int(requested)
 
     def _check_has(self, programs: Sequence[str]) -> None:
         for program in programs:
@@ -366,7 +361,7 @@ class Slurm(Launcher):
                 )
 
     def _check(self, job: Job, nodes: int) -> None:
-        """Refuse what the words alone show; the devices are looked at on the nodes."""
+        """Check the options without looking at the devices, which the nodes do."""
         if nodes < 1:
             raise RefusedError(f"trainer.nodes={nodes} leaves no machine: use 1 or more.")
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
@@ -377,24 +372,22 @@ class Slurm(Launcher):
             raise RefusedError(
                 f"launcher.array_parallelism={self.array_parallelism} lets no job run: use 1 or more, or null."
             )
-        limit = _limit_seconds(self.time)
+        limit = limit_seconds(self.time)
         if self.requeue and limit is not None and limit <= self._signal_seconds(job):
             raise RefusedError(
-                f"launcher.time={self.time} is {limit} s, and Slurm would tell the job {self._signal_seconds(job)} s "
-                "before the "
-                f"end to save and start again: it would do nothing else. Use more, a smaller launcher.signal_seconds, "
-                "or "
-                f"launcher.requeue=false."
+                f"launcher.time={self.time} is {limit} s, and Slurm would signal the job {self._signal_seconds(job)} s "
+                "before the end to save and start again: it would do nothing else. Use more, a smaller "
+                "launcher.signal_seconds, or launcher.requeue=false."
             )
         layout = self.layout(job, nodes)
         if layout is not None:
             job.check(layout)
 
     def layout(self, job: Job, nodes: int) -> Layout | None:
-        """Return the layout that the words alone show; None where the nodes say how many workers there are.
+        """Return the layout that the options imply; None where it depends on the GPUs of the nodes.
 
         Raises:
-            RefusedError: a number of workers that starts none.
+            RefusedError: the number of workers is below one.
         """
         workers = self.workers(job)
         if workers == "auto":
@@ -407,167 +400,12 @@ class Slurm(Launcher):
         return Layout(nodes, nodes * workers, device, backend, self.cpus_per_task or 1)
 
 
-_PLAIN = (
-    "partition",
-    "account",
-    "qos",
-    "time",
-    "mem",
-    "gpus_per_node",
-    "gres",
-    "constraint",
-    "nodelist",
-    "exclude",
+# Options that are passed to sbatch as they are.
+_PASSED_THROUGH = (
+    "partition", "account", "qos", "time", "mem", "gpus_per_node", "gres", "constraint", "nodelist", "exclude",
     "reservation",
-)
-# What an allocation says of the tasks it was made for, which srun would apply to our one task a node.
-_OF_OTHER_TASKS = (
-    "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU",
-    "SLURM_NTASKS_PER_TRES",
-    "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CPU_BIND",
-    "SLURM_GPU_BIND", "SLURM_TRES_BIND", "SLURM_DISTRIBUTION",
 )  # fmt: skip
 
 
-def _forwarding(srun: list[str]) -> list[str]:
-    """Have srun forward SIGINT to its tasks, instead of showing where they are. With SIGTERM it kills them at once."""
-    return [srun[0], "--disable-status", *srun[1:]]
-
-
-def _gpus_of_all_tasks(environ: Mapping[str, str], nodes: int) -> list[str]:
-    """Ask for all GPUs of an allocation that was made with --gpus-per-task.
-
-    Slurm would give our task those of one of its tasks.
-    """
-    kind, _, each = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")
-    if "SLURM_JOB_ID" not in environ or not each.isdecimal():
-        return []
-    count = int(each) * sum(tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", ""))[:nodes])
-    return [f"--gpus={kind}{':' if kind else ''}{count}"] if count else []
-
-
-def _limit_seconds(text: str | int | None) -> int | None:
-    """Return a time limit in seconds; None where there is none, or where it is Slurm that says what is wrong with it.
-
-    Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and so
-    on.
-    """
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", "" if text is None else str(text))
-    if found is None:
-        return None
-    days, *numbers = (None if number is None else int(number) for number in found.groups())
-    given = [number for number in numbers if number is not None]
-    units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
-    seconds = (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
-    return seconds or None  # 0 is no limit
-
-
-def _requeue(error: StoppedError) -> str:
-    """Put the job back into the queue, unless it would only do the same again."""
-    job_id = own_id()
-    if not error.saved or error.step is None or error.step <= (error.began or 0):
-        return f"job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
-    try:
-        words = [located("scontrol"), "requeue", exact_id() or ""]
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
-    except OSError as problem:
-        return f"job {job_id} is not requeued: scontrol: {problem.strerror}"
-    if done.returncode:
-        return f"job {job_id} is not requeued: {' '.join(done.stderr.split()) or done.returncode}"
-    return f"job {job_id} is requeued"
-
-
-def where(
-    environ: Mapping[str, str] = os.environ, pid: int | None = None, has_terminal: Callable[[str], bool] | None = None
-) -> Literal["login", "allocation", "step"]:
-    """Tell the three places apart.
-
-    A batch script has SLURM_PROCID like a task of srun, but no step. A shell that `srun --pty` opened is a task itself,
-    and what is typed in it is not: it is inside an allocation. Only there a terminal is in play, and the task is
-    another process; SLURM_PTY_PORT tells less, for the steps that are started in that shell inherit it.
-    """
-    if "SLURM_JOB_ID" not in environ:
-        return "login"
-    step = environ.get("SLURM_STEP_ID")
-    if step is None or not step.isdigit() or int(step) >= 0xFFFFFFF0:  # the batch script's, the interactive step's
-        return "allocation"
-    me, task = str(os.getpid() if pid is None else pid), environ.get("SLURM_TASK_PID", "")
-    if task != me and any(map(has_terminal or _has_terminal, (me, task))):
-        return "allocation"
-    return "step"
-
-
-def _has_terminal(pid: str) -> bool:
-    """Tell whether a process has a controlling terminal. Source: proc(5), tty_nr."""
-    try:
-        return Path("/proc", pid, "stat").read_text().rsplit(")", 1)[1].split()[4] != "0"
-    except (OSError, IndexError):
-        return False  # it has ended, or is in another container
-
-
-def _check_not_running(run: Path) -> None:
-    """Refuse a run directory in which another job runs, such as the same script submitted twice."""
-    others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {
-        own_id(),
-        os.environ["SLURM_JOB_ID"],
-    }
-    for job_id, found in sorted(states(others).items()):
-        if found in RUNNING:
-            raise RefusedError(f"job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.")
-
-
-def _step_key() -> str:
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return "slurm " + ".".join(os.environ.get(name, "0") for name in names)
-
-
-_NAMES = {"output": "run.dir", "chdir": "the path of the current folder"}
-
-
-def _quoted(value: str, name: str) -> str:
-    """Quote for an #SBATCH line, which Slurm splits into words like a shell, but without any expansion."""
-    if "\n" in value or "\0" in value:
-        name = _NAMES.get(name, f"launcher.{name.replace('-', '_')}")
-        raise RefusedError(f"{name} has a line break, which a job script cannot hold: {value!r}.")
-    if re.fullmatch(r"[\w@%+=:,./-]+", value, re.ASCII):
-        return value
-    escaped = re.sub(r'(["\\])', r"\\\1", value)
-    return f'"{escaped}"'
-
-
-def _log_name(run: Path, job_id: str) -> str:
-    """Name the job's log. In a path with a backslash Slurm expands nothing, so that its number has no place."""
-    return "slurm.log" if "\\" in str(run) else f"slurm-{job_id}.log"
-
-
-def _output(folder: Path, name: str = "slurm-%j.log") -> str:
-    """Return the log of a job, or of an array, as Slurm's pattern."""
-    if "\\" in str(folder):
-        return str(folder / _log_name(folder, "")).replace("\\", "\\\\")
-    return str(folder).replace("%", "%%") + f"/{name}"
-
-
-def _goes_on(job_id: str, error: StoppedError) -> int:
-    """Say that a signal to the command, which has nothing more to do, is none to the job; return the exit code."""
-    say(f"ddpexp: job {job_id} goes on; end it with scancel {job_id}")
-    return error.exit_code
-
-
-def _follow(job_id: str, output: Path) -> tuple[str, int]:
-    """Show the job's output until it has ended; return its state and exit code."""
-    terminal = Terminal()
-    shown: Log | None = None
-    try:
-        while True:
-            found, code = state(job_id)
-            if shown is None and output.is_file():
-                shown = Log.reading(output)
-            for line in shown.new_lines(last=found in ENDED) if shown is not None else ():
-                terminal.line(line)
-            if found in ENDED:
-                return found, EXIT_FAILED if code == EXIT_DONE and found != "COMPLETED" else code
-            time.sleep(_POLL_SECONDS)
-    finally:
-        terminal.close()
-        if shown is not None:
-            shown.close()
+def _explain_no_requeue() -> str:
+    return f"job {own_id()} ends: launcher.requeue=false"

@@ -1,4 +1,4 @@
-"""The jobs of a sweep as tasks of Slurm's job arrays: the script, its submission, and the wait for their ends."""
+"""Run the jobs of a sweep as tasks of Slurm job arrays: write the scripts, submit them, wait for the tasks."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ddpexp.system.limits import said_with_limit
 from ddpexp.system.slurm import ENDED, array_size, sbatch, signals_wait, state, states
 from ddpexp.system.terminal import say
 
-_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0  # all users of a cluster ask the same controller
-_TASKS = 10_000  # of one array: their run directories stand in its script, and Slurm takes 4 MiB
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0  # all users of a cluster share the controller
+_TASKS = 10_000  # per array: their run directories are in its script, which Slurm limits to 4 MiB
 
 Numbered = Sequence[tuple[int, Job]]
-"""Jobs, each with its place among all that are submitted."""
+"""Jobs, each with its index among all that are submitted."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the tasks of an array have in common: all of its script but the run directories."""
+    """What the tasks of an array have in common: its script except for the run directories."""
 
     options: tuple[str, ...]  # lines for Slurm
     setup: tuple[str, ...]
@@ -36,10 +36,10 @@ class Kind:
     parallelism: int | None
 
     def script(self, runs: Sequence[str], path: Path) -> str:
-        """Return the text of an array's script, which will lie at `path`: task n takes the n-th run directory.
+        """Return the text of an array's script, to be written to `path`: task n uses the n-th run directory.
 
-        Each writes into a log in its own run directory, as a single job does. Slurm's patterns cannot name one, so the
-        shell does; the array's own log holds what is said before that.
+        Each task writes to a log in its own run directory, as a single job does. Slurm's patterns cannot express that,
+        so the shell redirects; the array's own log has the output before that.
         """
         at_once = "" if self.parallelism is None else f"%{self.parallelism}"
         return (
@@ -59,60 +59,60 @@ class Kind:
 
 
 def by_kind(kinds: Sequence[Kind], jobs: Sequence[Job]) -> dict[Kind, Numbered]:
-    """Sort jobs by what their scripts have in common."""
-    found: dict[Kind, list[tuple[int, Job]]] = {}
+    """Group jobs by what their scripts have in common."""
+    jobs_of: dict[Kind, list[tuple[int, Job]]] = {}
     for number, (kind, job) in enumerate(zip(kinds, jobs, strict=True)):
-        found.setdefault(kind, []).append((number, job))
-    return dict(found)
+        jobs_of.setdefault(kind, []).append((number, job))
+    return dict(jobs_of)
 
 
-def cut(jobs_of: Mapping[Kind, Numbered], most: int) -> list[tuple[Kind, Numbered]]:
-    """Return the arrays to submit, of `most` tasks at most."""
-    return [(kind, jobs[begin : begin + most]) for kind, jobs in jobs_of.items() for begin in range(0, len(jobs), most)]
+def cut(jobs_of: Mapping[Kind, Numbered], size: int) -> list[tuple[Kind, Numbered]]:
+    """Return the arrays to submit, of at most `size` tasks each."""
+    return [(kind, jobs[begin : begin + size]) for kind, jobs in jobs_of.items() for begin in range(0, len(jobs), size)]
 
 
 def show(jobs_of: Mapping[Kind, Numbered], folder: Path) -> None:
-    """Print the scripts, with names in place of the run directories, which are not made."""
+    """Print the scripts, with placeholders for the run directories, which are not created."""
     for kind, jobs in cut(jobs_of, min(array_size(), _TASKS)):
         print(kind.script([str(folder / f"RUN_DIR_{number}") for number, _ in jobs], folder / "array.sbatch"), end="")
 
 
 def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[int, str], None]) -> None:
-    """Make the run directories and submit the arrays, one after another.
+    """Create the run directories and submit the arrays, one after another.
 
     Raises:
-        RefusedError: Slurm, or a job, refuses; how many were submitted before is said. StoppedError: a signal came.
+        RefusedError: Slurm, or a job, refuses. StoppedError: a signal arrived. What was submitted before is printed.
     """
-    most = min(array_size(), _TASKS)
-    arrays = cut(jobs_of, most)
+    size = min(array_size(), _TASKS)
+    arrays = cut(jobs_of, size)
     everything = [job for _, jobs in arrays for _, job in jobs]
     _prepare(everything)
     if len(arrays) > 1:
-        why = "their options for sbatch differ" if len(arrays) == len(jobs_of) else f"an array holds {most} here"
+        why = "their options for sbatch differ" if len(arrays) == len(jobs_of) else f"an array holds {size} here"
         each = (
             "" if all(kind.parallelism is None for kind in jobs_of) else "; launcher.array_parallelism counts for each"
         )
         say(f"ddpexp: {len(everything)} jobs go into {len(arrays)} arrays, for {why}{each}", sys.stdout)
-    known: list[str] = []
+    job_ids: list[str] = []
 
-    def told(number: int, job_id: str) -> None:
-        known.append(job_id)
+    def record(number: int, job_id: str) -> None:
+        job_ids.append(job_id)
         submitted(number, job_id)
 
     try:
         for kind, jobs in arrays:
-            _submit(kind, jobs, folder, told)
+            _submit(kind, jobs, folder, record)
     except ENDS:
-        if known:
+        if job_ids:
             say(
-                f"ddpexp: {len(known)} of {len(everything)} jobs are submitted and go on; end them with scancel "
-                f"{_arrays(known)}"
+                f"ddpexp: {len(job_ids)} of {len(everything)} jobs are submitted and keep running; cancel them with "
+                f"scancel {_arrays(job_ids)}"
             )
         raise
 
 
 def _prepare(jobs: Sequence[Job]) -> None:
-    """Have the data made ready, once for all jobs that need the same."""
+    """Prepare the data, once for all jobs that need the same."""
     ready: list[object] = []
     for job in jobs:
         if job.needs is None or job.needs not in ready:
@@ -120,47 +120,47 @@ def _prepare(jobs: Sequence[Job]) -> None:
             ready.append(job.needs)
 
 
-def _submit(kind: Kind, jobs: Numbered, folder: Path, told: Callable[[int, str], None]) -> None:
+def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str], None]) -> None:
     """Submit one array."""
-    made = _make(jobs)
-    if not made:
+    created = _create(jobs)
+    if not created:
         return
     with signals_wait():
         try:
-            array = sbatch(_write(kind, [str(run) for _, _, run in made], folder))
+            array = sbatch(_write(kind, [str(run) for _, _, run in created], folder))
         except RefusedError as error:
             text, code = str(error), error.exit_code
-            for _, job, _ in made:
+            for _, job, _ in created:
                 job.fail(Failure(rank=0, host=os.uname().nodename, kind="RefusedError", message=text, exit_code=code))
             raise
-        for task, (number, _, _) in enumerate(made):
-            told(number, f"{array}_{task}")
-        for task, (_, job, run) in enumerate(made):
+        for task, (number, _, _) in enumerate(created):
+            record(number, f"{array}_{task}")
+        for task, (_, job, run) in enumerate(created):
             if status(run) == "submitted":  # not begun yet
                 job.note("submitted", job_id=f"{array}_{task}")
-    of = f"{len(made)} job{'s' if len(made) > 1 else ''}"
-    say(f"submitted array {array} of {of}  sweep directory {os.path.relpath(folder)}", sys.stdout)
+    size = f"{len(created)} job{'s' if len(created) > 1 else ''}"
+    say(f"submitted array {array} of {size}  sweep directory {os.path.relpath(folder)}", sys.stdout)
     say(f"queue: squeue -j {array}    end all: scancel {array}    end one: scancel {array}_0", sys.stdout)
 
 
-def _make(jobs: Numbered) -> list[tuple[int, Job, Path]]:
-    """Make the run directories; without all of them there is no array, and those that were made are interrupted."""
-    made: list[tuple[int, Job, Path]] = []
+def _create(jobs: Numbered) -> list[tuple[int, Job, Path]]:
+    """Create the run directories; if one fails there is no array, and all are recorded as interrupted."""
+    created: list[tuple[int, Job, Path]] = []
     try:
         for number, job in jobs:
-            with suppress(FinishedError):  # by somebody else, meanwhile
-                made.append((number, job, job.create().resolve()))
-                job.note("submitted")  # before: it may begin at once
+            with suppress(FinishedError):  # another command has finished it in the meantime
+                created.append((number, job, job.create().resolve()))
+                job.note("submitted")  # before the submission, since the job may begin at once
     except ENDS:
         for _, job in jobs:
             job.interrupt()
             job.close()
         raise
-    return made
+    return created
 
 
 def _write(kind: Kind, runs: Sequence[str], folder: Path) -> Path:
-    """Write the script under the first free name: those before it say what was submitted then."""
+    """Write the script under the first free name: earlier ones document what was submitted before."""
     path = folder / "array.sbatch"
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -175,41 +175,41 @@ def _write(kind: Kind, runs: Sequence[str], folder: Path) -> Path:
 
 
 def follow(job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> None:
-    """Ask for all jobs at once until they have ended, and tell each end; like `Submitter.follow`."""
-    left = dict(enumerate(job_ids))
+    """Poll all jobs together until they have ended, and report each end; like `Submitter.follow`."""
+    running = dict(enumerate(job_ids))
     begin = time.monotonic()
     try:
-        while left:
-            found = states(left.values())
-            for place, job_id in [(place, job_id) for place, job_id in left.items() if found[job_id] in ENDED]:
-                del left[place]
-                ended(place, found[job_id], _exit_code(job_id, found[job_id]))
-            if left:
+        while running:
+            job_states = states(running.values())
+            for number, job_id in [item for item in running.items() if job_states[item[1]] in ENDED]:
+                del running[number]
+                ended(number, job_states[job_id], _exit_code(job_id, job_states[job_id]))
+            if running:
                 time.sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, (time.monotonic() - begin) / 60)))
-    except StoppedError as error:  # of this command, which has nothing to do any more; not of the jobs
+    except StoppedError as error:  # it stops this command, not the jobs
         say(
-            f"ddpexp: {len(left)} job{'s go' if len(left) > 1 else ' goes'} on; end them with scancel "
-            f"{_arrays(left.values())}"
+            f"ddpexp: {len(running)} job{'s keep' if len(running) > 1 else ' keeps'} running; cancel them with scancel "
+            f"{_arrays(running.values())}"
         )
         error.quiet = True
         raise
 
 
 def _arrays(job_ids: Iterable[str]) -> str:
-    """Return the numbers of the arrays, as scancel takes them."""
+    """Return the ids of the arrays, as arguments for scancel."""
     return " ".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 
-def _exit_code(job_id: str, found: str) -> int:
-    if found in ("COMPLETED", "FORGOTTEN"):
+def _exit_code(job_id: str, job_state: str) -> int:
+    if job_state in ("COMPLETED", "FORGOTTEN"):
         return EXIT_DONE
     return state(job_id)[1] or EXIT_FAILED
 
 
 def status(run: Path) -> str | None:
-    """Return how far the job in a run directory says it is, or None before it says anything."""
+    """Return the status in a run directory's result.json, or None if there is none."""
     try:
-        found: str = json.loads((run / "result.json").read_text())["status"]
-        return found
+        recorded: str = json.loads((run / "result.json").read_text())["status"]
+        return recorded
     except (OSError, ValueError):
         return None

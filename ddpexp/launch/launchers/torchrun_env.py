@@ -12,24 +12,24 @@ from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment, of_torchrun
-from ddpexp.launch.rendezvous.meeting import Fixed, Rendezvous, StoreRendezvous
+from ddpexp.launch.rendezvous.kinds import Fixed, Rendezvous, StoreRendezvous
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
 
-_MARK = "found: "  # before the store's answer, which torch's warnings may surround
+_MARK = "found: "  # marks the line with the store's answer among torch's warnings
 
 
 @dataclass(frozen=True)
 class TorchrunEnv(Launcher):
-    """Join the ranks that torchrun, torch.distributed.launch or a hand with `export RANK=...` has started."""
+    """Join the ranks that torchrun, torch.distributed.launch, or a user with `export RANK=...` has started."""
 
     @property
     def ranks_started_externally(self) -> bool:
-        """Tell that somebody else starts the ranks, and has to start them again."""
+        """Return True: torchrun or the user starts the ranks."""
         return True
 
     def started_by(self, argv: Sequence[str]) -> tuple[str, str]:
-        """Return how the ranks are started again, and where that is typed."""
+        """Return torchrun's command line; like `Launcher.started_by`."""
         return started_by.torchrun(argv)
 
     def launch(self, job: Job, server: Server | None = None) -> int:
@@ -43,39 +43,34 @@ class TorchrunEnv(Launcher):
 
 
 def run(job: Job, server: Server | None, key: str) -> int:
-    """Do what `TorchrunEnv.launch` does.
-
-    Under `key` the ranks find one another in the agent's store, where there is one.
-    """
-    place = of_torchrun(job.request)
+    """Run one rank of torchrun; the ranks find one another under `key` in the agent's store, where there is one."""
+    environment = of_torchrun(job.request)
     server = server or Server()
     try:
-        return coordinator.run(job, place, way(place, server, job.request.timeout.init_seconds, key), server)
+        rendezvous = rendezvous_of(environment, server, job.request.timeout.init_seconds, key)
+        return coordinator.run(job, environment, rendezvous, server)
     finally:
         server.close()
 
 
-def way(
-    place: LaunchEnvironment, server: Server, seconds: float, key: str, environ: Mapping[str, str] = os.environ
+def rendezvous_of(
+    environment: LaunchEnvironment, server: Server, seconds: float, key: str, environ: Mapping[str, str] = os.environ
 ) -> Rendezvous | None:
-    """Return how the ranks find one another: torchrun's agent keeps a store.
-
-    Without one rank zero takes the port itself.
-    """
-    if place.size == 1:
+    """Return the rendezvous: the store of torchrun's agent, or without one MASTER_PORT, which rank zero opens."""
+    if environment.size == 1:
         return None
     host, port = environ["MASTER_ADDR"], environ["MASTER_PORT"]
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return Fixed(host, int(port), ("MASTER_ADDR", "MASTER_PORT"))
 
-    def call(*words: str) -> str | None:
-        code, text = server.call(
-            "ddpexp.launch.rendezvous.torch_store:main", [json.dumps([host, int(port), key, seconds, *words])]
+    def call(*text: str) -> str | None:
+        code, output = server.call(
+            "ddpexp.launch.rendezvous.torch_store:main", [json.dumps([host, int(port), key, seconds, *text])]
         )
         if code:
             raise AbsentError(
-                f"torchrun's store at {host}:{port} cannot be used: {text.strip().splitlines()[-1:] or code}."
+                f"torchrun's store at {host}:{port} cannot be used: {output.strip().splitlines()[-1:] or code}."
             )
-        return next((line.removeprefix(_MARK) for line in text.splitlines() if line.startswith(_MARK)), None)
+        return next((line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)), None)
 
-    return StoreRendezvous(publish=call, ask=call, local=place.local_world_size == place.size)
+    return StoreRendezvous(publish=call, ask=call, local=environment.local_world_size == environment.size)

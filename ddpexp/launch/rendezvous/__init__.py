@@ -1,1 +1,1 @@
-"""How the commands of one job find one another and agree on who does what."""
+"""How the commands of one job find and connect to one another: the launch environment and the rendezvous."""

@@ -1,4 +1,4 @@
-"""Where a command stands among those that together run one job, read from what started it; opens nothing."""
+"""Read the launch environment (torchrun's, Slurm's, MPI's variables): a command's index among those of its job."""
 
 from __future__ import annotations
 
@@ -17,34 +17,31 @@ from ddpexp.system.process import ancestors, stat
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """One command of a job: it starts all workers of a node, or one worker whose rank it was told."""
+    """One command of a job: it starts all workers of a node, or the one worker whose rank the environment gives it."""
 
-    index: int = 0  # of this command; number 0 leads
-    size: int = 1  # how many commands there are
-    told: bool = False  # the command is one rank, `index` of `size`, and starts that one worker
-    local_rank: int | None = None  # of the told ones; None: learnt when all have met
+    index: int = 0  # of this command; command 0 leads
+    size: int = 1  # the number of commands
+    externally_launched: bool = False  # the command is one rank, `index` of `size`, and starts that one worker
+    local_rank: int | None = None  # where externally launched; None: known after the rendezvous
     local_world_size: int | None = None
-    nodes: int | None = None  # None: not known before all have met
-    starter: str = "this command"  # who says so, for errors
-    owner: str | None = None  # what starts this command again after a failure
+    nodes: int | None = None  # None: known after the rendezvous
+    starter: str = "this command"  # what set these numbers, for errors
+    owner: str | None = None  # identifies what starts this command again after a failure
     restarted: bool | None = None  # whether it has done so; None: not known
 
     @property
     def ends_with_parent(self) -> bool:
-        """Tell whether the parent is a program that starts ranks and watches them.
-
-        Killed at once, it leaves them alone.
-        """
+        """Return whether the parent is a launcher whose ranks must end with it, even if it is killed."""
         return self.starter in ("torchrun", "srun", "mpirun")
 
     @property
     def shares_terminal(self) -> bool:
-        """Tell whether the starter shows the output of all commands in one place, on whichever host they run."""
+        """Return whether the starter prints the output of all commands, on all hosts, in one place."""
         return self.starter in ("srun", "mpirun")
 
 
 _TORCHRUN = "torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env"
-# What to do about a missing variable, by what should have set it.
+# Advice on a missing variable, by the program that should have set it.
 _BY_TORCHRUN = (
     "every rank needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun sets them; by hand, export them"
 )
@@ -54,11 +51,11 @@ _BY_MPIRUN = (
 )
 
 
-def of_torchrun(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+def of_torchrun(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     """Read torchrun's variables, or the same ones exported by hand.
 
     Raises:
-        RefusedError: one is missing, no number, or contradicts another or a typed key.
+        RefusedError: one is missing, not a number, or contradicts another one or an override.
     """
     if not any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         raise RefusedError(
@@ -70,32 +67,32 @@ def of_torchrun(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -
         raise RefusedError(f"MASTER_ADDR is not set: {_BY_TORCHRUN}.")
     port = _number(environ, "MASTER_PORT", _BY_TORCHRUN)
     if not 0 < port < 65536:
-        raise RefusedError(f"MASTER_PORT={port} is no port: use one from 1 to 65535.")
-    _check_no_rank("RANK", rank, "WORLD_SIZE", size)
+        raise RefusedError(f"MASTER_PORT={port} is not a valid port: use one from 1 to 65535.")
+    _check_rank("RANK", rank, "WORLD_SIZE", size)
     local_rank, local_size = _local(environ, "LOCAL_RANK", "LOCAL_WORLD_SIZE", size, "WORLD_SIZE")
     nodes = _nodes(environ, "GROUP_WORLD_SIZE") or (1 if local_size == size else None)
     elastic = "TORCHELASTIC_RUN_ID" in environ
     starter = "torchrun" if elastic else "the environment"
-    _check_consistent(asked, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
+    _check_consistent(request, starter, nodes, local_size, "LOCAL_WORLD_SIZE")
     owner = process_identity(start.parent()) if elastic else None
     return LaunchEnvironment(rank, size, True, local_rank, local_size, nodes, starter, owner)
 
 
-def of_slurm_task(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
-    """Read the place of a task that srun started. Raises RefusedError like `of_torchrun`."""
+def of_slurm_task(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+    """Read the variables of a task that srun started. Raises RefusedError like `of_torchrun`."""
     size_name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     rank, size = _number(environ, "SLURM_PROCID", _BY_SRUN), _number(environ, size_name, _BY_SRUN)
-    _check_no_rank("SLURM_PROCID", rank, size_name, size)
+    _check_rank("SLURM_PROCID", rank, size_name, size)
     nodes = _nodes(environ, "SLURM_STEP_NUM_NODES")
     tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = _number(environ, "SLURM_NODEID", _BY_SRUN)
     if tasks:
-        _check_no_rank("SLURM_NODEID", node, "the number of nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
+        _check_rank("SLURM_NODEID", node, "the number of nodes in SLURM_STEP_TASKS_PER_NODE", len(tasks))
     local_size = tasks[node] if tasks else None
     local_rank = _number(environ, "SLURM_LOCALID", _BY_SRUN)
     if local_size is not None:
-        _check_no_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
-    _check_consistent(asked, "srun", nodes, local_size, "tasks per node")
+        _check_rank("SLURM_LOCALID", local_rank, "the number of tasks on this node", local_size)
+    _check_consistent(request, "srun", nodes, local_size, "tasks per node")
     restarts = _number(environ, "SLURM_RESTART_COUNT", _BY_SRUN) if environ.get("SLURM_RESTART_COUNT") else 0
     names = (
         environ.get("SLURM_CLUSTER_NAME") or os.uname().nodename,
@@ -108,12 +105,12 @@ def of_slurm_task(asked: WorkerRequest, environ: Mapping[str, str] = os.environ)
     )
 
 
-def of_mpi(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tuple[LaunchEnvironment, str]:
-    """Read the place of a process of mpirun (Open MPI, MPICH and what is made from it), and a name for that mpirun.
+def of_mpi(request: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tuple[LaunchEnvironment, str]:
+    """Read the variables of a process that mpirun (Open MPI, MPICH or a derivative) started, and a key for that mpirun.
 
     Raises:
-        RefusedError: no mpirun started this, or a variable is missing, no number, or contradicts another or a typed
-        key.
+        RefusedError: no mpirun started this, or a variable is missing, not a number, or contradicts another one or an
+        override.
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
         names = (
@@ -125,7 +122,7 @@ def of_mpi(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tup
         key = environ.get("OMPI_MCA_orte_hnp_uri") or environ.get("PMIX_NAMESPACE") or str(start.parent())
     elif "PMI_RANK" in environ:
         names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-        # Its proxy may be further above: a script may stand between.
+        # MPICH's proxy need not be the parent: there may be a script between.
         key = next(filter(None, map(control_port, ancestors(os.getpid()))), str(start.parent()))
     else:
         raise RefusedError(
@@ -133,10 +130,10 @@ def of_mpi(asked: WorkerRequest, environ: Mapping[str, str] = os.environ) -> tup
             "`mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."
         )
     rank, size = _number(environ, names[0], _BY_MPIRUN), _number(environ, names[1], _BY_MPIRUN)
-    _check_no_rank(names[0], rank, names[1], size)
+    _check_rank(names[0], rank, names[1], size)
     local_rank, local_size = _local(environ, names[2], names[3], size, names[1])
     nodes = 1 if local_size == size else None
-    _check_consistent(asked, "mpirun", nodes, local_size, names[3])
+    _check_consistent(request, "mpirun", nodes, local_size, names[3])
     return LaunchEnvironment(
         rank, size, True, local_rank, local_size, nodes, "mpirun", process_identity(start.parent())
     ), key
@@ -163,26 +160,26 @@ def externally_started(environ: Mapping[str, str] = os.environ) -> tuple[str, in
 
 
 def process_identity(pid: int) -> str | None:
-    """Name a process so that no later one is mistaken for it: host, process id and start time; None when it is gone."""
-    words = stat(pid)
-    return f"{os.uname().nodename}:{pid}:{words[19]}" if words else None
+    """Return a unique identity of a process: host, process id and start time; None when it is gone."""
+    fields = stat(pid)
+    return f"{os.uname().nodename}:{pid}:{fields[19]}" if fields else None
 
 
-def _check_consistent(asked: WorkerRequest, starter: str, nodes: int | None, local_size: int | None, name: str) -> None:
-    if asked.gpus != "auto" and local_size is not None and asked.gpus != local_size:
+def _check_consistent(
+    request: WorkerRequest, starter: str, nodes: int | None, local_size: int | None, name: str
+) -> None:
+    if request.gpus != "auto" and local_size is not None and request.gpus != local_size:
         raise RefusedError(
-            f"trainer.gpus={asked.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on this "
-            "node "
-            f"({name}={local_size}): "
-            f"leave trainer.gpus=auto, for {starter} decides."
+            f"trainer.gpus={request.gpus}, but {starter} has {local_size} worker{'s' if local_size > 1 else ''} on "
+            f"this node ({name}={local_size}): leave trainer.gpus=auto, since {starter} decides."
         )
-    if isinstance(asked.nodes, str) and asked.nodes != "auto":
-        raise RefusedError(f"trainer.nodes={asked.nodes} is a range, which only launcher=elastic understands.")
-    if asked.nodes != "auto" and nodes is not None and asked.nodes != nodes:
-        raise RefusedError(f"trainer.nodes={asked.nodes}, but {starter} runs on {nodes}: leave trainer.nodes=auto.")
+    if isinstance(request.nodes, str) and request.nodes != "auto":
+        raise RefusedError(f"trainer.nodes={request.nodes} is a range, which only launcher=elastic supports.")
+    if request.nodes != "auto" and nodes is not None and request.nodes != nodes:
+        raise RefusedError(f"trainer.nodes={request.nodes}, but {starter} runs on {nodes}: leave trainer.nodes=auto.")
 
 
-def _check_no_rank(name: str, rank: int, size_name: str, size: int) -> None:
+def _check_rank(name: str, rank: int, size_name: str, size: int) -> None:
     if size < 1:
         raise RefusedError(f"{size_name}={size} leaves no worker: it is the number of workers, 1 or more.")
     if not 0 <= rank < size:
@@ -200,16 +197,18 @@ def _number(environ: Mapping[str, str], name: str, advice: str) -> int:
 
 
 def _local(
-    environ: Mapping[str, str], rank_name: str, size_name: str, all_: int, all_name: str
+    environ: Mapping[str, str], rank_name: str, size_name: str, world_size: int, world_size_name: str
 ) -> tuple[int | None, int | None]:
-    """Read a rank's number on its host and how many there are, where both are known."""
+    """Read the local rank and the local world size, where both are set."""
     rank = _number(environ, rank_name, "") if environ.get(rank_name) else None
     size = _number(environ, size_name, "") if environ.get(size_name) else None
     if size is None:
         return None, None
-    _check_no_rank(rank_name, rank or 0, size_name, size)
-    if size > all_:
-        raise RefusedError(f"{size_name}={size} is more than {all_name}={all_}: the variables contradict.")
+    _check_rank(rank_name, rank or 0, size_name, size)
+    if size > world_size:
+        raise RefusedError(
+            f"{size_name}={size} is more than {world_size_name}={world_size}: the variables contradict each other."
+        )
     return rank, size
 
 
@@ -221,11 +220,11 @@ def _nodes(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Read Slurm's short form: `2(x3),1` means 2, 2, 2, 1."""
+    """Parse Slurm's short form: `2(x3),1` means 2, 2, 2, 1."""
     counts: list[int] = []
     for part in filter(None, text.split(",")):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             raise RefusedError(f"SLURM_STEP_TASKS_PER_NODE={text} is not a list of numbers such as 2(x3),1.")
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts

@@ -1,10 +1,8 @@
-"""Whether what has started this command was gone before the command's first line.
+"""Detect that the launcher which started this command died before the command could record its parent.
 
-When its parent was another process already.
-
-A process whose parent ends is given to another one: init, a subreaper, or in a container any program. Nothing tells
-such a parent from a true one, so what counts is what starters leave to the processes that they start, and what cannot
-be so while they live. Where nothing of the kind is found the command runs on: a healthy run is never ended on a guess.
+A process whose parent ends is adopted by another one: init, a subreaper, or in a container any program. Such a parent
+cannot be told from the original one, so the evidence is what launchers pass to their processes, in a state that is
+impossible while they live. Without such evidence the command keeps running: a healthy run is never ended on a guess.
 """
 
 from __future__ import annotations
@@ -20,60 +18,55 @@ from pathlib import Path
 
 from ddpexp.system.process import ancestors
 
-_ANSWER_SECONDS = 5.0  # longer means nothing
-_KEEPER = "slurmstepd"
+_ANSWER_SECONDS = 5.0  # no answer within this time is no evidence
+_STEP_DAEMON = "slurmstepd"
 
 
 def was_lost(starter: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Tell whether torchrun, mpirun or srun's keeper on this host is known to be gone.
+    """Return whether torchrun, mpirun, or srun's slurmstepd on this host is known to be gone.
 
-    Asked before any worker starts.
+    Called before any worker starts.
     """
     if starter == "torchrun":
         return _agent_is_lost(environ)
     if starter == "mpirun":
         return _mpirun_is_lost(environ) or _proxy_is_lost(environ)
-    return starter == "srun" and _keeper_is_lost(environ)
+    return starter == "srun" and _step_daemon_is_lost(environ)
 
 
 def control_port(pid: int) -> str | None:
-    """Read from MPICH's proxy, which starts its ranks, the address of its mpirun, which all proxies of a job share."""
+    """Return the address of mpirun from the command line of MPICH's proxy; the same for all proxies of a job."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        return words[words.index("--control-port") + 1]
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        return command[command.index("--control-port") + 1]
     except (OSError, ValueError, IndexError):
         return None
 
 
 def _agent_is_lost(environ: Mapping[str, str]) -> bool:
-    """Tell whether nobody has the port of the store.
-
-    That the first machine's agent opens before any agent starts a rank.
-    """
+    """Return whether nothing listens at the port of the store, which an agent opens before any rank is started."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
-    return _refused(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
+    return _is_refused(environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", ""))
 
 
 def _mpirun_is_lost(environ: Mapping[str, str]) -> bool:
-    """Tell whether nobody has the port where Open MPI's mpirun, or its daemon on this host, serves the ranks.
-
-    That it starts.
-    """
+    """Return whether nothing listens at the port where Open MPI's mpirun, or its local daemon, serves its ranks."""
     texts = [text for name, text in environ.items() if name.startswith("PMIX_SERVER_URI")]
-    found = {match for text in texts for match in re.findall(r"tcp4://([\d.]+):(\d+)", text)}
-    return bool(found) and all(_refused(host, port) for host, port in found)
+    endpoints = {match for text in texts for match in re.findall(r"tcp4://([\d.]+):(\d+)", text)}
+    return bool(endpoints) and all(_is_refused(host, port) for host, port in endpoints)
 
 
 def _proxy_is_lost(environ: Mapping[str, str]) -> bool:
-    """Tell whether the other end of a rank's connection to MPICH's proxy is closed, and no proxy is above this process.
+    """Return whether the connection to MPICH's proxy is closed, and no proxy is an ancestor of this process.
 
-    A script between the two may have run a program before that has used MPI and closed the connection properly.
+    The second condition is for a script between the two that has run another MPI program before, which closed the
+    connection properly.
     """
     try:
         number = int(environ["PMI_FD"])
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
-            return False  # a script between the two has closed it
+            return False  # a script between the two closed it
     except (KeyError, ValueError, OSError):
         return False
     poll = select.poll()
@@ -82,29 +75,26 @@ def _proxy_is_lost(environ: Mapping[str, str]) -> bool:
     return closed and not any(map(control_port, ancestors(os.getpid())))
 
 
-def _keeper_is_lost(environ: Mapping[str, str]) -> bool:
-    """Tell whether the task of srun that this process is, or is below.
-
-    Is the child of another program than Slurm's keeper.
-    """
-    line = [os.getpid(), *ancestors(os.getpid())]
+def _step_daemon_is_lost(environ: Mapping[str, str]) -> bool:
+    """Return whether the srun task that contains this process has another parent than slurmstepd."""
+    lineage = [os.getpid(), *ancestors(os.getpid())]
     task = environ.get("SLURM_TASK_PID", "")
-    above = next((over for pid, over in itertools.pairwise(line) if str(pid) == task), None)
-    if above is None:
+    parent = next((parent for pid, parent in itertools.pairwise(lineage) if str(pid) == task), None)
+    if parent is None:
         return False  # it is in another container, or has ended
     try:
-        return Path(f"/proc/{above}/comm").read_text().rstrip("\n") != _KEEPER
+        return Path(f"/proc/{parent}/comm").read_text().rstrip("\n") != _STEP_DAEMON
     except OSError:
         return False
 
 
-def _refused(host: str, port: str) -> bool:
-    """Tell whether a host refuses connections to a port at all of its addresses; no answer means nothing."""
+def _is_refused(host: str, port: str) -> bool:
+    """Return whether all addresses of a host refuse connections to a port; no answer is not a refusal."""
     try:
-        places = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     except (OSError, ValueError):
         return False
-    return bool(places) and all(_refuses(family, address) for family, _, _, _, address in places)
+    return bool(addresses) and all(_refuses(family, address) for family, _, _, _, address in addresses)
 
 
 def _refuses(family: int, address: tuple[object, ...]) -> bool:

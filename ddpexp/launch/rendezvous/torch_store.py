@@ -1,4 +1,4 @@
-"""Put a text into torchrun's store, or wait for it there: in a process of its own, for the command has no torch."""
+"""Set a key in torchrun's store, or wait for it: in a subprocess, since the command itself does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def main(described: str) -> int:
-    """Do what the JSON list says: host, port, key, seconds to wait, and the text to put there, if there is one."""
+    """Subprocess entry point; takes a JSON list: host, port, key, timeout in seconds, and the text to set, if any."""
     host, port, key, seconds, *text = json.loads(described)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=seconds))
     if text:

@@ -1,4 +1,4 @@
-"""Why ranks have ended: what each has said itself or its end tells, and which of all causes is the genuine one."""
+"""Why ranks have failed: the cause of each, from its own report or its exit, and which of all is the genuine one."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from ddpexp.launch.workers.control import Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 
 _LAST_LINES = 20
-_CRASH_LINES = 200  # more than a library and Python write of a crash
-_OTHER_SIZE = "op.preamble.length <= op.nbytes"  # gloo's words, and with them it aborts the process
+_CRASH_LINES = 200  # more than libraries and Python print on a crash
+_SIZE_MISMATCH = "op.preamble.length <= op.nbytes"  # gloo's message, after which it aborts the process
 _MISMATCH = "CollectiveMismatch"
 
 
 @dataclass
 class Worker:
-    """One rank as seen from outside."""
+    """One rank, as its supervisor sees it."""
 
     rank: int
     control: Lines
     log: Log
     status_page: SharedStatus
-    signals: socket.socket  # what it gets itself
+    signals: socket.socket  # the numbers of the signals that it receives itself
     pid: int | None = None
     code: int | None = None  # exit code, or minus the signal's number
     done: bool = False
-    stopped: bool = False  # it has left by itself, as it was asked to
-    ended: bool = False  # by us
-    trains: bool = False  # or did
+    stopped: bool = False  # it has exited by itself after a stop request
+    ended: bool = False  # the supervisor killed it
+    trains: bool = False  # its training has begun
     step: int | None = None
     failure: Failure | None = None
-    killed_for: str | None = None  # what the kernel has counted, where it was killed by SIGKILL
-    failed_at: float = 0.0  # when the watcher heard of it
-    dumps: int = 0  # SIGQUITs from here that it has not passed on yet
+    killed_for: str | None = None  # the OOM verdict, where it was killed by SIGKILL
+    failed_at: float = 0.0  # when the supervisor learnt of it
+    dumps: int = 0  # SIGQUITs from the supervisor that it has not forwarded back yet
 
     @property
     def last_step(self) -> int | None:
-        """Return the steps that it had done when it was last heard of."""
+        """Return the last known number of steps that it has done."""
         return self.step if self.status_page.step is None else self.status_page.step
 
     @property
     def well(self) -> bool:
-        """Tell whether it has ended as it should."""
+        """Return whether it has ended without a failure: done, or stopped on request."""
         return (self.done and self.code == EXIT_DONE) or (self.stopped and self.code == 128 + signal.SIGTERM)
 
 
 @dataclass
-class Heard:
+class ReportedFailure:
     """A failure that another command has reported."""
 
     failure: Failure
@@ -60,12 +60,11 @@ class Heard:
     at: float
 
 
-def rank_causes(workers: Sequence[Worker], heard: Sequence[Heard], at_once: bool = False) -> list[Failure]:
-    """Return what is known of failures here and elsewhere, the most genuine first.
+def rank_causes(workers: Sequence[Worker], reported: Sequence[ReportedFailure], at_once: bool = False) -> list[Failure]:
+    """Return all known failures, here and of other commands, the most genuine first.
 
-    A death that nobody asked for comes first, then a rank's own error; broken connections are mostly consequences.
-    `at_once`:
-    the ranks were asked to leave with nothing saved.
+    An unexpected death comes first, then a rank's own error; broken connections are usually consequences. `at_once`:
+    the ranks were asked to exit without saving.
     """
     ended = [worker for worker in workers if worker.failure is not None or worker.code is not None]
     bad = [worker for worker in ended if not worker.well]
@@ -76,16 +75,16 @@ def rank_causes(workers: Sequence[Worker], heard: Sequence[Heard], at_once: bool
             worker.rank,
             cause_of(worker),
         )
-        for worker in bad  # one without an error of its own that was to leave did as it was told
+        for worker in bad  # a rank without an error of its own has exited as requested
     ]
-    ranked += [(one.weight, one.at, one.failure.rank, one.failure) for one in heard]
-    return [found for *_, found in sorted(ranked, key=lambda one: one[:3])]
+    ranked += [(report.weight, report.at, report.failure.rank, report.failure) for report in reported]
+    return [failure for *_, failure in sorted(ranked, key=lambda entry: entry[:3])]
 
 
 def weight(failure: Failure) -> int:
-    """Return how far a failure is from being the cause of all.
+    """Return how unlikely a failure is to be the original cause.
 
-    0 a death, 1 an error of its own, 2 a broken connection, 3 by us.
+    0 a death, 1 a rank's own error, 2 a broken connection, 3 ended by the supervisor.
     """
     if failure.kind == "Ended":
         return 3
@@ -103,7 +102,7 @@ def weight(failure: Failure) -> int:
 
 
 def cause_of(worker: Worker) -> Failure:
-    """Return what the worker itself said, or what its end tells."""
+    """Return the failure that the worker itself reported, or one derived from its exit."""
     if worker.failure is not None:
         return worker.failure
     code = worker.code if worker.code is not None else EXIT_FAILED
@@ -115,8 +114,8 @@ def cause_of(worker: Worker) -> Failure:
     if code >= 0:
         message = f"the process ended with exit code {code} before its work was done"
         return failure_of(worker, "SystemExit", message, exit_code=code if 3 <= code <= 125 else EXIT_FAILED)
-    kind = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-    if code == -signal.SIGABRT and _OTHER_SIZE in worker.log.last_lines(_CRASH_LINES):
+    kind = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+    if code == -signal.SIGABRT and _SIZE_MISMATCH in worker.log.last_lines(_CRASH_LINES):
         message = "it received data of another size than expected: the ranks call different collective operations"
         return failure_of(worker, _MISMATCH, message, signum=-code)
     why = f": {worker.killed_for}" if worker.killed_for else ""
@@ -124,15 +123,12 @@ def cause_of(worker: Worker) -> Failure:
 
 
 def is_mismatch(failure: Failure) -> bool:
-    """Tell whether ranks called different collective operations; whichever got data of another size has died of it."""
+    """Return whether ranks called different collective operations; the one that got data of another size has died."""
     return failure.kind == _MISMATCH
 
 
-def with_places(failure: Failure, workers: Sequence[Worker]) -> Failure:
-    """Say of a mismatch where each rank here was, and name the one that was in code of the recipe's own.
-
-    If there is one.
-    """
+def locate_mismatch(failure: Failure, workers: Sequence[Worker]) -> Failure:
+    """Add to a mismatch where each rank here was; the rank that was in the recipe's own code, if any, gets named."""
     stacks = {worker.rank: stack for worker in workers if (stack := _stack(worker))}
     frames = {rank: shown(stack) for rank, stack in stacks.items()}
     if failure.rank not in frames or len(frames) < 2:
@@ -140,21 +136,21 @@ def with_places(failure: Failure, workers: Sequence[Worker]) -> Failure:
     rank = next((rank for rank, frame in frames.items() if not frame.is_ours), failure.rank)
     places = "; ".join(f"rank {number} {frame}" for number, frame in list(frames.items())[:8])
     message = (
-        f"the ranks called different collective operations: {places}. Do all take the same way through the recipe?"
+        f"the ranks called different collective operations: {places}. Do all take the same path through the recipe?"
     )
     return replace(failure, rank=rank, message=message, traceback=None)
 
 
 def _stack(worker: Worker) -> Stack:
-    """Return where a rank was when it failed, or wrote its stack last."""
-    found = raised((worker.failure and worker.failure.traceback) or "")
-    return found or next(reversed(threads(worker.log.last_lines(_CRASH_LINES))), [])
+    """Return the stack of a rank's error, or the last one that it dumped."""
+    stack = raised((worker.failure and worker.failure.traceback) or "")
+    return stack or next(reversed(threads(worker.log.last_lines(_CRASH_LINES))), [])
 
 
 def failure_of(
     worker: Worker, kind: str, message: str, signum: int | None = None, exit_code: int = EXIT_FAILED
 ) -> Failure:
-    """Describe a failure of a rank as it was seen from outside, with the last lines of its log."""
+    """Return a failure of a rank as observed from outside, with the last lines of its log."""
     return Failure(
         rank=worker.rank,
         host=os.uname().nodename,
@@ -168,7 +164,7 @@ def failure_of(
     )
 
 
-def keep(worker: Worker) -> None:
-    """Keep a rank's own error with its output; the terminal shows the first cause alone, once."""
+def log_failure(worker: Worker) -> None:
+    """Append a rank's own error to its log; the terminal shows only the first cause."""
     if worker.failure is not None:
         worker.log.add(f"{worker.failure.traceback or ''}{worker.failure.kind}: {worker.failure.message}\n")

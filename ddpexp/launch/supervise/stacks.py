@@ -1,4 +1,4 @@
-"""Where a process is, by the stacks that faulthandler has written and by the tracebacks of errors."""
+"""Parse the stacks that faulthandler has written, and Python's tracebacks, to tell where a process is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Frame:
 
     @property
     def is_ours(self) -> bool:
-        """Tell whether it is code of ddpexp."""
+        """Return whether it is code of ddpexp."""
         return self.file.startswith(f"{_PACKAGE}/")
 
     def __str__(self) -> str:
@@ -35,18 +35,18 @@ Stack = Sequence[Frame]
 
 
 def threads(text: str) -> list[Stack]:
-    """Return the stacks in what faulthandler has written, that of the main thread last."""
-    found: list[list[Frame]] = []
+    """Return the stacks in faulthandler's output, that of the main thread last."""
+    stacks: list[list[Frame]] = []
     for line in text.splitlines():
         if _THREAD.match(line):
-            found.append([])
-        elif found and (frame := _FRAME.match(line)):
-            found[-1].append(Frame(frame[1], frame[2], frame[3]))
-    return [stack for stack in found if stack]
+            stacks.append([])
+        elif stacks and (frame := _FRAME.match(line)):
+            stacks[-1].append(Frame(frame[1], frame[2], frame[3]))
+    return [stack for stack in stacks if stack]
 
 
 def raised(traceback: str) -> Stack:
-    """Return the stack of the first error in a traceback of Python, which is the cause of the others."""
+    """Return the stack of the first exception in a Python traceback, which is the cause of the others."""
     frames: list[Frame] = []
     for line in traceback.splitlines():
         if frame := _FRAME.match(line):
@@ -57,10 +57,10 @@ def raised(traceback: str) -> Stack:
 
 
 def is_stack(line: str) -> bool:
-    """Tell whether a line is faulthandler's."""
+    """Return whether a line is part of faulthandler's output."""
     return not line.strip() or bool(_THREAD.match(line) or _FRAME.match(line)) or line == "  ..."
 
 
 def shown(stack: Stack) -> Frame:
-    """Return the innermost call that is no library's: what somebody wants to know."""
+    """Return the innermost call outside of libraries, for messages."""
     return next((frame for frame in stack if not _LIBRARY.search(frame.file)), stack[0])

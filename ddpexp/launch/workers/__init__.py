@@ -1,1 +1,1 @@
-"""The workers' processes: how they start, what they say, what they leave behind."""
+"""Worker processes: the fork server that starts them, their control channel, their logs, the cleanup after them."""

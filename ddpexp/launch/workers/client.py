@@ -1,7 +1,4 @@
-"""The command's handle on the process that starts workers.
-
-Forked with torch loaded, 10 ms each, or as new interpreters.
-"""
+"""The command's handle on the process that starts workers: as forks with torch loaded (10 ms), or new interpreters."""
 
 from __future__ import annotations
 
@@ -21,28 +18,28 @@ from ddpexp.system.limits import reason, said_with_limit
 from ddpexp.system.oom import Memory
 from ddpexp.system.programs import python
 
-# What a worker needs before its first step. A missing name would cost seconds in every worker, so the tests hold the
-# list against what workers import; nothing here may ask CUDA for devices, for that breaks every forked GPU worker.
+# Modules that a worker needs before its first step. A missing one would cost seconds in every worker, so a test
+# compares the list with what workers import; nothing here may initialise CUDA, which breaks every forked GPU worker.
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.train.worker")
 
-_OF_THE_LOADER = 127  # its exit code where it gets no memory
+_DYNAMIC_LOADER_FAILED = 127  # its exit code when it cannot allocate memory
 
 
 class Server:
     """The command's handle on the process that starts workers."""
 
     def __init__(self, start_method: str = "forkserver", preload: Sequence[str] = PRELOAD) -> None:
-        """Start the process; returns at once, while it imports."""
+        """Start the process; returns immediately, while it is still importing."""
         self.start_method = start_method
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         os.set_inheritable(theirs.fileno(), True)
-        wanted = list(preload) if start_method == "forkserver" else []
-        words = python("ddpexp.launch.workers.server:main", theirs.fileno(), os.getpid(), start_method, wanted)
-        # posix_spawn, for it neither copies this process nor runs any of its code in the child.
-        self.memory = Memory()  # the counters before anything of this run can be killed
+        modules = list(preload) if start_method == "forkserver" else []
+        argv = python("ddpexp.launch.workers.server:main", theirs.fileno(), os.getpid(), start_method, modules)
+        self.memory = Memory()  # the counters before any process of this run can be killed
         try:
-            # A group of its own: Ctrl-C in the terminal reaches the command alone, which knows how to end the workers.
-            self.pid = os.posix_spawn(words[0], words, os.environ, setpgroup=0, setsigmask=SIGNALS)
+            # posix_spawn neither copies this process nor runs any of its code in the child. A new process group:
+            # Ctrl-C in the terminal reaches only the command, which ends the workers in order.
+            self.pid = os.posix_spawn(argv[0], argv, os.environ, setpgroup=0, setsigmask=SIGNALS)
         except OSError as error:
             raise RefusedError(f"The fork server could not be started: {said_with_limit(error)}.") from None
         self._process: _Process | None = _Process(self.pid)
@@ -50,10 +47,10 @@ class Server:
 
     @classmethod
     def of(cls, channel: socket.socket) -> Server:
-        """Return the handle on a server that `clone` has made for this command, at the other end of a channel.
+        """Return the handle on a server that `clone` has created for this command, given its channel.
 
         Raises:
-            RefusedError: it is gone already.
+            RefusedError: the server is gone already.
         """
         server = object.__new__(cls)
         server.start_method, server.channel, server.memory = "forkserver", channel, Memory()
@@ -65,19 +62,17 @@ class Server:
         return server
 
     def load(self, names: Sequence[str]) -> None:
-        """Have it import more, which every process that it starts from now on then has."""
-        with suppress(OSError):  # the server is gone, which the next answer says
+        """Import more modules in the server, for every process that it starts from now on."""
+        with suppress(OSError):  # the server is gone; the next `receive` reports it
             self.channel.send(json.dumps({"op": "load", "names": list(names)}).encode())
 
     def clone(self, channel: int, environ: Mapping[str, str]) -> None:
-        """Ask for a server like this one that answers on the other end of `channel`, for a command.
-
-        That has its environment.
+        """Request a copy of this server for another command, which it serves through `channel` with `environ`.
 
         The answers `started` and `exit` arrive here.
         """
         request = {"op": "clone", "rank": -1, "environ": dict(environ)}
-        with suppress(OSError):  # the server is gone, which the next answer says
+        with suppress(OSError):  # the server is gone; the next `receive` reports it
             socket.send_fds(self.channel, [json.dumps(request).encode()], [channel])
 
     def start(
@@ -89,9 +84,10 @@ class Server:
         log: int,
         descriptors: Mapping[str, int],
     ) -> None:
-        """Ask for a process that calls `entry` and writes to `log`; `descriptors` reach it under these names.
+        """Request a process that calls `entry` and writes to `log`.
 
-        The answers `started` and `exit` arrive on the channel.
+        `descriptors` are passed to it; their numbers there are in its environment under these names. The answers
+        `started` and `exit` arrive on the channel.
         """
         request = {
             "op": "start",
@@ -104,10 +100,10 @@ class Server:
         try:
             socket.send_fds(self.channel, [json.dumps(request).encode()], [log, *descriptors.values()])
         except OSError:
-            pass  # the server is gone, which the next answer says
+            pass  # the server is gone; the next `receive` reports it
 
     def kill(self, signum: int, spared: int | None = None) -> None:
-        """Send a signal to every living worker, but for the process `spared`."""
+        """Send a signal to every living worker except the process `spared`."""
         try:
             self.channel.send(json.dumps({"op": "kill", "signal": signum, "spared": spared}).encode())
         except OSError:
@@ -122,10 +118,10 @@ class Server:
         return json.loads(data) if data else None
 
     def call(self, entry: str, arguments: Sequence[str]) -> tuple[int, str]:
-        """Call `entry` in a process of its own, before any worker is started; return its exit code and what it printed.
+        """Call `entry` in a separate process before any worker is started; return its exit code and its output.
 
         Raises:
-            RefusedError: the server could not import what it should, or is gone.
+            RefusedError: the server could not import its modules, or is gone.
         """
         log = Log(None, 0)
         try:
@@ -141,7 +137,7 @@ class Server:
         raise RefusedError(f"The fork server is gone before any worker started: {self.lost()[0]}")
 
     def lost(self) -> tuple[str, int | None]:
-        """Say how the process ended, once `receive` has found it gone, and by which signal."""
+        """Return a text on how the process ended and the signal that killed it, once `receive` has returned None."""
         code = self._process.wait() if self._process is not None else None
         signum = -code if code is not None and code < 0 else None
         if signum is not None:
@@ -149,18 +145,18 @@ class Server:
         else:
             how = "is gone" if code is None else f"ended with exit code {code}"
         text = f"the process that starts the workers {how}, and they with it"
-        # Where memory cannot be had, libraries abort, the loader of libraries ends with 127, and the kernel kills.
-        short = code == _OF_THE_LOADER or signum not in (signal.SIGKILL, None)
-        why = reason(MemoryError()) if short else self.memory.verdict()
+        # When memory runs out, libraries abort, the dynamic loader exits with 127, and the kernel kills.
+        allocation_failed = code == _DYNAMIC_LOADER_FAILED or signum not in (signal.SIGKILL, None)
+        why = reason(MemoryError()) if allocation_failed else self.memory.verdict()
         return f"{text}: {why}" if why else text, signum
 
     def destroy(self) -> None:
-        """End the server by force, and with it every worker, also when it does not answer."""
+        """Kill the server, and with it every worker, even when it does not answer."""
         if self._process is not None:
             self._process.kill()
 
     def close(self) -> None:
-        """End the server, and with it every worker that is left; returns when it is gone."""
+        """Kill the server, and with it every remaining worker; returns when it is gone."""
         if self.channel.fileno() == -1:
             return  # closed before
         self.channel.close()
@@ -170,7 +166,7 @@ class Server:
 
 
 class _Process:
-    """The process itself, which no other can be mistaken for."""
+    """The server's process, safe against reuse of its process id."""
 
     def __init__(self, pid: int, is_child: bool = True) -> None:
         self._pid, self._is_child = pid, is_child
@@ -182,13 +178,13 @@ class _Process:
         if self._gone:
             return
         if self._handle is None:
-            os.kill(self._pid, signal.SIGKILL)  # a child is a zombie at worst, until it is waited for
+            os.kill(self._pid, signal.SIGKILL)  # a child that has ended stays a zombie until it is waited for
         else:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def wait(self) -> int | None:
-        """Wait for its end and return its exit code, -n after signal n; None: only its parent knows."""
+        """Wait for its end and return its exit code, -n after signal n; None if only its parent can know it."""
         if not self._gone and self._handle is None:
             self._code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         elif not self._gone and self._handle is not None:
@@ -199,7 +195,7 @@ class _Process:
 
 
 def check_answer(answer: Mapping[str, Any]) -> None:
-    """Look at the server's first answer.
+    """Check the server's first answer.
 
     Raises:
         RefusedError: a module could not be imported.

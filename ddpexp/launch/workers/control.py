@@ -1,8 +1,8 @@
-"""What a worker and the process that watches it tell each other.
+"""The control channel between a worker and its supervisor.
 
-Lines of JSON on an inherited socket, for what is read as it comes; a page of shared memory, for what a step may look at
-without a system call; and a socket for the signals that the worker gets itself, which the operating system's handler
-writes whatever the worker waits for.
+Lines of JSON on an inherited socket carry messages; a page of shared memory holds what a step reads and writes without
+a system call; a second socket gets the numbers of the signals that the worker receives, written by the C-level signal
+handler whatever the worker is waiting for.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ What = Literal["save", "stop"]
 Phase = Literal["start", "join", "build", "data", "train", "evaluate", "save", "leave"]
 PHASES: tuple[Phase, ...] = typing.get_args(Phase)  # in the order of a run's first ones
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
-# What mean something to a run. A rank that gets one itself passes it on, so that its watch takes it as if the command
-# had got it.
+# The signals that a run handles. A rank that receives one forwards it, and its supervisor handles it as if the command
+# had received it.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 _PAGE_BYTES = 4096
-# The words of the page, 64 bits each, those of the rank and those of the command in cache lines of their own.
-_STEP = 0  # of the rank: steps done, plus one; 0 before the first is known
-_WAITS, _WAITS_AT = 1, 2  # of the rank: the agreement whose step it waits for, and the boundary where it does
-_WISH = 3  # of rank zero: it would like to save, unless the agreement of this number does so anyway
-_PHASE, _BEATS = 4, 5  # of the rank: what it is at, and how often it has come further in that without a step being done
-_NEWEST = 32  # of the command: the number of the newest agreement; at their next boundary the ranks wait for its step
-_STOPPING = 33  # of the command: the signal that stops the run
-_LEAVES = 34  # of the command: the rank is to leave at once when it gets SIGTERM
-_AGREED = 48  # of the command: for each of the newest agreements its number, and its step with what to do
+# Indices of the page's 64-bit words. Words written by the rank and by the command are in separate cache lines.
+_STEP = 0  # rank: steps done, plus one; 0 before the first is known
+_WAITS, _WAITS_AT = 1, 2  # rank: the agreement whose step it waits for, and the step boundary where it waits
+_WISH = 3  # rank zero: it wants to save, unless the agreement with this number does so anyway
+_PHASE, _BEATS = 4, 5  # rank: its phase, and the number of heartbeats within a step
+_NEWEST = 32  # command: the number of the newest agreement; at their next boundary the ranks wait for its step
+_STOPPING = 33  # command: the signal that stops the run
+_LEAVES = 34  # command: the rank is to exit at once when it gets SIGTERM
+_AGREED = 48  # command: for each of the newest agreements its number, then its step and action
 _SLOTS = 8
 _NAP_SECONDS = 0.0002
-_ANSWER_SECONDS = 600.0  # far longer than a command that lives takes to name a step, unless somebody has stopped it
+_ANSWER_SECONDS = 600.0  # far longer than a live command takes to name a step, unless it is stopped
 
 
 class SharedStatus:
-    """The page of one rank, as the command sees it; anonymous memory that is gone with the last process that has it.
+    """The shared page of one rank, as the command sees it; anonymous memory, freed with the last process that maps it.
 
-    Nobody locks: each word has one writer, is written whole, and is seen in the order of the writes. x86_64 keeps that
-    order by itself.
+    It needs no locks: each word has one writer, is written atomically, and writes are seen in order. x86_64 guarantees
+    that order.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Map the memory behind the descriptor, which stays the caller's."""
+        """Map the memory behind the descriptor; the caller keeps the descriptor."""
         self._memory = mmap.mmap(descriptor, _PAGE_BYTES)
         self.words = memoryview(self._memory).cast("Q")
 
@@ -68,53 +68,53 @@ class SharedStatus:
 
     @property
     def step(self) -> int | None:
-        """Return the steps that the rank has done; None before the first is known."""
+        """Return the number of steps that the rank has done; None before it is known."""
         return self.words[_STEP] - 1 if self.words[_STEP] else None
 
     @property
     def wish(self) -> int:
-        """Return the number of the agreement that rank zero wishes for."""
+        """Return the number of the agreement to save that rank zero wants."""
         return self.words[_WISH]
 
     @property
     def phase(self) -> Phase:
-        """Return what the rank is at."""
+        """Return the rank's phase."""
         return PHASES[self.words[_PHASE]]
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Return what changes whenever the rank comes further."""
+        """Return a value that changes whenever the rank makes progress."""
         return self.words[_STEP], self.words[_PHASE], self.words[_BEATS]
 
     def begin(self, number: int) -> None:
-        """Have the rank wait at its next boundary for the step of this agreement."""
+        """Make the rank wait at its next step boundary for the step of this agreement."""
         self.words[_NEWEST] = number
 
     def bound(self, number: int) -> int:
-        """Return the boundary where the rank waits for this agreement, or will at the latest.
+        """Return the boundary where the rank waits for this agreement, or the latest one where it will.
 
-        To be asked a moment after `begin`, when the rank's next look is sure to see it.
+        To be called a moment after `begin`, when the rank's next poll is sure to see it.
         """
         if self.words[_WAITS] == number:
             return self.words[_WAITS_AT]
-        return self.words[_STEP]  # the step that it is in
+        return self.words[_STEP]  # the step in progress
 
-    def settle(self, number: int, step: int, what: What) -> None:
-        """Name the step of this agreement."""
-        place = _slot(number)
-        self.words[place + 1] = 2 * step + (what == "stop")
-        self.words[place] = number  # last: it makes the other one valid
+    def commit(self, number: int, step: int, what: What) -> None:
+        """Publish the step of this agreement."""
+        slot = _slot(number)
+        self.words[slot + 1] = 2 * step + (what == "stop")
+        self.words[slot] = number  # last: it makes the other word valid
 
     def stop(self, number: int) -> None:
-        """Show that this signal stops the run."""
+        """Publish the signal that stops the run."""
         self.words[_STOPPING] = number
 
     def leave(self) -> None:
-        """Have the rank leave at once with its next SIGTERM."""
+        """Make the rank exit at once on its next SIGTERM."""
         self.words[_LEAVES] = 1
 
     def close(self) -> None:
-        """Give the command's view back."""
+        """Unmap the page."""
         self.words.release()
         self._memory.close()
 
@@ -124,10 +124,7 @@ def _slot(number: int) -> int:
 
 
 class Control:
-    """A worker's end. Without a watcher (a launcher that is not ours) every message is dropped, and nobody asks.
-
-    For anything.
-    """
+    """The worker's end of the channel. Without a supervisor (another launcher) messages are dropped and polls empty."""
 
     def __init__(
         self,
@@ -138,19 +135,19 @@ class Control:
     ) -> None:
         """Take over the socket, the page and the descriptor for signals, if there are any.
 
-        `leads` is for rank zero, whose wishes count.
+        `leads`: this is rank zero, which may request a save.
         """
-        self.signals = signals  # takes the numbers of the signals that this process gets
+        self.signals = signals  # gets the numbers of the signals that this process receives
         self._channel = channel
-        self._rest = b""  # of a line that did not fit whole
+        self._rest = b""  # the unsent part of a line
         self._words = page.words if page else None
         self._leads = leads
         self._step: int | None = None
-        self._acted = 0  # agreements that were acted upon
+        self._acted = 0  # the newest agreement that was acted upon
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Control:
-        """Open what the launcher left in this process."""
+        """Open the descriptors that the launcher passed to this process."""
         channel, page, signals = (environ.get(name) for name in (CONTROL_FD, PAGE_FD, SIGNALS_FD))
         return cls(
             socket.socket(fileno=int(channel)) if channel else None,
@@ -161,22 +158,22 @@ class Control:
 
     @property
     def watched(self) -> bool:
-        """Tell whether somebody reads: then progress goes there instead of to standard output."""
+        """Return whether there is a supervisor: then progress goes there instead of to standard output."""
         return self._channel is not None
 
     def set_phase(self, phase: Phase) -> None:
-        """Say what this rank is at from now on; costs 0.1 us. Ranks: any."""
+        """Publish the phase that this rank enters; costs 0.1 us. Ranks: any."""
         if self._words is not None:
             self._words[_PHASE] = _NUMBERS[phase]
 
     def heartbeat(self) -> None:
-        """Say that this rank has come further within its phase; costs 0.1 us. Ranks: any."""
+        """Record progress within the phase; costs 0.1 us. Ranks: any."""
         if self._words is not None:
             self._words[_BEATS] += 1
 
     @property
     def step(self) -> int | None:
-        """Return the steps done, so that an error can say where it happened; None before the loop has said."""
+        """Return the number of steps done, for error reports; None before the training loop has set it."""
         return self._step
 
     @step.setter
@@ -186,43 +183,43 @@ class Control:
             self._words[_STEP] = done + 1
 
     def poll(self, done: int, save: bool = False) -> What | None:
-        """Return what all ranks do now, after step `done`: save, or save and stop; mostly nothing. Costs 0.2 us.
+        """Return what all ranks do now, after step `done`: save, save and stop, or (usually) nothing. Costs 0.2 us.
 
-        Ranks: all, at every step boundary but the last; `save` is rank zero's own wish. When somebody asks for
-        something, each rank waits at its next boundary for the step that the commands agree on: the first that no rank
-        has passed. So it does not matter how far apart the ranks are, nor what they wait for within a step.
+        Ranks: all, at every step boundary but the last; `save` is rank zero's request. After a request each rank waits
+        at its next boundary for the step that the commands agree on: the first that no rank has passed. So it does not
+        matter how far apart the ranks are, nor what they wait for within a step.
 
         Raises:
-            DdpexpError: the step has passed, or the command does not name one.
+            DdpexpError: the agreed step has passed, or the command does not publish one.
         """
         words = self._words
         if words is None:
             return None
         self._step = done
-        words[_STEP] = done + 1  # before the look at _NEWEST: the command writes that first, and then looks here
+        words[_STEP] = done + 1  # before reading _NEWEST: the command writes _NEWEST first, then reads this word
         if save and self._leads:
             words[_WISH] = self._acted + 1
         return self._agreed(done) if words[_NEWEST] != self._acted else None
 
     @property
     def asked_to_stop(self) -> bool:
-        """Tell whether a stop is asked for; ranks may see it at different moments."""
+        """Return whether a stop was requested; ranks may see it at different moments."""
         return self._words is not None and self._words[_STOPPING] != 0
 
     @property
     def leaves_at_once(self) -> bool:
-        """Tell whether a SIGTERM comes from the command, which ends this rank."""
+        """Return whether this rank is to exit at once on SIGTERM, because the command ends it."""
         return self._words is None or self._words[_LEAVES] != 0
 
     def send_nowait(self, kind: str, **fields: Any) -> None:
-        """Send a message if there is room; never waits, for training does not wait for a terminal."""
+        """Send a message if there is room, else drop it: training never waits for a terminal."""
         if self._channel is None or not self._flush():
             return
         self._rest = _line(kind, fields)
         self._flush()
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message that must arrive, however long the watcher is stopped; its death ends this process anyway."""
+        """Send a message that must arrive, waiting while the supervisor is stopped; its death ends this process too."""
         if self._channel is None:
             return
         try:
@@ -230,20 +227,19 @@ class Control:
             self._channel.sendall(self._rest + _line(kind, fields))
             self._rest = b""
         except OSError:
-            return  # the watcher is gone
+            return  # the supervisor is gone
 
     def _agreed(self, done: int) -> What | None:
         words, what = self._words, None
         assert words is not None
         newest = self._wait_for_step(done)
         while self._acted < newest:
-            place = _slot(self._acted + 1)
-            step, stops = divmod(words[place + 1], 2)
-            if words[place] != self._acted + 1 or step < done:
+            slot = _slot(self._acted + 1)
+            step, stops = divmod(words[slot + 1], 2)
+            if words[slot] != self._acted + 1 or step < done:
                 raise DdpexpError(
                     f"after step {done} this rank learns of agreement {self._acted + 1}, which was for step {step}: "
-                    "the ranks "
-                    f"would part here. Please report this with the rank's log."
+                    "the ranks would diverge here. Please report this with the rank's log."
                 )
             if step > done:
                 break
@@ -252,22 +248,22 @@ class Control:
         return what  # type: ignore[return-value]
 
     def _wait_for_step(self, done: int) -> int:
-        """Wait until the newest agreement has its step, and return its number. They are settled one after the other."""
+        """Wait until the newest agreement has its step, and return its number. They are committed in order."""
         words = self._words
         assert words is not None
         begin = time.monotonic()
         while words[_slot(newest := words[_NEWEST])] != newest:
             words[_WAITS_AT] = done
-            words[_WAITS] = newest  # last: it makes the other one valid
+            words[_WAITS] = newest  # last: it makes the other word valid
             time.sleep(_NAP_SECONDS)
             if time.monotonic() - begin > _ANSWER_SECONDS:
                 raise DdpexpError(
-                    f"the command did not say within {_ANSWER_SECONDS:g} s at which step to save: is it stopped?"
+                    f"the command did not name the step to save at within {_ANSWER_SECONDS:g} s: is it stopped?"
                 )
         return newest
 
     def _flush(self) -> bool:
-        """Send what is left of the last line; tell whether all of it went."""
+        """Send the rest of the last line; return whether all of it was sent."""
         assert self._channel is not None
         try:
             while self._rest:
@@ -282,10 +278,10 @@ def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 
 class Lines:
-    """The watcher's end: messages out of the bytes that arrive."""
+    """The supervisor's end: parses messages from the bytes that arrive."""
 
     def __init__(self, channel: socket.socket, rest: bytes = b"") -> None:
-        """Take over the socket; `rest` was read from it before."""
+        """Take over the socket; `rest` are bytes that were already read from it."""
         channel.setblocking(False)
         self.channel = channel
         self._rest = rest

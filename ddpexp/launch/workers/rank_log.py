@@ -1,7 +1,4 @@
-"""The output of one worker: a file that the worker writes and the watcher reads, locked as long.
-
-As one of them lives.
-"""
+"""The output of one worker: a file that the worker writes and the supervisor reads, locked while either lives."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ from ddpexp.errors import RefusedError
 from ddpexp.system.limits import said_with_limit
 
 _BLOCK = 1 << 16
-_LOCK_SECONDS = 10.0  # for the processes of a start before this one to end
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # what a file system without them says
+_LOCK_SECONDS = 10.0  # for the processes of an earlier start to end
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # from file systems that do not support locks
 
 
 class Log:
-    """A file, not a pipe: a stopped terminal never stops a worker, and what a dying one wrote is there."""
+    """A file, not a pipe: a blocked terminal never blocks a worker, and the last output of a dying one is kept."""
 
     def __init__(self, folder: Path | None, rank: int) -> None:
-        """Make `<folder>/<rank>.log`, or without a folder a file that has no name and is gone with its last reader.
+        """Open `<folder>/<rank>.log`, or without a folder an unnamed temporary file.
 
         Raises:
-            RefusedError: another start writes to it, and does not end.
+            RefusedError: another start keeps writing to it.
         """
         if folder is None:
             self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -43,7 +40,7 @@ class Log:
 
     @classmethod
     def reading(cls, path: Path) -> Log:
-        """Follow a file that somebody else writes."""
+        """Follow a file that another process writes."""
         log = cls.__new__(cls)
         log._file = path.open("rb", buffering=0)
         log._begin()
@@ -56,7 +53,7 @@ class Log:
         self._rest = ""
 
     def fileno(self) -> int:
-        """Return the descriptor to write to; both ends append."""
+        """Return the descriptor for writing; both the worker and the supervisor append."""
         return self._file.fileno()
 
     def size(self) -> int:
@@ -64,9 +61,9 @@ class Log:
         return os.fstat(self.fileno()).st_size
 
     def new_lines(self, last: bool = False, until: float = math.inf) -> list[str]:
-        """Return the lines written since the last call, in the first `until` bytes.
+        """Return the lines written since the last call within the first `until` bytes of the file.
 
-        With `last` also one that has no end.
+        With `last`, also an incomplete last line.
         """
         text = self._rest
         while block := os.pread(self.fileno(), int(min(_BLOCK, max(0, until - self._read))), self._read):
@@ -78,28 +75,28 @@ class Log:
         return [line.removesuffix("\r") for line in lines]
 
     def last_lines(self, count: int) -> str:
-        """Return the end of what was written; of a crash all that Python has said of it."""
+        """Return the last lines, at least all of faulthandler's output after a crash."""
         begin = max(0, self.size() - _BLOCK)
         text = os.pread(self.fileno(), _BLOCK, begin).decode(errors="replace")
         lines, crash = text.splitlines(), text.rfind("Fatal Python error")
         return "\n".join(lines[-max(count, text[crash:].count("\n") if crash >= 0 else 0) :])
 
     def text(self, begin: int) -> str:
-        """Return what was written from a place on, as far as it is sensible to look at."""
+        """Return the text from the offset `begin` on, up to 256 KiB."""
         return os.pread(self.fileno(), 4 * _BLOCK, begin).decode(errors="replace")
 
     def add(self, text: str) -> None:
-        """Append what the watcher knows of the worker's end."""
-        with suppress(OSError):  # the disk is full: it is in error.json, and on the terminal
+        """Append what the supervisor knows about the worker's end."""
+        with suppress(OSError):  # the disk is full: the text is in error.json and on the terminal
             self._file.write(text.encode())
 
     def close(self) -> None:
-        """Close the watcher's end."""
+        """Close this end of the file."""
         self._file.close()
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open to append, for an attempt before this one may have written; a link or a pipe may lead anywhere."""
+    """Open for appending, since an earlier start may have written; symbolic links and pipes are refused."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(
@@ -110,13 +107,13 @@ def _open(path: Path) -> IO[bytes]:
         raise RefusedError(f"{path} cannot be written: {why}.") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise RefusedError(f"{path} cannot be written: it is no plain file.")
+        raise RefusedError(f"{path} cannot be written: it is not a regular file.")
     os.set_blocking(descriptor, True)
     return os.fdopen(descriptor, "a+b", buffering=0)
 
 
 def held_logs(folder: Path) -> list[Path]:
-    """Return the ranks' logs in the folder that a command, a worker or a child of one still holds."""
+    """Return the ranks' logs in the folder that a command, a worker or a worker's child still holds open."""
     return [path for path in sorted(folder.glob("*.log")) if path.stem.isdecimal() and _is_held(path)]
 
 
@@ -132,7 +129,7 @@ def _is_held(path: Path) -> bool:
 
 
 def _lock(file: IO[bytes], path: Path) -> None:
-    """Lock for this open file: the worker gets the same one, and the lock ends with the last process that has it."""
+    """Lock the open file description: the worker inherits it, and the lock ends with the last process that has it."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while not _try_lock(file.fileno(), fcntl.LOCK_EX):
         if time.monotonic() > deadline:
@@ -150,7 +147,7 @@ def _lock(file: IO[bytes], path: Path) -> None:
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
-    """Lock if nobody else has; True also where the file system knows no locks."""
+    """Lock if nobody else has; True also where the file system does not support locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -162,12 +159,12 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 
 
 def _holders(path: Path) -> list[int]:
-    """Return the processes of this host that have the file open, as far as they can be seen."""
-    found, wanted = [], os.path.realpath(path)
+    """Return the processes of this host that have the file open, as far as they are visible."""
+    pids, target = [], os.path.realpath(path)
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if any(os.readlink(link) == wanted for link in (entry / "fd").iterdir()):
-                found.append(int(entry.name))
+            if any(os.readlink(link) == target for link in (entry / "fd").iterdir()):
+                pids.append(int(entry.name))
         except OSError:
-            continue  # it has ended, or is another user's
-    return sorted(found)
+            continue  # it has ended, or belongs to another user
+    return sorted(pids)

@@ -1,7 +1,7 @@
 """The fork server: a process with everything imported that forks workers on request.
 
-It runs as an interpreter of its own with one inherited socket; requests come and exits go as packets of JSON,
-descriptors ride along. It knows no job: what to call, where and with which environment is in each request.
+It is a separate interpreter with one inherited socket. Requests and exit reports are packets of JSON, with descriptors
+attached. It knows nothing of jobs: each request says what to call, with which environment.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 
 _PACKET = 1 << 20
-# A terminal and schedulers send them to every process of a job at once: the command hears them, and ends the workers
-# and this process. The command starts this process with all of them blocked, for Python would end with a traceback
-# while it starts.
-_OF_THE_COMMAND = (signal.SIGTERM, signal.SIGHUP)
-# These mean nothing here, nor to a worker before it has made ready for them.
-_NOT_YET = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+# Terminals and schedulers send these to every process of a job: the command handles them, and ends the workers and
+# this process. The command starts this process with all of them blocked, since an interpreter that is starting would
+# end with a traceback.
+_HANDLED_BY_COMMAND = (signal.SIGTERM, signal.SIGHUP)
+# Ignored here, and by a worker until it has installed its handlers.
+_IGNORED_AT_START = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 
 def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> None:
@@ -40,9 +40,9 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
     `start_method` is forkserver (fork with everything loaded) or spawn (a new interpreter).
     """
     die_with_parent(parent)
-    for signum in _NOT_YET:
+    for signum in _IGNORED_AT_START:
         signal.signal(signum, signal.SIG_IGN)
-    for signum in _OF_THE_COMMAND:
+    for signum in _HANDLED_BY_COMMAND:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, for the workers too
             signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -59,7 +59,7 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
         try:
             data, fds, _flags, _address = socket.recv_fds(channel, _PACKET, 8)
         except ConnectionResetError:
-            return  # the command closed its end before it had read all that was sent
+            return  # the command closed its end before it had read everything
         if not data:
             return  # the command closed its end
         request = json.loads(data)
@@ -67,12 +67,12 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
             for pid in children - {request["spared"]}:
                 os.kill(pid, request["signal"])
         elif request["op"] == "load":
-            _import(request["names"])  # what cannot be imported fails again where it is used
+            _import(request["names"])  # a module that cannot be imported fails again where it is used
         else:
             start = {"clone": _clone}.get(request["op"], _fork if start_method == "forkserver" else _exec)
             try:
                 pid = start(request, fds, (channel, wake))
-            except OSError as error:  # no more processes: the command says so, and ends those that there are
+            except OSError as error:  # process limit reached: the command reports it, and ends the others
                 text = f"the process of rank {request['rank']} could not be started: {said_with_limit(error)}"
                 _send(
                     channel, {"kind": "failed", "rank": request["rank"], "error": type(error).__name__, "message": text}
@@ -85,7 +85,7 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
 
 
 def _import(names: Sequence[str]) -> dict[str, str]:
-    """Import without the garbage collector, which would walk the growing heap again and again (a fifth of the time)."""
+    """Import modules with the garbage collector disabled, which would take a fifth of the time; return the failures."""
     failed: dict[str, str] = {}
     gc.disable()
     for name in names:
@@ -93,7 +93,7 @@ def _import(names: Sequence[str]) -> dict[str, str]:
             importlib.import_module(name)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
-    gc.freeze()  # what is loaded now lives for ever: workers neither walk it nor copy its pages
+    gc.freeze()  # workers neither traverse these objects nor copy their pages
     return failed
 
 
@@ -107,7 +107,7 @@ def _watch_children() -> tuple[socket.socket, set[int]]:
 
 
 def _wait_readable(channel: socket.socket, wake: socket.socket) -> bool:
-    """Sleep until a request or a child's end; True for a request."""
+    """Wait for a request or a child's end; return True for a request."""
     ready, _, _ = select.select([channel, wake], [], [])
     if wake in ready:
         wake.recv(4096)
@@ -131,7 +131,7 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
 
 def _forked() -> int:
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads at a fork. Those that linear algebra libraries start on import are fork-safe.
+        # Python 3.12 warns of threads at a fork. The threads that linear algebra libraries start on import are safe.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
@@ -144,11 +144,11 @@ def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
     code = 1
     try:
         os.close(signal.set_wakeup_fd(-1))
-        for number in (signal.SIGCHLD, *_OF_THE_COMMAND):
+        for number in (signal.SIGCHLD, *_HANDLED_BY_COMMAND):
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
         die_with_parent(server)
-        _settle(request, fds, private)
+        _setup_child(request, fds, private)
         gc.enable()
         sys.argv = [request["entry"], *request["arguments"]]
         code = call(request["entry"], request["arguments"])
@@ -159,7 +159,7 @@ def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
 
 
 def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
-    """Fork a server of its own for another command, which is served through the first descriptor."""
+    """Fork a server for another command, which it serves through the first descriptor."""
     server = os.getpid()
     pid = _forked()
     if pid:
@@ -168,8 +168,8 @@ def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket
         os.close(signal.set_wakeup_fd(-1))
         die_with_parent(server)
         os.setpgid(0, 0)
-        for one in private:
-            one.close()
+        for channel in private:
+            channel.close()
         os.environ.update(request["environ"])
         _serve(socket.socket(fileno=fds[0]), "forkserver", {})
     except BaseException:
@@ -184,36 +184,33 @@ def _exec(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
     if pid:
         return pid
     try:
-        _settle(request, fds, private)
-        words = python("ddpexp.launch.workers.server:call_under", server, request["entry"], request["arguments"])
-        os.execv(words[0], words)
+        _setup_child(request, fds, private)
+        argv = python("ddpexp.launch.workers.server:call_under", server, request["entry"], request["arguments"])
+        os.execv(argv[0], argv)
     finally:
         os._exit(127)
 
 
-def _settle(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> None:
-    """Give a new worker its folder, environment, output (the first descriptor) and channels.
-
-    Take the server's own away.
-    """
+def _setup_child(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> None:
+    """Set up a new worker's environment, output (the first descriptor) and channels, and close the server's own."""
     for channel in private:
         channel.close()
-    # A session of its own: the terminal's signals pass it by, and Linux's scheduler gives each session its fair share
-    # of the cores (autogroup), which made small steps 2 to 8 % faster.
+    # A new session: the terminal's signals do not reach it, and Linux's scheduler gives each session a fair share of
+    # the cores (autogroup), which made small steps 2 to 8 % faster.
     os.setsid()
     os.environ.update(request["environ"])
     for name, number in zip(request["descriptors"], fds[1:], strict=True):
-        kept = os.dup(number)
-        os.set_inheritable(kept, True)
-        os.environ[name] = str(kept)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (fds[0], 1), (fds[0], 2)):
+        inherited = os.dup(number)
+        os.set_inheritable(inherited, True)
+        os.environ[name] = str(inherited)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((devnull, 0), (fds[0], 1), (fds[0], 2)):
         os.dup2(source, target)
-    os.close(nothing)
+    os.close(devnull)
 
 
 def call_under(parent: int, entry: str, arguments: Sequence[str]) -> int:
-    """Be a new interpreter: like `call`, and end with the parent."""
+    """Entry point of a new interpreter: like `call`, and die with the parent."""
     die_with_parent(parent)
     return call(entry, arguments)
 
@@ -221,7 +218,7 @@ def call_under(parent: int, entry: str, arguments: Sequence[str]) -> int:
 def call(entry: str, arguments: Sequence[str]) -> int:
     """Call `module:function` with the arguments and return its exit code.
 
-    From here on SIGQUIT shows where the process is.
+    From here on SIGQUIT dumps the stacks of all threads.
     """
     faulthandler.register(signal.SIGQUIT)
     module, function = entry.split(":")

@@ -1,1 +1,1 @@
-"""How gradients travel between the workers."""
+"""How gradients are reduced between the workers: through shared memory or the backend."""

@@ -1,8 +1,8 @@
-"""The gradient's reduction between CPU workers: always ((g0 + g1) + g2) + ... over the ranks, whatever carries it.
+"""Gradient reduction between CPU workers: always ((g0 + g1) + g2) + ... over the ranks, through memory or the backend.
 
-DDP's own reduction leaves the order of the sum to the backend, which chooses by the layout of the buckets: another
-host, another launcher or a fresh start changes the last bits of the weights at three ranks and more. In the order of
-the ranks they are the same everywhere.
+DDP's own reduction leaves the order of the sum to the backend, which chooses it by the layout of the buckets. With
+three or more ranks, another host, another launcher or a resume could then change the last bits of the weights. Summed
+in the order of the ranks they are the same everywhere.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ from ddpexp.strategy.comm.shared_memory import SharedMemory, share
 from ddpexp.strategy.options import Options
 
 ALIGNED = 64  # bytes
-SLOT_BYTES = (
-    1 << 20
-)  # larger gradients go in pieces, which stay in the processor's caches: twice as fast, and little memory
-CHUNKED_BYTES = (
-    1 << 20
-)  # what a rank reads more by summing all than by summing a part, when a second meeting is cheaper
-GATHERED_BYTES = 128 << 10  # the same for the backend, whose messages cost more
+# Larger gradients are reduced in pieces that stay in the processor's caches: twice as fast, and little memory.
+SLOT_BYTES = 1 << 20
+# From this many extra bytes to read, it is cheaper if each rank sums one chunk, with a second barrier, than if all
+# ranks sum everything. The backend, whose messages cost more, has a limit of its own.
+CHUNKED_BYTES = 1 << 20
+GATHERED_BYTES = 128 << 10
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Reducer(Protocol):
-    """What brings the ranks' gradients together: first all buckets of a backward pass go in, then all sums come out."""
+    """Sums gradients over the ranks: all buckets of a backward pass are added, then `finish` writes the sums."""
 
     def add(self, gradient: Tensor) -> None:
-        """Send this rank's bucket on its way. Shapes: (elements,). Ranks: all, in the same order."""
+        """Start the reduction of a bucket. Shapes: (num_elements,). Ranks: all, in the same order."""
         ...
 
     def finish(self) -> None:
-        """Fill every bucket that was added with the mean over the ranks. Ranks: all; communicates."""
+        """Write the mean over the ranks into every bucket added. Ranks: all; communicates."""
         ...
 
 
 def reducer_for(parameters: Sequence[Tensor], options: Options, world: World) -> Reducer | None:
-    """Choose what brings the gradients of CPU workers together; None: DDP's own reduction.
+    """Return the reducer for the gradients of CPU workers, or None for DDP's own reduction.
 
-    That is for GPUs, for gradients that are compressed, and for two workers through the backend.
-    Ranks: all; communicates.
+        DDP's own is used on GPUs, with a comm hook, and for two workers through the backend.
+        Ranks: all; communicates.
 
     Raises:
-        RefusedError: `strategy.reduce_through=shared_memory` where the workers cannot share memory.
+    *         RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
     """
     if not parameters or world.device.type != "cpu" or options.comm_hook != "none":
         return None
@@ -64,21 +63,21 @@ def reducer_for(parameters: Sequence[Tensor], options: Options, world: World) ->
     return BackendReducer(world)
 
 
-def take_over(module: DistributedDataParallel, reducer: Reducer, world: World) -> None:
-    """Let `reducer` reduce this module's buckets, and not DDP."""
-    # Not a function with annotations: torch compares them with classes, and ours are texts.
+def replace_reducer(module: DistributedDataParallel, reducer: Reducer, world: World) -> None:
+    """Let `reducer` reduce the buckets of this module instead of DDP."""
+    # A lambda has no annotations: torch compares them with classes, and with postponed evaluation they are strings.
     module.register_comm_hook(reducer, lambda reducer, bucket: _hook(reducer, world, bucket))
 
 
 def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemory | None:
-    """Map slots for so many bytes, or for pieces of them, into all workers.
+    """Map shared memory for gradients of this size, or pieces of them, into all workers.
 
-    None where gradients go through the backend.
+        Returns None if gradients are reduced through the backend.
 
-    Ranks: all; communicates.
+        Ranks: all; communicates.
 
     Raises:
-        RefusedError: `strategy.reduce_through=shared_memory` where the workers cannot share memory.
+    *         RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
     """
     one_host = world.local_world_size == world.world_size
     if options.reduce_through == "backend" or (options.reduce_through == "auto" and not one_host):
@@ -88,23 +87,23 @@ def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemor
         return shared
     if options.reduce_through == "shared_memory":
         raise RefusedError(
-            f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). "
-            f"Use strategy.reduce_through=auto."
+            f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). Use "
+            "strategy.reduce_through=auto."
         )
     if world.is_rank_zero:
-        text = "gradients go through the backend, for the workers cannot share memory (%s)"
+        text = "gradients are reduced through the backend, because the workers cannot share memory (%s)"
         logging.getLogger("ddpexp").warning(text, shared)
     return None
 
 
 def _hook(reducer: Reducer, world: World, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
-    """Give DDP a bucket's mean. Shapes: buckets are (elements,).
+    """Return the mean of a DDP bucket. Shapes: buckets are (num_elements,).
 
-    The sums of all buckets come with the last one, which DDP waits for before it reads any: so the ranks meet once a
-    step, and not once a bucket.
+    The sums of all buckets are written with the last one, which DDP awaits before it reads any. The ranks therefore
+    synchronise once per step, not once per bucket.
     """
     gradient = bucket.buffer()
-    if gradient.is_sparse:  # an embedding's: gloo gathers the rows and adds them up in the order of the ranks
+    if gradient.is_sparse:  # of an embedding: gloo gathers the rows and sums them in the order of the ranks
         gradient = world.sum(gradient / world.world_size)
     else:
         reducer.add(gradient)
@@ -116,85 +115,82 @@ def _hook(reducer: Reducer, world: World, bucket: dist.GradBucket) -> Future[Ten
 
 
 class SharedMemoryReducer:
-    """Every rank writes its gradients into its slot, and sums all slots when all have written."""
+    """Every rank writes its gradients into its slot of the shared memory, and sums all slots after a barrier."""
 
     def __init__(self, memory: SharedMemory, world: World) -> None:
-        """Use the memory; its slots may be smaller than the gradients, which then go in several rounds."""
+        """Use the memory; gradients larger than a slot are reduced in several rounds."""
         self.memory = memory
         self._rank = world.rank
         self._size = world.world_size
         self._filled = 0  # bytes of this round
-        self._round: list[tuple[Tensor, Sequence[Tensor]]] = []  # what is to be filled, and all ranks' parts of it
-        self._known: dict[
-            tuple[int, int, int, torch.dtype], Sequence[Tensor]
-        ] = {}  # making views takes longer than adding
+        self._round: list[tuple[Tensor, Sequence[Tensor]]] = []  # each target, and all ranks' parts of it
+        # Creating views takes longer than adding them up.
+        self._cached: dict[tuple[int, int, int, torch.dtype], Sequence[Tensor]] = {}
 
     def add(self, gradient: Tensor) -> None:
-        """Copy the gradient into this rank's slot, as far as there is room; then a round makes some."""
+        """Copy the gradient into this rank's slot, with a round whenever the slot is full."""
         most = self.memory.slot_bytes // gradient.element_size()
         for piece in [gradient] if gradient.numel() <= most else torch.split(gradient, most):
             self.scale(piece, out=self.room(piece))
 
     def room(self, total: Tensor) -> Tensor:
-        """Return the place in this rank's slot for its part of `total`, to be written before `finish` fills `total`.
+        """Return the part of this rank's slot for `total`, to be written before `finish` writes the mean into `total`.
 
-        A round makes room where there is too little. Shapes: both (elements,), no more than a slot holds.
+        Does a round first if the slot is full. Shapes: both (num_elements,), at most the size of a slot.
         """
         num_bytes = total.numel() * total.element_size()
         if self._filled + num_bytes > self.memory.slot_bytes:
             self.finish()
-        places = self._places(total.numel(), total.dtype)
-        self._round.append((total, places))
+        parts = self._slot_views(total.numel(), total.dtype)
+        self._round.append((total, parts))
         self._filled += -(-num_bytes // ALIGNED) * ALIGNED
-        return places[self._rank]
+        return parts[self._rank]
 
     def scale(self, gradient: Tensor, out: Tensor) -> None:
-        """Write a rank's share of the mean. Shapes: both alike."""
+        """Write this rank's part of the mean. Shapes: equal."""
         _scale(gradient, self._size, out)
 
     def finish(self) -> None:
-        """Meet, and sum what was added since the last time into the gradients it came from."""
+        """Synchronise, and write the means of what was added since the last round."""
         self.memory.end_round(self._filled)
         if (self._size - 2) * self._filled >= CHUNKED_BYTES:
             self._sum_in_chunks()
         else:
-            for piece, places in self._round:
-                _sum(places, out=piece)
+            for piece, parts in self._round:
+                _sum(parts, out=piece)
         self._round.clear()
         self._filled = 0
 
     def _sum_in_chunks(self) -> None:
-        """Sum one chunk of every piece here, and take the others from the ranks that have summed them.
+        """Sum one chunk of every piece on each rank, and copy the other chunks from the ranks that summed them.
 
-        The same bits.
+        The bits are those of `_sum` over everything.
         """
-        cut = [
-            (piece.tensor_split(self._size), [place.tensor_split(self._size) for place in places])
-            for piece, places in self._round
+        chunked = [
+            (piece.tensor_split(self._size), [part.tensor_split(self._size) for part in parts])
+            for piece, parts in self._round
         ]
-        for chunks, places in cut:
-            _sum([place[self._rank] for place in places], out=chunks[self._rank])
-            places[self._rank][self._rank].copy_(chunks[self._rank])
-        self.memory.meet()
-        for chunks, places in cut:
+        for chunks, parts in chunked:
+            _sum([part[self._rank] for part in parts], out=chunks[self._rank])
+            parts[self._rank][self._rank].copy_(chunks[self._rank])
+        self.memory.barrier()
+        for chunks, parts in chunked:
             for rank, chunk in enumerate(chunks):
                 if rank != self._rank:
-                    chunk.copy_(places[rank][rank])
+                    chunk.copy_(parts[rank][rank])
 
-    def _places(self, num_elements: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    def _slot_views(self, num_elements: int, dtype: torch.dtype) -> Sequence[Tensor]:
         key = self.memory.half, self._filled, num_elements, dtype
-        if key not in self._known:
+        if key not in self._cached:
             end = self._filled + num_elements * dtype.itemsize
-            self._known[key] = [slot[self._filled : end].view(dtype) for slot in self.memory.slots[self.memory.half]]
-        return self._known[key]
+            self._cached[key] = [slot[self._filled : end].view(dtype) for slot in self.memory.slots[self.memory.half]]
+        return self._cached[key]
 
 
 class BackendReducer:
-    """A small gradient goes whole to all ranks, which each sum it.
+    """Small gradients are gathered by all ranks, which each sum them; of large ones each rank sums one chunk.
 
-    Of a large one each rank gets, sums and sends a chunk.
-
-    That is one message fewer than an all-reduce, or as many bytes. They travel while backward goes on.
+    That takes one message fewer than an all-reduce, or as many bytes. Transfers overlap with the backward pass.
     """
 
     def __init__(self, world: World) -> None:
@@ -204,43 +200,40 @@ class BackendReducer:
         self._chunked: list[tuple[Tensor, Tensor, Tensor, dist.Work]] = []
 
     def add(self, gradient: Tensor) -> None:
-        """Send the gradient to all ranks, or chunk r of it to rank r."""
+        """Start sending the gradient to all ranks, or its chunk r to rank r."""
         length, size = gradient.numel(), self._size
         if (size - 2) * length * gradient.element_size() < GATHERED_BYTES:
             _scale(gradient, size, out=gradient)
-            theirs = gradient.new_empty(size, length)
-            gathering = dist.all_gather([as_bytes(row) for row in theirs], as_bytes(gradient), async_op=True)
-            self._whole.append((gradient, theirs, gathering))
+            received = gradient.new_empty(size, length)
+            gather = dist.all_gather([as_bytes(row) for row in received], as_bytes(gradient), async_op=True)
+            self._whole.append((gradient, received, gather))
         else:
-            mine = gradient.new_zeros(size, -(-length // size))
-            _scale(gradient, size, out=mine.view(-1)[:length])
-            theirs = torch.empty_like(mine)
-            exchange = dist.all_to_all_single(as_bytes(theirs), as_bytes(mine), async_op=True)
-            self._chunked.append((gradient, mine, theirs, exchange))
+            sent = gradient.new_zeros(size, -(-length // size))
+            _scale(gradient, size, out=sent.view(-1)[:length])
+            received = torch.empty_like(sent)
+            exchange = dist.all_to_all_single(as_bytes(received), as_bytes(sent), async_op=True)
+            self._chunked.append((gradient, sent, received, exchange))
 
     def finish(self) -> None:
-        """Sum what has come, and exchange the sums of chunks."""
+        """Sum what was received, and exchange the sums of chunks."""
         gathers = []
-        for _, mine, theirs, exchange in self._chunked:
+        for _, sent, received, exchange in self._chunked:
             exchange.wait()
-            total = torch.empty_like(theirs[0])
-            _sum(theirs.unbind(), out=total)
-            gathers.append(dist.all_gather([as_bytes(row) for row in mine], as_bytes(total), async_op=True))
-        for gradient, theirs, gathering in self._whole:
-            gathering.wait()
-            _sum(theirs.unbind(), out=gradient)
-        for (gradient, mine, _, _), gathering in zip(self._chunked, gathers, strict=True):
-            gathering.wait()
-            gradient.copy_(mine.view(-1)[: gradient.numel()])
+            total = torch.empty_like(received[0])
+            _sum(received.unbind(), out=total)
+            gathers.append(dist.all_gather([as_bytes(row) for row in sent], as_bytes(total), async_op=True))
+        for gradient, received, gather in self._whole:
+            gather.wait()
+            _sum(received.unbind(), out=gradient)
+        for (gradient, sent, _, _), gather in zip(self._chunked, gathers, strict=True):
+            gather.wait()
+            gradient.copy_(sent.view(-1)[: gradient.numel()])
         self._whole.clear()
         self._chunked.clear()
 
 
 def _scale(gradient: Tensor, world_size: int, out: Tensor) -> None:
-    """Write a rank's share of the mean, as DDP does.
-
-    Numbers of 16 bits are divided after the sum, to be rounded once.
-    """
+    """Write a rank's part of the mean, as DDP does; 16-bit gradients are divided after the sum, to round only once."""
     if gradient.dtype in _HALVES:
         out.copy_(gradient)
     else:
@@ -248,7 +241,7 @@ def _scale(gradient: Tensor, world_size: int, out: Tensor) -> None:
 
 
 def _sum(parts: Sequence[Tensor], out: Tensor) -> None:
-    """Add up the ranks' parts in the order of the ranks. Shapes: all alike."""
+    """Sum the ranks' parts in the order of the ranks. Shapes: equal."""
     if out.dtype in _HALVES:
         total = parts[0].float()
         for part in parts[1:]:
@@ -261,5 +254,5 @@ def _sum(parts: Sequence[Tensor], out: Tensor) -> None:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor: gloo moves any number as bytes, but knows few types."""
+    """Return a contiguous tensor as bytes, because gloo supports only a few dtypes."""
     return tensor.view(-1).view(torch.uint8)

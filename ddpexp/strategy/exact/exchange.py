@@ -1,4 +1,4 @@
-"""The ranks' blocks of a sum brought together, and added up in the one tree on every rank."""
+"""Exchange of the ranks' partial sums, which every rank adds up in the same tree."""
 
 from __future__ import annotations
 
@@ -19,48 +19,46 @@ from ddpexp.strategy.options import Options
 
 @dataclass(frozen=True)
 class Plan:
-    """Who brings what: the number of each rank's blocks, and the tree over the blocks of all ranks.
-
-    One after the other.
-    """
+    """The number of blocks of each rank, and the tree over the blocks of all ranks in order."""
 
     num_blocks: Sequence[int]
     tree: Node
 
     @classmethod
     def of(cls, num_leaves: int, world_size: int) -> Plan:
-        """Cut the leaves into equal parts, one a rank."""
+        """Split the leaves into equal parts, one per rank."""
         share = num_leaves // world_size
         parts = [blocks(rank * share, (rank + 1) * share) for rank in range(world_size)]
         return cls([len(part) for part in parts], order([block for part in parts for block in part]))
 
-    def sum(self, theirs: Sequence[Sequence[Tensor]], out: Tensor) -> None:
-        """Add up `theirs[rank][block]`, of which a rank may have more places than blocks, into `out`."""
+    def sum(self, received: Sequence[Sequence[Tensor]], out: Tensor) -> None:
+        """Add up `received[rank][block]` into `out`; ranks may have more slots than blocks."""
         add_up(
             self.tree,
-            [place for count, places in zip(self.num_blocks, theirs, strict=True) for place in places[:count]],
+            [slot for count, slots in zip(self.num_blocks, received, strict=True) for slot in slots[:count]],
             out,
         )
 
 
 class Exchange(Protocol):
-    """What brings the blocks of all ranks together."""
+    """Sums the blocks of all ranks."""
 
-    def sum(self, mine: Sequence[Tensor]) -> None:
-        """Write the sum over all ranks' blocks over the first of `mine`. Ranks: all; communicates. Shapes.
+    def sum(self, sent: Sequence[Tensor]) -> None:
+        """Overwrite the first block with the sum over the blocks of all ranks. Ranks: all; communicates.
 
-        (elements,).
+        Shapes: (num_elements,) each.
         """
         ...
 
 
 def exchange_for(num_leaves: int, num_bytes: int, options: Options, world: World) -> Exchange:
-    """Choose the way: none alone, memory on one host, else the backend; `num_bytes` are those of one block.
+    """Return the exchange for this world: through shared memory on one host, else through the backend.
 
+    Units: `num_bytes` is the size of one block.
     Ranks: all; communicates.
 
     Raises:
-        RefusedError: `strategy.reduce_through=shared_memory` where the workers cannot share memory.
+        RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
     """
     plan = Plan.of(num_leaves, world.world_size)
     if world.world_size == 1:
@@ -72,76 +70,75 @@ def exchange_for(num_leaves: int, num_bytes: int, options: Options, world: World
 
 
 class Alone:
-    """One rank has all blocks."""
+    """A single rank has all blocks."""
 
     def __init__(self, plan: Plan) -> None:
-        """Add up as `plan` says."""
+        """Add up in the order of `plan`."""
         self._plan = plan
 
-    def sum(self, mine: Sequence[Tensor]) -> None:
+    def sum(self, sent: Sequence[Tensor]) -> None:
         """Finish the tree."""
-        self._plan.sum([mine], out=mine[0])
+        self._plan.sum([sent], out=sent[0])
 
 
 class OverMemory:
-    """Every rank writes its blocks into its slot, piece by piece, and sums all slots when all have written."""
+    """Every rank writes its blocks into its slot of the shared memory, and sums all slots after a barrier."""
 
     def __init__(self, plan: Plan, memory: SharedMemory, world: World) -> None:
-        """Use the memory; its slots may be smaller than the blocks."""
+        """Use the memory; blocks larger than a slot are summed in pieces."""
         self._plan = plan
         self.memory = memory
         self._rank = world.rank
         self._size = world.world_size
-        self._place_bytes = memory.slot_bytes // max(plan.num_blocks) // ALIGNED * ALIGNED
-        self._known: dict[
-            tuple[int, int, torch.dtype], list[list[Tensor]]
-        ] = {}  # making views takes longer than adding
+        self._block_bytes = memory.slot_bytes // max(plan.num_blocks) // ALIGNED * ALIGNED
+        # Creating views takes longer than adding them up.
+        self._cached: dict[tuple[int, int, torch.dtype], list[list[Tensor]]] = {}
 
-    def sum(self, mine: Sequence[Tensor]) -> None:
-        """Sum as many elements at once as there is room for."""
-        most = self._place_bytes // mine[0].element_size()
-        if mine[0].numel() <= most:
-            self._sum(mine)
+    def sum(self, sent: Sequence[Tensor]) -> None:
+        """Sum in pieces that fit into a slot."""
+        most = self._block_bytes // sent[0].element_size()
+        if sent[0].numel() <= most:
+            self._sum(sent)
             return
-        for pieces in zip(*(torch.split(block, most) for block in mine), strict=True):
+        for pieces in zip(*(torch.split(block, most) for block in sent), strict=True):
             self._sum(pieces)
 
-    def _sum(self, mine: Sequence[Tensor]) -> None:
-        theirs = self._places(mine[0].numel(), mine[0].dtype)
-        for place, block in zip(theirs[self._rank], mine, strict=False):
-            place.copy_(block)
-        num_bytes = mine[0].numel() * mine[0].element_size()
+    def _sum(self, sent: Sequence[Tensor]) -> None:
+        received = self._slot_views(sent[0].numel(), sent[0].dtype)
+        for slot, block in zip(received[self._rank], sent, strict=False):
+            slot.copy_(block)
+        num_bytes = sent[0].numel() * sent[0].element_size()
         self.memory.end_round(num_bytes)
         if (self._size - 2) * num_bytes * max(self._plan.num_blocks) >= CHUNKED_BYTES:
-            self._sum_in_chunks(theirs, mine[0])
+            self._sum_in_chunks(received, sent[0])
         else:
-            self._plan.sum(theirs, out=mine[0])
+            self._plan.sum(received, out=sent[0])
 
-    def _sum_in_chunks(self, theirs: Sequence[Sequence[Tensor]], out: Tensor) -> None:
-        """Sum one chunk here, and take the others from the ranks that have summed them: the same bits."""
-        cut = [[place.tensor_split(self._size) for place in places] for places in theirs]
+    def _sum_in_chunks(self, received: Sequence[Sequence[Tensor]], out: Tensor) -> None:
+        """Sum one chunk on each rank, and copy the others from the ranks that summed them; the bits are the same."""
+        chunked = [[slot.tensor_split(self._size) for slot in slots] for slots in received]
         chunks = out.tensor_split(self._size)
-        self._plan.sum([[place[self._rank] for place in places] for places in cut], out=chunks[self._rank])
-        cut[self._rank][0][self._rank].copy_(chunks[self._rank])  # which no other rank reads before the meeting
-        self.memory.meet()
+        self._plan.sum([[slot[self._rank] for slot in slots] for slots in chunked], out=chunks[self._rank])
+        chunked[self._rank][0][self._rank].copy_(chunks[self._rank])  # other ranks read it only after the barrier
+        self.memory.barrier()
         for rank, chunk in enumerate(chunks):
             if rank != self._rank:
-                chunk.copy_(cut[rank][0][rank])
+                chunk.copy_(chunked[rank][0][rank])
 
-    def _places(self, num_elements: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    def _slot_views(self, num_elements: int, dtype: torch.dtype) -> list[list[Tensor]]:
         key = self.memory.half, num_elements, dtype
-        if key not in self._known:
+        if key not in self._cached:
             size, most = num_elements * dtype.itemsize, max(self._plan.num_blocks)
-            starts = [number * self._place_bytes for number in range(most)]
-            self._known[key] = [
+            starts = [number * self._block_bytes for number in range(most)]
+            self._cached[key] = [
                 [slot[start : start + size].view(dtype) for start in starts]
                 for slot in self.memory.slots[self.memory.half]
             ]
-        return self._known[key]
+        return self._cached[key]
 
 
 class OverBackend:
-    """Small blocks go whole to all ranks, which each sum them; of large ones each rank gets, sums and sends a chunk."""
+    """Small blocks are gathered by all ranks, which each sum them; of large ones each rank sums one chunk."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         """Use the world's process group."""
@@ -149,26 +146,26 @@ class OverBackend:
         self._size = world.world_size
         self._most = max(plan.num_blocks)
 
-    def sum(self, mine: Sequence[Tensor]) -> None:
-        """Exchange the blocks, or chunks of them. A rank with fewer blocks than others sends what nobody reads."""
-        out, size, most = mine[0], self._size, self._most
+    def sum(self, sent: Sequence[Tensor]) -> None:
+        """Exchange the blocks, or chunks of them. A rank with fewer blocks than others sends padding."""
+        out, size, most = sent[0], self._size, self._most
         if (size - 2) * most * out.numel() * out.element_size() < GATHERED_BYTES:
-            own = out.new_zeros(most, out.numel())
-            for place, block in zip(own, mine, strict=False):
-                place.copy_(block)
-            theirs = out.new_empty(size, *own.shape)
-            dist.all_gather([as_bytes(row) for row in theirs], as_bytes(own))
-            self._plan.sum([list(row) for row in theirs], out=out)
+            outgoing = out.new_zeros(most, out.numel())
+            for slot, block in zip(outgoing, sent, strict=False):
+                slot.copy_(block)
+            received = out.new_empty(size, *outgoing.shape)
+            dist.all_gather([as_bytes(row) for row in received], as_bytes(outgoing))
+            self._plan.sum([list(row) for row in received], out=out)
             return
         length = -(-out.numel() // size)
         parts = out.new_zeros(most, size, length)
-        for place, block in zip(parts, mine, strict=False):
-            place.view(-1)[: block.numel()] = block
-        own = parts.transpose(0, 1).contiguous()
-        theirs = torch.empty_like(own)
-        dist.all_to_all_single(as_bytes(theirs), as_bytes(own))
+        for slot, block in zip(parts, sent, strict=False):
+            slot.view(-1)[: block.numel()] = block
+        outgoing = parts.transpose(0, 1).contiguous()
+        received = torch.empty_like(outgoing)
+        dist.all_to_all_single(as_bytes(received), as_bytes(outgoing))
         chunk = out.new_empty(length)
-        self._plan.sum([list(row) for row in theirs], out=chunk)
+        self._plan.sum([list(row) for row in received], out=chunk)
         whole = out.new_empty(size, length)
         dist.all_gather([as_bytes(row) for row in whole], as_bytes(chunk))
         out.copy_(whole.view(-1)[: out.numel()])

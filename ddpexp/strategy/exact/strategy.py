@@ -1,6 +1,6 @@
-"""Exact reduction: the sum over micro-batches in one order, whichever rank computed which.
+"""Exact reduction: sums over micro-batches in a fixed order, whichever rank computed which.
 
-So the weights are the same to the bit at every number of workers that divides the number of micro-batches.
+The weights are therefore bitwise identical at every number of workers that divides the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.comm.flat import Layout
 from ddpexp.strategy.comm.reduce import ALIGNED
-from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, Place
+from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, BufferSlot
 from ddpexp.strategy.exact.exchange import OverMemory, exchange_for
 from ddpexp.strategy.exact.tree import Partial
 from ddpexp.strategy.options import Options
-from ddpexp.strategy.replica import Models, Replica, check_same_models, listed, take_rank_zeros, unused
+from ddpexp.strategy.replica import Models, Replica, broadcast_rank_zero, check_same_models, listed, unused
 
 
 class Exact:
-    """One replica on this rank, whose gradient is the sum of every micro-batch's own.
+    """One replica on this rank, whose gradient is the sum of the gradients of all micro-batches.
 
-    A micro-batch starts without gradient and from the buffers as they were before the step. What it leaves, gradient
-    and change of buffers, is a leaf of the tree. When the last one is done, the ranks exchange what they have summed.
+    Each micro-batch starts without a gradient, and from the buffers before the step. Its gradient and its changes of
+    the buffers are a leaf of the summation tree. After the last micro-batch the ranks exchange their partial sums.
 
-    On GPUs the host waits for the device once a round where there is something to agree on: several models,
-    `strategy.find_unused_parameters`, buffers of whole numbers; and once a micro-batch for each buffer that is
-    constant.
+    On GPUs the host waits for the device once per round if there are flags to exchange (for several models,
+    `strategy.find_unused_parameters` or constant buffers) or integer buffers, and once per micro-batch for each
+    constant buffer.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class Exact:
         prepare: Callable[[Models], None] = lambda models: None,
         gradient_accumulation_steps: int,
     ) -> None:
-        """Build the model on this rank's device, before any optimizer is made.
+        """Build the model on this rank's device, before any optimizer is built.
 
-        `prepare` sees it then, to load weights into it.
+        `prepare` gets the modules, for example to load weights into them.
 
-        Ranks: all; communicates rank zero's weights to the others.
+        Ranks: all; broadcasts rank zero's weights.
         """
         self._replica = Replica.build(
             options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare
@@ -64,61 +64,59 @@ class Exact:
         self._counts = options.find_unused_parameters or len(self.modules) > 1
         if world.world_size > 1:
             check_same_models(self.modules, world)
-            own = [tensor for module in self.modules.values() for tensor in (*module.parameters(), *module.buffers())]
-            take_rank_zeros([tensor.detach() for tensor in own], world)
+            modules = self.modules.values()
+            shared = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+            broadcast_rank_zero([tensor.detach() for tensor in shared], world)
         self._buffers = Buffers(self.modules)
-        tensors = [*(p for _, _, p in self._parameters), *(place.start for place in self._buffers.places)]
+        tensors = [*(p for _, _, p in self._parameters), *(slot.start for slot in self._buffers.slots)]
         self._dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-        self._each = gradient_accumulation_steps
+        self._micro_batches_per_rank = gradient_accumulation_steps
         self._num_leaves = gradient_accumulation_steps * world.world_size
         num_bytes = sum(tensor.numel() * self._dtype.itemsize + ALIGNED for tensor in tensors)
         self._exchange = exchange_for(self._num_leaves, num_bytes, options, world)
         self.memory = self._exchange.memory if isinstance(self._exchange, OverMemory) else None
         self._done = 0  # micro-batches of this round
-        self._earlier: dict[nn.Parameter, Tensor] = {}  # gradients that earlier rounds of the step have left
-        self._late: list[
-            dict[Place, Tensor]
-        ] = []  # what the round's micro-batches have made of buffers that stood still so far
-        self._arrange([])
+        self._previous_gradients: dict[nn.Parameter, Tensor] = {}  # of earlier rounds of this step
+        # For each micro-batch of this round, new values of buffers that were constant so far.
+        self._first_changes: list[dict[BufferSlot, Tensor]] = []
+        self._lay_out_leaf([])
 
     @property
     def train_model(self) -> Any:
-        """Return what a task's training step calls: the module, compiled or not, or the mapping of them."""
+        """Return the (compiled) module that a task trains, or the mapping of modules."""
         return self._replica.of(self._replica.compiled)
 
     @property
     def eval_model(self) -> Any:
-        """Return the bare module, or the mapping of them."""
+        """Return the module, or the mapping of modules, without compilation."""
         return self._replica.of(self.modules)
 
     def train(self, mode: bool) -> None:
-        """Switch every module between training and evaluation."""
+        """Set every module to training or evaluation mode."""
         for module in self._replica.compiled.values():
             module.train(mode)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Enclose forward and backward of a micro-batch.
+        """Return a context for forward and backward of a micro-batch.
 
-        After the last one of a round the parameters have their gradients.
+        After the last one of a round the parameters have their summed gradients.
 
         Ranks: all, equally often; communicates after the last one.
 
         Raises:
-            DdpexpError: a parameter without a gradient, a gradient or a buffer that cannot be summed, a round of
-            another length.
+            DdpexpError: a parameter has no gradient, a gradient or buffer cannot be summed, or a round has another
+            length.
         """
         if self._done == 0:
             self._begin()
         yield
         self._close_leaf()
-        if self._done != self._each and (last or self._done > self._each):
+        if self._done != self._micro_batches_per_rank and (last or self._done > self._micro_batches_per_rank):
             raise DdpexpError(
                 f"the task's train_step went through {self._done} micro-batches{' up to last=True' if last else ''}, "
-                "where "
-                f"trainer.reduction=exact sums over {self._each} on each worker: go through all batches once, and say "
-                "last=True "
-                f"with the last of them."
+                f"where trainer.reduction=exact sums over {self._micro_batches_per_rank} on each worker: go through "
+                "all batches once, and pass last=True with the last of them."
             )
         if last:
             self._end()
@@ -128,18 +126,15 @@ class Exact:
         yield from self._replica.parameters
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, on the device. Ranks.
-
-        The same value on all, without communication.
-        """
+        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same on all, without communication."""
         return self._replica.gradient_norm(parameters)
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Scale the gradient down to `limit` and return its norm before that."""
+        """Clip the gradient norm to `limit`; return the norm before clipping."""
         return self._replica.clip(parameters, limit)
 
     def clear_gradient(self) -> None:
-        """Forget every gradient."""
+        """Clear every gradient."""
         self._replica.clear_gradient()
 
     def scale_gradient(self, factor: Tensor) -> None:
@@ -148,7 +143,7 @@ class Exact:
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
-        """Give the bare model in evaluation mode; its buffers are the same on every rank anyway."""
+        """Yield `eval_model` in evaluation mode; its buffers are the same on every rank anyway."""
         self.train(False)
         try:
             yield self.eval_model
@@ -156,60 +151,59 @@ class Exact:
             self.train(True)
 
     def synced_buffers(self) -> AbstractContextManager[None]:
-        """Do nothing: every rank's buffers are rank zero's."""
+        """Do nothing: all ranks have the same buffers."""
         return nullcontext()
 
     def local_buffers(self) -> Mapping[str, Tensor]:
-        """Return no buffers: every rank's are the same."""
+        """Return no buffers: all ranks have the same ones."""
         return {}
 
-    def _arrange(self, moving: Sequence[Place]) -> None:
-        """Lay a leaf out: gradients, changes of the buffers that move, and flags.
+    def _lay_out_leaf(self, changing: Sequence[BufferSlot]) -> None:
+        """Define a leaf: gradients, changes of the buffers that are not constant, and flags.
 
-        Which units were used, which buffers moved first.
-
-        A unit is what has gradients altogether or not at all: a model, or with `find_unused_parameters` a parameter.
+        There is a flag for each unit (whether it was used) and for each constant buffer (whether it changed). A unit
+        gets either all its gradients or none: a model, or with `find_unused_parameters` a parameter.
         """
-        self._movement = BufferDelta(moving, self._dtype)
-        self._still = [place for place in self._buffers.places if place not in moving]
+        self._delta = BufferDelta(changing, self._dtype)
+        self._constant = [slot for slot in self._buffers.slots if slot not in changing]
         names = [name if self._finds_unused else model for name, model, _ in self._parameters]
         numbers: dict[str, int] = {}
         self._unit_of = [numbers.setdefault(name, len(numbers)) for name in names]
         self._units = list(numbers)
-        flags = torch.empty((len(self._units) if self._counts else 0) + len(self._still))
+        flags = torch.empty((len(self._units) if self._counts else 0) + len(self._constant))
         self._layout = Layout(
-            [*(p for _, _, p in self._parameters), *(one.start for one in self._movement.places), flags]
+            [*(p for _, _, p in self._parameters), *(slot.start for slot in self._delta.slots), flags]
         )
-        self._partial = self._sums(self._layout)
+        self._partial = self._new_partial(self._layout)
 
-    def _sums(self, layout: Layout) -> Partial:
+    def _new_partial(self, layout: Layout) -> Partial:
         return Partial(lambda: torch.zeros(layout.length, dtype=self._dtype, device=self._world.device))
 
     @torch.no_grad()
     def _begin(self) -> None:
-        self._earlier = {p: p.grad.clone() for _, _, p in self._parameters if p.grad is not None}
+        self._previous_gradients = {p: p.grad.clone() for _, _, p in self._parameters if p.grad is not None}
         self._replica.clear_gradient()
         self._buffers.begin()
-        self._movement.begin()
-        self._late.clear()
+        self._delta.begin()
+        self._first_changes.clear()
 
     @torch.no_grad()
     def _close_leaf(self) -> None:
-        """Take gradients and buffers as a leaf; leave no gradient, and the buffers as they were."""
+        """Move gradients and buffer changes into a leaf; clear the gradients and restore the buffers."""
         leaf = self._partial.room()
         views = self._layout.views(leaf)
         used = self._take_gradients(views)
-        late = self._take_buffers(views)
+        first_changes = self._take_buffers(views)
         if views[-1].numel():
             flags = [float(unit in used) for unit in range(len(self._units))] if self._counts else []
-            views[-1].copy_(torch.tensor(flags + [float(place in late) for place in self._still]))
-        self._late.append(late)
-        self._partial.close(self._world.rank * self._each + self._done)
+            views[-1].copy_(torch.tensor(flags + [float(slot in first_changes) for slot in self._constant]))
+        self._first_changes.append(first_changes)
+        self._partial.close(self._world.rank * self._micro_batches_per_rank + self._done)
         self._done += 1
 
     def _take_gradients(self, views: Sequence[Tensor]) -> set[int]:
-        """Move the gradients into a leaf, and return which units have any."""
-        gradients, places, empty = [], [], []
+        """Move the gradients into a leaf; return which units have any."""
+        gradients, targets, empty = [], [], []
         used, missing = set(), []
         for (name, _, p), view, unit in zip(self._parameters, views, self._unit_of, strict=False):
             if p.grad is None:
@@ -220,11 +214,10 @@ class Exact:
             if p.grad.layout is not torch.strided:
                 raise DdpexpError(
                     f"the gradient of {name} is sparse, and trainer.reduction=exact sums dense ones, of one size in "
-                    "every "
-                    f"micro-batch. Build the layer with sparse=False, or use trainer.reduction=fast."
+                    "every micro-batch. Build the layer with sparse=False, or use trainer.reduction=fast."
                 )
             gradients.append(p.grad)
-            places.append(view)
+            targets.append(view)
             used.add(unit)
             p.grad = None
         if (
@@ -233,85 +226,82 @@ class Exact:
             and (names := [name for name, u in missing if u in used or not self._counts])
         ):
             raise unused(names)
-        self._check_still_frozen()
+        self._check_frozen()
         if gradients:
-            torch._foreach_copy_(places, gradients)
+            torch._foreach_copy_(targets, gradients)
         if empty:
             torch._foreach_zero_(empty)
         return used
 
-    def _check_still_frozen(self) -> None:
+    def _check_frozen(self) -> None:
         for name, p in self._frozen:
             if p.grad is not None:
                 raise DdpexpError(
                     f"{name} has a gradient, but was frozen when the model was built, so trainer.reduction=exact does "
-                    "not sum it. "
-                    f"Build it with requires_grad=True, and freeze it afterwards."
+                    "not sum it. Build it with requires_grad=True, and freeze it afterwards."
                 )
 
-    def _take_buffers(self, views: Sequence[Tensor]) -> dict[Place, Tensor]:
-        """Move what the buffers have become into a leaf; return what has become of those that stood still so far."""
+    def _take_buffers(self, views: Sequence[Tensor]) -> dict[BufferSlot, Tensor]:
+        """Move the buffer changes into a leaf; return the new values of buffers that were constant so far."""
         self._buffers.check()
-        places = self._movement.places
-        self._movement.write([place.now() for place in places], views[len(self._parameters) : -1])
-        late = {place: now.clone() for place in self._still if not torch.equal(now := place.now(), place.kept)}
-        self._buffers.restore([*places, *late])
-        return late
+        slots = self._delta.slots
+        self._delta.write([slot.now() for slot in slots], views[len(self._parameters) : -1])
+        changed = {slot: now.clone() for slot in self._constant if not torch.equal(now := slot.now(), slot.saved)}
+        self._buffers.restore([*slots, *changed])
+        return changed
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Finish the sum over all ranks: give the parameters their gradients and the buffers their values."""
+        """Finish the sum over all ranks; assign the gradients and the buffers."""
         self._done = 0
         views = self._sum(self._partial, self._layout)
         flags = views[-1].tolist() if views[-1].numel() else []
         used = flags[: len(self._units)] if self._counts else [float(self._num_leaves)] * len(self._units)
-        self._movement.read(views[len(self._parameters) : -1], self._num_leaves)
-        self._give_gradients(views, used)
-        late = [
-            place for place, count in zip(self._still, flags[len(flags) - len(self._still) :], strict=True) if count
-        ]
-        if late:
-            self._sum_late(late)
-            self._arrange([*self._movement.places, *late])
+        self._delta.read(views[len(self._parameters) : -1], self._num_leaves)
+        self._assign_gradients(views, used)
+        counts = flags[len(flags) - len(self._constant) :]
+        changed = [slot for slot, count in zip(self._constant, counts, strict=True) if count]
+        if changed:
+            self._sum_first_changes(changed)
+            self._lay_out_leaf([*self._delta.slots, *changed])
 
-    def _give_gradients(self, views: Sequence[Tensor], used: Sequence[float]) -> None:
+    def _assign_gradients(self, views: Sequence[Tensor], used: Sequence[float]) -> None:
         partly = [name for name, count in zip(self._units, used, strict=True) if 0 < count < self._num_leaves]
         if partly and not self._finds_unused:
             raise DdpexpError(
                 f"{listed(partly)} got gradients in some micro-batches of the step and none in others. If that is "
-                "meant, use "
-                f"strategy.find_unused_parameters=true."
+                "meant, use strategy.find_unused_parameters=true."
             )
         for (_, _, p), view, unit in zip(self._parameters, views, self._unit_of, strict=False):
-            earlier = self._earlier.get(p)
+            previous = self._previous_gradients.get(p)
             if used[unit] and p.requires_grad:
-                own = view.to(p.dtype)
-                p.grad = own if earlier is None else earlier.add_(own)
+                gradient = view.to(p.dtype)
+                p.grad = gradient if previous is None else previous.add_(gradient)
             else:
-                p.grad = earlier
-        self._earlier = {}
+                p.grad = previous
+        self._previous_gradients = {}
 
-    def _sum_late(self, places: Sequence[Place]) -> None:
-        """Sum the buffers that have moved for the first time on some rank, which the leaves had no room for."""
-        movement = BufferDelta(places, self._dtype)
-        movement.begin()
-        layout = Layout([one.start for one in movement.places])
-        partial = self._sums(layout)
-        for number, found in enumerate(self._late):
+    def _sum_first_changes(self, slots: Sequence[BufferSlot]) -> None:
+        """Sum the buffers that changed for the first time on some rank, for which the leaves had no room."""
+        delta = BufferDelta(slots, self._dtype)
+        delta.begin()
+        layout = Layout([slot.start for slot in delta.slots])
+        partial = self._new_partial(layout)
+        for number, changes in enumerate(self._first_changes):
             leaf = partial.room()
-            movement.write([found.get(place, place.kept) for place in movement.places], layout.views(leaf))
-            partial.close(self._world.rank * self._each + number)
-        movement.read(self._sum(partial, layout), self._num_leaves)
+            delta.write([changes.get(slot, slot.saved) for slot in delta.slots], layout.views(leaf))
+            partial.close(self._world.rank * self._micro_batches_per_rank + number)
+        delta.read(self._sum(partial, layout), self._num_leaves)
 
     def _sum(self, partial: Partial, layout: Layout) -> list[Tensor]:
-        mine = partial.take()
-        self._exchange.sum(mine)
-        return layout.views(mine[0])
+        partial_sums = partial.take()
+        self._exchange.sum(partial_sums)
+        return layout.views(partial_sums[0])
 
 
 def _trained(models: Models) -> list[tuple[str, str, nn.Parameter]]:
-    """Return each parameter that is trained, once, with its name and that of its model."""
-    found: dict[int, tuple[str, str, nn.Parameter]] = {}
+    """Return each trained parameter once, with its name and that of its model."""
+    by_id: dict[int, tuple[str, str, nn.Parameter]] = {}
     for name, model, p in _named(models):
         if is_lazy(p):
             raise RefusedError(
@@ -323,8 +313,8 @@ def _trained(models: Models) -> list[tuple[str, str, nn.Parameter]]:
                 f"{name} is complex, which trainer.reduction=exact does not sum. Use trainer.reduction=fast."
             )
         if p.requires_grad:
-            found.setdefault(id(p), (name, model, p))
-    return list(found.values())
+            by_id.setdefault(id(p), (name, model, p))
+    return list(by_id.values())
 
 
 def _named(models: Models) -> Iterator[tuple[str, str, nn.Parameter]]:

@@ -1,9 +1,8 @@
-"""One order for a sum over micro-batches, whichever rank computed which: the tree of a binary counter.
+"""A fixed order for the sum over micro-batches, whichever rank computed which: the tree of a binary counter.
 
-Leaf j is the part of micro-batch j. Two neighbouring blocks of 2^l leaves merge when the left one begins at a multiple
-of 2^(l+1), as carries do in a counter; what is left at the end is added up from the right. A rank merges what lies
-inside its own leaves, and the ranks exchange only the blocks that remain: one a rank, where both numbers are powers of
-two.
+Leaf j is the contribution of micro-batch j. Two neighbouring blocks of 2^l leaves merge when the left one begins at a
+multiple of 2^(l+1), like carries in a counter; the blocks left at the end are added up from the right. Each rank merges
+its own leaves, and the ranks exchange only the remaining blocks: one per rank if both numbers are powers of two.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 Node: TypeAlias = "int | tuple[Node, Node]"
-"""A sum: the part with this number, or left + right."""
+"""A sum: the block with this number, or left + right."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Block:
 
 
 def push(stack: list[Block], block: Block) -> int:
-    """Put the block that follows onto the stack, and return how many times the two on top have merged then."""
+    """Push the next block onto the stack; return how often the two topmost blocks merged."""
     stack.append(block)
     merges = 0
     while len(stack) > 1 and stack[-2].level == stack[-1].level and stack[-2].index % 2 == 0:
@@ -38,7 +37,7 @@ def push(stack: list[Block], block: Block) -> int:
 
 
 def blocks(first: int, last: int) -> list[Block]:
-    """Return the blocks that remain of the leaves from `first` up to `last`."""
+    """Return the blocks that remain after merging the leaves from `first` up to, not including, `last`."""
     stack: list[Block] = []
     for leaf in range(first, last):
         push(stack, Block(0, leaf))
@@ -46,7 +45,7 @@ def blocks(first: int, last: int) -> list[Block]:
 
 
 def order(parts: Sequence[Block]) -> Node:
-    """Return the sum of the blocks, which follow one another from leaf 0 on."""
+    """Return the tree of the sum over consecutive blocks from leaf 0 on."""
     stack: list[Block] = []
     nodes: list[Node] = []
     for number, block in enumerate(parts):
@@ -59,7 +58,7 @@ def order(parts: Sequence[Block]) -> Node:
 
 
 def add_up(node: Node, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum into `out`, which may be the first part itself. Shapes: all alike."""
+    """Write the sum into `out`, which may be the first part itself. Shapes: equal."""
     if isinstance(node, int):
         if parts[node] is not out:
             out.copy_(parts[node])
@@ -69,38 +68,38 @@ def add_up(node: Node, parts: Sequence[Tensor], out: Tensor) -> None:
     torch.add(left, right, out=out)
 
 
-def _value(node: Node, parts: Sequence[Tensor], place: Tensor | None) -> Tensor:
+def _value(node: Node, parts: Sequence[Tensor], out: Tensor | None) -> Tensor:
     if isinstance(node, int):
         return parts[node]
-    place = torch.empty_like(parts[0]) if place is None else place
-    add_up(node, parts, place)
-    return place
+    out = torch.empty_like(parts[0]) if out is None else out
+    add_up(node, parts, out)
+    return out
 
 
 class Partial:
-    """What a rank has summed so far of its leaves: as many buffers as a binary counter has digits, made once."""
+    """The partial sums of a rank's leaves, in as many reusable buffers as a binary counter has digits."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
-        """`make` makes a buffer for a leaf."""
+        """`make` allocates a buffer for a leaf."""
         self._make = make
         self._buffers: list[Tensor] = []
         self._stack: list[Block] = []
 
     def room(self) -> Tensor:
-        """Return the buffer that the next leaf is to be written into."""
+        """Return the buffer to write the next leaf into."""
         if len(self._stack) == len(self._buffers):
             self._buffers.append(self._make())
         return self._buffers[len(self._stack)]
 
     def close(self, leaf: int) -> None:
-        """Take what stands in `room` as the leaf with this number, and merge."""
+        """Take the contents of `room` as the leaf with this number, and merge."""
         top = len(self._stack)
         for _ in range(push(self._stack, Block(0, leaf))):
             self._buffers[top - 1] += self._buffers[top]
             top -= 1
 
     def take(self) -> list[Tensor]:
-        """Return the blocks that remain, and begin anew: the next leaves are written over them."""
+        """Return the remaining blocks and start again: the next leaves overwrite them."""
         count = len(self._stack)
         self._stack.clear()
         return self._buffers[:count]

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def prepared(folder: Path, **options: Any) -> dict[str, Any]:
-    return prepare(str(folder), **{"mean": (0.5,), "deviation": (0.5,), **options})
+    return prepare(str(folder), **{"mean": (0.5,), "std": (0.5,), **options})
 
 
 def test_what_is_found_is_said(folder: Path) -> None:
@@ -117,9 +117,9 @@ def test_a_file_that_was_cut_off_is_refused_before_a_worker_reads_past_its_end(f
         ({"mean": (0.5, 0.5)}, "data.mean=[0.5, 0.5] has 2 numbers, and the images 3 channels: use one for each."),
         (
             {"mean": (0.5,) * 3},
-            "data.mean=[0.5, 0.5, 0.5] and data.deviation=[0.5] differ in length: use one for each channel.",
+            "data.mean=[0.5, 0.5, 0.5] and data.std=[0.5] differ in length: use one for each channel.",
         ),
-        ({"deviation": (0.0,)}, "data.deviation=[0.0] divides the images: use numbers above 0."),
+        ({"std": (0.0,)}, "data.std=[0.0] divides the images: use numbers above 0."),
         ({"crop": 9}, "data.crop=9 is no frame for images of 3 x 8 x 8: use 0 to 8."),
         ({"crop": -1}, "data.crop=-1 is no frame for images of 3 x 8 x 8: use 0 to 8."),
     ],

@@ -84,7 +84,7 @@ def test_unknown_source_is_refused_with_the_choices(source: str, root: Path) -> 
 
 @pytest.mark.parametrize("num", [0, -1, 10**9])
 def test_impossible_number_of_drawn_digits_is_refused(num: int) -> None:
-    with pytest.raises(RefusedError, match=f"data.embedded_test={num} is no number of digits"):
+    with pytest.raises(RefusedError, match=f"data.embedded_test={num} is not a valid number of digits"):
         mnist_files.prepare(None, "embedded", 10, num)
 
 
@@ -210,7 +210,7 @@ def test_closed_port_falls_back_to_drawn_digits_with_one_loud_line(small: Small,
     assert identity["source"] == "embedded"
     (text,) = warnings
     assert text.startswith(f"THIS IS NOT MNIST: data.root={tmp_path / 'new'} holds none of its files")
-    assert "30 + 20 drawn digits" in text
+    assert "30 + 20 synthetic digits" in text
     assert "Connection refused" in text
     assert "data.source=download" in text
     assert "\n" not in text
@@ -224,7 +224,7 @@ def test_drawn_digits_are_cached_by_version_and_numbers(home: Path, monkeypatch:
     identity = mnist_files.prepare(None, "embedded", 30, 20)
     folder = home / ".ddpexp-cache" / "embedded-v1-30-20"
     assert identity["folder"] == str(folder)
-    assert identity["note"] == "drawn digits (NOT MNIST), 30 + 20 images, embedded in ddpexp"
+    assert identity["note"] == "synthetic digits (NOT MNIST), 30 + 20 images, embedded in ddpexp"
     for part, num, seed in (("train", 30, 1), ("test", 20, 2)):
         images, labels = synthetic.draw(num, seed)
         assert np.array_equal(np.load(folder / f"{part}-images.npy", mmap_mode="r"), images)

@@ -1,4 +1,4 @@
-"""The drawn digits: the same everywhere, balanced, and neither too easy nor too hard."""
+"""The synthetic digits: the same everywhere, balanced, and neither too easy nor too hard."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe
     assert (done.run / "error-1.json").is_file()
     assert [one["step"] for one in done.metrics()] == [4, 4, 8, 8]
     assert "ddpexp: rank 1 on" in done.err
-    assert "ddpexp: going on in" in done.err
+    assert "ddpexp: resuming " in done.err
     assert "torch/distributed" not in done.err.replace(
         "torch/distributed/c10d", ""
     )  # no log of the agent, no traceback of it
@@ -125,7 +125,7 @@ def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
     def ended(*_: object) -> int:
         raise end
 
-    for name in ("_END_SECONDS", "_HEAR_SECONDS", "_ABSENT_SECONDS"):
+    for name in ("_END_SECONDS", "_RESTART_NOTICE_SECONDS", "_ABSENT_SECONDS"):
         monkeypatch.setattr(f"ddpexp.launch.launchers.elastic.{name}", 0)
     monkeypatch.setattr("ddpexp.launch.launchers.torchrun_env.run", ended)
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -175,7 +175,7 @@ def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
     [
         (("trainer.nodes=1:3", "trainer.gpus=2", "trainer.global_batch_size=16", "launcher.rdzv_endpoint=localhost:1"),
          "with 3 of trainer.nodes=1:3: trainer.global_batch_size=16"),
-        (("trainer.nodes=4:1",), "trainer.nodes=4:1 is no range: the least number of machines comes first"),
+        (("trainer.nodes=4:1",), "trainer.nodes=4:1 is not a valid range: the smaller number of machines comes first"),
         (("trainer.nodes=0:1",), "trainer.nodes=0:1: use auto, a number of machines, or a range such as 1:4."),
         (("trainer.nodes=many",), "trainer.nodes=many: use auto, a number of machines, or a range such as 1:4."),
         (("trainer.nodes=1:2", "trainer.gpus=2"), "launcher.rdzv_endpoint is missing"),
@@ -198,7 +198,7 @@ def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
     done = recipe("trainer.nodes=1:2")
     assert (done.code, done.err) == (
         2,
-        "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic understands.\n",
+        "ddpexp: trainer.nodes=1:2 is a range, which only launcher=elastic supports.\n",
     )
 
 

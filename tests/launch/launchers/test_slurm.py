@@ -20,7 +20,9 @@ import pexpect
 import pytest
 
 from ddpexp.launch import Job
-from ddpexp.launch.launchers.slurm import Slurm, _follow, _log_name
+from ddpexp.launch.launchers.slurm import Slurm
+from ddpexp.launch.launchers.slurm_follow import follow_job
+from ddpexp.launch.launchers.slurm_text import log_name
 from ddpexp.system.slurm import state
 from tests.conftest import PATIENCE, Ddpexp, Done, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
@@ -395,9 +397,9 @@ def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
     assert state_of(job_id) == ("FAILED", "5:0")
-    assert (state(job_id), _follow(job_id, run / "none")) == (("FAILED", 5), ("FAILED", 5))
-    assert (run / _log_name(run, job_id)).read_text() == f"{name}\n{run.parent}"
-    assert sorted(path.name for path in run.iterdir()) == ["job.sbatch", _log_name(run, job_id)]
+    assert (state(job_id), follow_job(job_id, run / "none")) == (("FAILED", 5), ("FAILED", 5))
+    assert (run / log_name(run, job_id)).read_text() == f"{name}\n{run.parent}"
+    assert sorted(path.name for path in run.iterdir()) == ["job.sbatch", log_name(run, job_id)]
     assert not list(tmp_path.rglob("pwned"))
 
 
@@ -523,7 +525,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
     done = finish(process, run)
     job_id = job_of(done)
     assert done.code == 128 + signal.SIGINT
-    assert done.err == f"ddpexp: job {job_id} goes on; end it with scancel {job_id}\n"
+    assert done.err == f"ddpexp: job {job_id} keeps running; cancel it with scancel {job_id}\n"
     assert not (run / "result.json").exists()
     assert re.search(r"JobState=RUNNING", shown_job(job_id))
     ask("scancel", job_id)

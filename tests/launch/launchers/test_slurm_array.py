@@ -320,7 +320,7 @@ def test_what_is_too_large_for_an_array_is_cut_and_said(
         "ddpexp: 8 jobs go into 3 arrays, for an array holds 3 here; launcher.array_parallelism counts for each"
     )
     assert out.splitlines()[1].startswith("submitted array 1 of 3 jobs  sweep directory ")
-    assert err == "ddpexp: 6 of 8 jobs are submitted and go on; end them with scancel 1 2\n"
+    assert err == "ddpexp: 6 of 8 jobs are submitted and keep running; cancel them with scancel 1 2\n"
 
 
 def test_what_is_finished_is_left_out_and_what_is_refused_keeps_all_from_being_submitted(
@@ -354,7 +354,9 @@ def test_a_signal_while_sbatch_runs_loses_no_job(offline: Sweep, tmp_path: Path)
         {"status": "submitted", "job_id": job_id} for job_id in ("1_0", "2_0", "2_1")
     ]
     assert not (offline.folder / "0003").exists()
-    assert done.err.splitlines()[0] == "ddpexp: 3 of 4 jobs are submitted and go on; end them with scancel 1 2"
+    assert (
+        done.err.splitlines()[0] == "ddpexp: 3 of 4 jobs are submitted and keep running; cancel them with scancel 1 2"
+    )
     # Those that wait are not started twice, and what is new goes on.
     path = programs(tmp_path / "queue", scontrol="echo '   JobState=PENDING Reason=None'", sbatch="echo 9", srun="")
     again = offline(["launcher.time=10"], PATH=path)
@@ -474,7 +476,7 @@ def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(sweep: S
     done = finish(process, sweep.folder)
     array = said(done, "id")["0"].partition("_")[0]
     assert done.code == 128 + signal.SIGINT
-    assert done.err == f"ddpexp: 2 jobs go on; end them with scancel {array}\n"
+    assert done.err == f"ddpexp: 2 jobs keep running; cancel them with scancel {array}\n"
     assert states([f"{array}_0", f"{array}_1", array, "99999999", "7_x"]) == {
         f"{array}_0": "RUNNING", f"{array}_1": "RUNNING", array: "RUNNING", "99999999": "FORGOTTEN", "7_x": "UNKNOWN",
     }  # fmt: skip
@@ -510,7 +512,7 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     array = ids[0].partition("_")[0]
     assert ids == [f"{array}_0", f"{array}_1"]
     told, refused = done.err.splitlines()
-    assert told == f"ddpexp: 2 of 3 jobs are submitted and go on; end them with scancel {array}"
+    assert told == f"ddpexp: 2 of 3 jobs are submitted and keep running; cancel them with scancel {array}"
     script = re.escape(str(sweep.folder / "array-1.sbatch"))
     assert re.fullmatch(
         rf"ddpexp: sbatch did not take the job: .*invalid partition specified: nosuch.* \({script}\)", refused

@@ -13,15 +13,14 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, WorkerRequest
-from ddpexp.launch.launchers.slurm import (
-    Slurm,
-    _gpus_of_all_tasks,
-    _has_terminal,
-    _limit_seconds,
-    _log_name,
-    _output,
-    _quoted,
-    where,
+from ddpexp.launch.launchers.slurm import Slurm
+from ddpexp.launch.launchers.slurm_context import _has_terminal, where
+from ddpexp.launch.launchers.slurm_text import (
+    gpus_of_all_tasks,
+    limit_seconds,
+    log_name,
+    output_pattern,
+    quoted,
 )
 from ddpexp.launch.rendezvous.environment import tasks_per_node
 from ddpexp.system import slurm
@@ -89,7 +88,7 @@ def test_a_process_without_a_terminal_has_none() -> None:
 
 @pytest.mark.fault(71, "S9")
 @pytest.mark.parametrize(
-    ("value", "quoted"),
+    ("value", "expected"),
     [
         ("plain-1.0/a,b:c=d@e%j+", "plain-1.0/a,b:c=d@e%j+"),
         ("", '""'),
@@ -102,8 +101,8 @@ def test_a_process_without_a_terminal_has_none() -> None:
         ("ü", '"ü"'),
     ],
 )
-def test_a_value_is_quoted_as_slurm_reads_it(value: str, quoted: str) -> None:
-    assert _quoted(value, "job-name") == quoted
+def test_a_value_is_quoted_as_slurm_reads_it(value: str, expected: str) -> None:
+    assert quoted(value, "job-name") == expected
 
 
 @pytest.mark.fault(71, "S9")
@@ -113,7 +112,7 @@ def test_a_value_is_quoted_as_slurm_reads_it(value: str, quoted: str) -> None:
 )
 def test_a_line_break_is_refused_with_the_key_that_has_it(name: str, key: str) -> None:
     with pytest.raises(RefusedError, match=f"^{key} has a line break"):
-        _quoted("a\nb", name)
+        quoted("a\nb", name)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_a_line_break_is_refused_with_the_key_that_has_it(name: str, key: str) -
     ],
 )
 def test_the_logs_pattern_stands_for_the_file_in_the_run_directory(run: str, pattern: str, log: str) -> None:
-    assert (_output(Path(run)), _log_name(Path(run), "7")) == (pattern, log)
+    assert (output_pattern(Path(run)), log_name(Path(run), "7")) == (pattern, log)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def test_every_option_has_its_line() -> None:
     # None of them is there when it was not asked for; the name is the job's.
     assert [line for line in lines(Slurm(), job()) if line.startswith("#SBATCH")] == [
         "#SBATCH --job-name=ddpexp", "#SBATCH --output=/runs/one/slurm-%j.log", "#SBATCH --open-mode=append",
-        f"#SBATCH --chdir={_quoted(str(Path.cwd()), 'chdir')}", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --chdir={quoted(str(Path.cwd()), 'chdir')}", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1",
         "#SBATCH --signal=USR2@85", "#SBATCH --requeue",
     ]  # fmt: skip
 
@@ -223,7 +222,7 @@ def test_a_job_is_told_before_its_end_so_that_it_may_go_on_later() -> None:
     ],
 )  # fmt: skip
 def test_a_time_limit_is_read_as_slurm_reads_it(text: Any, seconds: int | None) -> None:
-    assert _limit_seconds(text) == seconds
+    assert limit_seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_a_time_limit_is_read_as_slurm_reads_it(text: Any, seconds: int | None) 
     [
         (
             Slurm(time="1:25"),
-            "launcher.time=1:25 is 85 s, and Slurm would tell the job 85 s before the end to save and start again",
+            "launcher.time=1:25 is 85 s, and Slurm would signal the job 85 s before the end to save and start again",
         ),
         (Slurm(signal_seconds=70000), "launcher.signal_seconds=70000: Slurm takes 0 to 65535."),
         (Slurm(signal_seconds=-1), "launcher.signal_seconds=-1: Slurm takes 0 to 65535."),
@@ -267,7 +266,7 @@ def test_the_container_and_its_python_are_passed_to_srun() -> None:
 )
 def test_an_allocation_by_task_gives_the_step_all_its_gpus(each: str, tasks: str, nodes: int, words: list[str]) -> None:
     environ = {**ALLOCATION, "SLURM_GPUS_PER_TASK": each, "SLURM_TASKS_PER_NODE": tasks}
-    assert _gpus_of_all_tasks(environ, nodes) == words
+    assert gpus_of_all_tasks(environ, nodes) == words
 
 
 @pytest.mark.fault(70)
@@ -295,7 +294,7 @@ def test_a_signal_while_sbatch_runs_does_not_lose_the_job(ddpexp: Ddpexp, tmp_pa
     assert (done.code, done.out, done.err) == (
         128 + signal.SIGTERM,
         "",
-        "ddpexp: job 12 goes on; end it with scancel 12\n",
+        "ddpexp: job 12 keeps running; cancel it with scancel 12\n",
     )
     found = done.result()
     assert (found["status"], found["job_id"]) == ("submitted", "12")

@@ -107,7 +107,7 @@ def test_a_restart_goes_on_in_the_same_run_directory(recipe: Recipe, how: str) -
         (8, True),
     ]
     assert len(list((run / "tb").glob("events.*"))) == 1
-    assert "ddpexp: going on in" in done.err
+    assert "ddpexp: resuming " in done.err
     assert done.out.count("step 8/8  epoch  2.00  loss") == 1  # the first attempt's lines are not shown again
 
 
@@ -152,7 +152,7 @@ def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe)
     host = os.uname().nodename
     expected = (
         f"ddpexp: trainer.seed is 0 on rank 0 ({host}) and 1 on rank 1 ({host}): start all of them with the "
-        "same words.\n"
+        "same overrides.\n"
     )
     assert (first.err, second.err) == (expected, "")
     assert not first.run.exists()
@@ -162,7 +162,7 @@ def test_configurations_that_differ_are_refused_with_both_values(recipe: Recipe)
 def test_a_rank_that_does_not_come_is_named(recipe: Recipe) -> None:
     [done] = shells(recipe, ["trainer.timeout.init_seconds=2"], WORLD_SIZE="3")
     assert done.code == 2
-    assert re.search(r"rank 1, 2 of 3 did not come within 2 s", done.err), done.err
+    assert re.search(r"rank 1, 2 of 3 did not join within 2 s", done.err), done.err
     assert not done.run.exists()
 
 

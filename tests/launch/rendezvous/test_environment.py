@@ -225,14 +225,14 @@ CONTRADICTIONS: list[tuple[Reader, dict[str, str], dict[str, str], str]] = [
         "WORLD_SIZE=-4 leaves no worker: it is the number of workers, 1 or "
         "more."
     )),
-    (of_torchrun, TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port: use one from 1 to 65535."),
-    (of_torchrun, TORCHRUN, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: use one from 1 to 65535."),
+    (of_torchrun, TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a valid port: use one from 1 to 65535."),
+    (of_torchrun, TORCHRUN, {"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a valid port: use one from 1 to 65535."),
     (of_torchrun, TORCHRUN, {"LOCAL_RANK": "2"}, "LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2: it goes from 0 to 1."),
     (of_torchrun, BY_HAND, {"LOCAL_WORLD_SIZE": "0"},
      "LOCAL_WORLD_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
     (of_torchrun, TORCHRUN, {"LOCAL_WORLD_SIZE": "5"}, (
         "LOCAL_WORLD_SIZE=5 is more than WORLD_SIZE=4: the variables "
-        "contradict."
+        "contradict each other."
     )),
     (of_torchrun, TORCHRUN, {"GROUP_WORLD_SIZE": "0"},
      "GROUP_WORLD_SIZE=0 leaves no machine: it is the number of machines, 1 or more."),
@@ -252,7 +252,7 @@ CONTRADICTIONS: list[tuple[Reader, dict[str, str], dict[str, str], str]] = [
         "to 1."
     )),
     (mpi, OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "3"},
-     "OMPI_COMM_WORLD_LOCAL_SIZE=3 is more than OMPI_COMM_WORLD_SIZE=2: the variables contradict."),
+     "OMPI_COMM_WORLD_LOCAL_SIZE=3 is more than OMPI_COMM_WORLD_SIZE=2: the variables contradict each other."),
     (mpi, MPICH, {"PMI_SIZE": "0"}, "PMI_SIZE=0 leaves no worker: it is the number of workers, 1 or more."),
     (mpi, MPICH, {"MPI_LOCALRANKID": "2"}, "MPI_LOCALRANKID=2, but MPI_LOCALNRANKS=2: it goes from 0 to 1."),
 ]  # fmt: skip
@@ -294,7 +294,7 @@ def test_a_typed_number_of_workers_must_be_the_starters(
     assert str(refused.value) == (
         f"trainer.gpus=8, but {starter} has {workers} worker{'s' if workers > 1 else ''} on this node "
         f"({name}={workers}): "
-        f"leave trainer.gpus=auto, for {starter} decides."
+        f"leave trainer.gpus=auto, since {starter} decides."
     )
 
 
@@ -312,7 +312,7 @@ def test_a_typed_number_of_nodes_must_be_the_starters(
     with pytest.raises(RefusedError) as refused:
         read(WorkerRequest(nodes=3), environ)
     assert str(refused.value) == f"trainer.nodes=3, but {starter} runs on {nodes}: leave trainer.nodes=auto."
-    with pytest.raises(RefusedError, match=r"trainer\.nodes=1:4 is a range, which only launcher=elastic understands\."):
+    with pytest.raises(RefusedError, match=r"trainer\.nodes=1:4 is a range, which only launcher=elastic supports\."):
         read(WorkerRequest(nodes="1:4"), environ)
 
 
@@ -346,7 +346,7 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
         ("launcher=torchrun-env", {**BY_HAND, "MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number."),
         ("launcher=torchrun-env trainer.gpus=2", {**BY_HAND, "LOCAL_WORLD_SIZE": "1"},
          "trainer.gpus=2, but the environment has 1 worker on this node (LOCAL_WORLD_SIZE=1): leave trainer.gpus=auto, "
-         "for the environment decides."),
+         "since the environment decides."),
         ("launcher=mpi", {}, "launcher=mpi is a process that mpirun starts, and neither Open MPI's nor MPICH's variables are set: "
          "type `mpirun -n 2 python -m ddpexp recipe=... launcher=mpi`, or use launcher=spawn, which needs no MPI."),
         ("launcher=mpi", {"PMI_RANK": "1"}, f"PMI_SIZE is not set: {BY_MPIRUN}"),

@@ -110,7 +110,7 @@ def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str |
     [
         (True, "", "(4 here, but CUDA_VISIBLE_DEVICES= hides all)"),
         (True, "-1", "(4 here, but CUDA_VISIBLE_DEVICES=-1 hides all)"),
-        (False, "0", "(4 here, but the installed torch is built for CPUs alone)"),
+        (False, "0", "(4 here, but the installed torch is a CPU-only build)"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_refused_with_the_reason(

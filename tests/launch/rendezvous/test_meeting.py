@@ -19,18 +19,10 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.launch.rendezvous import meeting
-from ddpexp.launch.rendezvous.meeting import (
-    Fixed,
-    Meeting,
-    Named,
-    Published,
-    Rendezvous,
-    StoreRendezvous,
-    by_key,
-    join,
-    lead,
-)
+from ddpexp.launch.rendezvous import meeting, wire
+from ddpexp.launch.rendezvous.kinds import Fixed, Named, Published, Rendezvous, StoreRendezvous, by_key
+from ddpexp.launch.rendezvous.meeting import join, lead
+from ddpexp.launch.rendezvous.wire import Meeting
 from tests.conftest import PATIENCE, ROOT
 from tests.points import wait_for
 
@@ -126,7 +118,8 @@ def test_the_order_of_arrival_does_not_matter(
 OTHER = """\
 import json, sys, time
 from pathlib import Path
-from ddpexp.launch.rendezvous.meeting import Published, join
+from ddpexp.launch.rendezvous.kinds import Published
+from ddpexp.launch.rendezvous.meeting import join
 path, index = sys.argv[1:]
 met = join(Published(Path(path)), {"index": int(index), "size": 5, "host": "other"}, 600, "rank")
 print(json.dumps(met.peers[0].receive(time.monotonic() + 600)))
@@ -175,13 +168,13 @@ def test_who_left_before_all_were_there_may_come_again(fixed: Fixed, background:
 def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
     fixed: Fixed, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 0.2)
     listener, _ = fixed.listen()
     with listener:  # it listens, and its command is stopped: connections wait in the kernel
         joining = background.submit(join, fixed, handshake(1), PATIENCE, "node")
         time.sleep(0.7)
         assert not joining.done()
-        monkeypatch.setattr(meeting, "_HELLO_SECONDS", PATIENCE)
+        monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", PATIENCE)
         monkeypatch.setattr(Fixed, "listen", lambda _: (listener, ""))
         found, _ = lead(fixed, 2, PATIENCE, "node")
     other = joining.result(PATIENCE)
@@ -200,7 +193,9 @@ def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(
 ) -> None:
     leading = background.submit(lead, way, 4, 3.0, "node")
     joining = background.submit(join, way, handshake(2, 4), PATIENCE, "node")
-    assert refusal(leading) == "node 1, 3 of 4 did not come within 3 s: were they started, and do they reach this host?"
+    assert (
+        refusal(leading) == "node 1, 3 of 4 did not join within 3 s: were they started, and can they reach this host?"
+    )
     with closing(joining.result(PATIENCE)) as other:
         answer = other.peers[0].receive(time.monotonic() + PATIENCE)
         assert answer == {"kind": "absent", "message": refusal(leading)}
@@ -208,7 +203,7 @@ def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(
 
 def test_of_many_missing_ten_are_named(fixed: Fixed) -> None:
     with pytest.raises(
-        RefusedError, match=r"rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, \.\.\. of 100 did not come within 0\.1 s"
+        RefusedError, match=r"rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, \.\.\. of 100 did not join within 0\.1 s"
     ):
         lead(fixed, 100, 0.1, "rank")
 
@@ -227,7 +222,7 @@ def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Pat
         with pytest.raises(RefusedError) as refused:
             join(way, handshake(1), 0.4, "node")
         assert str(refused.value) == (
-            f"node 1 did not find node 0 within 0.4 s: {seen}. Was it started, and is its host reached?"
+            f"node 1 did not find node 0 within 0.4 s: {seen}. Was it started, and is its host reachable?"
         )
 
 
@@ -249,7 +244,7 @@ def test_two_commands_with_one_number_are_refused_with_their_hosts(
 ) -> None:
     leading = background.submit(lead, way, 3, PATIENCE, "node")
     first = join(way, handshake(1, 3), PATIENCE, "node")
-    sentence = "two commands say that they are node 1, on host1 and on host9: each needs a number of its own."
+    sentence = "two commands are node 1, on host1 and on host9: each needs its own number."
     with pytest.raises(RefusedError) as refused:
         join(way, {**handshake(1, 3), "host": "host9"}, PATIENCE, "node")
     assert (str(refused.value), refusal(leading)) == (sentence, sentence)
@@ -289,7 +284,7 @@ def test_commands_that_count_differently_are_refused(
 
 def is_open(port: int, host: str = LOOPBACK) -> bool:
     try:
-        meeting._connect(host, port, 5).close()
+        wire.connect(host, port, 5).close()
     except OSError:
         return False
     return True
@@ -336,13 +331,13 @@ STRANGERS: dict[str, Callable[[socket.socket], None]] = {
 def test_a_stranger_disturbs_nobody(
     tmp_path: Path, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, kind: str, does: str
 ) -> None:
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 2 * PATIENCE)  # who waits for a stranger waits too long
+    monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 2 * PATIENCE)  # who waits for a stranger waits too long
     way = ways(tmp_path)[kind]
     leading = background.submit(lead, way, 2, PATIENCE, "rank")
     wait_for(lambda: way.seek() is not None and is_open(way.seek()[1], way.seek()[0]))  # type: ignore[index]
     place = way.seek()
     assert place is not None
-    strangers = [meeting._connect(*place[:2], 5) for _ in range(3)]
+    strangers = [wire.connect(*place[:2], 5) for _ in range(3)]
     doing = [background.submit(STRANGERS[does], stranger) for stranger in strangers]
     time.sleep(0.1)
     with closing(join(way, handshake(1), PATIENCE, "rank")):
@@ -358,12 +353,12 @@ def test_a_stranger_disturbs_nobody(
 def test_a_stranger_that_says_nothing_is_turned_away_in_time(
     fixed: Fixed, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.3)
+    monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 0.3)
     leading = background.submit(lead, fixed, 2, PATIENCE, "rank")
     wait_for(lambda: is_open(fixed.port))
     with socket.create_connection((LOOPBACK, fixed.port), timeout=PATIENCE) as stranger:
         assert stranger.recv(1) == b""
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", PATIENCE)
+    monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", PATIENCE)
     join(fixed, handshake(1), PATIENCE, "rank").close()
     leading.result(PATIENCE)[0].close()
 
@@ -390,7 +385,7 @@ def test_a_port_of_another_program_is_not_taken_for_the_leader(
 def test_another_program_at_the_port_is_refused_soon_whether_it_speaks_or_not(
     fixed: Fixed, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, speaks: bool
 ) -> None:
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.4)
+    monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 0.4)
     monkeypatch.setattr(meeting, "_STRANGE_SECONDS", 0.5)
     with socket.create_server((LOOPBACK, fixed.port)) as other:
         serving = background.submit(serve, other, b"220 mail.example\r\n") if speaks else None
@@ -482,7 +477,7 @@ def test_the_file_is_gone_after_a_meeting_that_failed(tmp_path: Path) -> None:
 def test_what_was_left_in_the_files_place_is_survived(
     tmp_path: Path, background: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, stale: str
 ) -> None:
-    monkeypatch.setattr(meeting, "_HELLO_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 0.5)
     way = Published(tmp_path / "meeting")
     with socket.create_server((LOOPBACK, 0)) as other:
         port = other.getsockname()[1]
@@ -500,7 +495,7 @@ def test_what_was_left_in_the_files_place_is_survived(
         assert not joining.done()
         if stale == "a folder":
             way.path.rmdir()  # nothing takes a folder's place, which the leader says
-        monkeypatch.setattr(meeting, "_HELLO_SECONDS", 5.0)
+        monkeypatch.setattr(meeting, "_HANDSHAKE_SECONDS", 5.0)
         found, _ = lead(way, 2, PATIENCE, "rank")
         end([found, joining.result(PATIENCE)])
 
@@ -587,16 +582,16 @@ def test_a_name_that_somebody_else_has_is_refused() -> None:
 OTHER_USER = """\
 import encodings.idna, os, sys
 from ddpexp.errors import RefusedError
-from ddpexp.launch import meeting
+from ddpexp.launch.rendezvous import kinds, meeting, wire
 os.setgid(12345)
 os.setuid(12345)
-way = meeting.Named(sys.argv[1])
+way = kinds.Named(sys.argv[1])
 if sys.argv[2] == "lead":
     with way.listen()[0] as listener:
         print("here", flush=True)
         sys.stdin.read()
 else:
-    meeting._is_ours = lambda channel: True  # it does not ask
+    wire.is_same_user = lambda channel: True  # it does not ask
     print("here", flush=True)
     try:
         meeting.join(way, {"index": 1, "size": 2, "host": "x"}, 1, "rank")
@@ -624,7 +619,7 @@ def test_another_user_is_neither_let_in_nor_followed(does: str) -> None:
         with subprocess.Popen(words, stdout=pipe, text=True, cwd=ROOT) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == "here\n"
-            with pytest.raises(RefusedError, match="rank 1 of 2 did not come"):
+            with pytest.raises(RefusedError, match="rank 1 of 2 did not join"):
                 lead(way, 2, 2, "rank")
             assert "rank 1 did not find rank 0" in other.communicate(timeout=PATIENCE)[0]
 
@@ -683,7 +678,8 @@ def test_an_address_of_all_interfaces_is_refused(host: str) -> None:
     with pytest.raises(RefusedError) as refused:
         lead(Fixed(host, free_port(), NAMES), 2, 5, "node")
     assert (
-        str(refused.value) == f"launcher.master_addr={host} is no address that the others could reach: name this host."
+        str(refused.value)
+        == f"launcher.master_addr={host} is not an address that the others can reach: name this host."
     )
 
 
@@ -708,9 +704,7 @@ def test_a_connection_that_the_network_cuts_is_known_to_be_gone_in_seconds(
     found, _ = leading.result(PATIENCE)
     for channel in (found.peers[0].channel, other.peers[0].channel):
         assert channel.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        idle, every, times, unanswered = (
-            channel.getsockopt(socket.IPPROTO_TCP, option) for option in meeting._KEEPALIVE
-        )
+        idle, every, times, unanswered = (channel.getsockopt(socket.IPPROTO_TCP, option) for option in wire.KEEPALIVE)
         assert idle + every * times <= 10
         assert 0 < unanswered <= 10_000
     end([found, other])

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from ddpexp.errors import EXIT_FAILED, Failure
-from ddpexp.launch.supervise.causes import Heard, Worker, cause_of, failure_of, keep, rank_causes, weight
+from ddpexp.launch.supervise.causes import (
+    ReportedFailure,
+    Worker,
+    cause_of,
+    failure_of,
+    log_failure,
+    rank_causes,
+    weight,
+)
 from ddpexp.launch.workers.control import Control, Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 
@@ -174,10 +182,10 @@ def test_of_causes_alike_the_earliest_comes_first_and_then_the_lowest_rank(worke
 def test_what_other_commands_report_is_ranked_among_this_ones(worker: Callable[..., Worker]) -> None:
     here = [worker(0, code=1, failure=failure(0), failed_at=2.0)]
     heard = [
-        Heard(failure(4), OWN, 3.0),
-        Heard(failure(5), GENUINE, 9.0),
-        Heard(failure(6), OWN, 1.0),
-        Heard(failure(7), OURS, 0.0),
+        ReportedFailure(failure(4), OWN, 3.0),
+        ReportedFailure(failure(5), GENUINE, 9.0),
+        ReportedFailure(failure(6), OWN, 1.0),
+        ReportedFailure(failure(7), OURS, 0.0),
     ]
     assert ranks(rank_causes(here, heard)) == [5, 6, 0, 4, 7]
     assert rank_causes([], []) == []
@@ -190,14 +198,18 @@ def test_ranks_asked_to_leave_at_once_did_as_asked_unless_they_name_an_error(wor
     workers = [killed, named, lost]
     assert ranks(rank_causes(workers, [])) == [0, 1, 2]
     assert ranks(rank_causes(workers, [], at_once=True)) == [1, 2, 0]
-    assert ranks(rank_causes([killed, named], [Heard(failure(5), CONNECTION, 0.0)], at_once=True)) == [1, 5, 0]
+    assert ranks(rank_causes([killed, named], [ReportedFailure(failure(5), CONNECTION, 0.0)], at_once=True)) == [
+        1,
+        5,
+        0,
+    ]
 
 
 def test_an_own_error_is_kept_with_the_output_of_its_rank(worker: Callable[..., Worker]) -> None:
     silent, spoke = worker(0, code=1), worker(1, failure=failure(1, traceback="Traceback: line 3\n"))
     bare = worker(2, failure=failure(2))
     for one in (silent, spoke, bare):
-        keep(one)
+        log_failure(one)
     assert [one.log.last_lines(5) for one in (silent, spoke, bare)] == [
         "",
         "Traceback: line 3\nValueError: no luck",

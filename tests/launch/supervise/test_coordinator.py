@@ -20,7 +20,8 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.supervise.coordinator import RankAssignment, environment, first_difference, settle
+from ddpexp.launch.supervise.assignment import RankAssignment, assign_ranks, first_difference
+from ddpexp.launch.supervise.coordinator import worker_environment
 from tests.conftest import PATIENCE, Ddpexp, Done, finish
 from tests.points import Recipe, session, wait_for
 
@@ -32,14 +33,14 @@ def handshake(index: int, host: str = "a", workers: int = 1, **more: Any) -> dic
     return {
         "index": index, "host": host, "boot": f"boot of {host}", "versions": {"ddpexp": "1.0", "torch": "2.13.0",
             "Python": "3.11"},
-        "identity": {}, "layout": asdict(LAYOUT), "workers": workers, "told": False, "local_rank": None,
+        "identity": {}, "layout": asdict(LAYOUT), "workers": workers, "externally_launched": False, "local_rank": None,
         "local_world_size": None,
         "cores": list(range(8)), "quota": None, "gpus": [], "owner": None, **more,
     }  # fmt: skip
 
 
 def rank(index: int, host: str = "a", local_rank: int | None = None, **more: Any) -> dict[str, Any]:
-    return handshake(index, host, told=True, local_rank=local_rank, **more)
+    return handshake(index, host, externally_launched=True, local_rank=local_rank, **more)
 
 
 def places(assignments: Sequence[RankAssignment]) -> list[tuple[int, int, int, int, int]]:
@@ -59,14 +60,18 @@ def places(assignments: Sequence[RankAssignment]) -> list[tuple[int, int, int, i
 
 
 def test_nodes_of_unequal_sizes_get_consecutive_ranks() -> None:
-    layout, assignments = settle([handshake(0, "a", 3), handshake(1, "b", 1), handshake(2, "c", 2)], "auto", "node")
+    layout, assignments = assign_ranks(
+        [handshake(0, "a", 3), handshake(1, "b", 1), handshake(2, "c", 2)], "auto", "node"
+    )
     assert (layout.nodes, layout.world_size) == (3, 6)
     assert places(assignments) == [(0, 3, 0, 3, 0), (3, 1, 0, 1, 1), (4, 2, 0, 2, 2)]
     assert [assignment.first_on_host for assignment in assignments] == [True, True, True]
 
 
 def test_several_commands_on_one_host_are_one_node() -> None:
-    layout, assignments = settle([handshake(0, "a", 2), handshake(1, "b", 2), handshake(2, "a", 1)], "auto", "node")
+    layout, assignments = assign_ranks(
+        [handshake(0, "a", 2), handshake(1, "b", 2), handshake(2, "a", 1)], "auto", "node"
+    )
     assert (layout.nodes, layout.world_size) == (2, 5)
     assert places(assignments) == [(0, 2, 0, 3, 0), (2, 2, 0, 2, 1), (4, 1, 2, 3, 0)]
     assert [assignment.first_on_host for assignment in assignments] == [True, True, False]
@@ -76,20 +81,20 @@ def test_two_containers_of_one_host_are_two_nodes_and_so_are_two_hosts_of_one_na
     containers = [handshake(0, "a"), handshake(1, "b", boot="boot of a")]
     namesakes = [handshake(0, "a"), handshake(1, "a", boot="another")]
     for handshakes in (containers, namesakes):
-        layout, assignments = settle(handshakes, "auto", "node")
+        layout, assignments = assign_ranks(handshakes, "auto", "node")
         assert (layout.nodes, places(assignments)) == (2, [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1)])
 
 
 def test_three_ranks_on_two_hosts_keep_the_local_ranks_that_they_were_told() -> None:
     told = [rank(0, "a", 1), rank(1, "b", 0), rank(2, "a", 0)]
-    layout, assignments = settle(told, "auto", "rank")
+    layout, assignments = assign_ranks(told, "auto", "rank")
     assert (layout.nodes, layout.world_size) == (2, 3)
     assert places(assignments) == [(0, 1, 1, 2, 0), (1, 1, 0, 1, 1), (2, 1, 0, 2, 0)]
 
 
 @pytest.mark.parametrize("told", [(None, None, None), (0, 0, 0), (0, 0, 5), (0, None, 1)])
 def test_local_ranks_that_nobody_told_or_that_contradict_are_counted(told: tuple[int | None, ...]) -> None:
-    _, assignments = settle([rank(0, "a", told[0]), rank(1, "b", told[1]), rank(2, "a", told[2])], "auto", "rank")
+    _, assignments = assign_ranks([rank(0, "a", told[0]), rank(1, "b", told[1]), rank(2, "a", told[2])], "auto", "rank")
     assert places(assignments) == [(0, 1, 0, 2, 0), (1, 1, 0, 1, 1), (2, 1, 1, 2, 0)]
 
 
@@ -113,8 +118,8 @@ def test_local_ranks_that_nobody_told_or_that_contradict_are_counted(told: tuple
     ],
 )  # fmt: skip
 def test_a_hosts_cores_are_divided_among_its_workers(handshakes: list[dict[str, Any]], threads: int) -> None:
-    assert settle(handshakes, "auto", "node")[0].threads == threads
-    assert settle(handshakes, 3, "node")[0].threads == 3
+    assert assign_ranks(handshakes, "auto", "node")[0].threads == threads
+    assert assign_ranks(handshakes, 3, "node")[0].threads == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- the GPUs
@@ -122,7 +127,10 @@ def test_a_hosts_cores_are_divided_among_its_workers(handshakes: list[dict[str, 
 
 def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str, Any]]:
     layout = asdict(Layout(1, 1, "cuda", "nccl", 1))
-    return [handshake(i, workers=workers, told=told, gpus=gpus.split(), layout=layout) for i, gpus in enumerate(shown)]
+    return [
+        handshake(i, workers=workers, externally_launched=told, gpus=gpus.split(), layout=layout)
+        for i, gpus in enumerate(shown)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +140,10 @@ def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str
         (with_gpus("A B C", "A B C"), False),
         (with_gpus("A", "B"), True),  # per task
         (with_gpus("A B", "C D"), True),
-        (with_gpus("A B", "C D", workers=2, told=False), True),  # two commands with CUDA_VISIBLE_DEVICES of their own
+        (
+            with_gpus("A B", "C D", workers=2, told=False),
+            True,
+        ),  # two commands with CUDA_VISIBLE_DEVICES of their own
         (with_gpus("A B C D", "A B C D", workers=2, told=False), False),
         (with_gpus("A B", workers=2, told=False), True),
     ],
@@ -140,11 +151,11 @@ def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str
 def test_commands_that_see_their_own_gpus_count_them_from_the_first(
     handshakes: list[dict[str, Any]], own: bool
 ) -> None:
-    layout, assignments = settle(handshakes, "auto", "rank")
+    layout, assignments = assign_ranks(handshakes, "auto", "rank")
     assert [assignment.own_gpus for assignment in assignments] == [own] * len(handshakes)
     for assignment in assignments:
         found = [
-            environment(layout, assignment, number, ("127.0.0.1", 1), "127.0.0.1")
+            worker_environment(layout, assignment, number, ("127.0.0.1", 1), "127.0.0.1")
             for number in range(assignment.workers)
         ]
         assert [one.get("DDPEXP_GPU") for one in found] == (
@@ -163,7 +174,7 @@ def test_commands_that_see_their_own_gpus_count_them_from_the_first(
 )
 def test_fewer_gpus_than_workers_are_refused(handshakes: list[dict[str, Any]], sentence: str) -> None:
     with pytest.raises(RefusedError) as refused:
-        settle(handshakes, "auto", "rank")
+        assign_ranks(handshakes, "auto", "rank")
     assert str(refused.value) == f"{sentence}start one worker for each GPU, or use trainer.device=cpu."
 
 
@@ -174,7 +185,7 @@ def test_fewer_gpus_than_workers_are_refused(handshakes: list[dict[str, Any]], s
 def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -> None:
     one = {"trainer": {"seed": 0, "gpus": 2}, "run": {"trust": ["a"]}}
     with pytest.raises(RefusedError) as refused:
-        settle(
+        assign_ranks(
             [
                 handshake(0, identity=one),
                 handshake(1, identity=one),
@@ -185,7 +196,7 @@ def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -
         )
     assert (
         str(refused.value)
-        == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same words."
+        == "run.trust is ['a'] on node 0 (a) and [] on node 2 (b): start all of them with the same overrides."
     )
 
 
@@ -196,32 +207,32 @@ def test_configurations_that_differ_are_refused_with_the_key_and_both_values() -
         ({"torch": "2.12.0"}, "torch is 2.13.0 on rank 0 (a) and 2.12.0 on rank 1 (b)"),
         ({"Python": "3.12"}, "Python is 3.11 on rank 0 (a) and 3.12 on rank 1 (b)"),
         ({"ddpexp": "1.1", "torch": "1"}, "ddpexp is 1.0 on rank 0 (a) and 1.1 on rank 1 (b)"),
-        ({"ddpexp": None}, "ddpexp is 1.0 on rank 0 (a) and of no known version on rank 1 (b)"),
+        ({"ddpexp": None}, "ddpexp is 1.0 on rank 0 (a) and of unknown version on rank 1 (b)"),
     ],
 )
 def test_versions_that_differ_are_refused_before_configurations(changed: dict[str, Any], sentence: str) -> None:
     other = handshake(1, "b", identity={"a": 1})
     other["versions"] = {**other["versions"], **changed}
     with pytest.raises(RefusedError) as refused:
-        settle([handshake(0), other], "auto", "rank")
+        assign_ranks([handshake(0), other], "auto", "rank")
     assert str(refused.value) == f"{sentence}: install the same version on all of them."
 
 
 def test_a_command_of_a_time_before_versions_were_compared_is_refused() -> None:
     other = handshake(1, "b")
     del other["versions"]
-    with pytest.raises(RefusedError, match=r"ddpexp is 1\.0 on rank 0 \(a\) and of no known version on rank 1 \(b\)"):
-        settle([handshake(0), other], "auto", "rank")
+    with pytest.raises(RefusedError, match=r"ddpexp is 1\.0 on rank 0 \(a\) and of unknown version on rank 1 \(b\)"):
+        assign_ranks([handshake(0), other], "auto", "rank")
 
 
 @pytest.mark.parametrize(("name", "value"), [("device", "cuda"), ("backend", "mpi")])
 def test_devices_that_differ_are_refused(name: str, value: str) -> None:
     other = handshake(1, "b", layout={**asdict(LAYOUT), name: value})
     with pytest.raises(RefusedError) as refused:
-        settle([handshake(0), other], "auto", "rank")
+        assign_ranks([handshake(0), other], "auto", "rank")
     mine = asdict(LAYOUT)[name]
     assert str(refused.value) == (
-        f"rank 0 (a) would run on {name} {mine} and rank 1 (b) on {value}: type trainer.{name}=... to make them equal."
+        f"rank 0 (a) would run on {name} {mine} and rank 1 (b) on {value}: set trainer.{name}=... to make them equal."
     )
 
 
@@ -249,7 +260,7 @@ def test_the_first_difference_of_two_trees_is_found(
 
 def test_a_worker_is_told_its_place() -> None:
     layout = Layout(nodes=2, world_size=5, device="cpu", backend="gloo", threads=1)
-    assert environment(layout, RankAssignment(2, 3, 1, 4, 1, False, True), 2, ("127.0.0.1", 4711), "127.0.0.1") == {
+    assert worker_environment(layout, RankAssignment(2, 3, 1, 4, 1, False, True), 2, ("127.0.0.1", 4711), "127.0.0.1") == {
         "RANK": "4", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711",
@@ -263,12 +274,12 @@ def test_on_a_network_the_gradients_take_the_interface_of_the_meeting_unless_ano
     for name in names:
         monkeypatch.delenv(name, raising=False)
     # 127.0.0.1 is an address of an interface on every host; the store's is of another host.
-    found = environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "127.0.0.1")
+    found = worker_environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "127.0.0.1")
     assert [found[name] for name in names] == ["lo", "lo"]
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
-    found = environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "127.0.0.1")
+    found = worker_environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "127.0.0.1")
     assert [found[name] for name in names] == ["lo", "ib0"]
-    assert set(names).isdisjoint(environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "203.0.113.2"))
+    assert set(names).isdisjoint(worker_environment(LAYOUT, assignment, 0, ("203.0.113.1", 1), "203.0.113.2"))
 
 
 # ------------------------------------------------------------------------------------- several machines by hand, on one
@@ -413,7 +424,7 @@ def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, words: s
     one, other = both.start(0, 1).finish()
     said = sentence.replace("HOST", socket.gethostname())
     assert (one.code, other.code) == (2, 2)
-    assert one.err == f"ddpexp: {said}: start all of them with the same words.\n"
+    assert one.err == f"ddpexp: {said}: start all of them with the same overrides.\n"
     assert other.err in ("", one.err)  # beside the first one's terminal it need not be said again
     assert not both.run.exists()
 
@@ -441,9 +452,9 @@ def test_two_commands_with_one_number_are_refused(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("present", "sentence"),
     [
-        (0, "node 1 of 2 did not come within 1 s: were they started, and do they reach this host?"),
+        (0, "node 1 of 2 did not join within 1 s: were they started, and can they reach this host?"),
         (1, r"node 1 did not find node 0 within 1 s: nobody answered at 127.0.0.1:PORT (Connection refused). "
-         "Was it started, and is its host reached?"),
+         "Was it started, and is its host reachable?"),
     ],
 )  # fmt: skip
 def test_a_machine_that_does_not_come_is_missed_in_time(recipe: Recipe, present: int, sentence: str) -> None:
@@ -473,27 +484,27 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
     [
         ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2, but trainer.nodes=2: it goes from 0 to 1."),
         ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1, but trainer.nodes=2: it goes from 0 to 1."),
-        ((*FOUR, "launcher.master_port=0"), "launcher.master_port=0 is no port: use one from 1 to 65535."),
-        ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536 is no port: use one from 1 to 65535."),
+        ((*FOUR, "launcher.master_port=0"), "launcher.master_port=0 is not a valid port: use one from 1 to 65535."),
+        ((*FOUR, "launcher.master_port=65536"), "launcher.master_port=65536 is not a valid port: use one from 1 to 65535."),
         ((*FOUR, "launcher.master_addr=0.0.0.0"),
-         "launcher.master_addr=0.0.0.0 is no address that the others could reach: name this host."),
+         "launcher.master_addr=0.0.0.0 is not an address that the others can reach: name this host."),
         ((*FOUR, "launcher.master_addr=203.0.113.1"),
          "launcher.master_addr=203.0.113.1 is not an address of HOST, where rank zero runs: name this host."),
         ((*FOUR, "launcher.master_addr=null"),
-            "trainer.nodes=2 with launcher=spawn wants launcher.master_addr too: type the same "
+            "trainer.nodes=2 with launcher=spawn needs launcher.master_addr too: run the same "
          "command on every machine, with launcher.node_rank from 0 to 1 and the first one's address and a free port."),
-        (("trainer.nodes=2",), "trainer.nodes=2 with launcher=spawn wants launcher.node_rank and launcher.master_addr and "
-         "launcher.master_port too: type the same command on every machine, with launcher.node_rank from 0 to 1 and "
+        (("trainer.nodes=2",), "trainer.nodes=2 with launcher=spawn needs launcher.node_rank and launcher.master_addr and "
+         "launcher.master_port too: run the same command on every machine, with launcher.node_rank from 0 to 1 and "
          "the first "
          "one's address and a free port."),
         (("launcher.node_rank=1",), (
-            "launcher.node_rank=1 is for several machines: say how many with trainer.nodes=... "
+            "launcher.node_rank=1 is for several machines: set their number with trainer.nodes=... "
             "."
         )),
         (("trainer.nodes=1", "launcher.master_port=1"),
-         "launcher.master_port=1 is for several machines: say how many with trainer.nodes=... ."),
+         "launcher.master_port=1 is for several machines: set their number with trainer.nodes=... ."),
         (("trainer.nodes=0",), "trainer.nodes=0 leaves no machine: use 1 or more."),
-        (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic understands."),
+        (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
     ],
 )  # fmt: skip
 def test_wrong_words_are_refused(recipe: Recipe, words: Sequence[str], sentence: str) -> None:

@@ -10,13 +10,13 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import pytest
 
+from ddpexp.launch.supervise.messages import AgreementMessage, BeginAgreement, CommitStep, ReportBound
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.workers.control import Control, SharedStatus, What
 from tests.conftest import PATIENCE
@@ -27,9 +27,9 @@ class Commands:
 
     def __init__(self, stack: ExitStack, sizes: Sequence[int]) -> None:
         self.ranks: list[Control] = []
-        self.sent: list[Mapping[str, Any]] = []  # by the leading command, once for all
+        self.sent: list[AgreementMessage] = []  # by the leading command, once for all
         self._mail: dict[
-            tuple[int, int], deque[Mapping[str, Any]]
+            tuple[int, int], deque[AgreementMessage]
         ] = {}  # by sender and receiver: a link keeps its order
         self.agreements = []
         for number, size in enumerate(sizes):
@@ -43,7 +43,7 @@ class Commands:
             self.agreements.append(Agreement(pages, partial(self._send, number)))
         self.lead = self.agreements[0]
 
-    def _send(self, sender: int, message: Mapping[str, Any]) -> None:
+    def _send(self, sender: int, message: AgreementMessage) -> None:
         if sender == 0:
             self.sent.append(message)
         for receiver in range(1, len(self.agreements)) if sender == 0 else [0]:
@@ -59,7 +59,7 @@ class Commands:
 
     def deliver(self, sender: int, receiver: int) -> None:
         """Have the next message of a link heard, and the leading command look, as its watch does."""
-        self.agreements[receiver].hear(self._mail[sender, receiver].popleft(), sender)
+        self.agreements[receiver].on_message(self._mail[sender, receiver].popleft(), sender)
         if receiver == 0:
             self.advance()
 
@@ -79,7 +79,7 @@ class Commands:
 
     def settled(self) -> list[tuple[int, int, str]]:
         """Return the agreements that the leading command has named a step for."""
-        return [(one["number"], one["step"], one["what"]) for one in self.sent if one["kind"] == "settle"]
+        return [(one.number, one.step, one.what) for one in self.sent if isinstance(one, CommitStep)]
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_alone_all_ranks_save_at_the_first_boundary_that_none_has_passed(stack: 
     assert alone.polls(0, 4, 9) == {6: "save"}
     assert alone.polls(1, 6, 9) == {6: "save"}
     alone.advance()
-    assert [message["kind"] for message in alone.sent] == ["begin", "settle"]  # once
+    assert [type(message) for message in alone.sent] == [BeginAgreement, CommitStep]  # once
 
 
 def test_nothing_is_agreed_on_before_rank_zero_knows_where_it_began(stack: ExitStack) -> None:
@@ -212,8 +212,8 @@ def test_a_late_word_about_an_older_agreement_counts_for_nothing(stack: ExitStac
     three.advance()
     three.lead.want("stop")
     three.advance([1, 2])
-    three.lead.hear({"kind": "bound", "number": 1, "step": 70}, 2)  # of the one before
-    three.lead.hear({"kind": "bound", "number": 1, "step": 70}, 1)
+    three.lead.on_message(ReportBound(1, 70), 2)  # of the one before
+    three.lead.on_message(ReportBound(1, 70), 1)
     three.advance()
     assert three.settled() == [(1, 3, "save")]
     for link in ((0, 1), (0, 1), (1, 0), (0, 2), (0, 2), (0, 2), (2, 0), (2, 0)):
@@ -243,7 +243,7 @@ def test_a_stop_while_a_save_is_on_its_way_comes_after_it(stack: ExitStack) -> N
     both.advance()
     both.lead.want("stop")
     both.advance()
-    assert [message["kind"] for message in both.sent] == ["begin"]  # one at a time
+    assert [type(message) for message in both.sent] == [BeginAgreement]  # one at a time
     both.deliver_all(random.Random(0))
     both.advance()
     both.deliver_all(random.Random(0))

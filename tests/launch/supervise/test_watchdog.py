@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,10 +19,12 @@ import pytest
 
 from ddpexp.errors import Failure
 from ddpexp.launch import Timeout
-from ddpexp.launch.rendezvous.meeting import Peer
+from ddpexp.launch.rendezvous.wire import Peer
 from ddpexp.launch.supervise import watchdog
 from ddpexp.launch.supervise.causes import Worker
-from ddpexp.launch.supervise.watchdog import Account, Watchdog, verdict
+from ddpexp.launch.supervise.hangs import Account, verdict
+from ddpexp.launch.supervise.messages import BeginInquiry, InquiryMessage, ReportAccounts
+from ddpexp.launch.supervise.watchdog import Watchdog
 from ddpexp.launch.workers.control import Control, Lines, Phase, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 
@@ -58,7 +60,7 @@ class Ranks:
         self.processes: list[subprocess.Popen[str]] = []
         self.workers: list[Worker] = []
         self.ranks: list[Control] = []
-        self.sent: list[Mapping[str, Any]] = []
+        self.sent: list[InquiryMessage] = []
         self.request = 0
         self.before_dump: Callable[[], None] = lambda: None
         self.server = stack.enter_context(_started("sleeps"))
@@ -230,16 +232,16 @@ def test_what_another_command_saw_for_an_earlier_inquiry_does_not_count(
     ours, theirs = (ranks.stack.enter_context(one) for one in socket.socketpair())
     other = {1: Peer(1, ours, "b", 1)}
     account = Account(1, "b", 1, "train", 2, 9.0, 0.4, "step_seconds", "asleep", "in late (late.py:1)")
-    message = {"kind": "seen", "accounts": [vars(account)]}
     end = time.monotonic() + LONG
     while not (ranks.request and not ranks.watchdog.writes_stacks):
         assert ranks.watchdog.look(other) is None
         assert time.monotonic() < end
         time.sleep(0.01)
-    [look] = ranks.sent
-    ranks.watchdog.hear({**message, "number": look["number"] - 1}, 1)
+    [inquiry] = ranks.sent
+    assert isinstance(inquiry, BeginInquiry)
+    ranks.watchdog.on_message(ReportAccounts(inquiry.number - 1, [account]), 1)
     assert ranks.watchdog.look(other) is None
-    ranks.watchdog.hear({**message, "number": look["number"]}, 1)
+    ranks.watchdog.on_message(ReportAccounts(inquiry.number, [account]), 1)
     found = ranks.watchdog.look(other)
     assert found is not None
     assert found.rank == 1

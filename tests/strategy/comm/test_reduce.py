@@ -36,7 +36,8 @@ from ddpexp.train import lazy_dynamo
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
-from ddpexp.strategy import Options, reduce
+from ddpexp.strategy.comm import reduce
+from ddpexp.strategy.options import Options
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.comm.reduce import BackendReducer, SharedMemoryReducer
 from ddpexp.strategy.comm.shared_memory import share
@@ -364,7 +365,7 @@ def interrupt(world):
 
 
 def stopped(world):
-    world = dataclasses.replace(world, patience_seconds=4)
+    world = dataclasses.replace(world, timeout_seconds=4)
     model = DDP(OPTIONS, world, lambda: nn.Linear(2, 2))
     for step in range(3):
         if step == 2 and world.rank == 1:
@@ -519,7 +520,7 @@ def test_a_backward_pass_whose_gradient_no_worker_would_sum_is_refused(folder: P
 def test_ranks_that_build_different_models_are_told(folder: Path) -> None:
     failure = fails(folder, "other_model", 3)
     assert re.match(
-        r"rank [12] has built another model than rank zero: its parameters or buffers have other names, ",
+        r"rank [12] has built a different model than rank zero: its parameters or buffers have other names, ",
         failure.message,
     )
 

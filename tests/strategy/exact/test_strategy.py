@@ -29,7 +29,7 @@ from torch import nn
 from ddpexp.train import lazy_dynamo
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
-from ddpexp.strategy.exact import Exact
+from ddpexp.strategy.exact.strategy import Exact
 from ddpexp.strategy.exact.exchange import OverBackend, OverMemory
 from ddpexp.distributed.world import World
 from tests.fitting import ALONE, STRATEGY

@@ -1,0 +1,245 @@
+"""The messages that a supervisor receives from its workers, and those that the commands of a job send to one another.
+
+On the wire each is a JSON object: its kind, then the fields of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from ddpexp.errors import Failure
+from ddpexp.launch.supervise.hangs import Account
+from ddpexp.launch.workers.control import What
+
+# From a worker to its supervisor.
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The worker has done `done` of `total` steps."""
+
+    done: int
+    total: int
+    text: str  # beside a progress bar
+    line: str  # instead of it, where there is no terminal
+    after: int  # bytes of output that were written before
+
+
+@dataclass(frozen=True)
+class TrainingBegan:
+    """The training begins, after this step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Warned:
+    """The worker has logged a warning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Errored:
+    """The worker fails with this error."""
+
+    host: str
+    error: str  # the class of the exception
+    message: str
+    traceback: str | None
+    step: int | None
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class WorkerDone:
+    """The worker has done all its work."""
+
+
+@dataclass(frozen=True)
+class WorkerStopped:
+    """The worker exits because of a stop request, after saving this step."""
+
+    step: int | None
+
+
+# Between the commands of a job. The leading command sends its messages to all others.
+
+
+@dataclass(frozen=True)
+class RankFailed:
+    """To the leading command: a rank failed."""
+
+    failure: Failure
+    weight: int
+
+
+@dataclass(frozen=True)
+class RankWarned:
+    """To the leading command: a rank has logged a warning."""
+
+    rank: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CommandDone:
+    """To the leading command: all workers of this command have ended."""
+
+
+@dataclass(frozen=True)
+class CommandStopped:
+    """To the leading command: all workers of this command have ended because of a signal."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class SignalReceived:
+    """A command or a rank received a signal; `again`: a second one, which ends the run at once."""
+
+    signal: int
+    again: bool
+
+
+@dataclass(frozen=True)
+class StopRun:
+    """From the leading command: a signal stops the run; the agreement tells the ranks when."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class LeaveNow:
+    """From the leading command: a signal stops the run, and there is nothing to save."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """From the leading command: end all workers now."""
+
+    cause: Failure | None
+    signal: int | None
+
+
+@dataclass(frozen=True)
+class BeginAgreement:
+    """From the leading command: all ranks wait at their next step boundary."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class ReportBound:
+    """To the leading command: no rank of this command can be past this step boundary."""
+
+    number: int
+    step: int
+
+
+@dataclass(frozen=True)
+class CommitStep:
+    """From the leading command: the step of an agreement."""
+
+    number: int
+    step: int
+    what: What
+
+
+@dataclass(frozen=True)
+class ReportSilence:
+    """To the leading command: a rank makes no progress."""
+
+
+@dataclass(frozen=True)
+class BeginInquiry:
+    """From the leading command: report what your ranks do."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class ReportAccounts:
+    """To the leading command: what this command's ranks do."""
+
+    number: int
+    accounts: Sequence[Account]
+
+
+WorkerMessage: TypeAlias = Progress | TrainingBegan | Warned | Errored | WorkerDone | WorkerStopped
+AgreementMessage: TypeAlias = BeginAgreement | ReportBound | CommitStep
+InquiryMessage: TypeAlias = ReportSilence | BeginInquiry | ReportAccounts
+PeerMessage: TypeAlias = (
+    RankFailed
+    | RankWarned
+    | CommandDone
+    | CommandStopped
+    | SignalReceived
+    | StopRun
+    | LeaveNow
+    | EndRun
+    | AgreementMessage
+    | InquiryMessage
+)
+
+_WORKER_KINDS: Mapping[str, type[WorkerMessage]] = {
+    "progress": Progress,
+    "began": TrainingBegan,
+    "warning": Warned,
+    "error": Errored,
+    "done": WorkerDone,
+    "stopped": WorkerStopped,
+}
+_PEER_KINDS: Mapping[str, type[PeerMessage]] = {
+    "failed": RankFailed,
+    "warning": RankWarned,
+    "done": CommandDone,
+    "stopped": CommandStopped,
+    "signal": SignalReceived,
+    "stop": StopRun,
+    "leave": LeaveNow,
+    "end": EndRun,
+    "begin": BeginAgreement,
+    "bound": ReportBound,
+    "settle": CommitStep,
+    "silence": ReportSilence,
+    "look": BeginInquiry,
+    "seen": ReportAccounts,
+}
+_KIND_OF = {message: kind for kind, message in _PEER_KINDS.items()}
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {
+    "failure": lambda fields: Failure(**fields),
+    "cause": lambda fields: None if fields is None else Failure(**fields),
+    "accounts": lambda accounts: [Account(**fields) for fields in accounts],
+}
+
+
+def encode(message: PeerMessage) -> dict[str, Any]:
+    """Return a message between commands as it is sent."""
+    return {"kind": _KIND_OF[type(message)], **asdict(message)}
+
+
+def decode(fields: Mapping[str, Any]) -> PeerMessage | None:
+    """Parse a message of another command; None for an unknown kind."""
+    message = _PEER_KINDS.get(fields["kind"])
+    if message is None:
+        return None
+    return message(
+        **{
+            name: _PARSERS[name](value) if name in _PARSERS else value
+            for name, value in fields.items()
+            if name != "kind"
+        }
+    )
+
+
+def decode_worker(fields: Mapping[str, Any]) -> WorkerMessage | None:
+    """Parse a message of a worker; None for an unknown kind."""
+    message = _WORKER_KINDS.get(fields["kind"])
+    if message is None:
+        return None
+    return message(**{name: value for name, value in fields.items() if name != "kind"})

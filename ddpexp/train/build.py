@@ -1,0 +1,260 @@
+"""Build the objects of a run from its configuration: data sets, strategy, schedule, loop, loggers."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ddpexp.config.instantiate import Node, instantiate, locate, targets
+from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.data.batch_plan import BatchPlan
+from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.data.datasets import Splits, hold_out, on_device
+from ddpexp.distributed.world import World
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.launch.workers.control import Control
+from ddpexp.loggers.base import Logger, Many, Null
+from ddpexp.loggers.jsonl import JsonLines
+from ddpexp.loggers.progress import Progress
+from ddpexp.run.directory import RunDir
+from ddpexp.strategy.base import Strategy
+from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.exact.strategy import Exact
+from ddpexp.strategy.replica import Models
+from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.loop import Loop
+from ddpexp.train.precision import Precision
+from ddpexp.train.recipe_checks import check_model, check_optimizers, check_signature, check_splits, check_task
+from ddpexp.train.run_state import RunState
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a rank knows before anything of its run is built."""
+
+    run: RunDir
+    experiment: Experiment
+    layout: Layout
+    prepared: Mapping[str, Any] | None  # what `prepare` of the data section returned
+    init_from: str | None  # the weights that run.init_from names, as the command found them
+    world: World
+    control: Control
+    log: logging.Logger
+
+
+def import_all(experiment: Experiment, world: World) -> None:
+    """Import what the configuration names before anything is built from it: see `ddpexp.train.lazy_dynamo`.
+
+    Raises:
+        RefusedError: a name is not allowed, or does not exist.
+    """
+    data = Node(experiment.data.target, {} if experiment.data.prepare else experiment.data.options)
+    nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
+    if isinstance(experiment.scheduler, Node):
+        nodes["scheduler"] = experiment.scheduler
+    for where, node in nodes.items():
+        for key, target in targets({"_target_": node.target, **node.kwargs}, where):
+            locate(target, experiment.trust, key.removesuffix("._target_"))
+    if experiment.strategy.comm_hook != "none":
+        import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
+    if world.is_rank_zero and experiment.logger.kind == "tensorboard":
+        import ddpexp.loggers.tensorboard  # noqa: F401  # only rank zero writes it
+
+
+def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
+    """Build the data sets, split and placed for training; see `load_data`. Ranks: all; communicates."""
+    return arrange(load_data(experiment, prepared, world), experiment.data, world)
+
+
+def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
+    """Build the data sets; `prepared` is what `ddpexp.run.prepare` returned. Ranks: all; communicates.
+
+    Raises:
+        RefusedError: they are not what the loop needs, or differ from rank to rank.
+    """
+    data = experiment.data
+    if data.prepare is None:
+        returned = instantiate(Node(data.target, data.options), experiment.trust, "data")
+    else:
+        returned = instantiate(Node(data.target), experiment.trust, "data", prepared)
+    splits = check_splits(returned, data.target)
+    _check_same_sizes(splits, data.target, world)
+    return splits
+
+
+def arrange(splits: Splits, data: Data, world: World) -> Splits:
+    """Hold out the validation samples, and move the data sets to the device if data.on_device is set."""
+    if data.validation_fraction:
+        splits = _hold_out(splits, data)
+    return on_device(splits, world.device) if data.on_device else splits
+
+
+def _hold_out(splits: Splits, data: Data) -> Splits:
+    """Move a fraction of the training samples into a set named `validation`."""
+    if len(splits.train) < 2:
+        raise RefusedError(
+            f"data.validation_fraction={data.validation_fraction}: {len(splits.train)} samples cannot be divided."
+        )
+    if "validation" in splits.evals:
+        raise RefusedError(
+            f"data.validation_fraction={data.validation_fraction}: {data.target} has a `validation` set of its own. "
+            "Use 0."
+        )
+    train, validation = hold_out(splits.train, data.validation_fraction)
+    return Splits(train, {**splits.evals, "validation": validation})
+
+
+def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
+    """Compare the sizes of the data sets with those of rank zero. Ranks: all; communicates.
+
+    Raises:
+        RefusedError: they differ; the ranks would take different numbers of steps and wait for one another forever.
+    """
+    sizes = [len(splits.train), sum(len(part) for part in splits.evals.values())]
+    first = world.broadcast(torch.tensor(sizes, device=world.device)).tolist()
+    if sizes != first:
+        raise RefusedError(
+            f"data._target_={target} gave rank {world.rank} {sizes[0]:,} samples to train and {sizes[1]:,} to "
+            f"evaluate, and rank zero {first[0]:,} and {first[1]:,}: give every rank the same data, for each takes "
+            "its own part of it."
+        )
+
+
+def build_strategy(
+    experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
+) -> Strategy:
+    """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
+    trainer = experiment.trainer
+
+    def factory() -> Any:
+        torch.manual_seed(trainer.seed)
+        model = instantiate(experiment.model, experiment.trust, "model")
+        return check_model(model, experiment.model.target, trains=True)
+
+    build: Callable[..., Strategy]
+    if trainer.reduction == "exact":
+        build = partial(Exact, gradient_accumulation_steps=plan.gradient_accumulation_steps)
+    else:
+        build = partial(DDP, deterministic=trainer.deterministic)
+    return build(
+        experiment.strategy, world, factory,
+        channels_last=trainer.channels_last, compile=trainer.compile, prepare=prepare,
+    )  # fmt: skip
+
+
+def count_steps(trainer: Trainer, steps_per_epoch: int) -> int:
+    """Return how many optimizer steps a run takes: trainer.max_steps or trainer.epochs, whichever ends first."""
+    limits = [
+        trainer.max_steps,
+        trainer.epochs * steps_per_epoch if trainer.epochs is not None else None,
+    ]
+    return min(limit for limit in limits if limit is not None)
+
+
+def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
+    """Return the schedule; a user's own is checked at its first and last step.
+
+    Raises:
+        RefusedError: it has no method `factor`, or that returns no number.
+    """
+    node = experiment.scheduler
+    if not isinstance(node, Node):
+        return node
+    schedule = instantiate(node, experiment.trust, "scheduler")
+    if not isinstance(schedule, Schedule):
+        raise RefusedError(
+            f"scheduler._target_={node.target} returned a {type(schedule).__name__} without the method factor(step, "
+            "num_steps), which returns what optimizer.lr is multiplied by at a step: see ddpexp.task.Schedule."
+        )
+    check_signature(schedule.factor, "factor", ("step", "num_steps"))
+    for step in (0, num_steps - 1):
+        value: Any = schedule.factor(step, num_steps)
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise RefusedError(
+                f"scheduler._target_={node.target}: factor({step}, {num_steps}) returned {value!r}, where a number "
+                "belongs: what optimizer.lr is multiplied by at that step."
+            )
+    return schedule
+
+
+def build_evals(experiment: Experiment, splits: Splits, world: World, batch_size: int) -> dict[str, EvalBatches]:
+    """Return the batches of each evaluation set that this rank evaluates."""
+    data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
+    return {
+        name: EvalBatches(
+            dataset,
+            batch_size,
+            world.rank,
+            world.world_size,
+            world.device,
+            data.num_workers,
+            seconds,
+            name,
+            data.on_device,
+        )
+        for name, dataset in splits.evals.items()
+    }
+
+
+def build_logger(context: RunContext, num_steps: int, from_step: int) -> Logger:
+    """Return the logger of this rank: rank zero writes, the others do nothing."""
+    if not context.world.is_rank_zero:
+        return Null()
+    run = context.run
+    loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
+    if context.experiment.logger.kind == "tensorboard":
+        from ddpexp.loggers.tensorboard import TensorBoard  # slow to import, and only rank zero needs it
+
+        loggers.append(TensorBoard(run.tensorboard, from_step))
+    return Many(loggers)
+
+
+def build_loop(
+    context: RunContext,
+    strategy: Strategy,
+    train: TrainBatches,
+    evals: Mapping[str, EvalBatches],
+    logger: Logger,
+    checkpointer: RunState,
+    num_steps: int,
+) -> Loop:
+    """Build the task, its optimizers, the schedule and the precision, and the loop from everything."""
+    experiment, world = context.experiment, context.world
+    trust, trainer = experiment.trust, experiment.trainer
+    task = instantiate(experiment.task, trust, "task")
+    check_task(task, experiment.task.target)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
+        return optimizer
+
+    model = strategy.eval_model
+    optimizers = (
+        check_optimizers(task.optimizers(model, make), task.optimizers)
+        if isinstance(task, HasOptimizers)
+        else {"optimizer": make(strategy.parameters())}
+    )
+    return Loop(
+        task=task,
+        strategy=strategy,
+        optimizers=optimizers,
+        schedule=build_schedule(experiment, num_steps),
+        precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight),
+        world=replace(world, memory=strategy.memory),
+        train=train,
+        evals=evals,
+        logger=logger,
+        control=context.control,
+        options=trainer,
+        num_steps=num_steps,
+        checkpointer=checkpointer,
+        ema=checkpointer.ema,
+    )

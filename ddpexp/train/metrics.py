@@ -1,0 +1,293 @@
+"""Metrics of training and evaluation summed over micro-batches and ranks, and the clock for throughput."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from operator import add
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddpexp.distributed.world import World
+from ddpexp.errors import DdpexpError
+from ddpexp.task import Sums
+from ddpexp.train.task_checks import named
+
+
+class NonFiniteError(DdpexpError):
+    """A loss became infinite or not a number."""
+
+
+def nonfinite_error(name: str, value: float, step: int) -> NonFiniteError:
+    """Return the error for a metric that is not finite. Units: steps, from 1."""
+    return NonFiniteError(
+        f"{name} is {value} at step {step}: the training has diverged or a sample is bad. Lower optimizer.lr, set "
+        "trainer.clip_grad_norm, or leave such steps out with trainer.nonfinite=skip."
+    )
+
+
+def detached(sums: Sums) -> Sums:
+    """Return the sums without the graphs that computed them."""
+    loss, count, metrics = sums
+    return loss.detach(), count, {name: (_without_graph(total), n) for name, (total, n) in metrics.items()}
+
+
+class MetricAccumulator:
+    """Sums of the loss and the metrics over several steps, reduced over all ranks when they are read.
+
+    `add` keeps what the task returned without waiting for the device; reading the sums copies all of them to the host
+    at once. In the reduction every micro-batch of the global batch has a slot of its own, which is zero on all other
+    ranks. The sums over micro-batches therefore have the same order, and the same bits, at every number of workers.
+    """
+
+    def __init__(
+        self, world: World, slots: Sequence[int], num_slots: int, source: Callable[..., Any] | None = None
+    ) -> None:
+        """Start empty; this rank fills `slots` of the `num_slots` slots of a step, in the order of its micro-batches.
+
+        `source` is the function of the task that returns the sums, for errors.
+        """
+        self._world = world
+        self._keep = _to_numbers if _is_host(world.device) else detached
+        self._slots = slots
+        self._num_slots = num_slots
+        self._source = source
+        self._steps: list[Sequence[Sums]] = []  # not reduced yet: for each step the sums of its micro-batches
+        self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
+        self._restored_names: list[str] = []  # of the metrics in restored rows
+        self._rows: list[list[float]] = []  # reduced: for each step loss, count, then sum and count of each metric
+
+    def __len__(self) -> int:
+        """Return the number of steps since the last record."""
+        return len(self._rows) + len(self._steps)
+
+    def add(self, sums: Sequence[Sums]) -> None:
+        """Add a step. Shapes: one entry for each micro-batch of this rank, its tensors scalars; graphs are dropped."""
+        self._steps.append([self._keep(micro_batch) for micro_batch in sums])
+
+    def totals(self, stopped: bool = False) -> dict[str, float] | None:
+        """Return the means over everything added, or None if any rank passes `stopped`. Ranks: all; communicates."""
+        if self._reduce(stopped):
+            return None
+        return self._means(range(len(self._rows)))
+
+    def pending(self, seconds: float) -> list[dict[str, Any]]:
+        """Return the reduced sums since the last record as plain values for a checkpoint, and keep them.
+
+        `seconds` is the training time since the last record, stored with them.
+
+        Shapes: at most one entry; its rows have 2 + 2 * num_metrics numbers.
+        Ranks: all; communicates.
+        """
+        self._reduce()
+        return [{"names": self._metric_names(), "rows": self._rows.copy(), "seconds": seconds}] if self._rows else []
+
+    def restore(self, pending: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `pending` returned."""
+        for entry in pending:
+            self._restored_names, self._rows = list(entry["names"]), [list(row) for row in entry["rows"]]
+
+    def reduce(self, first_step: int, stop: bool) -> dict[str, float]:
+        """Return the means since the last call, and start again from zero.
+
+        Steps with a non-finite loss are left out of the means and counted as `skipped_steps`.
+
+        Ranks: all; communicates.
+
+        Raises:
+            NonFiniteError: `stop` is set and a loss is not finite; names the first such step.
+        """
+        self._reduce()
+        bad = self._nonfinite_rows()
+        if stop and bad:
+            raise self._nonfinite(bad[0], first_step)
+        means = self._means([row for row in range(len(self._rows)) if row not in bad])
+        self._rows = []
+        return {**means, **({"skipped_steps": float(len(bad))} if bad else {})}
+
+    def check_finite(self, first_step: int) -> None:
+        """Check the losses since the last record. Ranks: all; communicates.
+
+        Raises:
+            NonFiniteError: a loss is not finite; names the first such step.
+        """
+        self._reduce()
+        for row in self._nonfinite_rows():
+            raise self._nonfinite(row, first_step)
+
+    def _nonfinite(self, row: int, first_step: int) -> NonFiniteError:
+        return nonfinite_error("train/loss", self._rows[row][0], first_step + row)
+
+    def _nonfinite_rows(self) -> list[int]:
+        return [number for number, row in enumerate(self._rows) if not math.isfinite(row[0])]
+
+    def _means(self, rows: Sequence[int]) -> dict[str, float]:
+        names = ["loss", *self._metric_names()]
+        columns = zip(*(self._rows[row] for row in rows), strict=True)
+        totals = [sum(column) for column in columns] or [0.0] * (2 * len(names))
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        return {name: _mean(*pair) for name, pair in zip(names, pairs, strict=True)}
+
+    def _reduce(self, stopped: bool = False) -> bool:
+        """Reduce the steps added since the last call into `_rows`; return whether any rank passed `stopped`.
+
+        Ranks: all; communicates.
+        """
+        steps, self._steps = self._steps, []
+        if not steps:
+            return stopped
+        device, flat = self._world.device, [sums for step in steps for sums in step]
+        names = self._agreed_names(flat)
+        columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
+        columns += [
+            _stack([metrics[name][part] for _, _, metrics in flat], device) for name in names for part in (0, 1)
+        ]
+        # Shape (num_steps, micro-batches of this rank, 2 + 2 * num_metrics), on the host after one copy.
+        table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
+        if self._world.world_size > 1:
+            table, stopped = self._over_ranks(table, stopped)
+        if stopped:
+            return True
+        self._rows += [_sum_slots(slots) for slots in table.tolist()]
+        return False
+
+    def _over_ranks(self, table: Tensor, stopped: bool) -> tuple[Tensor, bool]:
+        """Return the sums in all slots, and whether any rank passed `stopped`.
+
+        Shapes: `table` is (num_steps, micro-batches of this rank, columns) fp64; returns (num_steps, num_slots,
+        columns) fp64 on the host.
+        Ranks: all; communicates once.
+        """
+        num_steps, num_micro_batches, num_columns = table.shape
+        packed = torch.zeros(num_steps * self._num_slots * num_columns + 1, dtype=torch.float64)
+        slots = self._slots[:num_micro_batches]
+        packed[:-1].view(num_steps, self._num_slots, num_columns)[:, slots[0] : slots[-1] + 1 : _stride(slots)] = table
+        packed[-1] = float(stopped)
+        summed = self._world.sum(packed.to(self._world.device)).cpu()
+        return summed[:-1].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
+
+    def _metric_names(self) -> list[str]:
+        return self._restored_names if self._names is None else self._names
+
+    def _agreed_names(self, sums: Sequence[Sums]) -> list[str]:
+        """Return the names of the metrics, which are those of the first sums.
+
+        Raises:
+            DdpexpError: later ones differ.
+        """
+        if self._names is None:
+            self._names = sorted(sums[0][2])
+            self._rows = self._with_columns_of(self._names)
+        expected = set(self._names)
+        for _, _, metrics in sums:
+            if metrics.keys() != expected:
+                now, before = (", ".join(names) or "none" for names in (sorted(metrics), self._names))
+                source = "the task" if self._source is None else named(self._source)
+                raise DdpexpError(
+                    f"{source} returned the metrics {now} after {before}, and those of several steps are added up by "
+                    "name. Return the same names every time, with a count of 0 where there is nothing."
+                )
+        return self._names
+
+    def _with_columns_of(self, names: Sequence[str]) -> list[list[float]]:
+        """Return the restored rows with the columns of `names`: the recipe may have changed since they were saved."""
+        columns = {name: 2 * number for number, name in enumerate(self._restored_names, start=1)}
+        sources = [columns.get(name) for name in names]
+        return [
+            row[:2] + [value for at in sources for value in ((0.0, 0.0) if at is None else row[at : at + 2])]
+            for row in self._rows
+        ]
+
+
+class Clock:
+    """Training time: evaluations and saving are excluded with `paused`. Units: seconds."""
+
+    def __init__(self, seconds_before: float, since_record: float) -> None:
+        """Start at `seconds_before` of earlier starts, of which `since_record` came after the last record."""
+        self._start = self._saved = time.perf_counter()
+        self._lap = self._start - since_record
+        self._away = -seconds_before
+
+    def lap(self) -> float:
+        """Return the time since the last call, and start the next lap."""
+        now = time.perf_counter()
+        seconds, self._lap = now - self._lap, now
+        return seconds
+
+    def since_record(self) -> float:
+        """Return the time since the last lap, without starting another."""
+        return time.perf_counter() - self._lap
+
+    def total(self) -> float:
+        """Return the training time of the run, earlier starts included."""
+        return time.perf_counter() - self._start - self._away
+
+    def saved(self) -> None:
+        """Note that a checkpoint was saved now."""
+        self._saved = time.perf_counter()
+
+    def since_save(self) -> float:
+        """Return the time since the last checkpoint, or since the start."""
+        return time.perf_counter() - self._saved
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the enclosed code from the training time."""
+        begin = time.perf_counter()
+        yield
+        away = time.perf_counter() - begin
+        self._away += away
+        self._lap += away
+
+
+def _stride(slots: Sequence[int]) -> int:
+    return slots[1] - slots[0] if len(slots) > 1 else 1
+
+
+def _is_host(device: torch.device) -> bool:
+    """Return whether a tensor of the device can be read without waiting for queued work."""
+    return device.type == "cpu"
+
+
+def _without_graph(value: float | Tensor) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _to_numbers(sums: Sums) -> Sums:
+    """Return the sums as Python numbers: on the host this is faster than detaching and stacking tensors."""
+    loss, count, metrics = sums
+    return _number(loss), _number(count), {name: (_number(total), _number(n)) for name, (total, n) in metrics.items()}
+
+
+def _number(value: float | Tensor) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _mean(total: float, count: float) -> float:
+    """Divide; the mean over nothing is NaN."""
+    return total / count if count else math.nan
+
+
+def _sum_slots(slots: Sequence[Sequence[float]]) -> list[float]:
+    """Add up the slots of a step in order. Not with `sum`, which Python 3.12 and later round differently.
+
+    Shapes: (num_slots, columns) to (columns,).
+    """
+    if len(slots) == 1:
+        return list(slots[0])
+    return [reduce(add, column) for column in zip(*slots, strict=True)]
+
+
+def _stack(values: Sequence[int | Tensor], device: torch.device) -> Tensor:
+    """Return scalars as one fp64 tensor. Shapes: (len(values),)."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) == len(values) and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
+        return torch.stack(tensors).to(device, torch.float64)  # one conversion for all
+    if tensors:
+        return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    return torch.tensor(values, dtype=torch.float64, device=device)
