@@ -61,7 +61,7 @@ class Key:
 
     @property
     def is_section(self) -> bool:
-        """Tell whether this is no key but the name of those below it."""
+        """Return whether this is no key but the name of those below it."""
         return self.kind == _SECTION
 
 

@@ -17,8 +17,8 @@ from ddpexp.config.hydra_section import (
     check_not_typed,
 )
 from ddpexp.config.kinds import several, takes_number
+from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.schema import TYPED_SECTIONS
-from ddpexp.config.sentences import check_override
 from ddpexp.errors import RefusedError
 
 SWEEPS = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
@@ -119,7 +119,7 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
     Raises:
         RefusedError: with what to type instead.
     """
-    check_override(overrides)
+    check_syntax(overrides)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if key == "sweep.dir":

@@ -116,7 +116,7 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
 
 
 def lengthens(changes: Sequence[Change]) -> bool:
-    """Tell whether typed words ask for a longer run."""
+    """Return whether typed words ask for a longer run."""
     return any(
         change.kind == "typed"
         and change.key in LENGTH
@@ -168,7 +168,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 
 def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
-    """Tell whether a key that the stored tree lacks came with another version of ddpexp.
+    """Return whether a key that the stored tree lacks came with another version of ddpexp.
 
     Its default changes nothing.
     """

@@ -70,7 +70,7 @@ class Trust:
 
 
 def _is_offered(target: str, where: str) -> bool:
-    """Tell whether a package that the user has installed offers this launcher under just this name."""
+    """Return whether a package that the user has installed offers this launcher under just this name."""
     return where == "launcher" and target in installed_launchers().values()
 
 

@@ -1,4 +1,4 @@
-"""From a configuration's values to an experiment: typed, checked, frozen; the way from a run directory's file, too."""
+"""Parse the values of a configuration, or a run directory's config.yaml, into a typed and checked experiment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpexp.config import registry
 from ddpexp.config.build import build, convert, unknown_key
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Logger, Recipe, Run, Trainer
-from ddpexp.config.validate import _check
+from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.options import Options as Strategy
@@ -80,12 +80,12 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         trainer=build(Trainer, values["trainer"], "trainer"),
         run=run,
     )
-    _check(experiment)
+    check(experiment)
     return experiment
 
 
 def _as_section(name: str, value: object) -> str:
-    """Say how a name that stands in the place of a section is written as one."""
+    """Return how a name in the place of a section is written as a section."""
     found = re.fullmatch(r"(?:_target_ *)?([A-Za-z_]\w*(?:\.\w+)+)", value) if isinstance(value, str) else None
     return f" Write {name}: {{_target_: {found[1]}}}." if found is not None else ""
 

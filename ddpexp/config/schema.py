@@ -13,7 +13,7 @@ from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.options import Options as Strategy
 from ddpexp.task import Schedule
 
-_MOST_LOADERS = 1024  # processes for each worker
+MOST_LOADERS = 1024  # processes for each worker
 
 
 Auto = Literal["auto"]

@@ -19,10 +19,11 @@ from ddpexp.config.hydra_section import (
 )
 from ddpexp.config.interpolations import bounded_interpolations
 from ddpexp.config.names import check_present
+from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
-from ddpexp.config.sentences import check_override, first_line, sentence, unknown_key_of
+from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.typed_targets import is_in, keys_of_target, typed_targets
 from ddpexp.config.values import offered_by_packages, plain, trust_of
 from ddpexp.config.versions import get_yaml_loader
@@ -51,7 +52,7 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     if not isinstance(cfg, DictConfig) or not isinstance(cfg.get("run"), DictConfig):
         raise RefusedError(f"{path} is not the configuration of a run.")
     added = added_folder(arguments.config_dir)
-    check_override(arguments.overrides)
+    check_syntax(arguments.overrides)
     chosen_from = (
         groups([folder for folder in (conf_folder(), added) if folder is not None]) if resumes else ["launcher"]
     )

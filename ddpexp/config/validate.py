@@ -1,4 +1,4 @@
-"""What the sections of an experiment must be, one by one and together."""
+"""Check the sections of an experiment, each by itself and together."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
-from ddpexp.config.schema import _MOST_LOADERS, Experiment
+from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
+from ddpexp.strategy.options import Options as Strategy
 
 _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
@@ -57,8 +58,22 @@ def check_layout(experiment: Experiment, found: Layout) -> None:
         )
 
 
-def _check(experiment: Experiment) -> None:
-    trainer = experiment.trainer
+def check(experiment: Experiment) -> None:
+    """Check each section by itself, then what they must be together.
+
+    Raises:
+        RefusedError: a value that means nothing, or two that contradict each other; the sentence names the keys.
+    """
+    _check_trainer(experiment.trainer)
+    _check_optimizer(experiment.optimizer)
+    _check_recipe(experiment.recipe)
+    _check_run(experiment.run)
+    _check_data(experiment.data)
+    _check_strategy(experiment.strategy)
+    _check_together(experiment)
+
+
+def _check_trainer(trainer: Trainer) -> None:
     for name in ("epochs", "max_steps", "log_every"):
         value = getattr(trainer, name)
         if value is not None and value < 1:
@@ -73,16 +88,26 @@ def _check(experiment: Experiment) -> None:
         seconds = getattr(trainer.timeout, name)
         if not 0 < seconds < math.inf:
             raise RefusedError(f"trainer.timeout.{name}={seconds}: use a number above 0.")
-    if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
-        raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.epochs is None and trainer.max_steps is None:
         raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
-    if trainer.eval_every != "epoch" and trainer.eval_every < 0:
-        raise RefusedError(f"trainer.eval_every={trainer.eval_every}: use epoch, a number of steps, or 0 for never.")
-    if trainer.checkpoint_every != "epoch" and trainer.checkpoint_every < 0:
+    for name in ("eval_every", "checkpoint_every"):
+        value = getattr(trainer, name)
+        if value != "epoch" and value < 0:
+            raise RefusedError(f"trainer.{name}={value}: use epoch, a number of steps, or 0 for never.")
+    _check_saving(trainer)
+    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
         raise RefusedError(
-            f"trainer.checkpoint_every={trainer.checkpoint_every}: use epoch, a number of steps, or 0 for never."
+            f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null."
         )
+    if not 0 < trainer.grace_seconds < math.inf:
+        raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
+    if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
+        raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
+    if not 0 <= trainer.seed < 2**63:
+        raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+
+
+def _check_saving(trainer: Trainer) -> None:
     if trainer.checkpoint_every_seconds is not None and not trainer.checkpoint_every_seconds > 0:
         raise RefusedError(
             f"trainer.checkpoint_every_seconds={trainer.checkpoint_every_seconds}: use a number above 0, or null."
@@ -91,29 +116,22 @@ def _check(experiment: Experiment) -> None:
         raise RefusedError(
             f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all."
         )
-    if trainer.keep_best is not None:
-        if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
-            raise RefusedError(
-                f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
-                f"such as max:eval/accuracy."
-            )
-        if trainer.eval_every == 0:
-            raise RefusedError(
-                f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
-            )
-    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
+    if trainer.keep_best is None:
+        return
+    if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
         raise RefusedError(
-            f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null."
+            f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
+            f"such as max:eval/accuracy."
         )
-    if not 0 < trainer.grace_seconds < math.inf:
-        raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
-    _check_exact(experiment)
-    if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
-        raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
-    if not 0 <= trainer.seed < 2**63:
-        raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
-    _check_optimizer_keys(experiment.optimizer)
-    rate = experiment.optimizer.kwargs.get("lr")
+    if trainer.eval_every == 0:
+        raise RefusedError(
+            f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
+        )
+
+
+def _check_optimizer(optimizer: Node) -> None:
+    _check_optimizer_keys(optimizer)
+    rate = optimizer.kwargs.get("lr")
     if rate is None:
         raise RefusedError(
             "optimizer.lr is missing: schedules multiply it, so every optimizer needs one. Type it, for example "
@@ -121,52 +139,6 @@ def _check(experiment: Experiment) -> None:
         )
     if isinstance(rate, bool) or not isinstance(rate, float | int) or not 0 <= rate < math.inf:
         raise RefusedError(f"optimizer.lr={shown(rate)}: use a number from 0, such as 0.05.")
-    if Path(experiment.recipe.name).name != experiment.recipe.name:
-        raise RefusedError(
-            f"recipe.name={experiment.recipe.name}: use a plain name, for it names the folder of the runs."
-        )
-    if experiment.run.dir == "":
-        raise RefusedError("run.dir= is empty: give it a folder, or null for one under outputs.")
-    if re.search(r"[\x00-\x1f\x7f]", experiment.run.dir or ""):
-        raise RefusedError(
-            f"run.dir has a line break or another control character, which no line can show: {experiment.run.dir!r}."
-        )
-    if not 0 <= experiment.data.validation_fraction < 1:
-        raise RefusedError(
-            f"data.validation_fraction={experiment.data.validation_fraction}: use a share from 0 to below 1, such as "
-            "0.1."
-        )
-    if experiment.data.num_workers < 0:
-        raise RefusedError(f"data.num_workers={experiment.data.num_workers}: use 0 or more.")
-    if experiment.data.num_workers > _MOST_LOADERS:
-        raise RefusedError(
-            f"data.num_workers={experiment.data.num_workers} is more processes for each worker than a machine can "
-            "start: use "
-            f"{_MOST_LOADERS} or fewer."
-        )
-    if experiment.strategy.bucket_cap_mb <= 0:
-        raise RefusedError(f"strategy.bucket_cap_mb={experiment.strategy.bucket_cap_mb}: use a number above 0.")
-    if experiment.strategy.reduce_through == "shared_memory" and experiment.strategy.comm_hook != "none":
-        raise RefusedError(
-            f"strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
-            f"strategy.comm_hook={experiment.strategy.comm_hook}. Use strategy.reduce_through=auto or "
-            "strategy.comm_hook=none."
-        )
-    if experiment.strategy.powersgd_rank < 1:
-        raise RefusedError(f"strategy.powersgd_rank={experiment.strategy.powersgd_rank}: use 1 or more.")
-    scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
-    if experiment.strategy.comm_hook == "powersgd" and scaled:
-        raise RefusedError(
-            f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not "
-            "finite. "
-            f"Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and "
-            f"{trainer.nonfinite}."
-        )
-    if experiment.strategy.static_graph and experiment.strategy.find_unused_parameters:
-        raise RefusedError(
-            "strategy.static_graph=true finds unused parameters by itself in the first step: "
-            "leave strategy.find_unused_parameters=false."
-        )
 
 
 def _check_optimizer_keys(optimizer: Node) -> None:
@@ -179,6 +151,66 @@ def _check_optimizer_keys(optimizer: Node) -> None:
         misspelt = key not in _OF_OPTIMIZERS and nearest(key, _OF_OPTIMIZERS, 0.8) is not None
         if misspelt or (key not in _OF_OPTIMIZERS and advice_on_key(key)):
             raise unknown_key(key, _OF_OPTIMIZERS, "optimizer")
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    if Path(recipe.name).name != recipe.name:
+        raise RefusedError(f"recipe.name={recipe.name}: use a plain name, for it names the folder of the runs.")
+
+
+def _check_run(run: Run) -> None:
+    if run.dir == "":
+        raise RefusedError("run.dir= is empty: give it a folder, or null for one under outputs.")
+    if re.search(r"[\x00-\x1f\x7f]", run.dir or ""):
+        raise RefusedError(
+            f"run.dir has a line break or another control character, which no line can show: {run.dir!r}."
+        )
+
+
+def _check_data(data: Data) -> None:
+    if not 0 <= data.validation_fraction < 1:
+        raise RefusedError(
+            f"data.validation_fraction={data.validation_fraction}: use a share from 0 to below 1, such as 0.1."
+        )
+    if data.num_workers < 0:
+        raise RefusedError(f"data.num_workers={data.num_workers}: use 0 or more.")
+    if data.num_workers > MOST_LOADERS:
+        raise RefusedError(
+            f"data.num_workers={data.num_workers} is more processes for each worker than a machine can start: use "
+            f"{MOST_LOADERS} or fewer."
+        )
+
+
+def _check_strategy(strategy: Strategy) -> None:
+    if strategy.bucket_cap_mb <= 0:
+        raise RefusedError(f"strategy.bucket_cap_mb={strategy.bucket_cap_mb}: use a number above 0.")
+    if strategy.reduce_through == "shared_memory" and strategy.comm_hook != "none":
+        raise RefusedError(
+            f"strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
+            f"strategy.comm_hook={strategy.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
+        )
+    if strategy.powersgd_rank < 1:
+        raise RefusedError(f"strategy.powersgd_rank={strategy.powersgd_rank}: use 1 or more.")
+    if strategy.static_graph and strategy.find_unused_parameters:
+        raise RefusedError(
+            "strategy.static_graph=true finds unused parameters by itself in the first step: "
+            "leave strategy.find_unused_parameters=false."
+        )
+
+
+def _check_together(experiment: Experiment) -> None:
+    """Check keys of several sections against each other."""
+    trainer = experiment.trainer
+    if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
+        raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
+    _check_exact(experiment)
+    scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
+    if experiment.strategy.comm_hook == "powersgd" and scaled:
+        raise RefusedError(
+            f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not "
+            f"finite. Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and "
+            f"{trainer.nonfinite}."
+        )
 
 
 def _check_exact(experiment: Experiment) -> None:

@@ -44,7 +44,7 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
     one_pass = micro * world_size
     if total % one_pass:
         sizes = [size for size in range(1, 65) if total % (micro * size) == 0]
-        also = f" Or use {_either(sizes)} workers." if sizes and total % micro == 0 else ""
+        also = f" Or use {_either(sizes)} worker{'s' if sizes != [1] else ''}." if sizes and total % micro == 0 else ""
         raise RefusedError(
             f"{override} does not split over {world_size} workers with trainer.micro_batch_size={micro} ({one_pass} a "
             f"pass). Use a multiple of {one_pass}, for example "

@@ -195,7 +195,7 @@ def _halves(batch: Any) -> tuple[Any, Any] | None:
 
 
 def _collect(batch: Any, sizes: set[int]) -> bool:
-    """Collect the first dimensions; tell whether everything is a tensor that has one."""
+    """Collect the first dimensions; return whether everything is a tensor that has one."""
     if isinstance(batch, Tensor):
         sizes.update(batch.shape[:1])
         return batch.dim() > 0
