@@ -189,10 +189,10 @@ def test_the_one_task_of_a_node_gets_the_cores_of_all_its_workers(launcher: Slur
 def test_every_option_has_its_line() -> None:
     names = ("partition", "account", "qos", "time", "mem", "gpus_per_node", "gres", "constraint", "nodelist", "exclude",
              "reservation", "job_name")  # fmt: skip
-    values: dict[str, Any] = {name: f"{name} 1" for name in names}
+    values: dict[str, Any] = {name: f"{name} 1" for name in names} | {"time": "1-02:03:04"}
     found = lines(Slurm(**values, sbatch_args=("--exclusive", "--comment=a b")), job())
     for name in names:
-        assert f'#SBATCH --{name.replace("_", "-")}="{name} 1"' in found
+        assert f'#SBATCH --{name.replace("_", "-")}="{values[name]}"' in found
     assert found[found.index("#SBATCH --exclusive") + 1] == '#SBATCH "--comment=a b"'
     assert "#SBATCH --nodes=2" in found
     assert "#SBATCH --output=/runs/one/slurm-%j.log" in found
