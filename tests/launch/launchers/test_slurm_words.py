@@ -192,7 +192,8 @@ def test_every_option_has_its_line() -> None:
     values: dict[str, Any] = {name: f"{name} 1" for name in names} | {"time": "1-02:03:04"}
     found = lines(Slurm(**values, sbatch_args=("--exclusive", "--comment=a b")), job())
     for name in names:
-        assert f'#SBATCH --{name.replace("_", "-")}="{values[name]}"' in found
+        value = values[name] if name == "time" else f'"{values[name]}"'  # quoted where it has a space
+        assert f"#SBATCH --{name.replace('_', '-')}={value}" in found
     assert found[found.index("#SBATCH --exclusive") + 1] == '#SBATCH "--comment=a b"'
     assert "#SBATCH --nodes=2" in found
     assert "#SBATCH --output=/runs/one/slurm-%j.log" in found
