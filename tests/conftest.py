@@ -84,18 +84,21 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
 ANY = WorkerRequest()
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep a file in one of the two processes that share the tests, and in one all that needs the cluster."""
+    group = "cluster" if item.get_closest_marker("slurm") else item.nodeid.partition("::")[0]
+    item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests stay together, and leave the further variants of a test to the longer run (-m slow).
+    """Leave the further variants of a test to the longer run (-m slow): those past its own number.
 
-    Those past its own number; of runs with a fault past two.
+    Of runs with a fault past two.
     """
     seen: collections.Counter[str] = collections.Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        # Two processes share the tests: a file stays in one of them, and so does all that needs the one cluster.
-        group = "cluster" if item.get_closest_marker("slurm") else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
         few = item.get_closest_marker("variants")
         runs = {"recipe", "ddpexp", "commands", "run"} & set(getattr(item, "fixturenames", ()))
         most = few.args[0] if few is not None else 2 if name.startswith("tests/faults/") and runs else None
