@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import faulthandler
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Generator, Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,14 @@ def starts_of(run: Path) -> list[dict[str, Any]]:
 ANY = WorkerRequest()
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keep a file in one of the two processes that share the tests, and in one all that needs the cluster."""
-    group = "cluster" if item.get_closest_marker("slurm") else item.nodeid.partition("::")[0]
-    item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Give the cluster to one of the processes that share the tests at a time."""
+    if item.get_closest_marker("slurm") is None or "SLURM_CONF" not in os.environ:
+        return (yield)
+    with open(f"{os.environ['SLURM_CONF']}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
