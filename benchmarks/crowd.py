@@ -228,13 +228,13 @@ class Crowd:
         return [asdict(one) for one in found]
 
     def _hello(self, index: int) -> bytes:
-        told = self._workers == 1
+        externally = self._workers == 1
         handshake = {
             "index": index, "size": self._commands, "word": "", "host": _host(index, self._workers), "boot": self._boot,
             "versions": self._versions, "identity": self._identity, "layout": asdict(Layout(1, self._workers, "cpu",
                 "gloo", 1)),
-            "workers": self._workers, "externally_launched": told, "local_rank": index % _ON_A_HOST if told else None,
-            "local_world_size": min(self._commands, _ON_A_HOST) if told else None, "cores": list(range(64)),
+            "workers": self._workers, "externally_launched": externally, "local_rank": index % _ON_A_HOST if externally else None,
+            "local_world_size": min(self._commands, _ON_A_HOST) if externally else None, "cores": list(range(64)),
             "quota": None,
             "gpus": [], "owner": f"slurm:cluster:1.{index}",
         }  # fmt: skip
@@ -297,7 +297,7 @@ def _train(crowd: Crowd, pid: int) -> dict[str, float]:
 
 
 def _end(crowd: Crowd, pid: int, how: str) -> dict[str, float]:
-    """End the run; return how long that took, until all are told and until the leading command leaves."""
+    """End the run; return how long that took, until all have the news and until the leading command leaves."""
     before, begin = _cpu_seconds(pid), time.monotonic()
     if how == "stop":
         os.kill(pid, signal.SIGTERM)

@@ -92,7 +92,7 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
 
 
 def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training] | None:
-    """Return how to go on with the run that `argv` names, or None when it only asked for help, which is printed.
+    """Return how to resume the run that `argv` names, or None when it only asked for help, which is printed.
 
     Raises:
         RefusedError: no such run, one whose code is not trusted, or words that do not fit.
@@ -113,10 +113,10 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         raise RefusedError(f"resume {source}: it is no run directory.{advice}")
     directory.check_no_links(run, f"resume {source}")
     if "run.resume=never" in words:
-        raise RefusedError("resume goes on with a run, and run.resume=never refuses that: leave it out.")
+        raise RefusedError("resume continues a run, and run.resume=never forbids that: leave it out.")
     moved = next((word for word in words if word.startswith("run.dir=")), None)
     if moved is not None:
-        raise RefusedError(f"{moved}: resume goes on in {source} itself.")
+        raise RefusedError(f"{moved}: resume continues in {source} itself.")
     values, text = override_file(run.config, words, resumes=True)
     _check_code_is_typed(run, values, command)
     typed = [

@@ -1,4 +1,4 @@
-"""Whether a run can go on under another configuration.
+"""Whether a run can be resumed with another configuration.
 
 What two trees differ in, and what such a difference would do.
 """

@@ -68,7 +68,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
         cfg.hydra.sweep.dir = str(folder)
     launcher = _Launcher(
         run_batch, counts_failures=not is_grid(swept)
-    )  # a grid goes on whatever fails, batch after batch
+    )  # a grid continues whatever fails, batch by batch
     # Sweepers look up a launcher by name in a namespace package of Hydra; they get this one.
     plugins.instantiate_launcher = lambda **_: launcher  # type: ignore[method-assign,assignment]
     # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of

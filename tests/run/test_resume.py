@@ -277,9 +277,7 @@ def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: P
         again(ddpexp, "run.resume=require"),
         r"run\.dir=run holds no complete checkpoint, and run\.resume=require starts from noth",
     )
-    refused(
-        resumed(ddpexp, "run", "run.resume=never"), r"resume goes on with a run, and run\.resume=never refuses that"
-    )
+    refused(resumed(ddpexp, "run", "run.resume=never"), r"resume continues a run, and run\.resume=never forbids that")
     assert listing(stopped) == before
     refused(
         ddpexp(*SMALL, "run.dir=new", "run.resume=require"),
@@ -464,7 +462,7 @@ def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> N
             "-m",
         ): r"^ddpexp: resume -m: it takes a run directory, key=value and --config-dir DIR, and nothing else\.\n$",
         ("--cfg", "job", "run"): r"^ddpexp: resume --cfg: it takes",
-        ("run", "run.dir=other"): r"^ddpexp: run\.dir=other: resume goes on in run itself\.\n$",
+        ("run", "run.dir=other"): r"^ddpexp: run\.dir=other: resume continues in run itself\.\n$",
         ("run", "trainer.epoch=3"): r"trainer\.epoch is not a known key\. Did you mean trainer\.epochs\?\n$",
         ("run", "trainer.epochs"): r"trainer\.epochs has no value: write trainer\.epochs=\.\.\. \.",
         ("run", "scheduler=cosin"): r"scheduler=cosin is not a known option\. Did you mean scheduler=cosine\?\n$",

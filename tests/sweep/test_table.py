@@ -241,7 +241,7 @@ def mixed(jobs: int = 12, keys: int = 25) -> list[Row]:
     """Return runs of a folder that differ in many keys: the later a key, the fewer runs it tells apart."""
     return [
         row(
-            number, number / 100, path=Path(f"/work/outputs/{'ab'[number % 2]}/2026-11-21_12-00-{number:02d}"),
+            number, number / 100, path=Path(f"/data/outputs/{'ab'[number % 2]}/2026-11-21_12-00-{number:02d}"),
             overrides={f"section.key{key}": f"{'long' * 12}{number}" if number > key // 2 else "same" for key in range(keys)},
         )
         for number in range(jobs)
