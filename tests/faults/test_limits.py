@@ -398,7 +398,7 @@ def processes() -> Iterator[Path]:
 @pytest.mark.fault(23)
 @pytest.mark.parametrize(
     ("allowed", "workers", "says"),
-    [(3, 2, "the process of rank 1 could not be started: Resource temporarily unavailable"), (12, 8, "")],
+    [(2, 2, "the process of rank 0 could not be started: Resource temporarily unavailable"), (12, 8, "")],
     ids=["process", "thread"],
 )
 def test_a_process_too_many_ends_the_run_with_the_limit(
