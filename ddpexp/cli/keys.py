@@ -19,7 +19,7 @@ from ddpexp.config.comments import Comments, comments_of
 from ddpexp.config.compose import Overview
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import DATA_KEYS, Data, Logger, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, Data, Recipe, Run, Trainer
 from ddpexp.strategy.options import Options as Strategy
 from ddpexp.sweep.settings import Settings
 
@@ -33,7 +33,6 @@ _SECTIONS = {
     "trainer": Trainer,
     "run": Run,
     "strategy": Strategy,
-    "logger": Logger,
     "sweep": Settings,
 }
 _CALLED = ("launcher", "scheduler")  # sections whose class has typed fields and is free of torch

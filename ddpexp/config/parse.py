@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from ddpexp.config import registry
-from ddpexp.config.build import build, convert, unknown_key
+from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
-from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Logger, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
@@ -59,6 +59,8 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             ]
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
+        if name == "logger" and values.get(name) is None:
+            values[name] = {}
         if values.get(name) is None:
             own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
             raise RefusedError(f"{name} is missing: a recipe gives it, {own} recipe=mnist.")
@@ -76,7 +78,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         scheduler=_schedule(values["scheduler"]),
         strategy=build(Strategy, values["strategy"], "strategy"),
         launcher=_call(values["launcher"], "launcher", Launcher),
-        logger=build(Logger, values["logger"], "logger"),
+        logger=_loggers(values["logger"]),
         trainer=build(Trainer, values["trainer"], "trainer"),
         run=run,
     )
@@ -95,6 +97,24 @@ def _node(values: Mapping[str, Any], where: str) -> Node:
         raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
     rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
     return Node(values["_target_"], types.MappingProxyType(rest))
+
+
+def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
+    """Return the loggers by the keys below `logger`; null switches one off."""
+    if "_target_" in values:
+        raise RefusedError(
+            f"logger._target_={values['_target_']}: several loggers may be chosen, so each stands below a key of its "
+            "own. Write, in the option's file, name: {_target_: ...} with a name in place of _target_ at the top."
+        )
+    for name, value in values.items():
+        if not isinstance(value, Mapping | None):
+            known = did_you_mean(str(value if name == "kind" else name), ("none", "tensorboard"), "logger=")
+            raise RefusedError(
+                f"logger.{name}={shown(value)} is not a logger, which is a section with a _target_.{known}"
+            )
+    return types.MappingProxyType(
+        {str(name): _node(value, f"logger.{name}") for name, value in values.items() if value is not None}
+    )
 
 
 def _data(values: Mapping[str, Any], trust: Trust) -> Data:
