@@ -62,7 +62,10 @@ def _full_errors() -> Iterator[None]:
 def sentence(error: Exception) -> str:
     """Return an error of Hydra, OmegaConf or PyYAML as one sentence."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _unknown_option(error.missing_cfg_file, [name for name in error.options or () if name])
+        group = error.missing_cfg_file.rpartition("/")[0]
+        searched = [Path(folder) for folder in re.findall(r"path=file://(.+)", str(error))]
+        known = error.options or options(group, searched)  # of one in a list, such as logger=[a,b], Hydra gives none
+        return _unknown_option(error.missing_cfg_file, [name for name in known if name])
     if isinstance(error, OverrideParseException):
         return unread(str(error.override))
     if isinstance(error, ConfigCompositionException):

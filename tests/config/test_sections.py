@@ -114,7 +114,10 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"scheduler__start": "a"}, "scheduler.start=a is not a number."),
         ({"launcher__start_method": "fork"}, "launcher.start_method=fork is not one of forkserver, spawn."),
         ({"launcher__start": "fork"}, "launcher.start is not a known key. Did you mean launcher.start_method?"),
-        ({"logger__kind": "wandb"}, "logger.kind=wandb is not one of tensorboard, none."),
+        ({"logger__kind": "tensorbord"}, (
+            "logger.kind=tensorbord is not a logger, which is a section with a _target_. Did you mean "
+            "logger=tensorboard?")),
+        ({"logger__csv": {"path": "a"}}, "logger.csv._target_ is missing: it names the class or function to call."),
         ({"strategy__sync_batchnorm": True}, "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised"),
         ({"strategy__comm_hook": "fp61"}, (
             "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you "

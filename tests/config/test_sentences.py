@@ -165,8 +165,16 @@ model is chosen already: leave the + out, model=linear; in a config's defaults w
 ~data.root: its value is null, and there is nothing to remove: leave ~data.root out.
 > ~data.rot
 data.rot is not a known key. Did you mean data.root?
-> logger=[tensorboard,none]
-logger=[tensorboard,none] chooses several options, and a run has one: -m logger=tensorboard,none makes
+> model=[lenet,linear]
+model=[lenet,linear] chooses several options, and a run has one: -m model=lenet,linear makes a run with each.
+> logger=[tensorboard,csv]
+logger=csv is not a known option. Known here: none, tensorboard.
+> logger=[tensorboard,3]
+logger=3 is not a known option. Known here: none, tensorboard.
+> logger=null
+logger=null: to record nothing beside metrics.jsonl, write logger=none.
+> ~logger
+~logger: to record nothing beside metrics.jsonl, write logger=none.
 > recipe=a,b
 recipe=a,b gives several values: add -m for a run with each.
 > trainer.seed=range(3)

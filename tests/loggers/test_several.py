@@ -130,7 +130,7 @@ def test_interrupted_and_resumed_each_of_two_loggers_has_every_step_once(recipe:
 def test_a_logger_that_a_start_leaves_out_is_cut_back_when_it_is_back(recipe: Recipe) -> None:
     words = (*STEPS, "trainer.epochs=3")
     killed = recipe(*words, "logger=[tensorboard,rows]", environ=KILLED)
-    again = recipe(*words, "logger=none", run=killed.run, environ={"DDPEXP_FAULT": "backward:kill:0:9"})
+    again = recipe(*words, "logger=none", run=killed.run, environ={"DDPEXP_FAULT": "backward:kill:0:3"})
     assert (killed.code, again.code) == (1, 1)
     done = recipe(*words, "logger=[tensorboard,rows]", run=killed.run)
     assert done.code == 0, done.err
