@@ -16,6 +16,7 @@ import yaml
 
 from ddpexp.config import registry
 from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
+from ddpexp.config.folders import conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.config.validate import check
@@ -61,6 +62,8 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     for name in sections:
         if name == "logger" and values.get(name) is None:
             values[name] = {}
+        if name in ("model", "data") and not _is_chosen(values.get(name)):
+            raise RefusedError(_not_chosen(name, values))
         if values.get(name) is None:
             own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
             raise RefusedError(f"{name} is missing: a recipe gives it, {own} recipe=mnist.")
@@ -84,6 +87,22 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     )
     check(experiment)
     return experiment
+
+
+def _is_chosen(section: object) -> bool:
+    """Return whether a recipe or an option gives a section; `data` has keys that every kind of data understands."""
+    return not (section is None or (isinstance(section, Mapping) and not set(section).difference(DATA_KEYS)))
+
+
+def _not_chosen(name: str, values: Mapping[str, Any]) -> str:
+    recipe = values.get("recipe")
+    title = f"recipe={recipe.get('name')}" if isinstance(recipe, Mapping) else "the recipe"
+    example = {"model": "mine.Net", "data": "mine.load"}[name]
+    known = " or ".join(f"{name}={option}" for option in options(name, [conf_folder()]))
+    return (
+        f"{name} is missing: {title} names none. Write {name}: {{_target_: {example}}} in the recipe, or choose an "
+        f"option: {known}."
+    )
 
 
 def _as_section(name: str, value: object) -> str:

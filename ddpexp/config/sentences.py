@@ -193,6 +193,9 @@ def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
         return RefusedError(f"{typed} is not a known key.")
     names = [str(name) for name in parent if name != "hydra"]
     where = full_key[: -len(key)].rstrip(".")
+    if not where and key in groups([conf_folder()]):
+        listed = ", ".join(f"{key}={option}" for option in options(key, [conf_folder()]))
+        return RefusedError(f"{typed}: no {key} is chosen, by the recipe or by {key}=... . Available: {listed}.")
     others = _options_with(where, key)
     if others and nearest(key, names) is None:
         return RefusedError(f"{typed} is not a known key: it is one of {' and '.join(others)}.")

@@ -64,6 +64,7 @@ MINE = """\
 # @package _global_
 defaults:
   - override /model: net
+  - override /data: mnist
 task:
   _target_: mine.Task
   weight: 1.5
@@ -78,6 +79,51 @@ def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+WHOLE = """\
+# @package _global_
+task: {_target_: mine.Task}
+model: {_target_: mine.Net, hidden: 8}
+data: {_target_: mine.load, samples: 64}
+trainer: {max_steps: 7, global_batch_size: 16}
+"""
+
+
+def test_a_recipe_may_hold_its_model_and_its_data(mine: Path) -> None:
+    (mine.parent / "mine.py").write_text("class Net: ...\nclass Task: ...\ndef load(): ...\n")
+    write(mine / "recipe/whole.yaml", WHOLE)
+    typed = (f"--config-dir={mine}", "recipe=whole")
+    made = experiment(*typed, "model.hidden=16", "data.num_workers=2")
+    assert (made.model.target, dict(made.model.kwargs)) == ("mine.Net", {"hidden": 16})
+    assert (made.data.target, dict(made.data.options), made.data.num_workers) == ("mine.load", {"samples": 64}, 2)
+    assert load(composed(*typed, "model.hidden=16", "data.num_workers=2").text) == made
+    assert refusal(*typed, "model.hidden=big") == "model.hidden=big is not a number (its default is 8)."
+    assert refusal(*typed, "model.hiden=9") == "model.hiden is not a known key. Did you mean model.hidden?"
+    other = experiment(*typed, "model._target_=torch.nn.Linear", "model.in_features=2", "model.out_features=2")
+    assert dict(other.model.kwargs) == {"in_features": 2, "out_features": 2}
+
+
+def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
+    (mine.parent / "mine.py").write_text("class Net: ...\nclass Task: ...\ndef load(): ...\n")
+    write(
+        mine / "recipe/part.yaml",
+        "".join(line for line in WHOLE.splitlines(True) if line[:5] not in ("model", "data:")),
+    )
+    typed = (f"--config-dir={mine}", "recipe=part")
+    assert refusal(*typed) == (
+        "model is missing: recipe=part names none. Write model: {_target_: mine.Net} in the recipe, or choose an "
+        "option: model=lenet or model=linear."
+    )
+    assert refusal(*typed, "model=linear", "data.num_workers=2") == (
+        "data is missing: recipe=part names none. Write data: {_target_: mine.load} in the recipe, or choose an "
+        "option: data=images or data=mnist."
+    )
+    assert refusal(*typed, "model.hidden=3") == (
+        "model.hidden: no model is chosen, by the recipe or by model=... . Available: model=lenet, model=linear."
+    )
+    made = experiment(*typed, "model=linear", "data._target_=mine.load", "data.samples=64")
+    assert (made.model.target, dict(made.data.options)) == ("ddpexp.recipes.mnist.Linear", {"samples": 64})
 
 
 # Nothing is composed wrongly
