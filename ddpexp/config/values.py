@@ -179,7 +179,8 @@ def _check_types(
 ) -> None:
     """Compare the values of sections with a `_target_` with the types in the chosen option's own file.
 
-    The other sections are typed, and so are our schedules: `parse` checks them. Sections in `typed_targets` have no file to compare with.
+    The other sections are typed, and so are our schedules: `parse` checks them. Sections in `typed_targets` have no
+    file to compare with.
     """
     sections = [section for section in ("task", "model", "data", "optimizer") if section not in typed_targets]
     scheduler = values.get("scheduler")
