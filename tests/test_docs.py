@@ -57,6 +57,9 @@ NOT_TYPED = {
     "key=$TOKEN": "any key",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
+    "logger=[tensorboard,mine]": "a user's own logger",
+    "logger.mine.file=rows.csv": "a key of it",
+    "model=deep": "a user's own model",
     "ddpexp resume RUN_DIR [key=value ...]": "a heading",
     "python -m ddpexp -m ...": "any sweep",
     "ddpexp member ...": "for launchers",
@@ -69,6 +72,10 @@ NOT_TYPED = {
     "ddpexp": "any command",
     "python -m ddpexp recipe=mnist trainer.gpus=2 launcher=polite launcher.niceness=5": "run by launch/test_plugins.py",
     "python -m ddpexp --config-dir mine/conf recipe=mine trainer.gpus=2": "run below",
+    "python -m ddpexp --config-dir rows/conf recipe=mnist 'logger=[tensorboard,rows]'": "run by test_packages.py",
+    "python -m ddpexp recipe=sides 'logger=[tensorboard,rows]' launcher=shy scheduler=stable trainer.gpus=2": (
+        "run by test_packages.py"
+    ),
 }
 # Values that are refused without others, which the text names beside them.
 ONLY_WITH = {
