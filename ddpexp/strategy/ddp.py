@@ -204,6 +204,11 @@ def _buffers(broadcast: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
 
 
+def import_hooks() -> None:
+    """Import the modules of DDP's hooks."""
+    import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
+
+
 def _register_hook(module: DistributedDataParallel, options: DDPOptions) -> None:
     if options.comm_hook == "none":
         return

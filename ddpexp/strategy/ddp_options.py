@@ -110,7 +110,9 @@ class DDPOptions(Options):
     def import_modules(self) -> None:
         """Import DDP's hooks."""
         if self.comm_hook != "none":
-            import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
+            from ddpexp.strategy.ddp import import_hooks
+
+            import_hooks()
 
     def missing_in_checkpoints(self) -> str:
         """Return that PowerSGD's state is missing."""

@@ -1,8 +1,9 @@
-"""A strategy of another package: an entry point and a YAML file, that shards what the others replicate."""
+"""Strategies of other packages: an entry point and a YAML file; one of them shards what the others replicate."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,23 @@ def test_a_plan_counts_its_shares(recipe: Recipe) -> None:
 
 def _newest(run: Path) -> Path:
     return newest_checkpoint(run / "checkpoints")
+
+
+def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: Recipe, tmp_path: Path) -> None:
+    text = (ROOT / "docs/strategies.md").read_text()
+    files = dict(re.findall(r"```\w+\n# (\S+\.(?:toml|py|yaml))\n(.*?)```", text, re.DOTALL))
+    points = re.search(r"entry-points.*?\n(.*?)\n\n", files.pop("pyproject.toml"), re.DOTALL)
+    assert points is not None
+    installed = {
+        "ddpexp_ordered-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: ddpexp-ordered\nVersion: 1.0\n",
+        "ddpexp_ordered-1.0.dist-info/entry_points.txt": f"[ddpexp.strategies]\n{points[1].replace(chr(34), '')}\n",
+    }
+    for name, content in {**files, **installed}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    seeing = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    weights = [
+        recipe(*WORDS, *words, environ=seeing).result()["weights_sha256"]
+        for words in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))
+    ]
+    assert weights[0] == weights[1] == weights[2]  # a sum of two is the same in either order
