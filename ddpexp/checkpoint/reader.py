@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,19 @@ from ddpexp.system.files import read_json
 Models = Mapping[str, nn.Module]
 
 
-def weights_sha256(models: Models) -> str:
-    """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes."""
+def weights_sha256(models: Models, whole: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> str:
+    """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes.
+
+    `whole` returns the whole tensor of one of which the ranks hold different rows.
+    """
     digest = hashlib.sha256()
     named = {
-        name if prefix == "model" else f"{prefix}.{name}": tensor
+        name if prefix == "model" else f"{prefix}.{name}": (f"{prefix}.{name}", tensor)
         for prefix, module in models.items()
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     for name in sorted(named):
-        tensor = named[name].detach().cpu().contiguous()
+        tensor = whole(*named[name]).detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -71,8 +74,15 @@ def read_rank_state(checkpoint: Checkpoint, rank: int) -> Any:
     return read_part(checkpoint, f"rank-{rank:05}")
 
 
-def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
+def copy_into(
+    target: Mapping[str, Tensor],
+    source: Mapping[str, Tensor],
+    where: str,
+    local: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> None:
     """Copy tensors by name into tensors of the same shapes and dtypes.
+
+    `local` returns what this rank holds of a whole tensor.
 
     Raises:
         RefusedError: a name, shape or dtype differs; lists the first ones.
@@ -96,7 +106,7 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where:
         raise RefusedError(f"{where} holds the weights of another model: {_few(parts, '; ')}.")
     with torch.no_grad():
         for name, tensor in target.items():
-            tensor.copy_(source[name])
+            tensor.copy_(local(name, source[name]))
 
 
 def load_weights(models: Models, source: Path, description: str, averaged: bool = False) -> None:

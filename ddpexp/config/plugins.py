@@ -22,6 +22,7 @@ GROUPS = {  # of entry points, `name = package.module:Class`, by the section who
     "launcher": "ddpexp.launchers",
     "logger": "ddpexp.loggers",
     "scheduler": "ddpexp.schedulers",
+    "strategy": "ddpexp.strategies",  # of its options, by strategy.kind
 }
 RECIPES = "ddpexp.recipes"  # `name = package`: the code that the configs in this package name is trusted
 _OBJECT = re.compile(r"(\w+(?:\.\w+)*)\s*:\s*(\w+(?:\.\w+)*)")

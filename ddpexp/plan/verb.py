@@ -66,7 +66,8 @@ def plan(argv: Sequence[str]) -> int:
     if words.num_samples is None and data is not None and data.get("note"):
         facts = replace(facts, notes={**facts.notes, "samples": data["note"]})
     trainer = experiment.trainer
-    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, assumed.layout.world_size)
+    data_size = experiment.strategy.data_rank(0, assumed.layout.world_size).size
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], resumes)
     outcome = _with_costs(outcome, words)
     if words.json:
@@ -82,7 +83,7 @@ def _with_costs(outcome: Outcome, words: Words) -> Outcome:
     """Add the costs: as given on the command line, otherwise as measured."""
     calibration = None
     if words.calibrate:
-        num_bytes = sum(outcome.reduced())
+        num_bytes = sum(outcome.traffic().num_bytes)
         calibration = calibrate(
             outcome.experiment,
             words.run,
