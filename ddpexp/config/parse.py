@@ -143,10 +143,9 @@ def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
 def _strategy(values: Mapping[str, Any]) -> Options:
     """Build the options of the strategy that `strategy.kind` names."""
     kind = convert(values.get("kind", "ddp"), str, "strategy.kind")
-    paths = {
-        **installed("strategy"),
-        **{key: registry.path_of("strategy", key) for key in registry.keys_of("strategy")},
-    }
+    paths = {key: registry.path_of("strategy", key) for key in registry.keys_of("strategy")}
+    if kind not in paths:
+        paths = {**installed("strategy"), **paths}
     if kind not in paths:
         raise RefusedError(f"strategy.kind={kind} names no strategy.{did_you_mean(kind, paths, 'strategy=')}")
     module, _, name = paths[kind].rpartition(".")

@@ -43,7 +43,9 @@ def installed(section: str) -> Mapping[str, str]:
 
     By the name of its entry point.
     """
-    points = _entry_points().get(GROUPS.get(section, ""), {})
+    if section not in GROUPS:
+        return {}  # without a search among the installed packages
+    points = _entry_points()[GROUPS[section]]
     found = {name: _OBJECT.fullmatch(value) for name, value in points.items()}
     return {name: f"{match[1]}.{match[2]}" for name, match in found.items() if match is not None}
 

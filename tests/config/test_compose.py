@@ -126,6 +126,22 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
     assert (made.model.target, dict(made.data.options)) == ("ddpexp.recipes.mnist.Linear", {"samples": 64})
 
 
+def test_loggers_are_chosen_as_a_list_and_the_former_key_still_counts() -> None:
+    board = {"tensorboard": Node("tensorboard", {})}
+    for words, expected in (
+        ([], board),
+        (["logger=[tensorboard,none]"], board),
+        (["logger=[]"], {}),
+        (["logger=none"], {}),
+        (["logger.tensorboard=null"], {}),
+        (["~logger.tensorboard"], {}),
+        (["logger.kind=none"], {}),
+        (["logger=none", "logger.kind=tensorboard"], board),
+    ):
+        made = composed(*words)
+        assert parse(made.values).logger == load(made.text).logger == expected, words
+
+
 # Nothing is composed wrongly
 
 
