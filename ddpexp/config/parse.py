@@ -64,8 +64,8 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     for name in sections:
         if name == "logger" and values.get(name) is None:
             values[name] = {}
-        if name in ("model", "data") and not _is_chosen(values.get(name)):
-            raise RefusedError(_not_chosen(name, values))
+        if values.get(name) is None and name in ("model", "data"):
+            continue  # below, when what is there is known to be right
         if values.get(name) is None:
             own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
             raise RefusedError(f"{name} is missing: a recipe gives it, {own} recipe=mnist.")
@@ -74,6 +74,10 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
+    trainer = build(Trainer, values["trainer"], "trainer")
+    for name in ("model", "data"):
+        if not _is_chosen(name, values.get(name)):
+            raise RefusedError(_not_chosen(name, values))
     experiment = Experiment(
         recipe=build(Recipe, values["recipe"], "recipe"),
         task=_node(values["task"], "task"),
@@ -84,16 +88,16 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),
         logger=_loggers(values["logger"]),
-        trainer=build(Trainer, values["trainer"], "trainer"),
+        trainer=trainer,
         run=run,
     )
     check(experiment)
     return experiment
 
 
-def _is_chosen(section: object) -> bool:
-    """Return whether a recipe or an option gives a section; `data` has keys that every kind of data understands."""
-    return not (section is None or (isinstance(section, Mapping) and not set(section).difference(DATA_KEYS)))
+def _is_chosen(name: str, section: Mapping[str, Any] | None) -> bool:
+    """Return whether a recipe or an option gives a section; `data` always has the keys of every kind of data."""
+    return section is not None and (name != "data" or not set(section) <= set(DATA_KEYS))
 
 
 def _not_chosen(name: str, values: Mapping[str, Any]) -> str:
