@@ -105,6 +105,9 @@ def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
         load_weights({"model": other}, source, "run.init_from")
         assert hash_of(other) == hash_of(model)
         assert other.head.weight is other.embed.weight
+    alone = Tied()
+    assert load_model(alone, folder / "model.safetensors") == (set(), [])  # without ddpexp
+    assert hash_of(alone) == hash_of(model)
     assert [path.name for path in folder.parent.iterdir()] == ["step-00000004"]
 
 
