@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from ddpexp.checkpoint.codec import decode, encode
