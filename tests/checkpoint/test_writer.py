@@ -107,7 +107,7 @@ def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
         assert hash_of(other) == hash_of(model)
         assert other.head.weight is other.embed.weight
     alone = Tied()
-    assert load_model(alone, folder / "model.safetensors") == (set(), [])  # without ddpexp
+    assert not any(load_model(alone, folder / "model.safetensors"))  # without ddpexp, nothing is missing or left
     assert hash_of(alone) == hash_of(model)
     assert [path.name for path in folder.parent.iterdir()] == ["step-00000004"]
 
