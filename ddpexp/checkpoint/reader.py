@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.tensors import check_plain_file, read_tensors
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import read_json
+from ddpexp.system.text import first_few
 
 Models = Mapping[str, nn.Module]
 
@@ -100,10 +101,10 @@ def copy_into(
     if missing or extra or shapes:
         parts = [
             *shapes,
-            *([f"it lacks {_few(missing)}"] if missing else []),
-            *([f"it also has {_few(extra)}"] if extra else []),
+            *([f"it lacks {first_few(missing, 3)}"] if missing else []),
+            *([f"it also has {first_few(extra, 3)}"] if extra else []),
         ]
-        raise RefusedError(f"{where} holds the weights of another model: {_few(parts, '; ')}.")
+        raise RefusedError(f"{where} holds the weights of another model: {first_few(parts, 3, '; ')}.")
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(local(name, source[name]))
@@ -154,8 +155,8 @@ def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
     except RuntimeError as error:  # tensors have other sizes
         return " ".join(str(error).split())[:300].rstrip(".")
     missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]  # only those of tensors
-    parts = [f"it lacks {_few(missing)}"] if missing else []
-    parts += [f"it also has {_few(result.unexpected_keys)}"] if result.unexpected_keys else []
+    parts = [f"it lacks {first_few(missing, 3)}"] if missing else []
+    parts += [f"it also has {first_few(result.unexpected_keys, 3)}"] if result.unexpected_keys else []
     return "; ".join(parts) or None
 
 
@@ -169,7 +170,3 @@ def _check_hash(path: Path) -> None:
             raise OSError(problem)
         if checkpoint.version == 1:
             logging.getLogger("ddpexp").warning(OLDER, path.parent.name)
-
-
-def _few(names: Sequence[str], between: str = ", ") -> str:
-    return between.join(names[:3]) + (f"{between}and {len(names) - 3} more" if len(names) > 3 else "")

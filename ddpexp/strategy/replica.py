@@ -17,6 +17,7 @@ from ddpexp.distributed.world import Memory, World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.options import DataRank
+from ddpexp.system.text import first_few
 from ddpexp.task import OptimizerStep, Sums
 
 Models = dict[str, nn.Module]
@@ -283,12 +284,6 @@ class Gradients:
 def unused(names: Sequence[str]) -> DdpexpError:
     """Return the error for parameters that got no gradient while others did."""
     return DdpexpError(
-        f"{listed(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
+        f"{first_few(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
         "intended, use strategy.find_unused_parameters=true."
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the names as text, at most five of them."""
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

@@ -20,7 +20,8 @@ from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, BufferSlot
 from ddpexp.strategy.exact.exchange import OverMemory, exchange_for
 from ddpexp.strategy.exact.tree import Partial
-from ddpexp.strategy.replica import Models, Replicas, listed, unused
+from ddpexp.strategy.replica import Models, Replicas, unused
+from ddpexp.system.text import first_few
 
 
 class Exact(Replicas):
@@ -209,7 +210,7 @@ class Exact(Replicas):
         partly = [name for name, count in zip(self._units, used, strict=True) if 0 < count < self._num_leaves]
         if partly and not self._finds_unused:
             raise DdpexpError(
-                f"{listed(partly)} got gradients in some micro-batches of the step and none in others. If that is "
+                f"{first_few(partly)} got gradients in some micro-batches of the step and none in others. If that is "
                 "meant, use strategy.find_unused_parameters=true."
             )
         for (_, _, p), view, unit in zip(self._trained, views, self._unit_of, strict=False):
