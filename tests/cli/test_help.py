@@ -121,7 +121,7 @@ def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> 
         "  model.depth=3                             a whole number\n      How many.\n",
         "  model.hidden=8                            a whole number\n      Units of a layer.\n",
         "  task.weight=1.5                           a number\n      Of the second loss.\n",
-        "only epochs ends the run. Whichever comes\n      first.\n      recipe=mine: Long enough to converge.\n",
+        "only epochs ends the run.\n      Whichever comes first.\n      recipe=mine: Long enough to converge.\n",
     ):  # fmt: skip
         assert lines in text
     text = answer([f"--config-dir={mine}", "augment"], by_name=True)
