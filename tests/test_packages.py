@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -56,6 +57,9 @@ def test_one_command_runs_with_all_of_its_parts(done: Done) -> None:
     assert [(int(step), name) for step, name, _ in rows] == expected
     assert len(list((done.run / "tb").iterdir())) == 1
     assert done.result()["metrics"]["eval/accuracy"] > 0.5
+    code = json.loads((done.run / "manifest.json").read_text())["inputs"]["code"]
+    assert "ddpexp_sides.stable.Stable" in code["targets"]  # of the names of entry points, too
+    assert "ddpexp_sides.rows.Rows" not in code["targets"]  # how a run is recorded may change
     text = (done.run / "config.yaml").read_text()
     for line in ("_target_: rows", "_target_: shy", "_target_: stable", "_target_: ddpexp_sides.recipe.Net"):
         assert line in text

@@ -15,7 +15,7 @@ from typing import Any
 
 import ddpexp
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.plugins import GROUPS, installed
+from ddpexp.config.plugins import GROUPS, full_name, installed
 from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
 
@@ -217,10 +217,7 @@ def locate(target: str, trust: Trust, where: str) -> Any:
     key = f"{where}._target_"
     check_target(target, trust, key)
     own = key_of(where, target)
-    if own is not None:
-        target = path_of(where, own)
-    elif _is_offered(target, where):
-        target = installed(section_of(where)).get(target, target)
+    target = path_of(where, own) if own is not None else full_name(where, target)
     module, names = _import_longest(target, where)
     if target not in TORCH and own is None:
         _check_no_namesake(module, target, trust, where)

@@ -19,7 +19,7 @@ from ddpexp.config import registry
 from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
 from ddpexp.config.folders import conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
-from ddpexp.config.plugins import installed
+from ddpexp.config.plugins import full_name, installed
 from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
@@ -121,9 +121,7 @@ def _node(values: Mapping[str, Any], where: str) -> Node:
     if "_target_" not in values:
         raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
     rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
-    target = values["_target_"]
-    offered = {} if registry.key_of(where, target) is not None else installed(registry.section_of(where))
-    return Node(offered.get(target, target), types.MappingProxyType(rest))
+    return Node(full_name(where, values["_target_"]), types.MappingProxyType(rest))
 
 
 def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:

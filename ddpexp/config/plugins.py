@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config.registry import key_of_class
+from ddpexp.config.registry import key_of, key_of_class, section_of
 
 GROUPS = {  # of entry points, `name = package.module:Class`, by the section whose `_target_` may name them
     "launcher": "ddpexp.launchers",
@@ -48,6 +48,13 @@ def installed(section: str) -> Mapping[str, str]:
     points = _entry_points()[GROUPS[section]]
     found = {name: _OBJECT.fullmatch(value) for name, value in points.items()}
     return {name: f"{match[1]}.{match[2]}" for name, match in found.items() if match is not None}
+
+
+def full_name(where: str, target: Any) -> Any:
+    """Return the full name of what `target` names at the key `where`, if it is the name of an entry point."""
+    if not isinstance(target, str) or key_of(where, target) is not None:
+        return target
+    return installed(section_of(where)).get(target, target)
 
 
 def launcher_name(kind: type) -> str:

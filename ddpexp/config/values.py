@@ -164,11 +164,11 @@ def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> No
     if not isinstance(run, Mapping):
         raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
     if run.get("trust") and not any(word.lstrip("+").startswith("run.trust=") for word in typed):
-        raise RefusedError(f"run.trust={run['trust']} stands in a file: it counts only when typed on the command line.")
+        raise RefusedError(f"run.trust={run['trust']} is set in a file, and counts only on the command line.")
     if run.get("allow_changes") and not any(word.lstrip("+").startswith("run.allow_changes=") for word in typed):
         raise RefusedError(
-            f"run.allow_changes={run['allow_changes']} stands in a file: it is for one start, so it counts only when "
-            "typed on the command line."
+            f"run.allow_changes={run['allow_changes']} is set in a file: it is for one start, so it counts only on the "
+            "command line."
         )
     if run.get("code"):
         raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")

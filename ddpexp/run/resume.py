@@ -14,6 +14,7 @@ import yaml
 from ddpexp.checkpoint.format import complete_checkpoints, newest, scan
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.config.instantiate import targets
+from ddpexp.config.plugins import full_name
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.rendezvous.layout import check_threads
@@ -246,7 +247,8 @@ def _targets(tree: Mapping[str, Any]) -> list[str]:
     sections = {name: tree.get(name) for name in ("task", "model", "data", "optimizer", "scheduler")}
     data = sections["data"]
     prepare = data.get("prepare") if isinstance(data, Mapping) else None
-    return [name for name in (*(target for _, target in targets(sections, "")), prepare) if isinstance(name, str)]
+    named = (full_name(key.removesuffix("._target_"), target) for key, target in targets(sections, ""))
+    return [name for name in (*named, prepare) if isinstance(name, str)]
 
 
 def _path(tree: Mapping[str, Any]) -> list[str]:

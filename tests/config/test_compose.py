@@ -298,14 +298,14 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("scheduler=one_cycle", "scheduler=one_cycle is not a known option. Did you mean scheduler=onecycle?"),
         ("model=[linear2]", "model=linear2 is not a known option. Did you mean model=linear?"),
         ("launcher=torchrun", "launcher=torchrun is not a known option. Did you mean launcher=torchrun-env?"),
-        ("recipe=", "recipe= is not a known option. Known here: mnist."),
-        ("model=null", "model=null: every run needs one. Known here: lenet, linear."),
+        ("recipe=", "recipe= is not a known option. Available: mnist."),
+        ("model=null", "model=null: every run needs one. Available: lenet, linear."),
         ("+trainr.gpus=2", "trainr is not a known section. Did you mean trainer?"),
-        ("+zzz=2", "zzz is not a known section. Known here: recipe, task, model, data, optimizer, scheduler,"),
+        ("+zzz=2", "zzz is not a known section. Available: recipe, task, model, data, optimizer, scheduler,"),
         ("+trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("+strategy.static=true", "strategy.static is not a known key. Did you mean strategy.static_graph?"),
         ("+data.rot=x", "data.rot is not a known key. Did you mean data.root?"),
-        ("~model", "~model: every run needs one. Known here: lenet, linear."),
+        ("~model", "~model: every run needs one. Available: lenet, linear."),
         ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
         ("trainer.gpus=[", "trainer.gpus=[ has a bracket without its other half."),
         ("=1", "=1 is not an override: write key=value, for example trainer.gpus=2."),
@@ -326,8 +326,8 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("data.embedded_train=many", "data.embedded_train=many is not a number (its default is 60000)."),
         ("-m --cfg job", "--cfg job shows one run: leave -m out, and give each key one value."),
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
-        ("model=1", "model=1 is not a known option. Known here: lenet, linear."),
-        ("optimizer=adamw,true", "optimizer=true is not a known option. Known here: adamw,"),
+        ("model=1", "model=1 is not a known option. Available: lenet, linear."),
+        ("optimizer=adamw,true", "optimizer=true is not a known option. Available: adamw,"),
         ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
         (
             "hydra.run.dir=x",
@@ -434,8 +434,8 @@ def test_an_unknown_users_option_is_answered_with_the_nearest_of_both_folders(mi
 def test_a_file_cannot_trust_itself(mine: Path) -> None:
     write(mine / "recipe/sly.yaml", MINE + "run:\n  trust: [os]\n")
     words = (f"--config-dir={mine}", "recipe=sly")
-    assert refusal(*words) == "run.trust=['os'] stands in a file: it counts only when typed on the command line."
-    assert refusal(*words, "trainer.seed=1").startswith("run.trust=['os'] stands in a file")
+    assert refusal(*words) == "run.trust=['os'] is set in a file, and counts only on the command line."
+    assert refusal(*words, "trainer.seed=1").startswith("run.trust=['os'] is set in a file")
     assert experiment(*words, "run.trust=[mine]").run.trust == ("mine",)
 
 
