@@ -113,6 +113,12 @@ def load_trouble(train="", test="", kind="Trouble", count=96):
 """
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is wrong here meets the command or the ranks, not their fork server."""
+    return warm_environ
+
+
 @pytest.fixture(autouse=True)
 def _code(recipe: Recipe) -> None:
     path = recipe.folder / "points.py"

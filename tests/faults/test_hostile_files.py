@@ -28,6 +28,12 @@ from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
 LONGER = "trainer.epochs=3"
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is wrong here meets the command or the ranks, not their fork server."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Path:
     """A run of two checkpoints, which the tests copy."""

@@ -51,6 +51,12 @@ class Evil(Paced):
 """
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is wrong here meets the command or the ranks, not their fork server."""
+    return warm_environ
+
+
 @pytest.fixture
 def recipe(recipe: Recipe) -> Recipe:
     with (recipe.folder / "points.py").open("a") as file:
