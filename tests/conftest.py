@@ -373,7 +373,10 @@ def warm_environ(plain_environ: dict[str, str], tmp_path_factory: pytest.TempPat
 
 
 OWN_SERVER = {"PYTHONHASHSEED": "random"}
-"""The variables of one command that starts its own fork server although others of its file do not: a difference."""
+"""The variables of one command that starts its own fork server although others of its file do not: a difference.
+
+One of two runs that must be equal has them, so that the two have other seeds of Python's hashes, as users' runs do.
+"""
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from ddpexp.checkpoint.format import complete_checkpoints, scan, seal
-from tests.conftest import PATIENCE, Ddpexp, Done, finish, living
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish, living
 from tests.points import Recipe, session
 
 CODE = """\
@@ -112,6 +112,12 @@ LONG = (
 SGD, ADAMW = (("optimizer=sgd", "optimizer.momentum=0.9"), ("optimizer=adamw",))
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is left after an end is tested; where the server itself is killed, the command has its own."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("interruptions"), environ), CODE)
@@ -124,7 +130,7 @@ def undisturbed(recipe: Recipe) -> Callable[..., Done]:
 
     def run(*words: str) -> Done:
         if words not in known:
-            known[words] = recipe(*words)
+            known[words] = recipe(*words, environ=OWN_SERVER)
             assert known[words].code == 0, known[words].err
         return known[words]
 
@@ -321,7 +327,8 @@ def test_killed_at_random_moments_again_and_again(
                 if kind == "within a write"
                 else {}
             )
-            process, run = recipe.start(*words, run=run, environ=fault if kinds.total() < most else {})
+            faulty = fault if kinds.total() < most else {}
+            process, run = recipe.start(*words, run=run, environ={**faulty, **OWN_SERVER})
             if chance.random() < 0.8:  # else while it starts
                 while process.poll() is None and not ranks_of(process):
                     time.sleep(0.01)

@@ -71,6 +71,12 @@ trainer:
 }
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a recipe may do is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """A user's project: conf/ with the recipe and mine.py beside it."""

@@ -60,6 +60,12 @@ SHORT = ("trainer.checkpoint_every=2", "trainer.eval_every=0", "trainer.log_ever
 KEPT = ROOT / "tests/kept"
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What checkpoints keep is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("lost"), environ), CODE)

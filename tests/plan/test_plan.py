@@ -58,6 +58,12 @@ from tests.test_user_recipes import write
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """Runs are compared with what was planned, however their processes start."""
+    return warm_environ
+
+
 def experiment(*words: str) -> Any:
     composed = compose([*SMALL, *words])
     assert composed is not None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ddpexp.sweep.folder import Record, SweepDir, job_name
-from tests.conftest import PATIENCE, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish
 from tests.points import Recipe
 
 CODE = """\
@@ -135,7 +135,7 @@ class Sweeps:
 
     def solo(self, *words: str) -> str:
         """Train one run alone, with the threads that a slot's worker has, and return the hash of its weights."""
-        done = self.recipe("trainer.threads=1", *words)
+        done = self.recipe("trainer.threads=1", *words, environ=OWN_SERVER)
         assert done.code == 0, done.err
         return str(done.result()["weights_sha256"])
 

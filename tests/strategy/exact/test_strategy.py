@@ -15,7 +15,7 @@ from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.strategy.exact.strategy import Exact
-from tests.conftest import Call, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, finish
 from tests.fitting import ALONE, STRATEGY
 from tests.launch.starters import STARTERS
 from tests.points import ITEMS, Recipe
@@ -192,6 +192,12 @@ def compare(name, case, world, num_leaves):
         for place, (one, other) in enumerate(zip(found, expected)):
             assert (one is None) == (other is None) and (one is None or same(one, other)), (name, through, place, one, other)
 """
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The numbers of runs are compared, however their processes start."""
+    return warm_environ
 
 
 @pytest.fixture
@@ -544,7 +550,8 @@ class Numbers:
 
 
 def numbers(recipe: Recipe, size: int, *words: str) -> Numbers:
-    return Numbers.of(recipe(*DEEP, f"trainer.gpus={size}", *words))
+    environ = OWN_SERVER if size == 1 else {}  # another seed of Python's hashes than the others have
+    return Numbers.of(recipe(*DEEP, f"trainer.gpus={size}", *words, environ=environ))
 
 
 @pytest.fixture(scope="module")
