@@ -24,6 +24,7 @@ from ddpexp.plan.memory import (
 from ddpexp.plan.speed import Costs, Place, Step, predict
 from ddpexp.run.directory import RunDir
 from ddpexp.system import files
+from ddpexp.system.job_schedulers import SCHEDULERS
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Outcome:
             "num_steps": self.num_steps,
             "run_dir": self.folder,
             "resumes": self.resumes is not None,
-            "slurm": list(self.assumed.resources),
+            **self._requests(),
             "parameters": sum(one.num_elements for one in self.facts.parameters),
             "reduction": self.reducer,
             "buckets": [asdict(one) for one in cut],
@@ -149,6 +150,14 @@ class Outcome:
             "checkpoint": {"bytes": sum(files.values()), "files": files, "made": made, "at_once": at_once},
             "step": self._step_as_dict(),
             "notes": self.notes(),
+        }
+
+    def _requests(self) -> dict[str, list[str]]:
+        """Return the lines that request resources, by the name of the job scheduler."""
+        request = self.assumed.request
+        return {
+            scheduler.name: list(request.lines) if request is not None and request.scheduler is scheduler else []
+            for scheduler in SCHEDULERS
         }
 
     def _step_as_dict(self) -> dict[str, Any]:

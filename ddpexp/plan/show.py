@@ -72,8 +72,9 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),
     }
-    if outcome.assumed.resources:
-        lines["slurm"] = "  ".join(line.removeprefix("#SBATCH ") for line in outcome.assumed.resources)
+    request = outcome.assumed.request
+    if request is not None:
+        lines[request.scheduler.name] = request.summary
     return lines
 
 

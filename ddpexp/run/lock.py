@@ -9,16 +9,18 @@ import os
 import platform
 import stat
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.system import process
+from ddpexp.system.job_schedulers import ScheduledJob, current_job, owner_keys, owning_job
 from ddpexp.system.limits import said_with_limit
 from ddpexp.system.network import boot_id
-from ddpexp.system.slurm import exact_id, is_id, is_over
 from ddpexp.system.terminal import say
 
 NAME = "lock"
@@ -37,27 +39,38 @@ class Owner:
     boot_id: str
     pid: int
     started: str  # start time of the process as the kernel counts it: a later process with the same PID has another one
-    slurm_job: str | None
+    job: ScheduledJob | None
     since: str
 
     @classmethod
     def here(cls) -> Owner:
         """Describe this process."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return cls(platform.node(), boot_id(), pid, _started(pid) or "", exact_id(), since)
+        return cls(platform.node(), boot_id(), pid, _started(pid) or "", current_job(), since)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Owner:
+        """Return the owner that a lock file records. Raises KeyError and ValueError for records that are invalid."""
+        host, boot, pid, started, since = (record[name] for name in ("host", "boot_id", "pid", "started", "since"))
+        return cls(host, boot, pid, started, owning_job(record), since)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return what the lock file records."""
+        process = {"host": self.host, "boot_id": self.boot_id, "pid": self.pid, "started": self.started}
+        return {**process, **owner_keys(self.job), "since": self.since}
 
     def is_alive(self) -> bool | None:
         """Return whether the command is still running; None if that cannot be checked from this host."""
         if self.host == platform.node():
             return self.boot_id == boot_id() and _started(self.pid) == self.started
-        if self.slurm_job is not None:
-            over = is_over(self.slurm_job)
+        if self.job is not None:
+            over = self.job.is_over()
             return None if over is None else not over
         return None
 
     def __str__(self) -> str:
         """Return the process and its host for messages."""
-        job = f" (Slurm job {self.slurm_job})" if self.slurm_job else ""
+        job = f" ({self.job})" if self.job is not None else ""
         return f"process {self.pid} on {self.host}{job}"
 
 
@@ -210,15 +223,15 @@ def _in_use(name: str, owner: Owner | None) -> str:
 def _owner(descriptor: int) -> Owner | None:
     try:
         values = json.loads(os.pread(descriptor, 1 << 16, 0))
-        owner = Owner(**{name: values[name] for name in Owner.__dataclass_fields__})
-    except (ValueError, TypeError, KeyError, OSError, RecursionError):
+        owner = Owner.of_record(values)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError):
         return None
-    return owner if isinstance(owner.pid, int) and (owner.slurm_job is None or is_id(owner.slurm_job)) else None
+    return owner if isinstance(owner.pid, int) else None
 
 
 def _write(descriptor: int, owner: Owner) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, (json.dumps(asdict(owner)) + "\n").encode(), 0)
+    os.pwrite(descriptor, (json.dumps(owner.as_record()) + "\n").encode(), 0)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

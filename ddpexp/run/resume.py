@@ -20,8 +20,8 @@ from ddpexp.launch.rendezvous.layout import check_threads
 from ddpexp.run import sources
 from ddpexp.run.directory import RunDir
 from ddpexp.system.files import check_yaml, check_yaml_text, sha256, shortest
+from ddpexp.system.job_schedulers import recorded_job
 from ddpexp.system.secrets import masked_tree
-from ddpexp.system.slurm import exact_id, is_id, is_over, own_id
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _IDENTITY = ("name", "sha256", "hash")  # keys of the result of `prepare` that identify the data
@@ -79,7 +79,7 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
             "run.dir, or use run.resume=auto."
         )
     if status == "submitted" and not start.is_restart:
-        _check_not_queued(start.name, result.get("job_id"))
+        _check_not_queued(start.name, result)
     if start.resume == "require":
         check_has_checkpoint(run, start.name)
     recorded = result.get("notes")
@@ -420,11 +420,13 @@ def _metric(metrics: Any) -> str:
     return f" ({name} {100 * value:.1f} %)" if "accuracy" in name else f" ({name} {value:.4g})"
 
 
-def _check_not_queued(name: str, job_id: Any) -> None:
+def _check_not_queued(name: str, result: Mapping[str, Any]) -> None:
     """Check that no job for this run is queued or running: it would be trained twice."""
-    if isinstance(job_id, str) and is_id(job_id) and job_id not in (own_id(), exact_id()) and is_over(job_id) is False:
+    job = recorded_job(result)
+    if job is not None and not job.is_current() and job.is_over() is False:
         raise RefusedError(
-            f"{name} was submitted as job {job_id}, which is in the queue: wait for it, or scancel {job_id} first."
+            f"{name} was submitted as job {job.id}, which is in the queue: wait for it, or {job.cancel_command()} "
+            "first."
         )
 
 

@@ -111,7 +111,7 @@ class SweepDir:
         - `sweep`, once a start: `words` (as typed), `slots` (how many), `kind` (gpu or cpu), `objective`, `mode`
         - `planned`: `job` (its number), `name` (of its directory), `overrides` (its own words)
         - `started`: `job`, `attempt` (from 1), `slots` (their numbers), `gpus` (what CUDA_VISIBLE_DEVICES calls them)
-        - `submitted`: `job`, `job_id` (Slurm's, such as 123_4)
+        - `submitted`: `job`, `job_id` (the scheduler's, such as Slurm's 123_4), `job_scheduler` unless it is Slurm
         - `ended`: `job`, `status` (done, failed, interrupted, stopped), `exit_code`, `seconds`, `objective`, `message`
         """
         try:

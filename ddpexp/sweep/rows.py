@@ -21,13 +21,15 @@ from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import Files, Watched, number_of, seen, set_by, text_of
 from ddpexp.sweep.folder import IS_JOB, SweepDir, latest
 from ddpexp.system import files
+from ddpexp.system.job_schedulers import ScheduledJob, recorded_job, states
+from ddpexp.system.job_schedulers.base import JobState
 from ddpexp.system.secrets import masked_tree, masker
 from ddpexp.system.text import one_line
 
 Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
 STATUSES: dict[str, str] = {
     "waiting": "its turn has not come",
-    "submitted": "it waits in Slurm's queue, or is about to begin",
+    "submitted": "it waits in the scheduler's queue, or is about to begin",
     "running": "a command has its directory and lives",
     "done": "it has reached its last step",
     "stopped": "it was ended early, for it was hopeless",
@@ -41,7 +43,7 @@ STATUSES: dict[str, str] = {
 UNFINISHED = ("interrupted", "killed", "failed")  # can be resumed
 
 _MESSAGE_CHARACTERS = 300
-_PATIENCE = 20.0  # times as long as an answer of Slurm's took, its next one can wait
+_QUERY_INTERVAL_FACTOR = 20.0  # times as long as the scheduler took to answer, until it is queried again
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -74,7 +76,7 @@ class Row:
     metrics: Mapping[str, float]  # the newest value of each
     step: int | None
     seconds: float | None  # by the clock on the wall, from the newest start to its end, or to now
-    job_id: str | None  # Slurm's
+    job: ScheduledJob | None  # where it was submitted
     message: str | None  # why it failed, or what is to be known of it, in one line
     started: float | None  # seconds since 1970, as `ended`
     ended: float | None
@@ -138,7 +140,7 @@ class Reader:
         now = replace(now, metric=self._asked or text_of(own))
         other = {} if now.metric == own else {"objective": None}  # the record knows the sweep's own alone
         submitted, newest = latest(events, "submitted"), _newest(events)
-        self._queue.about(job_id for event in submitted.values() if isinstance(job_id := event.get("job_id"), str))
+        self._queue.add(job for event in submitted.values() if (job := recorded_job(event)) is not None)
         rows = []
         for number, planned in latest(events, "planned").items():
             name = planned.get("name")
@@ -183,7 +185,6 @@ def _judged(
     objective = files.metrics.get(now.metric) if now.metric is not None else None
     if objective is None and is_ended and event.get("objective") is not None:
         objective = number_of(event["objective"])
-    job_id = next((one for one in (event.get("job_id"), files.result.get("job_id")) if isinstance(one, str)), None)
     return Row(
         number=number,
         name=name,
@@ -194,7 +195,7 @@ def _judged(
         metrics=files.metrics,
         step=files.step,
         seconds=seconds,
-        job_id=job_id,
+        job=recorded_job(event) or recorded_job(files.result),
         message=None if message is None else _short(message),
         started=started,
         ended=ended,
@@ -206,8 +207,8 @@ def _times(
 ) -> tuple[float | None, float | None, float | None]:
     """Return when a job's newest start began and ended, and the seconds between, or until now where it runs.
 
-    The sweep's record knows both moments, unless a command of its own, or Slurm, has started the job since: then its
-    files do.
+    The sweep's record knows both moments, unless a command of its own, or a scheduler, has started the job since: then
+    its files do.
     """
     started, ended = number_of(event.get("started", False)), number_of(event.get("ended", False))
     if started is None or (ended is not None and files.started is not None and files.started > ended):
@@ -245,7 +246,7 @@ def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -
     if told == "failed":
         return "failed", files.failure or text_of(event.get("message"))
     if told == "submitted" or (told is None and kind == "submitted"):
-        return _queued(event.get("job_id") or files.result.get("job_id"), queue)
+        return _queued(recorded_job(event) or recorded_job(files.result), queue)
     if told is not None:
         return "broken", f"result.json says status {told!s}, which no run writes"
     if kind == "ended":
@@ -258,39 +259,37 @@ def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -
     return "waiting", None
 
 
-def _queued(job_id: Any, queue: _Queue) -> tuple[Status, str | None]:
-    if isinstance(job_id, str) and queue.has(job_id) is False:
-        return "killed", f"Slurm job {job_id} is not in the queue any more, and has left no word"
+def _queued(job: ScheduledJob | None, queue: _Queue) -> tuple[Status, str | None]:
+    if job is not None and queue.has(job) is False:
+        return "killed", f"{job} is not in the queue any more, and has left no word"
     return "submitted", None
 
 
 class _Queue:
-    """The states of jobs in Slurm's queue.
+    """The states of jobs in the queues of their schedulers.
 
-    Asked at once, when needed, and not again for much longer than the answer took.
+    All are queried together, when one is needed, and not again for much longer than the answer took.
     """
 
     def __init__(self) -> None:
-        self._wanted: set[str] = set()
-        self._states: dict[str, str] = {}
-        self._ask_at = 0.0
+        self._jobs: set[ScheduledJob] = set()
+        self._states: dict[ScheduledJob, JobState] = {}
+        self._next_query = 0.0
 
-    def about(self, job_ids: Iterable[str]) -> None:
-        """Learn which jobs may be asked for."""
-        self._wanted |= set(job_ids)
+    def add(self, jobs: Iterable[ScheduledJob]) -> None:
+        """Add jobs to those that are queried together."""
+        self._jobs |= set(jobs)
 
-    def has(self, job_id: str) -> bool | None:
-        """Return whether a job is there; None: Slurm is not here, or does not answer."""
-        from ddpexp.system.slurm import ENDED, states  # an import that only what was submitted needs
-
+    def has(self, job: ScheduledJob) -> bool | None:
+        """Return whether a job is waiting or running; None: its scheduler is not here, or does not answer."""
         begin = time.monotonic()
-        if begin >= self._ask_at or job_id not in self._states:
-            self._wanted.add(job_id)
-            self._states = states(self._wanted)
+        if begin >= self._next_query or job not in self._states:
+            self._jobs.add(job)
+            self._states = states(self._jobs)
             end = time.monotonic()
-            self._ask_at = end + 1.0 + _PATIENCE * (end - begin)
-        state = self._states[job_id]
-        return None if state == "UNKNOWN" else state not in ENDED
+            self._next_query = end + 1.0 + _QUERY_INTERVAL_FACTOR * (end - begin)
+        is_over = self._states[job].is_over
+        return None if is_over is None else not is_over
 
 
 def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
@@ -298,8 +297,8 @@ def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
     owner = lock.read(path / lock.NAME)
     if owner is None:
         return False, ""
-    if owner.host != directory.host() and owner.slurm_job is not None:
-        return queue.has(owner.slurm_job), str(owner)
+    if owner.host != directory.host() and owner.job is not None:
+        return queue.has(owner.job), str(owner)
     return owner.is_alive(), str(owner)
 
 

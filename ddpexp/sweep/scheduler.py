@@ -40,8 +40,8 @@ from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.table import duration, shown
 from ddpexp.sweep.view import View
 from ddpexp.system import files
+from ddpexp.system.job_schedulers import ScheduledJob, recorded_job, states
 from ddpexp.system.limits import said_with_limit
-from ddpexp.system.slurm import ENDED, states
 from ddpexp.system.terminal import say
 
 _LOOK_SECONDS = 0.5
@@ -87,7 +87,7 @@ class Scheduler:
         self._record: Record | None = None
         self._running: dict[int, _Running] = {}
         self._attempts: dict[int, int] = {}
-        self._job_ids: dict[int, str] = {}  # of those that were submitted
+        self._submitted: dict[int, ScheduledJob] = {}
         self._curves: dict[int, Curve] = {}
         self.ended: dict[int, Ended] = {}  # of this start
         self.planned: dict[int, Planned] = {}
@@ -327,8 +327,9 @@ class Scheduler:
         record = self._record
 
         def submitted(place: int, job_id: str) -> None:
-            record.add("submitted", job=jobs[place].number, job_id=job_id)
-            self._job_ids[jobs[place].number] = job_id
+            job = ScheduledJob(jobs[place].experiment.launcher.job_scheduler, job_id)
+            self._submitted[jobs[place].number] = job
+            record.add("submitted", job=jobs[place].number, **job.as_record())
             self.ended[jobs[place].number] = Ended("submitted")
 
         submitter.submit(self._trainings(jobs), self.folder.path, submitted)
@@ -338,20 +339,22 @@ class Scheduler:
 
     def _submitted_before(self, jobs: Sequence[Planned]) -> dict[int, Ended]:
         """Return the jobs that an earlier start has submitted and that are still in the queue, or run."""
-        before = {number: event["job_id"] for number, event in latest(self._earlier, "submitted").items()}
-        asked = {
-            job.number: before[job.number] for job in jobs if job.number in before and job.number not in self.ended
+        earlier = {number: recorded_job(event) for number, event in latest(self._earlier, "submitted").items()}
+        requested = {
+            job.number: submitted
+            for job in jobs
+            if job.number not in self.ended and (submitted := earlier.get(job.number)) is not None
         }
-        if not asked:
+        if not requested:
             return {}
-        found = states(asked.values())
-        left = {number: job_id for number, job_id in asked.items() if found[job_id] not in (*ENDED, "UNKNOWN")}
-        self._job_ids |= left
-        return {number: Ended("submitted") for number in left}
+        state_of = states(requested.values())
+        queued = {number: submitted for number, submitted in requested.items() if state_of[submitted].is_over is False}
+        self._submitted |= queued
+        return {number: Ended("submitted") for number in queued}
 
     def _follow(self, submitter: Submitter, jobs: Sequence[Planned]) -> None:
         """Wait for what was submitted."""
-        left = [job for job in jobs if job.number in self._job_ids and self.ended[job.number].status == "submitted"]
+        left = [job for job in jobs if job.number in self._submitted and self.ended[job.number].status == "submitted"]
 
         def ended(place: int, state: str, code: int) -> None:
             job = left[place]
@@ -359,11 +362,11 @@ class Scheduler:
             found = self._judge(job, code)
             if job.run.status() == "submitted":
                 found = Ended(
-                    "failed", None, f"Slurm job {self._job_ids[job.number]} ended as {state} before its command began"
+                    "failed", None, f"{self._submitted[job.number]} ended as {state} before its command began"
                 )
             self._write_end(job, found, code, None)
 
-        submitter.follow([self._job_ids[job.number] for job in left], ended)
+        submitter.follow([self._submitted[job.number].id for job in left], ended)
 
     # ------------------------------------------------------------------------------------------------------- running
 

@@ -255,7 +255,7 @@ def as_csv(rows: Sequence[Row]) -> str:
             row.seconds,
             _iso(row.started),
             _iso(row.ended),
-            row.job_id,
+            None if row.job is None else row.job.id,
             row.message,
             os.path.abspath(row.path),
         )

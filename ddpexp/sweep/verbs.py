@@ -23,8 +23,9 @@ from ddpexp.sweep.folder import SweepDir, again_words, asked_of
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
 from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
 from ddpexp.system import files
+from ddpexp.system.job_schedulers import ScheduledJob, states
+from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.programs import python
-from ddpexp.system.slurm import states
 from ddpexp.system.terminal import say
 from ddpexp.system.text import one_line
 
@@ -113,7 +114,7 @@ def status(argv: Sequence[str]) -> int:
             f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table."
         )
     rows = rows_of(place)
-    queue = states([row.job_id for row in rows if row.status == "submitted" and row.job_id is not None])
+    queue = states(row.job for row in rows if row.status == "submitted" and row.job is not None)
     show(
         _sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue)
     )
@@ -170,7 +171,9 @@ def _draw(folder: Path, asked: Arguments, goal: Goal) -> bool:
     return done.returncode == 0
 
 
-def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> RenderableType:
+def _sweep_status(
+    path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]
+) -> RenderableType:
     from rich.console import Group as Lines
     from rich.text import Text
 
@@ -189,7 +192,7 @@ def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[st
     return Lines(*lines)
 
 
-def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> Grid:
+def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]) -> Grid:
     metrics = [goal.metric] if goal.metric is not None else tables.metrics_of(rows)[:1]
     header = ["status", "step", *map(one_line, metrics), "since", "where", "directory"]
     lines = [
@@ -207,7 +210,7 @@ def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> G
     return Grid(header, lines, right, leaves=[header.index("step"), len(header) - 1])
 
 
-def _run_status(row: Row, queue: Mapping[str, str]) -> RenderableType:
+def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableType:
     from rich.console import Group as Lines
     from rich.text import Text
 
@@ -233,15 +236,18 @@ def _since(row: Row) -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(moment))}{f' ({ago} ago)' if ago else ''}"
 
 
-def _where(row: Row, queue: Mapping[str, str]) -> str:
+def _where(row: Row, queue: Mapping[ScheduledJob, JobState]) -> str:
     """Return where it runs or waits."""
     if row.status == "running":
         owner = lock.read(row.path / lock.NAME)
         return one_line(str(owner)) if owner is not None else ""
-    if row.status == "submitted" and row.job_id is not None:
-        state = queue.get(row.job_id, "UNKNOWN")
-        said = {"UNKNOWN": "Slurm does not answer here", "FORGOTTEN": "not in the queue"}.get(state, state)
-        return f"Slurm job {one_line(row.job_id)}: {one_line(said)}"
+    if row.status == "submitted" and row.job is not None:
+        state = queue.get(row.job)
+        if state is None or state.is_over is None:
+            text = f"{row.job.scheduler.label} does not answer here"
+        else:
+            text = "not in the queue" if state.name == FORGOTTEN else state.name
+        return one_line(f"{row.job}: {text}")
     return ""
 
 

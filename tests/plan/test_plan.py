@@ -394,9 +394,10 @@ def test_what_slurm_is_asked_for_is_told() -> None:
         "launcher.time=60",
     ]
     job = training(*words)
-    lines = assume(job, job.experiment.launcher).resources
+    request = assume(job, job.experiment.launcher).request
+    assert request is not None
     assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=48", "#SBATCH --gpus-per-node=8", "#SBATCH --time=60"} <= set(
-        lines
+        request.lines
     )
 
 

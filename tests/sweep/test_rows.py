@@ -196,7 +196,7 @@ def test_a_submitted_job_is_in_the_queue_or_gone(tmp_path: Path, monkeypatch: py
     fake.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     rows = rows_of(made.path)
-    assert [(row.status, row.job_id) for row in rows] == [
+    assert [(row.status, row.job and row.job.id) for row in rows] == [
         ("submitted", "12_0"),
         ("submitted", "12_1"),
         ("killed", "15"),

@@ -16,6 +16,8 @@ from rich.console import Console
 from ddpexp.sweep import table
 from ddpexp.sweep.grid import Fitted, show
 from ddpexp.sweep.rows import Goal, Row, rows_of
+from ddpexp.system.job_schedulers import ScheduledJob
+from ddpexp.system.job_schedulers.slurm import SLURM
 from tests.sweep.made import Made
 
 LOSS = Goal("eval/loss", "min")
@@ -24,7 +26,7 @@ LOSS = Goal("eval/loss", "min")
 def row(number: int, objective: float | None = None, status: Any = "done", **changed: Any) -> Row:
     facts: dict[str, Any] = {
         "name": f"{number:04d}", "path": Path(f"/sweep/{number:04d}"), "overrides": {"optimizer.lr": f"0.{number}"},
-        "metrics": {} if objective is None else {"eval/loss": objective}, "step": 100, "seconds": 1.5, "job_id": None,
+        "metrics": {} if objective is None else {"eval/loss": objective}, "step": 100, "seconds": 1.5, "job": None,
         "message": None, "started": 1e9, "ended": 1e9 + number,
     }  # fmt: skip
     return Row(number=number, status=status, objective=objective, **{**facts, **changed})
@@ -139,7 +141,7 @@ def test_csv_has_one_line_a_job_and_everything_that_is_known() -> None:
             "failed",
             overrides={"recipe": "points"},
             message="rank 0: no luck",
-            job_id="12_1",
+            job=ScheduledJob(SLURM, "12_1"),
             step=None,
             seconds=None,
         ),

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
 from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.launchers import slurm_array
-from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.base import Launcher, ResourceRequest
 from ddpexp.launch.launchers.slurm_array import status
 from ddpexp.launch.launchers.slurm_context import OF_OTHER_TASKS, check_not_running, requeue_job, step_key, where
 from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running
@@ -37,9 +37,10 @@ from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
 from ddpexp.system import start
-from ddpexp.system.process import end_with_parent
+from ddpexp.system.job_schedulers.base import FORGOTTEN
+from ddpexp.system.job_schedulers.slurm import SLURM
+from ddpexp.system.process import deferred_stop_signals, end_with_parent
 from ddpexp.system.programs import find
-from ddpexp.system.slurm import own_id, sbatch, signals_wait
 from ddpexp.system.terminal import say
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)  # sbatch's --time
@@ -184,7 +185,7 @@ class Slurm(Launcher):
         """Requeue the job when SIGUSR2 stops it, and print which restart this is."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
-            say(f"ddpexp: restart {restarts} of Slurm job {own_id()}")
+            say(f"ddpexp: restart {restarts} of Slurm job {SLURM.job_id()}")
         try:
             yield
         except StoppedError as error:
@@ -206,8 +207,8 @@ class Slurm(Launcher):
         job.note("submitted")  # before the submission, since the job may begin at once
         job_id = ""
         try:
-            with signals_wait():
-                job_id = sbatch(script)
+            with deferred_stop_signals():  # nothing else knows the job's id until it is recorded
+                job_id = SLURM.submit(script)
                 if status(run) == "submitted":  # not begun yet
                     job.note("submitted", job_id=job_id)
         except StoppedError as error:
@@ -218,7 +219,10 @@ class Slurm(Launcher):
         say(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
         if not self.wait:
             log = shlex.quote(os.path.relpath(output))
-            say(f"follow it: tail -F {log}    queue: squeue -j {job_id}    end it: scancel {job_id}", sys.stdout)
+            say(
+                f"follow it: tail -F {log}    queue: squeue -j {job_id}    end it: {SLURM.cancel_command([job_id])}",
+                sys.stdout,
+            )
             return EXIT_DONE
         return self._wait(job, job_id, run, output)
 
@@ -228,7 +232,7 @@ class Slurm(Launcher):
             job_state, code = follow_job(job_id, output)
         except StoppedError as error:
             return leave_running(job_id, error)
-        if job_state == "FORGOTTEN":  # it ended long ago, while this command was suspended
+        if job_state == FORGOTTEN:  # it ended long ago, while this command was suspended
             return EXIT_DONE if status(run) == "done" else EXIT_FAILED
         if code and status(run) == "submitted":
             text = f"job {job_id} ended as {job_state} before its command began: see {output}"
@@ -313,6 +317,12 @@ class Slurm(Launcher):
             *self.srun_args,
             self.python or sys.executable, "-m", "ddpexp", "member", str(run),
         ]  # fmt: skip
+
+    def resource_request(self, job: Job, nodes: int) -> ResourceRequest:
+        """Return what is requested from Slurm; like `Launcher.resource_request`."""
+        lines = [line for line in self.kind(job, nodes, job.folder).options if not line.startswith(_NO_RESOURCES)]
+        summary = "  ".join(line.removeprefix("#SBATCH ") for line in lines)
+        return ResourceRequest(SLURM, tuple(lines), summary, self.layout(job, nodes), self._cpus(job))
 
     def _signal_seconds(self, job: Job) -> int:
         """Return how long before its time limit the job gets a signal; Slurm may send it a minute earlier."""
@@ -406,6 +416,8 @@ _PASSED_THROUGH = (
     "reservation",
 )  # fmt: skip
 
+_NO_RESOURCES = tuple(f"#SBATCH --{name}" for name in ("output", "open-mode", "chdir", "job-name"))
+
 
 def _explain_no_requeue() -> str:
-    return f"job {own_id()} ends: launcher.requeue=false"
+    return f"job {SLURM.job_id()} ends: launcher.requeue=false"
