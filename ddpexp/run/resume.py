@@ -14,6 +14,7 @@ import yaml
 from ddpexp.checkpoint.format import complete_checkpoints, newest, scan
 from ddpexp.config.compare import LENGTH, Change, compare, lengthens, list_changes, refuse
 from ddpexp.config.instantiate import targets
+from ddpexp.data.batch_plan import counted
 from ddpexp.errors import FinishedError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.rendezvous.layout import check_threads
@@ -313,7 +314,7 @@ def resolve_layout(previous: PreviousRun, layout: Layout, threads_key: str | int
     if isinstance(world, Mapping):
         size, threads, device = world.get("world_size"), world.get("threads"), world.get("device")
         if size != layout.world_size:
-            notes.append(f"{size} -> {layout.world_size} workers")
+            notes.append(f"{counted(layout.world_size, 'worker')} instead of {size}")
         if device != layout.device:
             notes.append(f"device: {device} -> {layout.device}")
         if threads_key == "auto" and isinstance(threads, int) and threads > 0:

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from ddpexp.launch import Layout
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
-from ddpexp.run.resume import merge_overrides
+from ddpexp.run.resume import PreviousRun, merge_overrides, resolve_layout
 from tests.cli.test_evaluate import listing
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, starts_of
 from tests.points import Recipe, wait_for
@@ -96,6 +97,16 @@ def interrupted(recipe: Recipe, *words: str, number: int = signal.SIGTERM) -> tu
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(number)
     return finish(process, run), run
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "note"),
+    [(2, 1, ["1 worker instead of 2"]), (1, 4, ["4 workers instead of 1"]), (2, 2, [])],
+)
+def test_another_number_of_workers_is_noted(before: int, now: int, note: list[str]) -> None:
+    previous = PreviousRun({"world": {"world_size": before, "threads": 1, "device": "cpu"}})
+    layout = Layout(1, now, "cpu", "gloo", 1)
+    assert resolve_layout(previous, layout, "auto") == (layout, note)
 
 
 # A finished run.
@@ -199,7 +210,7 @@ def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Pa
     assert done.code == 0, done.err
     log = (stopped / "run.log").read_text()
     for line in (
-        "2 -> 1 workers",
+        "1 worker instead of 2",
         "changed: optimizer.lr 0.1 -> 0.02, scheduler._target_ onecycle -> cosine, ",
         "also other than before: trainer.gpus 2 -> 1, trainer.log_every 5 -> 2",
     ):
@@ -388,7 +399,7 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     )
     spawned = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), "launcher=spawn")
     assert spawned.code == 0, spawned.err
-    assert "2 -> 1 workers" in spawned.out
+    assert "1 worker instead of 2" in spawned.out
 
 
 def test_elastic_starts_its_ranks_for_a_run_that_goes_on(ddpexp: Ddpexp, stopped: Path) -> None:
