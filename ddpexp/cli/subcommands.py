@@ -21,9 +21,9 @@ from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import directory
-from ddpexp.run import resume as going_on
 from ddpexp.run.directory import RunDir
 from ddpexp.run.jobs import Evaluation, Training
+from ddpexp.run.resume_arguments import merge_overrides, trust_arguments
 from ddpexp.system import files
 from ddpexp.system.terminal import say
 
@@ -127,7 +127,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     experiment = parse(values)
     _check_words_are_typed(run, experiment.launcher, typed, command)
     return experiment.launcher, Training(
-        experiment, text, going_on.merge_overrides(run, typed), command, new_overrides=typed, resume_from=run
+        experiment, text, merge_overrides(run, typed), command, new_overrides=typed, resume_from=run
     )
 
 
@@ -165,7 +165,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     for key, target in foreign.items():
         if trust.allows(target, key.removesuffix("._target_")):
             continue
-        recorded = going_on.trust_arguments(run)
+        recorded = trust_arguments(run)
         if recorded:
             words = " ".join(
                 shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)]

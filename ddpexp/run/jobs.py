@@ -30,6 +30,8 @@ from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import directory, lock, manifest, repository, resume
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
+from ddpexp.run.resume_arguments import config_options, trust_arguments
+from ddpexp.run.same_inputs import check_same_data, code_of
 from ddpexp.system import files
 from ddpexp.system.limits import said_with_limit
 from ddpexp.system.terminal import say
@@ -136,7 +138,7 @@ class Training(Job):
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
         # A job may start in another folder, where the user's config folder must be named again.
-        command = {"command": list(self._argv)} if resume.config_options(self._argv) else {}
+        command = {"command": list(self._argv)} if config_options(self._argv) else {}
         files.write(self.run.result, files.dumps({"status": status, **facts, **command, **notes}))
 
     def begin(self, layout: Layout, participants: Participants) -> None:
@@ -154,14 +156,12 @@ class Training(Job):
             data = prepare(self.experiment.data, self.experiment.trust)
         notes: list[str] = []
         if earlier is not None:
-            data_notes = resume.check_same_data(
-                earlier.manifest, data, self._called(run), self.experiment.run.allow_changes
-            )
+            data_notes = check_same_data(earlier.manifest, data, self._called(run), self.experiment.run.allow_changes)
             layout, notes = resume.resolve_layout(earlier, layout, self.request.threads)
             notes += data_notes
         self._layout = layout
         before = earlier.manifest if earlier else None
-        code = resume.code_of(self.identity)
+        code = code_of(self.identity)
         inputs = {"config_sha256": files.sha256(self._config_text(run, earlier)), "code": code.fingerprint}
         snapshot = repository.snapshot(Path(home) if (home := self.identity["run"].get("code")) else None, code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
@@ -376,7 +376,7 @@ class Training(Job):
         """Return where to run which command to resume; the command is on a line of its own."""
         launcher = self.experiment.launcher
         arguments = ["resume", files.shortest(run.path)]
-        arguments += resume.config_options(self._argv) or resume.trust_arguments(run)[:2]
+        arguments += config_options(self._argv) or trust_arguments(run)[:2]
         arguments += [override for override in self._overrides if override.lstrip("+").startswith("run.trust=")]
         arguments += launcher.restated_words()
         submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ

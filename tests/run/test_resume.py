@@ -19,7 +19,8 @@ import yaml
 from ddpexp.launch import Layout
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
-from ddpexp.run.resume import PreviousRun, merge_overrides, resolve_layout
+from ddpexp.run.resume import PreviousRun, resolve_layout
+from ddpexp.run.resume_arguments import merge_overrides
 from tests.cli.test_evaluate import listing
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, starts_of
 from tests.points import Recipe, wait_for
