@@ -26,7 +26,7 @@ from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.config.values import Composed
 from ddpexp.plan.layout import assume
 from ddpexp.plan.words import Words
-from ddpexp.run.jobs import Training
+from ddpexp.run.training import Training
 from ddpexp.sweep.again import resumed
 from ddpexp.sweep.arguments import Arguments
 from ddpexp.sweep.folder import SweepDir

@@ -164,7 +164,7 @@ def _train(argv: list[str], server: Server | None) -> int:
         if os.environ.get("RANK", "0") == "0":
             say(f"ddpexp: warning: {warning}")
 
-    from ddpexp.run.jobs import Training
+    from ddpexp.run.training import Training
 
     return _launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
 

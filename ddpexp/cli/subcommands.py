@@ -22,8 +22,9 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
-from ddpexp.run.jobs import Evaluation, Training
+from ddpexp.run.evaluation import Evaluation
 from ddpexp.run.resume_arguments import merge_overrides, trust_arguments
+from ddpexp.run.training import Training
 from ddpexp.system import files
 from ddpexp.system.terminal import say
 

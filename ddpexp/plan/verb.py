@@ -17,8 +17,8 @@ from ddpexp.plan.layout import assume
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
 from ddpexp.plan.words import Words
-from ddpexp.run.jobs import Training
 from ddpexp.run.prepare import prepare
+from ddpexp.run.training import Training
 from ddpexp.system.terminal import say
 
 _USAGE = f"""{commands.of("plan").usage}

@@ -109,3 +109,12 @@ def read_config(run: RunDir) -> dict[str, Any] | None:
 def parse_config(text: str) -> Any:
     """Parse the text of a config.yaml."""
     return yaml.load(text, Loader=_LOADER)
+
+
+def job_identity(text: str) -> dict[str, Any]:
+    """Return what all commands of a job must agree on: the configuration except the node rank."""
+    values: dict[str, Any] = parse_config(text)
+    launcher = values.get("launcher")
+    if isinstance(launcher, dict):
+        launcher.pop("node_rank", None)
+    return values

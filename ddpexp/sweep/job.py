@@ -19,7 +19,7 @@ from ddpexp.config.schema import Experiment
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome as command
 from ddpexp.run.directory import RunDir
-from ddpexp.run.jobs import Training
+from ddpexp.run.training import Training
 from ddpexp.system.process import die_with_parent
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)

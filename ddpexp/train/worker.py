@@ -63,13 +63,13 @@ _MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic 
 def main(path: str, worker_args: str) -> int:
     """Train the experiment of a run directory. Never returns in a worker.
 
-    `worker_args` is JSON made by `ddpexp.run.jobs.Training`.
+    `worker_args` is JSON made by `ddpexp.run.training.Training`.
     """
     return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control))
 
 
 def evaluate(evaluation: str) -> int:
-    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.jobs.Evaluation`. Never returns in a worker."""
+    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Never returns in a worker."""
     return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control))
 
 

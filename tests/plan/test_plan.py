@@ -56,8 +56,8 @@ from ddpexp.plan.speed import (
     through_memory,
 )  # fmt: skip
 from ddpexp.plan.words import Words
-from ddpexp.run.jobs import Training
 from ddpexp.run.prepare import prepare
+from ddpexp.run.training import Training
 from ddpexp.strategy.comm.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
 from ddpexp.strategy.comm.shared_memory import size_of
 from ddpexp.strategy.options import Options as Strategy

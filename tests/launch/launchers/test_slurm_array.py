@@ -56,7 +56,7 @@ from ddpexp.run.outcome import stop_on_signals
 from ddpexp.config.parse import parse
 from ddpexp.config.compose import compose
 from ddpexp.errors import ENDS
-from ddpexp.run.jobs import Training
+from ddpexp.run.training import Training
 
 sweep, jobs, ids = Path(sys.argv[1]), [], []
 for number, words in enumerate(json.loads(sys.argv[2])):
