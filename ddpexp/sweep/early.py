@@ -17,7 +17,7 @@ Curve = Sequence[tuple[int, float]]
 """The objective of one job after each evaluation: step and value, in the order of steps."""
 
 
-def why_hopeless(
+def prune_reason(
     rule: Literal["median", "halving"],
     mode: Literal["min", "max"],
     after: int,

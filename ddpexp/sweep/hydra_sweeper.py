@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -20,18 +19,10 @@ from ddpexp.config.sentences import one_sentence
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import key_of
+from ddpexp.sweep.job_result import Ended
 from ddpexp.system.limits import said_with_limit
 
 _MOST = 100_000  # jobs of a grid
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended."""
-
-    status: str  # done, failed, interrupted, stopped or submitted
-    objective: float | None = None
-    message: str = ""
 
 
 RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]

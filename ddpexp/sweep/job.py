@@ -31,8 +31,8 @@ class Planned:
 
     number: int
     name: str  # of its directory
-    overrides: tuple[str, ...]  # its own words
-    words: tuple[str, ...]  # all of them
+    overrides: tuple[str, ...]  # those in which the jobs differ
+    arguments: tuple[str, ...]  # all overrides
     experiment: Experiment
     text: str  # config.yaml
     run: RunDir
@@ -67,10 +67,10 @@ class Planned:
     def training(self, options: Sequence[str]) -> Training:
         """Return what its launcher runs.
 
-        `options` are the words of the sweep's command line that say where configs are.
+        `options` are those of the sweep's command line that say where configs are.
         """
-        command = ["ddpexp", *options, *self.words, f"run.dir={self.run.path}"]
-        return Training(self.experiment, self.text, self.words, command, keeps_refused=True)
+        command = ["ddpexp", *options, *self.arguments, f"run.dir={self.run.path}"]
+        return Training(self.experiment, self.text, self.arguments, command, keeps_refused=True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def start(
         server.clone(theirs.fileno(), environ)
         theirs.close()
     parent = os.getpid()
-    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the new process hears them itself
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the new process handles them itself
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -114,7 +114,7 @@ def start(
             )  # a thread that writes to a terminal nobody reads is no harm
             pid = os.fork()
         if pid == 0:
-            _be(job, options, channel, environ, log, parent)
+            _run_in_child(job, options, channel, environ, log, parent)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
         if channel is not None:
@@ -122,12 +122,12 @@ def start(
     try:
         return Started(pid, os.pidfd_open(pid))
     except OSError:
-        os.kill(pid, signal.SIGKILL)  # nobody would hear of its end
+        os.kill(pid, signal.SIGKILL)  # nobody would learn of its end
         os.waitpid(pid, 0)
         raise
 
 
-def _be(
+def _run_in_child(
     job: Planned,
     options: Sequence[str],
     channel: socket.socket | None,
@@ -135,7 +135,7 @@ def _be(
     log: Path,
     parent: int,
 ) -> NoReturn:
-    """Be the process: away from the terminal, with an environment of its own."""
+    """Run in the new process: away from the terminal, with an environment of its own."""
     code = 1
     try:
         die_with_parent(parent)
@@ -161,14 +161,11 @@ def _be(
     except BaseException:
         traceback.print_exc()
     finally:
-        _leave(code)
+        _exit(code)
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process whatever becomes of its last words.
-
-    What this one went on with would be the sweep, a second time.
-    """
+def _exit(code: int) -> NoReturn:
+    """End the process even if its output cannot be flushed: if it returned, it would run the sweep a second time."""
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

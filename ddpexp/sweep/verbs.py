@@ -19,7 +19,7 @@ from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import Arguments, look
-from ddpexp.sweep.folder import SweepDir, again_words, asked_of
+from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
 from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
 from ddpexp.system import files
@@ -254,7 +254,8 @@ def _where(row: Row, queue: Mapping[ScheduledJob, JobState]) -> str:
 def _again(path: Path) -> str:
     """Return the command to resume a sweep, with the overrides that must be restated."""
     try:
-        words, options = asked_of(SweepDir(path))
+        overrides, options = read_command(SweepDir(path))
     except RefusedError:  # unreadable: resuming reports that
-        words, options = [], []
-    return one_line(f"python -m ddpexp {shlex.join(['resume', files.shortest(path), *options, *again_words(words)])}")
+        overrides, options = [], []
+    arguments = ["resume", files.shortest(path), *options, *restated_overrides(overrides)]
+    return one_line(f"python -m ddpexp {shlex.join(arguments)}")

@@ -106,7 +106,7 @@ def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
     again = sweeps.again(sweep.path, "model.hidden=8,9")
     assert again.code == 0, again.err
     assert (
-        "3 of the directory's jobs are not finished, and not among these words: 0001_model.hidden=13, 0003_model"
+        "3 of the directory's jobs are not finished, and not part of this command: 0001_model.hidden=13, 0003_model"
         in again.err
     )
     assert {path.name: (path / "result.json").read_text().count('"done"') for path in again.jobs()} == {

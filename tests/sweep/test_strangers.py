@@ -25,7 +25,7 @@ def given(path: Path, *words: str) -> SweepDir:
     """Make a sweep's directory as somebody else could have left it."""
     folder = SweepDir(path)
     path.mkdir()
-    folder.asked.write_text(yaml.safe_dump({"words": list(words), "options": []}))
+    folder.command.write_text(yaml.safe_dump({"words": list(words), "options": []}))
     folder.record.write_text('{"event": "sweep", "time": 1}\n')
     return folder
 
