@@ -21,7 +21,7 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     Raises:
         RefusedError: the directory is damaged, or says itself what code runs, which counts only when it is typed.
     """
-    place = next(i for i, override in enumerate(argv) if SweepDir(Path(override)).is_sweep())
+    place = next(i for i, argument in enumerate(argv) if SweepDir(Path(argument)).is_sweep())
     folder = SweepDir(Path(argv[place]))
     typed = [*argv[:place], *argv[place + 1 :]]
     overrides, options = read_command(folder)
@@ -29,10 +29,10 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     of_one_start = ("hydra.sweep.dir", "run.allow_changes")
     kept = [override for override in overrides if key_of(override) not in keys and key_of(override) not in of_one_start]
     missing = [override for override in kept if runs_code(override)]
-    if options and not any(override.startswith(_OPTIONS) for override in typed):
+    if options and not any(argument.startswith(_OPTIONS) for argument in typed):
         missing = [*options, *missing]
     if missing:
-        again = " ".join(shlex.quote(override) for override in [*command[1:], *missing])
+        again = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
         raise RefusedError(
             f"{files.typed(folder.path)} says itself what code runs, where, or from which weights "
             f"({' '.join(missing[:2])}), which counts only when it is typed again. If it is yours: python -m ddpexp "

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpexp.sweep.comparison import SEED, num_distinguished_pairs, varying
 from ddpexp.sweep.rows import Row
-from ddpexp.sweep.table import SEED, num_distinguished_pairs, varying
 
 LEGEND = 10  # entries that fit beside the curves
 COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#bb5566", "#997700", "#888888", "#222255")

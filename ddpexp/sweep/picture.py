@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.sweep.arguments import Arguments
+from ddpexp.sweep.comparison import SEED, best_of, metrics_of, varying
 from ddpexp.sweep.encoding import HUGE, Encoding, Look, is_geometric, numbers, ordered
 from ddpexp.sweep.files import curve
 from ddpexp.sweep.grid import without_middle
 from ddpexp.sweep.rows import Goal, Row
-from ddpexp.sweep.table import SEED, best_of, metrics_of, shown, varying
+from ddpexp.sweep.table import shown
 from ddpexp.system import files
 from ddpexp.system.terminal import say
 from ddpexp.system.text import one_line

@@ -1,14 +1,11 @@
-"""What is in directories, as rows.
-
-One a job of a sweep, or one for a run, with how it was asked for and how far it is.
-"""
+"""The jobs of a sweep, or a run, as rows: their overrides, status and metrics."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,34 +13,19 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpexp.run import directory, lock
+from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import Files, Watched, number_of, seen, set_by, text_of
 from ddpexp.sweep.folder import IS_JOB, SweepDir, latest
+from ddpexp.sweep.job_status import Queue, Status, status_of
 from ddpexp.system import files
-from ddpexp.system.job_schedulers import ScheduledJob, recorded_job, states
-from ddpexp.system.job_schedulers.base import JobState
+from ddpexp.system.job_schedulers import ScheduledJob, recorded_job
 from ddpexp.system.secrets import masked_tree, masker
 from ddpexp.system.text import one_line
-
-Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
-STATUSES: dict[str, str] = {
-    "waiting": "its turn has not come",
-    "submitted": "it waits in the scheduler's queue, or is about to begin",
-    "running": "a command has its directory and lives",
-    "done": "it has reached its last step",
-    "stopped": "it was ended early, for it was hopeless",
-    "interrupted": "a signal ended it, and all of it is saved",
-    "killed": "its command ended without a word, as after SIGKILL or a power cut",
-    "failed": "it ended with an error",
-    "broken": "its files cannot be read",
-}
-"""What a row's status means."""
 
 UNFINISHED = ("interrupted", "killed", "failed")  # can be resumed
 
 _MESSAGE_CHARACTERS = 300
-_QUERY_INTERVAL_FACTOR = 20.0  # times as long as the scheduler took to answer, until it is queried again
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -122,7 +104,7 @@ class Reader:
         self._asked = objective
         self._record: tuple[object, list[dict[str, Any]]] = (None, [])
         self._runs: dict[Path, Watched] = {}
-        self._queue = _Queue()
+        self._queue = Queue()
 
     def rows(self) -> list[Row]:
         """Return how things are now."""
@@ -171,7 +153,7 @@ class _Now:
     """What all rows of one reading share."""
 
     metric: str | None
-    queue: _Queue
+    queue: Queue
     mask: Callable[[str], str]
 
 
@@ -179,7 +161,7 @@ def _judged(
     number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], files: Files, now: _Now
 ) -> Row:  # fmt: skip
     """Decide what a job's own files and the sweep's record say together; the files are the truth where both speak."""
-    status, message = _status(path, event, files, now.queue)
+    status, message = status_of(path, event, files, now.queue)
     is_ended = status not in ("waiting", "submitted", "running")
     started, ended, seconds = _times(event, files, status, is_ended)
     objective = files.metrics.get(now.metric) if now.metric is not None else None
@@ -228,78 +210,6 @@ def _times(
     if by_record is None and number_of(files.result.get("ended_at", False)) is None:
         return started, ended, number_of(files.result.get("seconds", False))  # of an older version: those of training
     return started, ended, by_record if by_record is not None or ended is None or started is None else ended - started
-
-
-def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -> tuple[Status, str | None]:
-    told, kind = files.result.get("status"), event.get("event")
-    if told == "done":
-        return "done", None
-    lives, where = _lives(path, queue)
-    if lives is not False:
-        return "running", None if lives else f"whether {where} is still running cannot be checked from this host"
-    if kind == "started" and _lives(path.parent, queue)[0] is not False:
-        return "running", None  # its command has not got to the directory yet, or has just left it
-    if files.problem is not None:
-        return "broken", files.problem
-    if told == "interrupted":
-        return ("stopped", text_of(event.get("message"))) if event.get("status") == "stopped" else ("interrupted", None)
-    if told == "failed":
-        return "failed", files.failure or text_of(event.get("message"))
-    if told == "submitted" or (told is None and kind == "submitted"):
-        return _queued(recorded_job(event) or recorded_job(files.result), queue)
-    if told is not None:
-        return "broken", f"result.json says status {told!s}, which no run writes"
-    if kind == "ended":
-        status = event.get("status") if text_of(event.get("status")) else None
-        if status in STATUSES:
-            return status, text_of(event.get("message"))
-        return "broken", f"sweep.jsonl says status {status!s}, which no sweep writes"
-    if kind == "started" or files.is_there:
-        return "killed", None
-    return "waiting", None
-
-
-def _queued(job: ScheduledJob | None, queue: _Queue) -> tuple[Status, str | None]:
-    if job is not None and queue.has(job) is False:
-        return "killed", f"{job} is not in the queue any more, and has left no word"
-    return "submitted", None
-
-
-class _Queue:
-    """The states of jobs in the queues of their schedulers.
-
-    All are queried together, when one is needed, and not again for much longer than the answer took.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: set[ScheduledJob] = set()
-        self._states: dict[ScheduledJob, JobState] = {}
-        self._next_query = 0.0
-
-    def add(self, jobs: Iterable[ScheduledJob]) -> None:
-        """Add jobs to those that are queried together."""
-        self._jobs |= set(jobs)
-
-    def has(self, job: ScheduledJob) -> bool | None:
-        """Return whether a job is waiting or running; None: its scheduler is not here, or does not answer."""
-        begin = time.monotonic()
-        if begin >= self._next_query or job not in self._states:
-            self._jobs.add(job)
-            self._states = states(self._jobs)
-            end = time.monotonic()
-            self._next_query = end + 1.0 + _QUERY_INTERVAL_FACTOR * (end - begin)
-        is_over = self._states[job].is_over
-        return None if is_over is None else not is_over
-
-
-def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
-    """Return whether the command that owns a directory is running (None: cannot be checked here), and its name."""
-    owner = lock.read(path / lock.NAME)
-    if owner is None:
-        return False, ""
-    if owner.host != directory.host() and owner.job is not None:
-        return queue.has(owner.job), str(owner)
-    return owner.is_alive(), str(owner)
 
 
 def _broken(number: int, path: Path, message: str) -> Row:

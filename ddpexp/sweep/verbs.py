@@ -17,11 +17,13 @@ from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
+from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import Arguments, look
 from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
-from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
+from ddpexp.sweep.job_status import STATUSES
+from ddpexp.sweep.rows import UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
 from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, states
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
@@ -70,14 +72,14 @@ def table(argv: Sequence[str]) -> int:
     asked = Arguments.of("table", argv)
     goal = asked.goal()
     rows = asked.rows(goal.metric)
-    known = tables.metrics_of(rows)
+    known = comparison.metrics_of(rows)
     if goal.metric is not None and known and all(row.objective is None for row in rows):
         raise RefusedError(
             f"sweep.objective={goal.metric}: none of these has recorded "
             f"that.{did_you_mean(goal.metric, known, 'sweep.objective=')}"
         )
     if asked.csv:
-        say(tables.as_csv(rows).rstrip("\n"), sys.stdout)
+        say(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
         return EXIT_DONE
     again = f"python -m ddpexp table {shlex.join([*argv, '--all'])}"
     chosen = rows if asked.columns is None else _with_columns(rows, asked.columns)
@@ -142,7 +144,7 @@ def _save(folder: Path, asked: Arguments, rows: Sequence[Row], goal: Goal) -> No
     """Write the files; report where they are, or why they could not be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tables.save(folder, rows, goal)
+        table_files.save(folder, rows, goal)
     except OSError as error:
         say(
             f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with "
@@ -193,7 +195,7 @@ def _sweep_status(
 
 
 def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]) -> Grid:
-    metrics = [goal.metric] if goal.metric is not None else tables.metrics_of(rows)[:1]
+    metrics = [goal.metric] if goal.metric is not None else comparison.metrics_of(rows)[:1]
     header = ["status", "step", *map(one_line, metrics), "since", "where", "directory"]
     lines = [
         [

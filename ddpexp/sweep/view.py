@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ddpexp.sweep import table as tables
+from ddpexp.sweep import table_files
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.rows import Goal, Reader
@@ -73,7 +74,7 @@ class View:
         again = f"python -m ddpexp table {files.typed(self._folder.path)} --all"
         show(tables.render(rows, self._goal, limit(), messages=0, again=again))  # what failed is listed below
         try:
-            tables.save(self._folder.path, rows, self._goal)
+            table_files.save(self._folder.path, rows, self._goal)
         except OSError as error:
             say(f"ddpexp: warning: {self._folder.path} cannot be written ({error.strerror}): the table is in no file")
             return
