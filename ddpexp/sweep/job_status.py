@@ -14,13 +14,13 @@ from ddpexp.system.job_schedulers.base import JobState
 
 Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
 STATUSES: dict[str, str] = {
-    "waiting": "its turn has not come",
+    "waiting": "it has not started yet",
     "submitted": "it waits in the scheduler's queue, or is about to begin",
-    "running": "a command has its directory and lives",
+    "running": "its command is running",
     "done": "it has reached its last step",
-    "stopped": "it was ended early, for it was hopeless",
-    "interrupted": "a signal ended it, and all of it is saved",
-    "killed": "its command ended without a word, as after SIGKILL or a power cut",
+    "stopped": "early stopping ended it",
+    "interrupted": "a signal ended it, and its state is saved",
+    "killed": "its command ended without recording a result, as after SIGKILL or a power cut",
     "failed": "it ended with an error",
     "broken": "its files cannot be read",
 }
@@ -60,7 +60,7 @@ def status_of(path: Path, event: Mapping[str, Any], files: Files, queue: Queue) 
 
 def _queued(job: ScheduledJob | None, queue: Queue) -> tuple[Status, str | None]:
     if job is not None and queue.has(job) is False:
-        return "killed", f"{job} is not in the queue any more, and has left no word"
+        return "killed", f"{job} is no longer in the queue, and has recorded no result"
     return "submitted", None
 
 

@@ -201,7 +201,7 @@ def test_a_submitted_job_is_in_the_queue_or_gone(tmp_path: Path, monkeypatch: py
         ("submitted", "12_1"),
         ("killed", "15"),
     ]
-    assert rows[2].message == "Slurm job 15 is not in the queue any more, and has left no word"
+    assert rows[2].message == "Slurm job 15 is no longer in the queue, and has recorded no result"
     assert "--jobs=12,15\n" in (tmp_path / "asked").read_text()  # once for all of them
 
 
