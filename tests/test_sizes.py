@@ -6,7 +6,8 @@ import ast
 
 import pytest
 
-from tests.test_layering import FILES, ROOT, parsed
+from tests.conftest import ROOT
+from tests.test_layering import FILES, parsed
 
 FILE_LINES = 400
 FUNCTION_LINES = 60
