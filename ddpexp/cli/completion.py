@@ -203,7 +203,7 @@ def _candidates(words: list[str], current: str) -> Iterable[Word]:
 def _own_options(command: str) -> Sequence[str]:
     """Return the options that a command has for itself alone."""
     if command == "plan":
-        from ddpexp.plan.words import NUMBERS, SWITCHES
+        from ddpexp.plan.arguments import NUMBERS, SWITCHES
 
         return (*SWITCHES, *NUMBERS)
     if command == "table":

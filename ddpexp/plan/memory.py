@@ -75,25 +75,27 @@ def buckets(parameters: Iterable[Parameter], options: Strategy, rebuilt: bool = 
     """
     cap = int(options.bucket_cap_mb * _MIB)
     models: dict[str, list[Parameter]] = {}
-    for one in parameters:
-        if one.trained:
-            models.setdefault(one.model, []).append(one)
-    found = []
+    for parameter in parameters:
+        if parameter.trained:
+            models.setdefault(parameter.model, []).append(parameter)
+    result = []
     for name, members in models.items():
         cut = _cut(name, members[::-1] if rebuilt else members, cap)
-        found += cut if rebuilt else cut[::-1]
-    return found
+        result += cut if rebuilt else cut[::-1]
+    return result
 
 
 def _cut(model: str, members: Sequence[Parameter], cap: int) -> list[Bucket]:
-    found: list[Bucket] = []
+    full: list[Bucket] = []
     filling: dict[str, Bucket] = {}
-    for one in members:
-        open_ = filling.get(one.dtype, Bucket(model, one.dtype, 0, 0))
-        filling[one.dtype] = Bucket(model, one.dtype, open_.num_bytes + one.num_bytes, open_.num_parameters + 1)
-        if filling[one.dtype].num_bytes >= cap:
-            found.append(filling.pop(one.dtype))
-    return [*found, *filling.values()]
+    for parameter in members:
+        bucket = filling.get(parameter.dtype, Bucket(model, parameter.dtype, 0, 0))
+        filling[parameter.dtype] = Bucket(
+            model, parameter.dtype, bucket.num_bytes + parameter.num_bytes, bucket.num_parameters + 1
+        )
+        if filling[parameter.dtype].num_bytes >= cap:
+            full.append(filling.pop(parameter.dtype))
+    return [*full, *filling.values()]
 
 
 def layout_stays(trainer: Trainer, options: Strategy, layout: Layout) -> bool:
@@ -129,25 +131,25 @@ def exchange_bytes(sizes: Iterable[int], world_size: int) -> int:
 
 def parts(facts: Facts, trainer: Trainer, options: Strategy, layout: Layout) -> list[Part]:
     """Return what one rank holds at the end of a forward pass, and while gradients are reduced."""
-    trained = sum(one.num_bytes for one in facts.parameters if one.trained)
-    weights = sum(one.num_bytes for one in facts.parameters)
+    trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
+    weights = sum(parameter.num_bytes for parameter in facts.parameters)
     by_ddp = layout.world_size > 1 and trainer.reduction == "fast"
     local = layout.world_size // layout.nodes
-    found = [
-        Part("parameters", weights, f"{sum(one.num_elements for one in facts.parameters):,} numbers"),
+    result = [
+        Part("parameters", weights, f"{sum(parameter.num_elements for parameter in facts.parameters):,} numbers"),
         Part("gradients", trained, "views of the buckets" if by_ddp and options.gradient_as_bucket_view else ""),
     ]
     if by_ddp and not options.gradient_as_bucket_view:
-        found.append(Part("buckets", trained, "beside the gradients: strategy.gradient_as_bucket_view=false"))
-    found.append(Part("optimizer", facts.optimizer_bytes, facts.notes.get("optimizer", "")))
-    found.append(Part("buffers", facts.buffers_bytes))
+        result.append(Part("buckets", trained, "beside the gradients: strategy.gradient_as_bucket_view=false"))
+    result.append(Part("optimizer", facts.optimizer_bytes, facts.notes.get("optimizer", "")))
+    result.append(Part("buffers", facts.buffers_bytes))
     if trainer.ema_decay is not None:
-        found.append(Part("average of the weights", weights, "trainer.ema_decay"))
+        result.append(Part("average of the weights", weights, "trainer.ema_decay"))
     if trainer.reduction == "exact":
-        found.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
+        result.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
     way = reducer(trainer, options, layout)
     if way == "shared_memory":
-        found.append(
+        result.append(
             Part("shared memory", facts.shared_bytes // local, f"{human(facts.shared_bytes)} for {local} workers")
         )
     elif way == "in_rank_order":
@@ -155,9 +157,10 @@ def parts(facts: Facts, trainer: Trainer, options: Strategy, layout: Layout) -> 
             sizes = [facts.sums_bytes]
         else:
             sizes = [
-                one.num_bytes for one in buckets(facts.parameters, options, not layout_stays(trainer, options, layout))
+                bucket.num_bytes
+                for bucket in buckets(facts.parameters, options, not layout_stays(trainer, options, layout))
             ]
-        found.append(
+        result.append(
             Part(
                 "exchange",
                 exchange_bytes(sizes, layout.world_size),
@@ -165,20 +168,20 @@ def parts(facts: Facts, trainer: Trainer, options: Strategy, layout: Layout) -> 
             )
         )
     elif way == "backend" and options.comm_hook == "powersgd":
-        found.append(Part("PowerSGD's memory", trained, "the error that it feeds back, and its factors beside that"))
+        result.append(Part("PowerSGD's memory", trained, "the error that it feeds back, and its factors beside that"))
     if trainer.precision != "fp32":
-        halves = sum(2 * one.num_elements for one in facts.parameters)
-        found.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
-    found.append(Part("activations", facts.activations_bytes, facts.notes.get("activations", "")))
-    found.append(Part("batch", facts.batch_bytes))
+        halves = sum(2 * parameter.num_elements for parameter in facts.parameters)
+        result.append(Part(f"copies in {trainer.precision}", halves, "of the weights during a pass, at most"))
+    result.append(Part("activations", facts.activations_bytes, facts.notes.get("activations", "")))
+    result.append(Part("batch", facts.batch_bytes))
     if layout.device == "cuda":
-        found.append(Part("samples", facts.device_data_bytes, "data.on_device=true"))
-    found.append(Part("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
+        result.append(Part("samples", facts.device_data_bytes, "data.on_device=true"))
+    result.append(Part("data", facts.data_bytes, facts.notes.get("data", ""), on_host=True))
     saved = sum(checkpoint_files(facts, trainer).values())
-    found.append(
+    result.append(
         Part("checkpoint", -(-saved // layout.world_size), "the copy of its share, while one is written", on_host=True)
     )
-    return [one for one in found if one.num_bytes != 0]
+    return [part for part in result if part.num_bytes != 0]
 
 
 def checkpoint_files(facts: Facts, trainer: Trainer) -> dict[str, int]:

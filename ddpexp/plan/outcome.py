@@ -44,11 +44,11 @@ class Outcome:
     @property
     def folder(self) -> str:
         """Return the run directory."""
-        asked = self.experiment.run.dir
+        run_dir = self.experiment.run.dir
         return (
             files.relative(self.resumes.path)
             if self.resumes
-            else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
+            else run_dir or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
         )
 
     @property
@@ -74,7 +74,7 @@ class Outcome:
 
     def rank_bytes(self, on_host: bool) -> int:
         """Return the known bytes of a rank: on its device, or beside that on its host."""
-        return sum(one.num_bytes or 0 for one in self.parts() if self.is_on_host(one) == on_host)
+        return sum(part.num_bytes or 0 for part in self.parts() if self.is_on_host(part) == on_host)
 
     def is_on_host(self, part: Part) -> bool:
         """Return whether a part is in the host's memory while the worker computes elsewhere."""
@@ -90,8 +90,8 @@ class Outcome:
         if self.place.way == "none":
             return []
         half = self.experiment.strategy.comm_hook in ("fp16", "bf16") and self.experiment.trainer.reduction == "fast"
-        sizes = [one.num_bytes for one in self.buckets()] or [
-            one.num_bytes for one in self.facts.parameters if one.trained
+        sizes = [bucket.num_bytes for bucket in self.buckets()] or [
+            parameter.num_bytes for parameter in self.facts.parameters if parameter.trained
         ]
         sizes = sizes if self.buckets() else [sum(sizes)]
         return [size // 2 if half else size for size in sizes]
@@ -121,8 +121,8 @@ class Outcome:
 
     def notes(self) -> list[str]:
         """Return the assumptions as sentences."""
-        said = [f"the model was {self.facts.notes['model']}"] if "model" in self.facts.notes else []
-        return [*self.assumed.notes, *said, *(self.calibration.notes if self.calibration else ())]
+        model = [f"the model was {self.facts.notes['model']}"] if "model" in self.facts.notes else []
+        return [*self.assumed.notes, *model, *(self.calibration.notes if self.calibration else ())]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values. Units: bytes."""
@@ -139,13 +139,13 @@ class Outcome:
             "run_dir": self.folder,
             "resumes": self.resumes is not None,
             **self._requests(),
-            "parameters": sum(one.num_elements for one in self.facts.parameters),
+            "parameters": sum(parameter.num_elements for parameter in self.facts.parameters),
             "reduction": self.reducer,
-            "buckets": [asdict(one) for one in cut],
+            "buckets": [asdict(bucket) for bucket in cut],
             "memory": {
                 "rank_bytes": self.rank_bytes(on_host=False),
                 "host_bytes": self.rank_bytes(on_host=True),
-                "parts": [{**asdict(one), "on_host": self.is_on_host(one)} for one in self.parts()],
+                "parts": [{**asdict(part), "on_host": self.is_on_host(part)} for part in self.parts()],
             },
             "checkpoint": {"bytes": sum(files.values()), "files": files, "made": made, "at_once": at_once},
             "step": self._step_as_dict(),
@@ -162,16 +162,16 @@ class Outcome:
 
     def _step_as_dict(self) -> dict[str, Any]:
         """Return the step time as plain values. Units: milliseconds, unless the name has another unit."""
-        found = self.step()
+        step = self.step()
         costs = {"costs": None if self.costs is None else asdict(self.costs)}
         measured = {} if self.calibration is None else {"measured": asdict(self.calibration.measured)}
-        if isinstance(found, str):
-            return {"total_ms": None, "why": found, **costs, **measured}
-        seconds = self.num_steps * found.total_ms / 1e3
-        rate = 1e3 * self.batch.global_batch_size / found.total_ms
+        if isinstance(step, str):
+            return {"total_ms": None, "why": step, **costs, **measured}
+        seconds = self.num_steps * step.total_ms / 1e3
+        rate = 1e3 * self.batch.global_batch_size / step.total_ms
         return {
-            "total_ms": found.total_ms,
-            **asdict(found),
+            "total_ms": step.total_ms,
+            **asdict(step),
             "samples_per_second": rate,
             "train_seconds": seconds,
             **costs,

@@ -24,7 +24,8 @@ from ddpexp.config.schema import Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.plan.build import learn, most_blocks
+from ddpexp.plan.arguments import PlanArguments
+from ddpexp.plan.build import collect, most_blocks
 from ddpexp.plan.calibrate import _seconds, num_steps, run_words, step_ms
 from ddpexp.plan.layout import assume
 from ddpexp.plan.memory import (
@@ -55,7 +56,6 @@ from ddpexp.plan.speed import (
     through_backend,
     through_memory,
 )  # fmt: skip
-from ddpexp.plan.words import Words
 from ddpexp.run.prepare import prepare
 from ddpexp.run.training import Training
 from ddpexp.strategy.comm.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
@@ -209,15 +209,17 @@ def test_partial_sums_are_as_many_as_a_counter_has_digits() -> None:
 )
 def test_a_wrong_option_is_refused(typed: str, refused: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        Words.of([typed])
+        PlanArguments.of([typed])
     assert str(caught.value) == refused
 
 
 def test_options_stand_anywhere_among_the_words() -> None:
-    found = Words.of(
+    found = PlanArguments.of(
         ["--json", "recipe=mnist", "--alpha_us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"]
     )
-    assert found == Words(("recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"), json=True, alpha_us=5.0, cores=96)
+    assert found == PlanArguments(
+        ("recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"), json=True, alpha_us=5.0, cores=96
+    )
 
 
 def test_what_building_without_memory_finds_is_what_a_run_has(ddpexp: Ddpexp) -> None:
@@ -315,7 +317,7 @@ def test_activations_are_what_goes_into_each_layer(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(digits_cache))
     asked = experiment_of(mine, "model=large", "model.width=64", "model.depth=3")
-    found, _ = learn(asked, layout(), prepare(asked.data, asked.trust), None)
+    found, _ = collect(asked, layout(), prepare(asked.data, asked.trust), None)
     assert found.batch_bytes == 64 * (784 * 4 + 8)
     into_layers = 64 * 64 * 4 * 3
     assert found.activations_bytes is not None
@@ -324,7 +326,7 @@ def test_activations_are_what_goes_into_each_layer(
 
 def test_code_that_does_not_work_without_memory_is_built_and_told(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpexp.plan.build._bound_memory", lambda: None)  # it would bind this process
-    found, steps = learn(experiment_of(mine, "model=counting"), layout(), None, 640)
+    found, steps = collect(experiment_of(mine, "model=counting"), layout(), None, 640)
     assert steps == {"steps_per_epoch": 5, "num_steps": 10}
     assert found.state_bytes == {"model": 7850 * 4}
     assert found.notes["model"].startswith("really built, for its code does not work on torch's meta device (")
