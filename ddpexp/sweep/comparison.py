@@ -42,15 +42,15 @@ class Group:
 def varying(rows: Sequence[Row]) -> list[str]:
     """Return the keys that were not typed with the same value for all rows, in the order of typing.
 
-    Of a job that has not begun only its own words are known: what it does not have is no difference.
+    Of a job that has not begun only its own overrides are known: a key that it lacks is not a difference.
     """
     keys = dict.fromkeys(key for row in rows for key in row.overrides)
-    known = [row for row in rows if row.status not in ("waiting", "submitted")]
-    found: dict[str, set[str | None]] = {key: {row.overrides.get(key) for row in known} for key in keys}
+    begun = [row for row in rows if row.status not in ("waiting", "submitted")]
+    values: dict[str, set[str | None]] = {key: {row.overrides.get(key) for row in begun} for key in keys}
     for row in rows:
         for key, value in row.overrides.items():
-            found[key].add(value)
-    return [key for key in keys if len(found[key]) > 1]
+            values[key].add(value)
+    return [key for key in keys if len(values[key]) > 1]
 
 
 def num_distinguished_pairs(rows: Sequence[Row | Group], key: str) -> int:

@@ -193,7 +193,7 @@ def restated_overrides(overrides: Sequence[str]) -> list[str]:
 def runs_code(override: str) -> bool:
     """Return whether an override affects what code runs, or where, what is connected to, or the initial weights.
 
-    So does one that may lead to a file that says so.
+    So does one that may refer to a file with such settings.
     """
     key, value = key_of(override), override.partition("=")[2]
     if key.startswith(_OF_SWEEPER) and not override.startswith(("+", "~")):

@@ -1,4 +1,4 @@
-"""A job of a sweep: an experiment of its own, run in a separate process as by a command of its own."""
+"""A job of a sweep: an experiment that runs in a separate process, as if started by its own command."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class Planned:
         for where, target in (("data", experiment.data.target), ("data.prepare", experiment.data.prepare)):
             key = key_of(where, target)
             targets.append(path_of(where, key) if key is not None else target or "")
-        found = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
+        modules = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
         logs = (
             ("ddpexp.loggers.tensorboard", "tensorboard.plugins.hparams.summary")
             if experiment.logger.kind == "tensorboard"
             else ()
         )
-        return {*found, *logs, type(experiment.launcher).__module__}
+        return {*modules, *logs, type(experiment.launcher).__module__}
 
     def training(self, options: Sequence[str]) -> Training:
         """Return what its launcher runs.

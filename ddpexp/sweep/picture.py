@@ -134,15 +134,15 @@ def draw_later(argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw what `ddpexp table` with the same words shows, into the sweep's directory or the folder behind --out."""
+    """Draw what `ddpexp table` with the same arguments shows, into the sweep's directory or the folder behind --out."""
     try:
-        asked = Arguments.of("picture", argv)
-        goal = asked.goal()
-        metric = goal.metric or _usual_metric(asked.rows(None))
-        folder = asked.out or asked.sweep
+        arguments = Arguments.of("picture", argv)
+        goal = arguments.goal()
+        metric = goal.metric or _usual_metric(arguments.rows(None))
+        folder = arguments.out or arguments.sweep
         if metric is None or folder is None:
             raise RefusedError("no metric is recorded yet" if metric is None else "it needs a folder: --out FOLDER.")
-        draw(asked.rows(metric), metric, goal.mode if goal.metric is not None else None, folder / NAME)
+        draw(arguments.rows(metric), metric, goal.mode if goal.metric is not None else None, folder / NAME)
     except (RefusedError, OSError) as error:
         say(f"{NAME} cannot be drawn: {error}")
         return EXIT_REFUSED
@@ -151,8 +151,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _usual_metric(rows: Sequence[Row]) -> str | None:
     """Return the metric to draw if no objective is set."""
-    known = metrics_of(rows)
-    return next((name for name in ("eval/loss", "train/loss", *known) if name in known), None)
+    metrics = metrics_of(rows)
+    return next((name for name in ("eval/loss", "train/loss", *metrics) if name in metrics), None)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def draw_curves(figure: SubFigure, drawn: PlottedSweep) -> None:
     from matplotlib.collections import LineCollection
 
     axes = figure.add_subplot()
-    curves = {row.path: [one for one in curve(row.path, drawn.objective) if is_drawable(one[1])] for row in drawn.rows}
+    curves = {
+        row.path: [point for point in curve(row.path, drawn.objective) if is_drawable(point[1])] for row in drawn.rows
+    }
     rows = [row for row in drawn.rows if curves[row.path]]
     width, alpha = (1.6, 0.9) if len(rows) <= 12 else (1.2, 0.75) if len(rows) <= 60 else (0.9, 0.55)
     looks = [drawn.encoding.looks[row.path] for row in rows]
@@ -132,6 +134,8 @@ def _title(drawn: PlottedSweep) -> str:
     best = drawn.best
     if best is None:
         return title
-    word = "lowest" if drawn.mode == "min" else "highest"
+    extreme = "lowest" if drawn.mode == "min" else "highest"
     at = ", ".join(f"{key.rpartition('.')[2]}={best.overrides.get(key, '')}" for key in varying(drawn.rows))
-    return shortened(f"{title}, {word} {shown(drawn.objective, best.objective)} with {at or best.name}", _TITLE_LABEL)
+    return shortened(
+        f"{title}, {extreme} {shown(drawn.objective, best.objective)} with {at or best.name}", _TITLE_LABEL
+    )

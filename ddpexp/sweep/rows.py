@@ -38,11 +38,11 @@ class Goal:
 
     def best(self, values: Sequence[float | None]) -> int | None:
         """Return the place of the best value; None where there is none. What is not finite never wins."""
-        known = [(value, place) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
-        if self.metric is None or not known:
+        finite = [(value, place) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
+        if self.metric is None or not finite:
             return None
         sign = 1 if self.mode == "min" else -1
-        return min(known, key=lambda one: (sign * one[0], one[1]))[1]
+        return min(finite, key=lambda pair: (sign * pair[0], pair[1]))[1]
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Row:
     number: int
     name: str
     path: Path
-    overrides: Mapping[str, str]  # what was typed, by key
+    overrides: Mapping[str, str]  # by key
     status: Status
-    objective: float | None  # nan: the metric is there, and is no finite number
+    objective: float | None  # nan: the metric is not a finite number
     metrics: Mapping[str, float]  # the newest value of each
     step: int | None
-    seconds: float | None  # by the clock on the wall, from the newest start to its end, or to now
+    seconds: float | None  # wall time, from the newest start to its end, or to now
     job: ScheduledJob | None  # where it was submitted
-    message: str | None  # why it failed, or what is to be known of it, in one line
+    message: str | None  # why it failed, or another note, in one line
     started: float | None  # seconds since 1970, as `ended`
     ended: float | None
 
@@ -96,19 +96,19 @@ def directories(path: Path, depth: int = 3) -> Iterator[Path]:
 
 
 class Reader:
-    """Reads a directory again and again; what has not changed is read once."""
+    """Reads a directory repeatedly; what has not changed is read once."""
 
     def __init__(self, path: Path, objective: str | None = None) -> None:
         """Read nothing yet."""
         self._path = path
-        self._asked = objective
+        self._metric = objective
         self._record: tuple[object, list[dict[str, Any]]] = (None, [])
         self._runs: dict[Path, Watched] = {}
         self._queue = Queue()
 
     def rows(self) -> list[Row]:
-        """Return how things are now."""
-        folder, now = SweepDir(self._path), _Now(self._asked, self._queue, masker())
+        """Return the rows as of now."""
+        folder, now = SweepDir(self._path), _Now(self._metric, self._queue, masker())
         if not folder.is_sweep():
             if not directory.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
@@ -118,9 +118,9 @@ class Reader:
             events = self._events()
         except ValueError as error:
             return [_broken(0, self._path, f"{folder.record.name} {error}")]
-        own = next((event.get("objective") for event in reversed(events) if event["event"] == "sweep"), None)
-        now = replace(now, metric=self._asked or text_of(own))
-        other = {} if now.metric == own else {"objective": None}  # the record knows the sweep's own alone
+        recorded = next((event.get("objective") for event in reversed(events) if event["event"] == "sweep"), None)
+        now = replace(now, metric=self._metric or text_of(recorded))
+        other = {} if now.metric == recorded else {"objective": None}  # the record has only the sweep's own
         submitted, newest = latest(events, "submitted"), _newest(events)
         self._queue.add(job for event in submitted.values() if (job := recorded_job(event)) is not None)
         rows = []
@@ -128,9 +128,9 @@ class Reader:
             name = planned.get("name")
             if isinstance(name, str) and _is_plain(name):
                 event = {**submitted.get(number, {}), **newest.get(number, {}), **other}
-                rows.append(self._row(number, name, self._path / name, _words(planned.get("overrides")), event, now))
+                rows.append(self._row(number, name, self._path / name, _texts(planned.get("overrides")), event, now))
         names = {row.name for row in rows}
-        for path in _jobs(self._path, names):  # what the record has lost
+        for path in _jobs(self._path, names):  # jobs that the record lacks
             rows.append(self._row(int(path.name.partition("_")[0]), path.name, path, (), {}, now))
         return sorted(rows, key=lambda row: (row.number, row.name))
 
@@ -141,11 +141,11 @@ class Reader:
         return self._record[1]
 
     def _row(
-        self, number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], now: _Now
+        self, number: int, name: str, path: Path, overrides: Sequence[str], event: Mapping[str, Any], now: _Now
     ) -> Row:
         if path not in self._runs:
             self._runs[path] = Watched(path)
-        return _judged(number, name, path, words, event, self._runs[path].files(now.metric, now.mask), now)
+        return _row_of(number, name, path, overrides, event, self._runs[path].files(now.metric, now.mask), now)
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ class _Now:
     mask: Callable[[str], str]
 
 
-def _judged(
-    number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], files: Files, now: _Now
+def _row_of(
+    number: int, name: str, path: Path, overrides: Sequence[str], event: Mapping[str, Any], files: Files, now: _Now
 ) -> Row:  # fmt: skip
-    """Decide what a job's own files and the sweep's record say together; the files are the truth where both speak."""
+    """Combine a job's own files with the sweep's record; where both have a fact, the files count."""
     status, message = status_of(path, event, files, now.queue)
     is_ended = status not in ("waiting", "submitted", "running")
     started, ended, seconds = _times(event, files, status, is_ended)
@@ -171,7 +171,7 @@ def _judged(
         number=number,
         name=name,
         path=path,
-        overrides={**set_by(words), **files.overrides},
+        overrides={**set_by(overrides), **files.overrides},
         status=status,
         objective=objective,
         metrics=files.metrics,
@@ -240,20 +240,20 @@ def _start(path: Path) -> dict[str, Any]:
 
 def _newest(events: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return each job's newest status event, with the times of its start and end as `started` and `ended`."""
-    found: dict[int, dict[str, Any]] = {}
+    newest: dict[int, dict[str, Any]] = {}
     for event in events:
         number, kind = event.get("job"), event["event"]
         if isinstance(number, int) and kind in ("started", "submitted", "ended"):
-            before = found.get(number, {})
+            before = newest.get(number, {})
             times = {"started": before.get("started", False)} if kind == "ended" else {}
-            found[number] = {**event, **times, **({} if kind == "submitted" else {kind: event.get("time", False)})}
-    return found
+            newest[number] = {**event, **times, **({} if kind == "submitted" else {kind: event.get("time", False)})}
+    return newest
 
 
-def _jobs(path: Path, known: Collection[str]) -> list[Path]:
+def _jobs(path: Path, known_names: Collection[str]) -> list[Path]:
     """Return the folders in a sweep's directory that are named as jobs are, but for those that are known."""
     try:
-        unknown = [entry for entry in os.scandir(path) if entry.name not in known]
+        unknown = [entry for entry in os.scandir(path) if entry.name not in known_names]
         return sorted(Path(entry.path) for entry in unknown if IS_JOB.fullmatch(entry.name) and entry.is_dir())
     except OSError:
         return []
@@ -264,8 +264,8 @@ def _is_plain(name: str) -> bool:
     return 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
 
 
-def _words(words: Any) -> list[str]:
-    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _short(text: str) -> str:
@@ -280,8 +280,8 @@ def with_defaults(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
     for row in rows:
         missing = [key for key in keys if key not in row.overrides]
         tree = _configuration(row.path) if missing else {}
-        found = {key: text for key in missing if (text := _value(tree, key)) is not None}
-        filled.append(replace(row, overrides={**row.overrides, **found}) if found else row)
+        defaults = {key: text for key in missing if (text := _value(tree, key)) is not None}
+        filled.append(replace(row, overrides={**row.overrides, **defaults}) if defaults else row)
     return filled
 
 

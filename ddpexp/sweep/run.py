@@ -72,7 +72,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
 
 
 def _check_sweeper(swept: Swept, settings: Settings) -> None:
-    """Check that a sweeper that chooses jobs by their results has one to choose by."""
+    """Check that a sweeper that chooses jobs by their results has an objective."""
     if is_grid(swept):
         if swept.intervals:
             raise RefusedError(

@@ -178,10 +178,10 @@ def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool =
     """
     from rich.text import Text
 
-    said = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
-    lines = [f"{_called(row)} {row.status}: {cell_text(row.message or '')}" for row in said[:limit]]
-    if limit and len(said) > limit:
-        lines.append(f"... and {len(said) - limit:,} more like these")
+    messages = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
+    lines = [f"{_called(row)} {row.status}: {cell_text(row.message or '')}" for row in messages[:limit]]
+    if limit and len(messages) > limit:
+        lines.append(f"... and {len(messages) - limit:,} more like these")
     counts = Text(f"{count_text(rows)}.{best_text(rows, goal)}", no_wrap=cut, overflow="ellipsis" if cut else "fold")
     return [counts, *(Text(line, style="red", no_wrap=True, overflow="ellipsis") for line in lines)]
 
@@ -224,8 +224,8 @@ def best_text(rows: Sequence[Row], goal: Goal) -> str:
         return ""
     if best is None:
         return f" None has {cell_text(goal.metric)} yet."
-    word = "lowest" if goal.mode == "min" else "highest"
-    return f" Best ({word} {cell_text(goal.metric)}): {shown(goal.metric, best.objective)}, {cell_text(best.name)}"
+    extreme = "lowest" if goal.mode == "min" else "highest"
+    return f" Best ({extreme} {cell_text(goal.metric)}): {shown(goal.metric, best.objective)}, {cell_text(best.name)}"
 
 
 def _turn(row: Row) -> tuple[int, float]:

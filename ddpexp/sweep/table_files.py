@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Return one line a job, with everything that was typed for any and every metric, as plain numbers."""
+    """Return one line per job, with every override and every metric, as plain numbers."""
     keys = dict.fromkeys(key for row in rows for key in row.overrides)
     metrics = dict.fromkeys(name for row in rows for name in row.metrics)
     text = io.StringIO()
