@@ -25,9 +25,9 @@ from ddpexp.system.terminal import say
 
 NAME = "lock"
 _WAIT_SECONDS = 10.0  # for the ranks of a killed command to exit
-_SAY_AFTER_SECONDS = 1.0
+_REPORT_AFTER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-_SETTLE_SECONDS = 0.2
+_RACE_SECONDS = 0.2
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -123,7 +123,7 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
         except OSError as error:
             raise RefusedError(f"{name} cannot be written: {said_with_limit(error, path)}.") from None
         if not flocked:
-            time.sleep(_SETTLE_SECONDS)  # of two commands that found no owner, the last one to write wins
+            time.sleep(_RACE_SECONDS)  # of two commands that found no owner, the last one to write wins
             if read(path) != owner:
                 raise RefusedError(_in_use(name, read(path)))
     except BaseException:
@@ -159,7 +159,7 @@ def _open(path: Path) -> int:
 
 
 def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> None:
-    report_at = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    report_at = deadline - _WAIT_SECONDS + _REPORT_AFTER_SECONDS
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,7 +193,7 @@ def _check_gone(descriptor: int, path: Path, name: str) -> None:
 
 
 def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
-    report_at = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    report_at = deadline - _WAIT_SECONDS + _REPORT_AFTER_SECONDS
     while held := held_logs(ranks):
         if time.monotonic() > deadline:
             numbers = ", ".join(path.stem for path in held)

@@ -182,6 +182,6 @@ def _run(job: Planned, options: Sequence[str], channel: socket.socket | None) ->
     try:
         return command.launch(job.experiment.launcher, job.training(options), server)
     finally:
-        command.hear_no_more_signals()  # it has ended
+        command.ignore_signals()  # it has ended
         if server is not None:
             server.close()

@@ -91,9 +91,9 @@ def owning_job(record: Mapping[str, Any]) -> ScheduledJob | None:
 def states(jobs: Iterable[ScheduledJob]) -> dict[ScheduledJob, JobState]:
     """Query the states of many jobs, with one call for each scheduler."""
     requested = list(jobs)
-    found: dict[ScheduledJob, JobState] = {}
+    result: dict[ScheduledJob, JobState] = {}
     for scheduler in SCHEDULERS:
-        if own := [job for job in requested if job.scheduler is scheduler]:
-            by_id = scheduler.states([job.id for job in own])
-            found |= {job: by_id[job.id] for job in own}
-    return found
+        if of_scheduler := [job for job in requested if job.scheduler is scheduler]:
+            by_id = scheduler.states([job.id for job in of_scheduler])
+            result |= {job: by_id[job.id] for job in of_scheduler}
+    return result
