@@ -129,7 +129,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         raise
     except Exception as error:
         notes["model"] = (
-            f"really built, for its code does not work on torch's meta device ({type(error).__name__}: {error})"
+            f"built in memory, because its code does not work on torch's meta device ({type(error).__name__}: {error})"
         )
         device = _CPU
         _bound_memory()
@@ -139,7 +139,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(
-                f"{name} has lazy parameters, whose size only the first batch tells: a plan needs sizes. Give its "
+                f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes. Give its "
                 "layers their input sizes."
             )
         module.to(device)
@@ -176,7 +176,7 @@ def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes
         return _num_bytes(tensors)
     except Exception as error:
         notes["optimizer"] = (
-            f"assumed: two numbers a trained one, for a step was not possible ({type(error).__name__}: {error})"
+            f"assumed: two numbers for each trained one, because a step was not possible ({type(error).__name__}: {error})"
         )
         return 2 * _num_bytes([p for p in parameters if p.requires_grad])
     finally:
@@ -188,7 +188,7 @@ def _activations(experiment: Experiment, models: Models, single: bool, batch: An
     """Return what a forward pass keeps for backward, each memory once, without parameters and buffers. Units: bytes."""
     task: Task = instantiate(experiment.task, experiment.trust, "task")
     if isinstance(task, HasTrainStep):
-        notes["activations"] = "left out: the task's own train_step says what a step is"
+        notes["activations"] = "left out: the task's own train_step defines the step"
         return None
     parameters_and_buffers = {
         t.untyped_storage()._cdata for module in models.values() for t in (*module.parameters(), *module.buffers())

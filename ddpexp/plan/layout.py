@@ -37,7 +37,7 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     Raises:
         RefusedError: what a run would refuse on whatever machine.
     """
-    sizes = _nodes(job.request.nodes) if isinstance(launcher, Elastic) else [_one(job.request.nodes)]
+    sizes = _nodes(job.request.nodes) if isinstance(launcher, Elastic) else [_num_nodes(job.request.nodes)]
     gpus, device, threads = job.request.gpus, job.request.device, job.request.threads
     notes: list[str] = []
     request = launcher.resource_request(job, sizes[-1])
@@ -60,7 +60,7 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         )
     if cores is None:
         cores = usable_cores()
-        notes.append(f"each machine is taken to have {cores} cores, as this one: --cores says otherwise")
+        notes.append(f"each machine is assumed to have {cores} cores, as this one: --cores sets another number")
     workers = max(1, present) if gpus == "auto" and device == "cuda" else 1 if gpus == "auto" else gpus
     each = resolve(
         gpus, device, job.request.backend, max(1, cores // max(1, workers)) if threads == "auto" else threads,
@@ -81,7 +81,7 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     return Assumed(layout, cores, request, tuple(notes))
 
 
-def _one(nodes: int | str) -> int:
+def _num_nodes(nodes: int | str) -> int:
     if isinstance(nodes, str) and nodes != "auto":
         raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
     return _nodes(nodes)[0]

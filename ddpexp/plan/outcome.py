@@ -105,9 +105,9 @@ class Outcome:
         if alone:
             return predict(self.costs, self.batch.gradient_accumulation_steps, [], self.place)
         if self.experiment.strategy.comm_hook == "powersgd":
-            return "left out: what PowerSGD's products cost is not known"
+            return "left out: the cost of PowerSGD's products is unknown"
         if self.costs.alpha_us is None or self.costs.bandwidth_gbps is None:
-            return "left out: give --alpha_us and --bandwidth_gbps, which one worker alone does not tell"
+            return "left out: give --alpha_us and --bandwidth_gbps, which cannot be measured with one worker"
         return predict(self.costs, self.batch.gradient_accumulation_steps, self.reduced(), self.place)
 
     def files(self) -> dict[str, int]:

@@ -52,9 +52,7 @@ def plan(argv: Sequence[str]) -> int:
     arguments = PlanArguments.of(argv)
     composed = compose(list(arguments.run))
     if composed is None:
-        raise RefusedError(
-            f"plan {' '.join(arguments.run)}: that is a question about the configuration: ask it without plan."
-        )
+        raise RefusedError(f"plan {' '.join(arguments.run)}: that option shows the configuration: use it without plan.")
     experiment = parse(composed.values)
     for warning in composed.warnings:
         say(f"ddpexp: warning: {warning}")

@@ -329,7 +329,7 @@ def test_code_that_does_not_work_without_memory_is_built_and_told(mine: Path, mo
     found, steps = collect(experiment_of(mine, "model=counting"), layout(), None, 640)
     assert steps == {"steps_per_epoch": 5, "num_steps": 10}
     assert found.state_bytes == {"model": 7850 * 4}
-    assert found.notes["model"].startswith("really built, for its code does not work on torch's meta device (")
+    assert found.notes["model"].startswith("built in memory, because its code does not work on torch's meta device (")
 
 
 def test_what_a_run_would_refuse_is_refused_with_the_same_sentence(ddpexp: Ddpexp, tmp_path: Path) -> None:
@@ -543,7 +543,7 @@ def test_the_time_is_left_out_with_a_sentence_or_told_with_its_costs() -> None:
     assert outcome.step() == "left out: give --compute_ms, --alpha_us and --bandwidth_gbps, or measure with --calibrate"
     assert outcome.as_dict()["step"]["total_ms"] is None
     half = replace(outcome, costs=Costs(10))
-    assert half.step() == "left out: give --alpha_us and --bandwidth_gbps, which one worker alone does not tell"
+    assert half.step() == "left out: give --alpha_us and --bandwidth_gbps, which cannot be measured with one worker"
     whole = replace(outcome, costs=Costs(10, alpha_us=10, bandwidth_gbps=80))
     found = whole.as_dict()["step"]
     assert found["total_ms"] == pytest.approx(10 + 2 * 4 * 0.01 + 2 * 4e6 / 1e7, rel=1e-3)  # NCCL's tree
