@@ -139,8 +139,8 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(
-                f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes. Give its "
-                "layers their input sizes."
+                f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes. Give "
+                "its layers their input sizes."
             )
         module.to(device)
     return models, single, device
@@ -176,7 +176,8 @@ def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes
         return _num_bytes(tensors)
     except Exception as error:
         notes["optimizer"] = (
-            f"assumed: two numbers for each trained one, because a step was not possible ({type(error).__name__}: {error})"
+            "assumed: two numbers for each trained one, because a step was not possible "
+            f"({type(error).__name__}: {error})"
         )
         return 2 * _num_bytes([p for p in parameters if p.requires_grad])
     finally:
