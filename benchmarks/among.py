@@ -23,7 +23,7 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.distributed.world import World
 from ddpexp.strategy.ddp import DDP
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.train import lazy_dynamo
 
 _SAMPLES = 10**9
@@ -63,7 +63,7 @@ def setup(world_size: int) -> dict[str, float]:
     world = World(rank, rank % 8, rank // 8, world_size, 8, _CPU)
     plan = plan_batches(_SHARE * world_size, _SHARE, world_size)
     next(TrainBatches(Numbers(_SAMPLES), plan, rank, 0, _CPU).steps(0, 2))
-    options = Options("ddp", False, False, True, 25, True, "auto", "none", 1, False)
+    options = DDPOptions("ddp", False, False, True, 25, True, "auto", "none", 1, False)
     strategy = DDP(options, world, lambda: model("lenet"))
     ready = time.perf_counter()
     _step(strategy.train_model)  # DDP lays its buckets out anew after it

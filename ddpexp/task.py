@@ -44,7 +44,7 @@ class HasOptimizers(Protocol):
 
 
 class OptimizerStep(Protocol):
-    """An optimizer step in progress: what a task's own `train_step` works with."""
+    """An optimizer step in progress: what a strategy, or a task's own `train_step`, works with."""
 
     @property
     def models(self) -> Any:
@@ -56,6 +56,10 @@ class OptimizerStep(Protocol):
 
         Communicates where `last` is true.
         """
+        ...
+
+    def forward(self, batch: Any) -> Sums:
+        """Return what `Task.step` returns for the batch; only inside `micro_batch`."""
         ...
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:

@@ -23,8 +23,8 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.strategy import Exact
-from ddpexp.strategy.options import Options
 from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
@@ -38,7 +38,7 @@ TRAINER = Trainer(
     keep_best=None, on_save_error="stop", reduction="fast", deterministic=False, grace_seconds=25,
     timeout=Timeout(300, 600, 1800, 300),
 )  # fmt: skip
-STRATEGY = Options(
+STRATEGY = DDPOptions(
     kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,
     broadcast_buffers=True, reduce_through="auto", comm_hook="none", powersgd_rank=1, sync_batchnorm=False,
 )  # fmt: skip

@@ -101,10 +101,10 @@ def shared(network: nn.Module, rank: int, workers: int) -> Callable[[], None]:
     from ddpexp.distributed.world import World
     from ddpexp.strategy.bucket import Bucket
     from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for
-    from ddpexp.strategy.options import Options
+    from ddpexp.strategy.ddp_options import DDPOptions
 
     world = World(rank, rank, 0, workers, workers, torch.device("cpu"))
-    options = Options("ddp", False, False, True, 25, True, "shared_memory", "none", 1, False)
+    options = DDPOptions("ddp", False, False, True, 25, True, "shared_memory", "none", 1, False)
     carrier = reducer_for(list(network.parameters()), options, world)
     assert isinstance(carrier, SharedMemoryReducer)
     bucket = Bucket(dict(network.named_parameters()), carrier, world)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.strategy.base import Shard
 
 _KIND = "$"  # the key that marks values without a JSON representation
 
 
-def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """Return `value` as JSON; its tensors are added to `tensors`, named by their paths, such as `a/b/0`.
+def encode(value: Any, tensors: dict[str, Any], where: str = "") -> Any:
+    """Return `value` as JSON; its tensors and shards are added to `tensors`, named by their paths, such as `a/b/0`.
 
     Decoding restores numbers to the bit, tuples as tuples, and keys of any type.
 
@@ -26,7 +27,7 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str = "") -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Shard):
         name = where or "tensor"
         while name in tensors:  # keys may contain a /
             name += "'"

@@ -6,6 +6,7 @@ The files are the same at every number of ranks. Source: the specification of th
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ddpexp.checkpoint.codec import DTYPES
 from ddpexp.errors import DdpexpError
+from ddpexp.strategy.base import Shard
 
 _BLOCK = 1 << 20  # bytes; ranks write multiples of it, so that no two hosts write to the same page of a file
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -36,6 +38,8 @@ class TensorFile:
     name: str
     header: bytes
     positions: Sequence[tuple[int, int, str]]  # begin, end, name
+    shared: Sequence[tuple[int, int]]  # begin and end of what every rank holds
+    owned: Sequence[tuple[int, int]]  # of what only this rank writes
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +47,7 @@ class TensorFile:
         return self.positions[-1][1] if self.positions else len(self.header)
 
 
-def lay_out(name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
+def lay_out(name: str, shards: Mapping[str, Shard]) -> TensorFile:
     """Return the layout of a safetensors file.
 
     The order depends only on names and dtypes, not on how a model was built: the widest dtypes first, which keeps all
@@ -52,28 +56,43 @@ def lay_out(name: str, tensors: Mapping[str, Tensor]) -> TensorFile:
     Raises:
         DdpexpError: the safetensors format does not support the dtype or layout of a tensor.
     """
-    for key, tensor in tensors.items():
+    for key, shard in shards.items():
+        tensor = shard.tensor
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
             kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
             raise DdpexpError(f"{key} is of {kind}, which the safetensors format, and so a checkpoint, cannot hold.")
     header: dict[str, Any] = {}
     positions: list[tuple[int, int, str]] = []
-    tied = ties(tensors)
+    tied = ties({key: shard.tensor for key, shard in shards.items()})
     begin = 0
-    for key in sorted(tensors.keys() - tied.keys(), key=lambda key: (-tensors[key].element_size(), key)):
-        tensor = tensors[key]
-        end = begin + tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for key in sorted(shards.keys() - tied.keys(), key=lambda key: (-shards[key].tensor.element_size(), key)):
+        shard = shards[key]
+        end = begin + math.prod(shard.shape) * shard.tensor.element_size()
+        header[key] = {"dtype": _NAMES[shard.tensor.dtype], "shape": list(shard.shape), "data_offsets": [begin, end]}
         positions.append((begin, end, key))
         begin = end
     text = json.dumps({"__metadata__": {**tied, "format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     first = 8 + len(text)
-    return TensorFile(
-        f"{name}.safetensors",
-        len(text).to_bytes(8, "little") + text,
-        [(first + begin, first + end, key) for begin, end, key in positions],
-    )
+    positions = [(first + begin, first + end, key) for begin, end, key in positions]
+    shared, owned = [(0, first)], []
+    for begin, end, key in positions:
+        shard = shards[key]
+        if shard.first_row is not None:
+            if shard.replica == 0 and shard.tensor.numel():
+                owned.append(_held(shard, begin))
+        elif shared[-1][1] == begin:
+            shared[-1] = shared[-1][0], end
+        else:
+            shared.append((begin, end))
+    return TensorFile(f"{name}.safetensors", len(text).to_bytes(8, "little") + text, positions, shared, owned)
+
+
+def _held(shard: Shard, begin: int) -> tuple[int, int]:
+    """Return the range of a file that this rank holds of a tensor that begins at `begin`. Units: bytes."""
+    row = math.prod(shard.shape[1:]) * shard.tensor.element_size()
+    first = begin + (shard.first_row or 0) * row
+    return first, first + shard.tensor.numel() * shard.tensor.element_size()
 
 
 def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -90,29 +109,40 @@ def ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def share(files: Iterable[TensorFile], rank: int, world_size: int) -> list[Span]:
-    """Return the spans that a rank writes: part `rank` of `world_size` equal parts of the bytes of all files."""
-    blocks = [(file, offset) for file in files for offset in range(0, file.num_bytes, _BLOCK)]
-    own_blocks = blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]
+    """Return the spans that a rank writes.
+
+    These are what it alone holds, and part `rank` of `world_size` equal parts of what every rank holds.
+    """
+    files = list(files)
+    blocks = [
+        Span(file.name, start, min(end, offset + _BLOCK) - start)
+        for file in files
+        for begin, end in file.shared
+        for offset in range(begin - begin % _BLOCK, end, _BLOCK)
+        for start in [max(begin, offset)]
+    ]
     spans: list[Span] = []
-    for file, offset in own_blocks:
-        size = min(_BLOCK, file.num_bytes - offset)
-        if spans and spans[-1].file == file.name:
-            spans[-1] = Span(file.name, spans[-1].offset, spans[-1].num_bytes + size)
+    for span in blocks[rank * len(blocks) // world_size : (rank + 1) * len(blocks) // world_size]:
+        if spans and spans[-1].file == span.file and spans[-1].offset + spans[-1].num_bytes == span.offset:
+            spans[-1] = Span(span.file, spans[-1].offset, spans[-1].num_bytes + span.num_bytes)
         else:
-            spans.append(Span(file.name, offset, size))
-    return spans
+            spans.append(span)
+    return spans + [Span(file.name, begin, end - begin) for file in files for begin, end in file.owned]
 
 
-def copy_span(file: TensorFile, tensors: Mapping[str, Tensor], span: Span, out: Tensor) -> None:
+def copy_span(file: TensorFile, shards: Mapping[str, Shard], span: Span, out: Tensor) -> None:
     """Copy the bytes of a span, from the header and the tensors. Shapes: `out` is (span.num_bytes,) uint8."""
     first, last = span.offset, span.offset + span.num_bytes
     if first < len(file.header):
         head = file.header[first:last]
         out[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
     for begin, end, key in file.positions:
+        if begin >= last or end <= first:
+            continue
+        begin, end = _held(shards[key], begin)
         low, high = max(begin, first), min(end, last)
         if low < high:
-            source = _bytes(tensors[key])[low - begin : high - begin]
+            source = _bytes(shards[key].tensor)[low - begin : high - begin]
             out[low - first : high - first].copy_(source, non_blocking=True)
 
 

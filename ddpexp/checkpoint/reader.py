@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,24 @@ from ddpexp.checkpoint.layout import ties
 from ddpexp.checkpoint.tensors import check_plain_file, read_tensors
 from ddpexp.errors import RefusedError
 from ddpexp.system.files import read_json
+from ddpexp.system.text import first_few
 
 Models = Mapping[str, nn.Module]
 
 
-def weights_sha256(models: Models) -> str:
-    """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes."""
+def weights_sha256(models: Models, whole: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor) -> str:
+    """Hash parameters and buffers, sorted by name, each as name, dtype, shape and bytes.
+
+    `whole` returns the whole tensor of one of which the ranks hold different rows.
+    """
     digest = hashlib.sha256()
     named = {
-        name if prefix == "model" else f"{prefix}.{name}": tensor
+        name if prefix == "model" else f"{prefix}.{name}": (f"{prefix}.{name}", tensor)
         for prefix, module in models.items()
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     for name in sorted(named):
-        tensor = named[name].detach().cpu().contiguous()
+        tensor = whole(*named[name]).detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -71,8 +75,15 @@ def read_rank_state(checkpoint: Checkpoint, rank: int) -> Any:
     return read_part(checkpoint, f"rank-{rank:05}")
 
 
-def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where: str) -> None:
+def copy_into(
+    target: Mapping[str, Tensor],
+    source: Mapping[str, Tensor],
+    where: str,
+    local: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> None:
     """Copy tensors by name into tensors of the same shapes and dtypes.
+
+    `local` returns what this rank holds of a whole tensor.
 
     Raises:
         RefusedError: a name, shape or dtype differs; lists the first ones.
@@ -90,13 +101,13 @@ def copy_into(target: Mapping[str, Tensor], source: Mapping[str, Tensor], where:
     if missing or extra or shapes:
         parts = [
             *shapes,
-            *([f"it lacks {_few(missing)}"] if missing else []),
-            *([f"it also has {_few(extra)}"] if extra else []),
+            *([f"it lacks {first_few(missing, 3)}"] if missing else []),
+            *([f"it also has {first_few(extra, 3)}"] if extra else []),
         ]
-        raise RefusedError(f"{where} holds the weights of another model: {_few(parts, '; ')}.")
+        raise RefusedError(f"{where} holds the weights of another model: {first_few(parts, 3, '; ')}.")
     with torch.no_grad():
         for name, tensor in target.items():
-            tensor.copy_(source[name])
+            tensor.copy_(local(name, source[name]))
 
 
 def load_weights(models: Models, source: Path, description: str, averaged: bool = False) -> None:
@@ -144,8 +155,8 @@ def _load(module: nn.Module, tensors: Mapping[str, Tensor]) -> str | None:
     except RuntimeError as error:  # tensors have other sizes
         return " ".join(str(error).split())[:300].rstrip(".")
     missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]  # only those of tensors
-    parts = [f"it lacks {_few(missing)}"] if missing else []
-    parts += [f"it also has {_few(result.unexpected_keys)}"] if result.unexpected_keys else []
+    parts = [f"it lacks {first_few(missing, 3)}"] if missing else []
+    parts += [f"it also has {first_few(result.unexpected_keys, 3)}"] if result.unexpected_keys else []
     return "; ".join(parts) or None
 
 
@@ -159,7 +170,3 @@ def _check_hash(path: Path) -> None:
             raise OSError(problem)
         if checkpoint.version == 1:
             logging.getLogger("ddpexp").warning(OLDER, path.parent.name)
-
-
-def _few(names: Sequence[str], between: str = ", ") -> str:
-    return between.join(names[:3]) + (f"{between}and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,6 +1,6 @@
 """Writing checkpoints: by all ranks, asynchronously and atomically.
 
-All ranks hold the same tensors, so every rank knows the bytes of all files, and writes its share of them. Rank zero
+Every rank knows the layout of all files, and writes what it alone holds and its share of what all ranks hold. Rank zero
 then writes the manifest with the hash of every piece, and renames the folder.
 """
 
@@ -29,11 +29,14 @@ from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, 
 from ddpexp.checkpoint.layout import Span, TensorFile, copy_span, lay_out, share, ties
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError
+from ddpexp.strategy.base import Shard
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, write
 from ddpexp.system.limits import human, said_with_limit
 
-Files = Mapping[str, Mapping[str, Tensor]]
+Files = Mapping[str, Mapping[str, Tensor | Shard]]
+
+Shards = Mapping[str, Shard]
 
 _ATTEMPTS = 4
 _PAUSE_SECONDS = 0.5  # before the second attempt; doubled for each further one
@@ -51,7 +54,7 @@ class Content:
     """The contents of a checkpoint."""
 
     models: Files  # by the name of their file, without its ending
-    parts: Mapping[str, Any] = field(default_factory=dict)  # trees of values and tensors, by name; equal on all ranks
+    parts: Mapping[str, Any] = field(default_factory=dict)  # trees of values and tensors or shards, by name
     own: Any = None  # a tree of this rank alone; tensors that only rank zero has belong here, too
     texts: Mapping[str, bytes] = field(default_factory=dict)  # small files, by name
     facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
@@ -102,14 +105,17 @@ class Writer:
     def save(self, step: int, content: Content) -> None:
         """Copy this rank's share and start writing it; rank zero also writes plain values and the manifest.
 
-        Ranks: all, with the same models and parts; `own` may differ.
+        Ranks: all, with the same models and parts, of which each may hold other rows; `own` may differ.
 
         Raises:
             CheckpointError: the previous one could not be written, and trainer.on_save_error=stop.
         """
         self.wait()
         plain, tensors = _encoded(content.parts)
-        files = {**content.models, **tensors}
+        files = {
+            name: {key: Shard.of(value) for key, value in values.items()}
+            for name, values in {**content.models, **tensors}.items()
+        }
         planned = self._planned(files)
         spans = share(planned, self._world.rank, self._world.world_size)
         copied = self._stage.copy(planned, files, spans)
@@ -169,13 +175,17 @@ class Writer:
         if self._thread is not None:
             self._thread.join(_GRACE_SECONDS)
 
-    def _planned(self, files: Files) -> list[TensorFile]:
+    def _planned(self, files: Mapping[str, Shards]) -> list[TensorFile]:
         signature = [
-            (name, [(key, t.dtype, t.shape) for key, t in tensors.items()], ties(tensors))
-            for name, tensors in files.items()
+            (
+                name,
+                [(key, s.tensor.dtype, s.shape, s.first_row, s.tensor.numel()) for key, s in shards.items()],
+                ties({key: shard.tensor for key, shard in shards.items()}),
+            )
+            for name, shards in files.items()
         ]
         if self._plan is None or self._plan[0] != signature:
-            self._plan = signature, [lay_out(name, tensors) for name, tensors in files.items()]
+            self._plan = signature, [lay_out(name, shards) for name, shards in files.items()]
         return self._plan[1]
 
     def _own_files(self, own: Any) -> dict[str, bytes]:
@@ -311,7 +321,7 @@ class _Stage:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, planned: Sequence[TensorFile], files: Files, spans: Sequence[Span]) -> Tensor:
+    def copy(self, planned: Sequence[TensorFile], files: Mapping[str, Shards], spans: Sequence[Span]) -> Tensor:
         """Copy the bytes of the spans. Shapes: (bytes,) uint8, on the CPU."""
         num_bytes = sum(span.num_bytes for span in spans)
         if self._buffer.numel() < num_bytes:
@@ -329,11 +339,11 @@ class _Stage:
         return self._buffer[:num_bytes]
 
 
-def _encoded(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def _encoded(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """Return each part as JSON, and the tensors of parts that have any, by file names without their ending."""
     plain, files = {}, {}
     for name, value in parts.items():
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor | Shard] = {}
         plain[f"state.{name}"] = encode(value, tensors)
         if tensors:
             files[f"state.{name}"] = tensors

@@ -20,7 +20,7 @@ from ddpexp.config.compose import Overview
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import key_of
 from ddpexp.config.schema import DATA_KEYS, Data, Logger, Recipe, Run, Trainer
-from ddpexp.strategy.options import Options as Strategy
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.sweep.settings import Settings
 
 # What is typed first comes first.
@@ -32,7 +32,7 @@ _SECTIONS = {
     "recipe": Recipe,
     "trainer": Trainer,
     "run": Run,
-    "strategy": Strategy,
+    "strategy": DDPOptions,
     "logger": Logger,
     "sweep": Settings,
 }

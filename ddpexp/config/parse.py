@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import re
 import types
@@ -15,13 +16,14 @@ from typing import Any
 import yaml
 
 from ddpexp.config import registry
-from ddpexp.config.build import build, convert, unknown_key
+from ddpexp.config.build import build, convert, did_you_mean, unknown_key
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
+from ddpexp.config.plugins import installed_strategies
 from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Logger, Recipe, Run, Trainer
 from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.strategy.options import Options as Strategy
+from ddpexp.strategy.options import Options
 from ddpexp.task import Schedule
 
 
@@ -74,7 +76,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         data=_data(values["data"], trust),
         optimizer=_node(values["optimizer"], "optimizer"),
         scheduler=_schedule(values["scheduler"]),
-        strategy=build(Strategy, values["strategy"], "strategy"),
+        strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),
         logger=build(Logger, values["logger"], "logger"),
         trainer=build(Trainer, values["trainer"], "trainer"),
@@ -95,6 +97,30 @@ def _node(values: Mapping[str, Any], where: str) -> Node:
         raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
     rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
     return Node(values["_target_"], types.MappingProxyType(rest))
+
+
+def _strategy(values: Mapping[str, Any]) -> Options:
+    """Build the options of the strategy that `strategy.kind` names."""
+    kind = convert(values.get("kind", "ddp"), str, "strategy.kind")
+    paths = {
+        **installed_strategies(),
+        **{key: registry.path_of("strategy", key) for key in registry.keys_of("strategy")},
+    }
+    if kind not in paths:
+        raise RefusedError(f"strategy.kind={kind} names no strategy.{did_you_mean(kind, paths, 'strategy=')}")
+    module, _, name = paths[kind].rpartition(".")
+    try:
+        options = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise RefusedError(
+            f"strategy={kind}: {paths[kind]} cannot be imported: {type(error).__name__}: {error}. Is its package "
+            "complete?"
+        ) from error
+    if not (isinstance(options, type) and issubclass(options, Options) and dataclasses.is_dataclass(options)):
+        raise RefusedError(
+            f"strategy={kind}: {paths[kind]} is not a dataclass derived from ddpexp.strategy.options.Options."
+        )
+    return build(options, values, "strategy")
 
 
 def _data(values: Mapping[str, Any], trust: Trust) -> Data:

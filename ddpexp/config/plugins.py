@@ -15,14 +15,24 @@ import yaml
 from ddpexp.config.registry import key_of_class
 
 GROUP = "ddpexp.launchers"  # of entry points: `name = package.module:Class`
+STRATEGIES = "ddpexp.strategies"  # of entry points: `kind = package.module:Options`
+
+
+def installed_launchers() -> dict[str, str]:
+    """Return the full name of each launcher class that an installed package offers, by the name of its entry point."""
+    return _installed(GROUP)
+
+
+def installed_strategies() -> dict[str, str]:
+    """Return the full name of the options class of each strategy that an installed package offers, by its kind."""
+    return _installed(STRATEGIES)
 
 
 @cache
-def installed_launchers() -> dict[str, str]:
-    """Return the full name of each launcher class that an installed package offers, by the name of its entry point."""
+def _installed(group: str) -> dict[str, str]:
     return {
         point.name: point.value.partition("[")[0].strip().replace(":", ".")
-        for point in metadata.entry_points(group=GROUP)
+        for point in metadata.entry_points(group=group)
     }
 
 
@@ -36,11 +46,12 @@ def launcher_name(kind: type) -> str:
 def plugin_folders() -> list[Path]:
     """Return the folders `conf` of those packages, in which `launcher/<name>.yaml` lies; imports none of them."""
     folders = []
-    for target in installed_launchers().values():
-        for place in _places(target.partition(".")[0]):
-            folder = place / "conf"
-            if (folder / "launcher").is_dir() and folder not in folders:
-                folders.append(folder)
+    for group, targets in (("launcher", installed_launchers()), ("strategy", installed_strategies())):
+        for target in targets.values():
+            for place in _places(target.partition(".")[0]):
+                folder = place / "conf"
+                if (folder / group).is_dir() and folder not in folders:
+                    folders.append(folder)
     return folders
 
 

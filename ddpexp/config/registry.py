@@ -21,6 +21,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "cosine": "ddpexp.train.schedule.Cosine",
         "onecycle": "ddpexp.train.schedule.OneCycle",
     },
+    "strategy": {"ddp": "ddpexp.strategy.ddp_options.DDPOptions"},
     "data": {"mnist": "ddpexp.data.mnist.dataset.load", "images": "ddpexp.data.images.dataset.load"},
     "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
 }

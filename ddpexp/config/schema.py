@@ -10,7 +10,8 @@ from typing import Any, Literal
 from ddpexp.config.instantiate import Node, Trust
 from ddpexp.launch import Timeout
 from ddpexp.launch.launchers.base import Launcher
-from ddpexp.strategy.options import Options as Strategy
+from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.options import Options
 from ddpexp.task import Schedule
 
 MOST_LOADERS = 1024  # processes for each worker
@@ -103,7 +104,7 @@ class Experiment:
     data: Data
     optimizer: Node
     scheduler: Schedule | Node  # a user's own is a node, which only workers build
-    strategy: Strategy
+    strategy: Options
     launcher: Launcher
     logger: Logger
     trainer: Trainer
@@ -117,7 +118,7 @@ class Experiment:
 
 TYPED_SECTIONS: Mapping[str, Any] = {
     "trainer": Trainer,
-    "strategy": Strategy,
+    "strategy": DDPOptions,  # of the other kinds, `ddpexp.config.parse` finds the class
     "logger": Logger,
     "run": Run,
     "recipe": Recipe,

@@ -13,7 +13,6 @@ from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Tr
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
-from ddpexp.strategy.options import Options as Strategy
 
 _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
@@ -22,40 +21,20 @@ _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
 )  # fmt: skip
 
 
-def check_layout(experiment: Experiment, found: Layout) -> None:
+def check_layout(experiment: Experiment, layout: Layout) -> None:
     """Check what depends on the number of workers and their device.
 
     Raises:
         RefusedError: a batch that does not split, an option that the device does not have.
     """
     trainer = experiment.trainer
-    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, found.world_size)
-    if experiment.strategy.static_graph and batch.gradient_accumulation_steps > 1:
-        raise RefusedError(
-            f"strategy.static_graph=true does not go with {batch.gradient_accumulation_steps} accumulated passes a "
-            "step: torch "
-            f"would reduce other passes than it planned. Use strategy.static_graph=false or a larger "
-            "trainer.micro_batch_size."
-        )
-    if experiment.strategy.comm_hook == "bf16" and found.backend == "gloo":
-        raise RefusedError(
-            "strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none."
-        )
-    if experiment.strategy.sync_batchnorm and found.device == "cpu":
-        raise RefusedError(
-            "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised batch normalisation on CPU. "
-            "Use strategy.sync_batchnorm=false."
-        )
-    if trainer.reduction == "exact" and found.device == "cuda" and not trainer.deterministic:
+    data_size = experiment.strategy.data_rank(0, layout.world_size).size
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
+    if trainer.reduction == "exact" and layout.device == "cuda" and not trainer.deterministic:
         raise RefusedError(
             "trainer.reduction=exact on GPUs needs trainer.deterministic=true: else a GPU's own sums differ each time."
         )
-    if experiment.strategy.reduce_through == "shared_memory" and (found.device == "cuda" or found.nodes > 1):
-        where = "workers have GPUs" if found.device == "cuda" else f"workers are on {found.nodes} nodes"
-        raise RefusedError(
-            f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
-            f"Use strategy.reduce_through=auto."
-        )
+    experiment.strategy.check_layout(trainer, layout, batch.gradient_accumulation_steps)
 
 
 def check(experiment: Experiment) -> None:
@@ -69,7 +48,7 @@ def check(experiment: Experiment) -> None:
     _check_recipe(experiment.recipe)
     _check_run(experiment.run)
     _check_data(experiment.data)
-    _check_strategy(experiment.strategy)
+    experiment.strategy.check(experiment.trainer)
     _check_together(experiment)
 
 
@@ -181,64 +160,13 @@ def _check_data(data: Data) -> None:
         )
 
 
-def _check_strategy(strategy: Strategy) -> None:
-    if strategy.bucket_cap_mb <= 0:
-        raise RefusedError(f"strategy.bucket_cap_mb={strategy.bucket_cap_mb}: use a number above 0.")
-    if strategy.reduce_through == "shared_memory" and strategy.comm_hook != "none":
-        raise RefusedError(
-            f"strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
-            f"strategy.comm_hook={strategy.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
-        )
-    if strategy.powersgd_rank < 1:
-        raise RefusedError(f"strategy.powersgd_rank={strategy.powersgd_rank}: use 1 or more.")
-    if strategy.static_graph and strategy.find_unused_parameters:
-        raise RefusedError(
-            "strategy.static_graph=true finds unused parameters by itself in the first step: "
-            "leave strategy.find_unused_parameters=false."
-        )
-
-
 def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
-    _check_exact(experiment)
-    scaled = trainer.precision == "fp16" or trainer.nonfinite == "skip"
-    if experiment.strategy.comm_hook == "powersgd" and scaled:
+    if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
         raise RefusedError(
-            f"strategy.comm_hook=powersgd remembers every gradient, also one that is left out because it is not "
-            f"finite. Use trainer.precision=fp32 or bf16 and trainer.nonfinite=stop, not {trainer.precision} and "
-            f"{trainer.nonfinite}."
-        )
-
-
-def _check_exact(experiment: Experiment) -> None:
-    """Refuse what would make the numbers depend on the number of workers although `trainer.reduction=exact`."""
-    trainer, strategy = experiment.trainer, experiment.strategy
-    if trainer.reduction != "exact":
-        return
-    why = "trainer.reduction=exact"
-    if trainer.micro_batch_size == "auto":
-        raise RefusedError(
-            f"{why} sums over micro-batches that are the same at every number of workers: "
+            f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
-        )
-    if strategy.comm_hook != "none":
-        raise RefusedError(
-            f"{why} does not go with strategy.comm_hook={strategy.comm_hook}, which rounds each worker's sum. Use none."
-        )
-    if strategy.sync_batchnorm:
-        raise RefusedError(
-            f"{why} does not go with strategy.sync_batchnorm=true: its statistics are those of all workers' "
-            "micro-batches of a "
-            f"pass, which another number of workers cuts in another way. Use strategy.sync_batchnorm=false."
-        )
-    if strategy.static_graph:
-        raise RefusedError(
-            f"{why} does without DDP, whose option strategy.static_graph=true is. Use strategy.static_graph=false."
-        )
-    if not strategy.broadcast_buffers:
-        raise RefusedError(
-            f"{why} combines the buffers of all micro-batches, so strategy.broadcast_buffers must stay true."
         )

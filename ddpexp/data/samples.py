@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ddpexp.data.datasets import Subset
 from ddpexp.errors import CodeError
-
-_SHOWN = 5  # indices shown of a batch
+from ddpexp.system.text import first_few
 
 
 def user_code_error(error: Exception, description: str) -> CodeError:
@@ -22,11 +21,12 @@ def user_code_error(error: Exception, description: str) -> CodeError:
 
 def describe_samples(data: Any, indices: Sequence[int], name: str) -> str:
     """Describe samples of a data set in a message: their indices in it, and in the set that it is a subset of."""
-    text = f"{'sample' if len(indices) == 1 else 'samples'} {_few(indices)} of {len(data):,} in `{name}`"
+    text = f"{'sample' if len(indices) == 1 else 'samples'} {first_few(indices)} of {len(data):,} in `{name}`"
     whole, places = origin(data, indices)
     if whole is data:
         return text
-    return f"{text}, which {'is' if len(indices) == 1 else 'are'} {_few(places)} of the {len(whole):,} in the whole set"
+    verb = "is" if len(indices) == 1 else "are"
+    return f"{text}, which {verb} {first_few(places)} of the {len(whole):,} in the whole set"
 
 
 def origin(data: Any, indices: Sequence[int]) -> tuple[Any, Sequence[int]]:
@@ -68,8 +68,3 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     elif isinstance(batch, tuple | list):
         for value in batch:
             yield from tensors_of(value)
-
-
-def _few(numbers: Sequence[int]) -> str:
-    shown = ", ".join(str(number) for number in numbers[:_SHOWN])
-    return shown + (f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else "")

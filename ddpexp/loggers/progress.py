@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Null
-from ddpexp.system.text import one_line
+from ddpexp.system.text import metric_text, one_line
 
 
 class Progress(Null):
@@ -39,11 +39,9 @@ class Progress(Null):
 
 def _shown(name: str, value: float) -> str:
     name = _one_line(name)  # chosen by the recipe
-    if name.endswith("accuracy"):
-        return f"{name} {value:.2%}"
     if name == "samples_per_second":
         return f"{value:,.0f} samples/s"
-    return f"{name} {value:.4g}"
+    return f"{name} {metric_text(name, value)}"
 
 
 @lru_cache(1024)

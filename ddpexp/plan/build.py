@@ -12,8 +12,8 @@ import json
 import resource
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -30,11 +30,7 @@ from ddpexp.data.samples import tensors_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.plan.memory import Facts, Parameter, reducer
-from ddpexp.strategy.comm.reduce import ALIGNED, SLOT_BYTES
-from ddpexp.strategy.comm.shared_memory import size_of
-from ddpexp.strategy.exact.exchange import Plan
-from ddpexp.strategy.exact.tree import Block, push
+from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.strategy.replica import Models
 from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
@@ -75,7 +71,8 @@ def collect(
         RefusedError: as a run would.
     """
     trainer = experiment.trainer
-    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, layout.world_size)
+    data_size = experiment.strategy.data_rank(0, layout.world_size).size
+    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     before = _own_memory()
     splits = Splits(range(num_samples), {}) if num_samples is not None else open_data(experiment, prepared, _ALONE)
     train, there = splits.train, experiment.data.on_device and num_samples is None
@@ -98,6 +95,11 @@ def collect(
         activations = None if measured is None else round(scale * measured)
     else:
         notes["activations"] = "left out: --num_samples gives no samples to measure them with"
+    sums_bytes, shared_bytes = experiment.strategy.reserved_bytes(
+        [p for _, p in named if p.requires_grad],
+        [buffer for module in models.values() for buffer in module.buffers()],
+        trainer, layout, plan.gradient_accumulation_steps,
+    )  # fmt: skip
     facts = Facts(
         parameters=[
             Parameter(
@@ -113,9 +115,11 @@ def collect(
         data_bytes=data_bytes,
         device_data_bytes=device_bytes(splits) if there else 0,
         num_samples=len(train),
+        sums_bytes=sums_bytes,
+        shared_bytes=shared_bytes,
         notes=notes,
     )
-    return _with_reduction(facts, experiment, layout, [p for _, p in named], models), steps
+    return facts, steps
 
 
 def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool, torch.device]:
@@ -216,38 +220,6 @@ def _activations(experiment: Experiment, models: Models, single: bool, batch: An
     if experiment.trainer.precision != "fp32":
         notes["activations"] = f"at most: measured in fp32, and {experiment.trainer.precision} keeps less"
     return sum(storage.nbytes() for storage in kept.values())
-
-
-def _with_reduction(
-    facts: Facts, experiment: Experiment, layout: Layout, parameters: Sequence[Tensor], models: Models
-) -> Facts:
-    """Add the memory of the sums over micro-batches and over workers."""
-    trainer = experiment.trainer
-    trained = [p for p in parameters if p.requires_grad]
-    wanted = sum(p.numel() * p.element_size() + ALIGNED for p in trained)
-    sums_bytes = 0
-    if trainer.reduction == "exact":
-        tensors = [*trained, *(buffer for module in models.values() for buffer in module.buffers())]
-        itemsize = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
-        leaf = sum(tensor.numel() * itemsize + ALIGNED for tensor in tensors)
-        each = plan_batches(
-            trainer.global_batch_size, trainer.micro_batch_size, layout.world_size
-        ).gradient_accumulation_steps  # fmt: skip
-        sums_bytes = leaf * most_blocks(each)
-        wanted = (leaf + ALIGNED) * max(Plan.of(each * layout.world_size, layout.world_size).num_blocks)
-    shared = reducer(trainer, experiment.strategy, layout) == "shared_memory"
-    shared_bytes = size_of(layout.world_size, min(wanted, SLOT_BYTES)) if shared else 0
-    return replace(facts, sums_bytes=sums_bytes, shared_bytes=shared_bytes)
-
-
-def most_blocks(num_leaves: int) -> int:
-    """Return how many partial sums rank zero holds at once, the leaf that is being written among them."""
-    stack: list[Block] = []
-    most = 0
-    for leaf in range(num_leaves):
-        most = max(most, len(stack) + 1)
-        push(stack, Block(0, leaf))
-    return most
 
 
 def _named(models: Models) -> list[tuple[str, nn.Parameter]]:

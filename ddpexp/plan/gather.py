@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.plan.memory import Facts, Parameter
+from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.system.programs import python
 
 

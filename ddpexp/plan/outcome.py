@@ -9,20 +9,10 @@ from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.plan.calibrate import Calibration
 from ddpexp.plan.layout import Assumed
-from ddpexp.plan.memory import (
-    Bucket,
-    Facts,
-    Part,
-    buckets,
-    checkpoint_files,
-    checkpoints_at_once,
-    layout_stays,
-    num_checkpoints,
-    parts,
-    reducer,
-)  # fmt: skip
+from ddpexp.plan.memory import checkpoint_files, checkpoints_at_once, num_checkpoints, parts
 from ddpexp.plan.speed import Costs, Place, Step, predict
 from ddpexp.run.directory import RunDir
+from ddpexp.strategy.memory import Facts, Part, Traffic
 from ddpexp.system import files
 from ddpexp.system.job_schedulers import SCHEDULERS
 
@@ -56,17 +46,9 @@ class Outcome:
         """Return how many samples an epoch leaves out; they differ from epoch to epoch."""
         return self.facts.num_samples % self.batch.global_batch_size
 
-    @property
-    def reducer(self) -> str:
-        """Return what carries the gradients."""
-        return reducer(self.experiment.trainer, self.experiment.strategy, self.assumed.layout)
-
-    def buckets(self) -> list[Bucket]:
-        """Return DDP's buckets; there are none alone, nor in the exact reduction."""
-        trainer, options, layout = self.experiment.trainer, self.experiment.strategy, self.assumed.layout
-        if layout.world_size == 1 or trainer.reduction == "exact":
-            return []
-        return buckets(self.facts.parameters, options, not layout_stays(trainer, options, layout))
+    def traffic(self) -> Traffic:
+        """Return what the ranks send one another in a step."""
+        return self.experiment.strategy.traffic(self.facts, self.experiment.trainer, self.assumed.layout)
 
     def parts(self) -> list[Part]:
         """Return what a rank holds."""
@@ -83,32 +65,22 @@ class Outcome:
     @property
     def place(self) -> Place:
         """Return where the workers are, for the time of a step."""
-        return place_of(self.assumed, self.experiment)
-
-    def reduced(self) -> list[int]:
-        """Return the bytes that are reduced together, those first that are ready first; compressed as they travel."""
-        if self.place.way == "none":
-            return []
-        half = self.experiment.strategy.comm_hook in ("fp16", "bf16") and self.experiment.trainer.reduction == "fast"
-        sizes = [bucket.num_bytes for bucket in self.buckets()] or [
-            parameter.num_bytes for parameter in self.facts.parameters if parameter.trained
-        ]
-        sizes = sizes if self.buckets() else [sum(sizes)]
-        return [size // 2 if half else size for size in sizes]
+        return place_of(self.assumed, self.experiment, self.facts)
 
     def step(self) -> Step | str:
         """Return the time of a step, or why it is left out."""
-        alone = self.place.way == "none"
+        traffic = self.traffic()
+        alone = traffic.carrier == "none"
         if self.costs is None:
             more = "" if alone else ", --alpha_us and --bandwidth_gbps"
             return f"left out: give --compute_ms{more}, or measure with --calibrate"
         if alone:
             return predict(self.costs, self.batch.gradient_accumulation_steps, [], self.place)
-        if self.experiment.strategy.comm_hook == "powersgd":
-            return "left out: the cost of PowerSGD's products is unknown"
+        if traffic.unknown:
+            return f"left out: {traffic.unknown}"
         if self.costs.alpha_us is None or self.costs.bandwidth_gbps is None:
             return "left out: give --alpha_us and --bandwidth_gbps, which cannot be measured with one worker"
-        return predict(self.costs, self.batch.gradient_accumulation_steps, self.reduced(), self.place)
+        return predict(self.costs, self.batch.gradient_accumulation_steps, traffic.num_bytes, self.place)
 
     def files(self) -> dict[str, int]:
         """Return the sizes of a checkpoint's files."""
@@ -126,12 +98,12 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values. Units: bytes."""
-        layout, cut, files = self.assumed.layout, self.buckets(), self.files()
+        layout, cut, files = self.assumed.layout, self.traffic().buckets, self.files()
         made, at_once = self.checkpoints()
         return {
             "recipe": self.experiment.recipe.name,
             "world": {**asdict(layout), "workers_per_node": self.assumed.workers, "cores_per_node": self.assumed.cores},
-            "batch": {key: value for key, value in asdict(self.batch).items() if key != "world_size"},
+            "batch": {key: value for key, value in asdict(self.batch).items() if key != "data_size"},
             "samples": self.facts.num_samples,
             "steps_per_epoch": self.steps_per_epoch,
             "dropped_samples": self.dropped_samples,
@@ -140,7 +112,7 @@ class Outcome:
             "resumes": self.resumes is not None,
             **self._requests(),
             "parameters": sum(parameter.num_elements for parameter in self.facts.parameters),
-            "reduction": self.reducer,
+            "reduction": self.traffic().carrier,
             "buckets": [asdict(bucket) for bucket in cut],
             "memory": {
                 "rank_bytes": self.rank_bytes(on_host=False),
@@ -179,7 +151,7 @@ class Outcome:
         }
 
 
-def place_of(assumed: Assumed, experiment: Experiment) -> Place:
+def place_of(assumed: Assumed, experiment: Experiment, facts: Facts) -> Place:
     """Return where the workers are, and how they reduce gradients."""
     layout = assumed.layout
     return Place(
@@ -187,6 +159,6 @@ def place_of(assumed: Assumed, experiment: Experiment) -> Place:
         workers=assumed.workers,
         threads=layout.threads,
         cores=0 if layout.device == "cuda" else assumed.cores,
-        way=reducer(experiment.trainer, experiment.strategy, layout),
+        way=experiment.strategy.traffic(facts, experiment.trainer, layout).carrier,
         by_nccl=layout.backend == "nccl",
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ddpexp.data.batch_plan import epochs_text
-from ddpexp.plan.memory import Bucket
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import crowd
+from ddpexp.strategy.memory import Traffic
 from ddpexp.sweep import grid
 from ddpexp.sweep.table import duration
 from ddpexp.system.limits import human
@@ -67,7 +67,7 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "recipe": experiment.recipe.name,
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
         "model": f"{model}, {parameters:,} parameters, {experiment.trainer.precision}",
-        "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.reducer]}), {threads} each{crowded}",
+        "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.traffic().carrier]}), {threads} each{crowded}",
         "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),
@@ -105,7 +105,7 @@ def _rest(outcome: Outcome) -> dict[str, str]:
     files = outcome.files()
     made, at_once = outcome.checkpoints()
     split = " + ".join(f"{name} {human(size)}" for name, size in files.items() if size)
-    lines = {"buckets": _buckets(outcome.buckets(), outcome.experiment.strategy.bucket_cap_mb)}
+    lines = {"buckets": _buckets(outcome.traffic())}
     lines["checkpoint"] = (
         f"{human(sum(files.values()))} = {split}; {made:,} made, at most {at_once:,} there: "
         f"{human(at_once * sum(files.values()))}"
@@ -138,13 +138,13 @@ def _step(outcome: Outcome) -> dict[str, str]:
     return lines
 
 
-def _buckets(buckets: list[Bucket], cap: float) -> str:
-    if not buckets:
+def _buckets(traffic: Traffic) -> str:
+    sizes = [bucket.num_bytes for bucket in traffic.buckets]
+    if not sizes:
         return ""
-    sizes = [bucket.num_bytes for bucket in buckets]
     spread = (
         human(sizes[0])
         if len(sizes) == 1
         else f"{human(min(sizes))} to {human(max(sizes))}, the last one {human(sizes[-1])}"
     )
-    return f"{len(buckets):,} of {cap:g} MiB: {human(sum(sizes))} a step, {spread}"
+    return f"{len(sizes):,} of {traffic.bucket_cap_mb:g} MiB: {human(sum(sizes))} a step, {spread}"

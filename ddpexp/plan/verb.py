@@ -64,7 +64,8 @@ def plan(argv: Sequence[str]) -> int:
     if arguments.num_samples is None and data is not None and data.get("note"):
         facts = replace(facts, notes={**facts.notes, "samples": data["note"]})
     trainer = experiment.trainer
-    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, assumed.layout.world_size)
+    data_size = experiment.strategy.data_rank(0, assumed.layout.world_size).size
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], resumes)
     outcome = _with_costs(outcome, arguments)
     if arguments.json:
@@ -80,7 +81,7 @@ def _with_costs(outcome: Outcome, arguments: PlanArguments) -> Outcome:
     """Add the costs: as given on the command line, otherwise as measured."""
     calibration = None
     if arguments.calibrate:
-        num_bytes = sum(outcome.reduced())
+        num_bytes = sum(outcome.traffic().num_bytes)
         calibration = calibrate(
             outcome.experiment,
             arguments.run,

@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from ddpexp.strategy.comm.shared_memory import SharedMemory
+from ddpexp.distributed.world import Memory
+from ddpexp.strategy.options import DataRank
+from ddpexp.task import OptimizerStep, Sums
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank holds of a tensor: all of it, as every rank does, or a contiguous block of its rows."""
+
+    tensor: Tensor  # an ordinary tensor, also where the model has a DTensor
+    shape: tuple[int, ...]  # of the whole tensor
+    first_row: int | None = None  # None: every rank holds the whole tensor
+    replica: int = 0  # numbers the ranks that hold the same rows
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> Shard:
+        """Return a tensor that every rank holds."""
+        return cls(tensor, tuple(tensor.shape))
+
+    @classmethod
+    def of(cls, value: Tensor | Shard) -> Shard:
+        """Return a shard as it is, and a tensor as one that every rank holds."""
+        return value if isinstance(value, Shard) else cls.whole(value)
 
 
 class Strategy(Protocol):
-    """How the replicas of a model work together: wrapping, micro-batches, gradient reduction and gradient norm."""
+    """How the ranks train a model together: who holds what, and how gradients are reduced.
 
+    `ddpexp.strategy.replica.Replicas` is a base class for strategies in which every rank holds the whole model.
+    """
+
+    data: DataRank  # this rank's share of the global batch
     single: bool  # the model is one module, not a mapping of modules
-    modules: dict[str, nn.Module]  # unwrapped: their forward passes do not communicate
+    modules: dict[str, nn.Module]  # as built: neither wrapped nor compiled
     gradient_weight: float  # the loss is multiplied by it, to make up for how gradients are summed
-    memory: SharedMemory | None  # what carries the gradients; None: the backend
+    memory: Memory | None  # what carries sums of the run loop; None: the backend
 
     @property
     def train_model(self) -> Any:
@@ -33,20 +61,31 @@ class Strategy(Protocol):
         """Set every module to training or evaluation mode."""
         ...
 
+    def build_optimizers(self, build: Callable[[Any], Mapping[str, Optimizer]]) -> Mapping[str, Optimizer]:
+        """Return the optimizers that `build(model)` makes for the model as this rank holds it."""
+        ...
+
+    def train_step(self, step: OptimizerStep, micro_batches: Sequence[Any]) -> list[Sums]:
+        """Do one optimizer step; return what the task's `step` returned for each micro-batch.
+
+        Ranks: all; communicates.
+        """
+        ...
+
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter of every module."""
+        """Yield every parameter of every module, as this rank holds it."""
         ...
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same on all, without communication."""
+        """Return the 2-norm of the reduced gradient, on the device. Ranks: all, with the same result."""
         ...
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Clip the gradient norm to `limit`; return the norm before clipping."""
+        """Clip the gradient norm to `limit`; return the norm before clipping. Ranks: all."""
         ...
 
     def clear_gradient(self) -> None:
@@ -58,7 +97,11 @@ class Strategy(Protocol):
         ...
 
     def evaluation(self) -> AbstractContextManager[Any]:
-        """Yield `eval_model` in evaluation mode, with rank zero's buffers. Ranks: all; may communicate."""
+        """Yield the model in evaluation mode, with rank zero's buffers. Ranks: all; may communicate.
+
+        Inside, a forward pass must not communicate: ranks evaluate different numbers of batches, and `Task.on_eval`
+        runs on rank zero alone.
+        """
         ...
 
     def synced_buffers(self) -> AbstractContextManager[None]:
@@ -67,4 +110,16 @@ class Strategy(Protocol):
 
     def local_buffers(self) -> Mapping[str, Tensor]:
         """Return the buffers that may differ between ranks, by name."""
+        ...
+
+    def shard(self, name: str, tensor: Tensor) -> Shard:
+        """Return what this rank holds of a tensor of a model or of an optimizer, for a checkpoint.
+
+        `tensor` is from a model's `state_dict`, or from an optimizer's state of a parameter. `name` is that of the
+        parameter or buffer, such as `model.0.weight`.
+        """
+        ...
+
+    def from_whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a whole tensor from a checkpoint in the form in which this rank holds it: the inverse of `shard`."""
         ...

@@ -18,7 +18,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.comm.flat import Layout
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.replica import broadcast_rank_zero
 
 _MIB = 1 << 20
@@ -37,7 +37,7 @@ class Bucket:
         list(parameters.values())[-1].register_post_accumulate_grad_hook(self._check_inside_micro_batch)  # type: ignore[no-untyped-call]
 
     @classmethod
-    def fits(cls, parameters: Mapping[str, nn.Parameter], options: Options, slot_bytes: int) -> bool:
+    def fits(cls, parameters: Mapping[str, nn.Parameter], options: DDPOptions, slot_bytes: int) -> bool:
         """Return whether a bucket can replace DDP, with these options, for a model with these parameters."""
         if options.static_graph or options.find_unused_parameters or not options.gradient_as_bucket_view:
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,17 +16,16 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.bucket import BroadcastBuffers, Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
-from ddpexp.strategy.comm.shared_memory import SharedMemory
-from ddpexp.strategy.options import Options
-from ddpexp.strategy.replica import Gradients, Models, Replica, broadcast_rank_zero, check_same_models
+from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.replica import Gradients, Models, Replicas, broadcast_rank_zero, check_same_models
 
 
-class DDP:
+class DDP(Replicas):
     """One replica on this rank, whose gradients are averaged over all ranks."""
 
     def __init__(
         self,
-        options: Options,
+        options: DDPOptions,
         world: World,
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
@@ -40,15 +39,13 @@ class DDP:
         `prepare` gets the modules before they are wrapped, for example to load weights into them.
         Ranks: all; broadcasts rank zero's weights.
         """
-        self._replica = Replica.build(
-            options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare
-        )
-        self.single, self.modules = self._replica.single, self._replica.modules
+        super().__init__(
+            world, factory, channels_last=channels_last, compile=compile, sync_batchnorm=options.sync_batchnorm,
+            prepare=prepare,
+        )  # fmt: skip
         self._world = world
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._shares_buffers = options.broadcast_buffers  # DDP broadcasts them before every forward pass
-        self.wrapped = dict(self._replica.compiled)
-        self.memory: SharedMemory | None = None
         self._buckets: list[Bucket] = []
         trained = {name: parameters for name, module in self.modules.items() if (parameters := _trained(name, module))}
         may_be_unused = options.find_unused_parameters or options.static_graph
@@ -63,7 +60,7 @@ class DDP:
                 options.comm_hook != "none" or (world.device.type == "cuda" and deterministic)
             )
             for name, parameters in trained.items():
-                module = self._replica.compiled[name]
+                module = self.wrapped[name]
                 if isinstance(reducer, SharedMemoryReducer) and Bucket.fits(
                     parameters, options, reducer.memory.slot_bytes
                 ):
@@ -79,59 +76,15 @@ class DDP:
                     replace_reducer(wrapped, reducer, world)
         self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
 
-    @property
-    def train_model(self) -> Any:
-        """Return the wrapped module that a task trains, or the mapping of modules."""
-        return self._replica.of(self.wrapped)
-
-    @property
-    def eval_model(self) -> Any:
-        """Return the unwrapped module, or the mapping of modules, whose forward does not communicate."""
-        return self._replica.of(self.modules)
-
     def train(self, mode: bool) -> None:
         """Set every module to training or evaluation mode."""
-        for module in self.wrapped.values():
-            module.train(mode)
+        super().train(mode)
         for bucket in self._buckets:
             bucket.training = mode
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
         return self._micro_batches[last]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter of every module."""
-        yield from self._replica.parameters
-
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same on all, without communication."""
-        return self._replica.gradient_norm(parameters)
-
-    def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Clip the gradient norm to `limit`; return the norm before clipping."""
-        return self._replica.clip(parameters, limit)
-
-    def clear_gradient(self) -> None:
-        """Clear every gradient."""
-        self._replica.clear_gradient()
-
-    def scale_gradient(self, factor: Tensor) -> None:
-        """Multiply the gradient in place."""
-        self._replica.scale_gradient(factor)
-
-    @contextmanager
-    def evaluation(self) -> Iterator[Any]:
-        """Yield `eval_model` in evaluation mode, with rank zero's buffers; restores training mode on exit.
-
-        Ranks: all; communicates if there are buffers.
-        """
-        with self.synced_buffers():
-            self.train(False)
-            try:
-                yield self.eval_model
-            finally:
-                self.train(True)
 
     @contextmanager
     def synced_buffers(self) -> Iterator[None]:
@@ -209,7 +162,7 @@ def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{model}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _wrap(module: nn.Module, options: Options, world: World, fixed: bool) -> DistributedDataParallel:
+def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> DistributedDataParallel:
     """Wrap a module; `fixed` prevents DDP from rebuilding its buckets after the first step.
 
     If the backend chooses the order of a sum by the layout of the buckets, the first step after a resume would differ
@@ -251,7 +204,12 @@ def _buffers(broadcast: bool) -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers": False}
 
 
-def _register_hook(module: DistributedDataParallel, options: Options) -> None:
+def import_hooks() -> None:
+    """Import the modules of DDP's hooks."""
+    import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
+
+
+def _register_hook(module: DistributedDataParallel, options: DDPOptions) -> None:
     if options.comm_hook == "none":
         return
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

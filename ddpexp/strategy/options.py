@@ -1,22 +1,156 @@
-"""The options of the strategies, free of torch, so that the command can check them before it starts workers."""
+"""What every kind of strategy offers before workers start: options, checks, estimates. Free of torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.strategy.memory import Facts, Part, Traffic
+
+if TYPE_CHECKING:
+    from ddpexp.distributed.world import World
+    from ddpexp.strategy.base import Strategy
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """The share of the global batch that a rank computes: the `rank`-th of `size` equal ones.
+
+    Batches, seeds and metrics go by it. In most strategies it is the rank itself.
+    """
+
+    rank: int
+    size: int
+    reports: bool = True  # False: another rank computes the same share, and its sums are counted
+
+
+class TrainerOptions(Protocol):
+    """The keys of the trainer section that concern strategies."""
+
+    @property
+    def reduction(self) -> str:
+        """Return `fast` or `exact`."""
+        ...
+
+    @property
+    def precision(self) -> str:
+        """Return `fp32`, `bf16` or `fp16`."""
+        ...
+
+    @property
+    def nonfinite(self) -> str:
+        """Return `stop` or `skip`."""
+        ...
+
+    @property
+    def deterministic(self) -> bool:
+        """Return whether torch's deterministic algorithms are used."""
+        ...
+
+    @property
+    def channels_last(self) -> bool:
+        """Return whether models use this memory format."""
+        ...
+
+    @property
+    def compile(self) -> bool:
+        """Return whether models are compiled."""
+        ...
+
+    @property
+    def clip_grad_norm(self) -> float | None:
+        """Return the limit of the gradient norm."""
+        ...
+
+    @property
+    def ema_decay(self) -> float | None:
+        """Return the decay of the weights' moving average."""
+        ...
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of data parallelism; conf/strategy/ddp.yaml explains every field."""
+    """The options of a kind of strategy: a subclass adds a field for each key of its section.
 
-    kind: Literal["ddp"]
-    find_unused_parameters: bool
-    static_graph: bool
-    gradient_as_bucket_view: bool
-    bucket_cap_mb: int | float
-    broadcast_buffers: bool
-    reduce_through: Literal["auto", "shared_memory", "backend"]
-    comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
-    powersgd_rank: int
-    sync_batchnorm: bool
+    conf/strategy/<kind>.yaml sets every key. Another package registers its subclass by an entry point in the group
+    `ddpexp.strategies`, whose name is the kind.
+    """
+
+    kind: str
+    supports_exact: ClassVar[bool] = False  # trainer.reduction=exact: the same bits at every number of workers
+
+    def data_rank(self, rank: int, world_size: int) -> DataRank:
+        """Return which share of the global batch a rank computes."""
+        return DataRank(rank, world_size)
+
+    def check(self, trainer: TrainerOptions) -> None:
+        """Check the options by themselves and with the trainer section.
+
+        Raises:
+            RefusedError: a value means nothing, or contradicts another; names the keys.
+        """
+        if trainer.reduction == "exact" and not self.supports_exact:
+            raise RefusedError(
+                f"trainer.reduction=exact is incompatible with strategy={self.kind}, whose sums depend on the number "
+                "of workers. Use trainer.reduction=fast or strategy=ddp."
+            )
+
+    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
+        """Check what depends on the number of workers and their device.
+
+        Raises:
+            RefusedError: the workers lack what an option needs.
+        """
+
+    def import_modules(self) -> None:
+        """Import what `build` and training will need: see `ddpexp.train.lazy_dynamo`."""
+
+    def missing_in_checkpoints(self) -> str:
+        """Return what a checkpoint does not hold and what follows from it, as a sentence; empty if it holds all."""
+        return ""
+
+    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+        """Return what a rank holds of the model, its gradients and its optimizers, for `ddpexp plan`."""
+        weights = sum(parameter.num_bytes for parameter in facts.parameters)
+        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
+        return [
+            Part("parameters", weights, f"{sum(parameter.num_elements for parameter in facts.parameters):,} numbers"),
+            Part("gradients", trained),
+            Part("optimizer", facts.optimizer_bytes, facts.notes.get("optimizer", "")),
+        ]
+
+    def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+        """Return what the ranks send one another in a step, for `ddpexp plan`."""
+        if layout.world_size == 1:
+            return Traffic("none")
+        return Traffic("backend", unknown=f"what strategy={self.kind} sends in a step is not known")
+
+    def reserved_bytes(
+        self, trained: Sequence[Any], buffers: Sequence[Any], trainer: TrainerOptions, layout: Layout, num_leaves: int
+    ) -> tuple[int, int]:
+        """Return the memory of sums over micro-batches, and the memory shared by the workers of a host.
+
+        Shapes: `trained` and `buffers` are tensors, also on torch's meta device; a rank has `num_leaves` micro-batches.
+        """
+        return 0, 0
+
+    def build(
+        self,
+        world: World,
+        factory: Callable[[], Any],
+        *,
+        trainer: TrainerOptions,
+        gradient_accumulation_steps: int,
+        prepare: Callable[[Any], None],
+    ) -> Strategy:
+        """Build the model inside its strategy; torch is imported only here.
+
+        `factory` returns a module or a mapping of modules, seeded alike on every rank. `prepare` gets the modules by
+        name before they are wrapped or sharded, for example to load weights into them.
+
+        Ranks: all; may communicate.
+        """
+        raise NotImplementedError

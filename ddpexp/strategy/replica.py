@@ -1,83 +1,132 @@
-"""A full model on one rank, and the operations shared by all strategies with full replicas."""
+"""What all strategies have in common in which every rank holds the whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from hashlib import sha256
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from ddpexp.distributed.world import World
+from ddpexp.distributed.world import Memory, World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.base import Shard
+from ddpexp.strategy.options import DataRank
+from ddpexp.system.text import first_few
+from ddpexp.task import OptimizerStep, Sums
 
 Models = dict[str, nn.Module]
 
 
-@dataclass(frozen=True)
-class Replica:
-    """The models as built, and as they are called: compiled if trainer.compile is set."""
+class Replicas:
+    """Base class for strategies in which every rank holds the whole model and gradients are reduced once a step.
 
-    single: bool  # the factory returned one module, not a mapping of modules
-    modules: Models
-    compiled: Models
-    parameters: tuple[nn.Parameter, ...]
+    A subclass calls `share_initial_weights` and overrides `reduce_gradients`, at least.
+    """
 
-    @classmethod
-    def build(
-        cls,
-        options: Options,
+    def __init__(
+        self,
         world: World,
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
-        channels_last: bool,
-        compile: bool,
-        prepare: Callable[[Models], None],
-    ) -> Replica:
+        channels_last: bool = False,
+        compile: bool = False,
+        sync_batchnorm: bool = False,
+        prepare: Callable[[Models], None] = lambda models: None,
+    ) -> None:
         """Build the models on this rank's device.
 
         `prepare` gets them before they are compiled, for example to load weights into them.
         """
         built = factory()
-        modules: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
-        for name, module in modules.items():
+        self.single = isinstance(built, nn.Module)
+        self.modules: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        for name, module in self.modules.items():
             module.to(world.device)
             if channels_last:
                 module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            if options.sync_batchnorm:
-                modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
-        prepare(modules)
-        compiled = dict(modules)
+            if sync_batchnorm:
+                self.modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        prepare(self.modules)
+        self.wrapped = dict(self.modules)  # as they are called in training
         if compile:
             # Not `module.compile()`: torch 2.13 then does not compile classes whose forward is torch's own, such as
             # nn.Sequential.
-            compiled = {name: cast(nn.Module, torch.compile(module)) for name, module in modules.items()}
-        return cls(
-            isinstance(built, nn.Module),
-            modules,
-            compiled,
-            tuple(p for module in modules.values() for p in module.parameters()),
-        )
+            self.wrapped = {name: cast(nn.Module, torch.compile(module)) for name, module in self.modules.items()}
+        self.data = DataRank(world.rank, world.world_size)
+        self.gradient_weight = 1.0
+        self.memory: Memory | None = None
 
-    def of(self, models: Models) -> Any:
-        """Return the one module, or the mapping of modules, as the factory returned it."""
-        return models["model"] if self.single else models
+    @cached_property
+    def _parameters(self) -> tuple[nn.Parameter, ...]:
+        return tuple(p for module in self.modules.values() for p in module.parameters())
 
-    def clear_gradient(self) -> None:
-        """Clear every gradient."""
-        for parameter in self.parameters:
-            parameter.grad = None
+    def share_initial_weights(self, world: World) -> None:
+        """Give every rank the parameters and buffers of rank zero. Ranks: all; communicates.
 
-    def scale_gradient(self, factor: Tensor) -> None:
-        """Multiply the gradient in place."""
-        torch._foreach_mul_(gradient_values(self.parameters), factor)
+        Raises:
+            DdpexpError: the parameters or buffers have different names, shapes or dtypes.
+        """
+        if world.world_size > 1:
+            check_same_models(self.modules, world)
+            modules = self.modules.values()
+            shared = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+            broadcast_rank_zero([tensor.detach() for tensor in shared], world)
+
+    @property
+    def train_model(self) -> Any:
+        """Return the wrapped module that a task trains, or the mapping of modules."""
+        return self.wrapped["model"] if self.single else self.wrapped
+
+    @property
+    def eval_model(self) -> Any:
+        """Return the module as built, or the mapping of modules; its forward pass does not communicate."""
+        return self.modules["model"] if self.single else self.modules
+
+    def train(self, mode: bool) -> None:
+        """Set every module to training or evaluation mode."""
+        for module in self.wrapped.values():
+            module.train(mode)
+
+    def build_optimizers(self, build: Callable[[Any], Mapping[str, Optimizer]]) -> Mapping[str, Optimizer]:
+        """Return the optimizers that `build(model)` makes."""
+        return build(self.eval_model)
+
+    def train_step(self, step: OptimizerStep, micro_batches: Sequence[Any]) -> list[Sums]:
+        """Go through the micro-batches, then step the optimizers; return the sums of each micro-batch."""
+        sums = []
+        for number, batch in enumerate(micro_batches, start=1):
+            with step.micro_batch(last=number == len(micro_batches)):
+                sums.append(step.forward(batch))
+                step.backward(sums[-1][0], sums[-1][1])
+        step.apply()
+        return sums
+
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
+        return self._reducing_after(last)
+
+    @contextmanager
+    def _reducing_after(self, last: bool) -> Iterator[None]:
+        yield
+        if last:
+            self.reduce_gradients()
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of all ranks into those of the parameters. Ranks: all; communicates."""
+        raise NotImplementedError(f"{type(self).__name__} overrides neither reduce_gradients nor micro_batch")
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield every parameter of every module."""
+        yield from self._parameters
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the gradient, on the device."""
+        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same on all, without communication."""
         values = gradient_values(parameters)
         if not values:
             return torch.tensor(0.0, device=parameters[0].device if parameters else None)
@@ -98,6 +147,44 @@ class Replica:
             if values := gradient_values(parameters):
                 torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
+
+    def clear_gradient(self) -> None:
+        """Clear every gradient."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def scale_gradient(self, factor: Tensor) -> None:
+        """Multiply the gradient in place."""
+        torch._foreach_mul_(gradient_values(self._parameters), factor)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Any]:
+        """Yield `eval_model` in evaluation mode, with rank zero's buffers; restores training mode on exit.
+
+        Ranks: all; communicates if ranks have buffers of their own.
+        """
+        with self.synced_buffers():
+            self.train(False)
+            try:
+                yield self.eval_model
+            finally:
+                self.train(True)
+
+    def synced_buffers(self) -> AbstractContextManager[None]:
+        """Give every rank the buffers of rank zero inside the block; here they have the same ones anyway."""
+        return nullcontext()
+
+    def local_buffers(self) -> Mapping[str, Tensor]:
+        """Return the buffers that may differ between ranks, by name: none."""
+        return {}
+
+    def shard(self, name: str, tensor: Tensor) -> Shard:
+        """Return the tensor, which every rank holds."""
+        return Shard.whole(tensor)
+
+    def from_whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the tensor as it is."""
+        return tensor
 
 
 def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
@@ -197,12 +284,6 @@ class Gradients:
 def unused(names: Sequence[str]) -> DdpexpError:
     """Return the error for parameters that got no gradient while others did."""
     return DdpexpError(
-        f"{listed(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
+        f"{first_few(names)} got no gradient in a micro-batch, because its loss does not depend on it. If that is "
         "intended, use strategy.find_unused_parameters=true."
     )
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the names as text, at most five of them."""
-    shown = ", ".join(names[:5])
-    return f"{shown} and {len(names) - 5} more" if len(names) > 5 else shown

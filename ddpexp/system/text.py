@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ddpexp.system.secrets import masked
 
@@ -40,6 +41,18 @@ def cut(text: str, limit: int) -> str:
     half = limit // 2
     first, last = raw[:half].decode("utf-8", "ignore"), raw[-half:].decode("utf-8", "ignore")
     return f"{first}\n... {len(raw) - 2 * half:,} bytes are left out here ...\n{last}"
+
+
+def first_few(values: Sequence[object], most: int = 5, separator: str = ", ") -> str:
+    """Return values as text, at most `most` of them, such as `a, b and 3 more`."""
+    text = separator.join(str(value) for value in values[:most])
+    left_out = len(values) - most
+    return text if left_out <= 0 else f"{text}{' ' if separator == ', ' else separator}and {left_out:,} more"
+
+
+def metric_text(name: str, value: float) -> str:
+    """Return the value of a metric as text: an accuracy in percent."""
+    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
 
 
 def message_of(error: BaseException) -> str:

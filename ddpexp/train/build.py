@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -26,8 +25,7 @@ from ddpexp.loggers.jsonl import JsonLines
 from ddpexp.loggers.progress import Progress
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Strategy
-from ddpexp.strategy.ddp import DDP
-from ddpexp.strategy.exact.strategy import Exact
+from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
 from ddpexp.train.loop import Loop
@@ -63,8 +61,7 @@ def import_all(experiment: Experiment, world: World) -> None:
     for where, node in nodes.items():
         for key, target in targets({"_target_": node.target, **node.kwargs}, where):
             locate(target, experiment.trust, key.removesuffix("._target_"))
-    if experiment.strategy.comm_hook != "none":
-        import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook  # noqa: F401
+    experiment.strategy.import_modules()
     if world.is_rank_zero and experiment.logger.kind == "tensorboard":
         import ddpexp.loggers.tensorboard  # noqa: F401  # only rank zero writes it
 
@@ -139,14 +136,9 @@ def build_strategy(
         model = instantiate(experiment.model, experiment.trust, "model")
         return check_model(model, experiment.model.target, trains=True)
 
-    build: Callable[..., Strategy]
-    if trainer.reduction == "exact":
-        build = partial(Exact, gradient_accumulation_steps=plan.gradient_accumulation_steps)
-    else:
-        build = partial(DDP, deterministic=trainer.deterministic)
-    return build(
-        experiment.strategy, world, factory,
-        channels_last=trainer.channels_last, compile=trainer.compile, prepare=prepare,
+    return experiment.strategy.build(
+        world, factory,
+        trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
     )  # fmt: skip
 
 
@@ -185,16 +177,18 @@ def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
     return schedule
 
 
-def build_evals(experiment: Experiment, splits: Splits, world: World, batch_size: int) -> dict[str, EvalBatches]:
+def build_evals(
+    experiment: Experiment, splits: Splits, rank: DataRank, device: torch.device, batch_size: int
+) -> dict[str, EvalBatches]:
     """Return the batches of each evaluation set that this rank evaluates."""
     data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
     return {
         name: EvalBatches(
             dataset,
             batch_size,
-            world.rank,
-            world.world_size,
-            world.device,
+            rank.rank,
+            rank.size,
+            device,
             data.num_workers,
             seconds,
             name,
@@ -236,16 +230,18 @@ def build_loop(
         optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
         return optimizer
 
-    model = strategy.eval_model
-    optimizers = (
-        check_optimizers(task.optimizers(model, make), task.optimizers)
-        if isinstance(task, HasOptimizers)
-        else {"optimizer": make(strategy.parameters())}
-    )
+    def make_all(model: Any) -> Mapping[str, torch.optim.Optimizer]:
+        if isinstance(task, HasOptimizers):
+            optimizers: Mapping[str, torch.optim.Optimizer] = check_optimizers(
+                task.optimizers(model, make), task.optimizers
+            )
+            return optimizers
+        return {"optimizer": make(strategy.parameters())}
+
     return Loop(
         task=task,
         strategy=strategy,
-        optimizers=optimizers,
+        optimizers=strategy.build_optimizers(make_all),
         schedule=build_schedule(experiment, num_steps),
         precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight),
         world=replace(world, memory=strategy.memory),

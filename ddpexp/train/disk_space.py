@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
 from collections.abc import Iterable
@@ -15,6 +16,7 @@ from ddpexp.checkpoint import format as on_disk
 from ddpexp.config.schema import Trainer
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
+from ddpexp.strategy.base import Strategy
 from ddpexp.system.files import relative
 from ddpexp.system.limits import human, told_apart
 from ddpexp.train.loop import Loop
@@ -69,21 +71,21 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
 
 def _expected_bytes(loop: Loop) -> list[int]:
     """Return a lower bound for the size of each file of a checkpoint that holds tensors. Units: bytes."""
-    models, ema = loop.strategy.modules, loop.ema
-    weights = [_num_bytes(module.state_dict().values()) for module in models.values()]
-    averages = [_num_bytes(ema.tensors(name).values()) for name in models] if ema is not None else []
-    return [*weights, *averages, sum(map(_state_bytes, loop.optimizers.values()))]
+    strategy, ema = loop.strategy, loop.ema
+    models = strategy.modules
+    weights = [_num_bytes(strategy, module.state_dict().values()) for module in models.values()]
+    averages = [_num_bytes(strategy, ema.tensors(name).values()) for name in models] if ema is not None else []
+    return [*weights, *averages, sum(_state_bytes(strategy, optimizer) for optimizer in loop.optimizers.values())]
 
 
-def _num_bytes(values: Iterable[Any]) -> int:
-    """Return the size of all distinct tensors among the values. Units: bytes."""
-    sizes = {
-        tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in values if isinstance(tensor, Tensor)
-    }
+def _num_bytes(strategy: Strategy, values: Iterable[Any]) -> int:
+    """Return the size of all distinct tensors among the values, as a checkpoint holds them. Units: bytes."""
+    shards = [strategy.shard("", value) for value in values if isinstance(value, Tensor)]
+    sizes = {shard.tensor.data_ptr(): math.prod(shard.shape) * shard.tensor.element_size() for shard in shards}
     return sum(sizes.values())
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+def _state_bytes(strategy: Strategy, optimizer: torch.optim.Optimizer) -> int:
     """Return the size of the state that one of torch's optimizers allocates with its first step. Units: bytes."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return 0
@@ -91,5 +93,5 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     for group in optimizer.param_groups:
         copies = 2 * ("betas" in group or "rho" in group) + bool(group.get("amsgrad")) + bool(group.get("momentum"))
         copies += ("alpha" in group) + bool(group.get("centered"))
-        total += copies * _num_bytes(parameter for parameter in group["params"] if parameter.requires_grad)
+        total += copies * _num_bytes(strategy, (parameter for parameter in group["params"] if parameter.requires_grad))
     return total

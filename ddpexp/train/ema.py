@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -60,15 +60,19 @@ class EMA:
 
     @contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Use the averages as the modules' parameters inside the block, in the parameters' dtypes."""
-        weights = [parameter.data for parameter in self._parameters]
+        """Give the modules' parameters the values of the averages inside the block, in the parameters' dtypes."""
+        weights = [parameter.detach().clone() for parameter in self._parameters]
         try:
-            for parameter, average in zip(self._parameters, self._averages, strict=True):
-                parameter.data = average.to(parameter.dtype)  # no copy if the dtype is the same
+            self._assign(self._averages)
             yield
         finally:
-            for parameter, weight in zip(self._parameters, weights, strict=True):
-                parameter.data = weight
+            self._assign(weights)
+
+    @torch.no_grad()
+    def _assign(self, values: Sequence[Tensor]) -> None:
+        """Copy values into the parameters: a strategy may refer to their memory, so they cannot be replaced."""
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)
 
 
 def _has_average(parameter: Tensor) -> bool:

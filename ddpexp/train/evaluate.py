@@ -10,6 +10,7 @@ import torch
 from ddpexp.data.batches import EvalBatches
 from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
+from ddpexp.strategy.options import DataRank
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Sums, Task
 from ddpexp.train.metrics import MetricAccumulator, detached
@@ -23,6 +24,7 @@ def evaluate(
     evals: Mapping[str, EvalBatches],
     precision: Precision,
     world: World,
+    data: DataRank,
     control: Control,
 ) -> dict[str, float] | None:
     """Return the metrics of every evaluation set as `set/metric`; `model` is in evaluation mode.
@@ -33,7 +35,7 @@ def evaluate(
     metrics: dict[str, float] = {}
     with torch.no_grad(), precision.autocast():
         for name, batches in evals.items():
-            means = _evaluate_set(task, model, batches, world, control)
+            means = _evaluate_set(task, model, batches, world, data, control)
             if means is None:
                 return None
             metrics |= {f"{name}/{key}": value for key, value in means.items()}
@@ -41,10 +43,10 @@ def evaluate(
 
 
 def _evaluate_set(
-    task: Task, model: Any, batches: EvalBatches, world: World, control: Control
+    task: Task, model: Any, batches: EvalBatches, world: World, data: DataRank, control: Control
 ) -> Mapping[str, float] | None:
-    """Return the means over one set. Rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
-    num_slots = max(batches.num_batches, world.world_size)
+    """Return the means over one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
+    num_slots = max(batches.num_batches, data.size)
     sums: list[Sums] = []
     stopped = False
     for batch in batches:
@@ -57,8 +59,8 @@ def _evaluate_set(
     if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing
         loss, count, metrics = _step(task, model, batches.first(), check=True)
         sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in metrics.items()})]
-    slots = range(world.rank, world.rank + len(sums) * world.world_size, world.world_size)
-    accumulator = MetricAccumulator(world, slots, num_slots, task.step)
+    slots = range(data.rank, data.rank + len(sums) * data.size, data.size)
+    accumulator = MetricAccumulator(world, data, slots, num_slots, task.step)
     accumulator.add(sums)
     return accumulator.totals(stopped)
 

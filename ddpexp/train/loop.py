@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -26,14 +25,14 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.task import HasOnEval, HasTrainStep, Schedule, Sums, Task
+from ddpexp.task import HasOnEval, Schedule, Task
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate
 from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
+from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import check_loss, check_sums, mean_for_a_sum
-from ddpexp.train.update import Update
+from ddpexp.train.task_checks import mean_for_a_sum
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,7 @@ class Loop:
     _recorded_lrs: Mapping[str, float] = field(init=False)  # base learning rates, by the suffix of their record
     _built_settings: dict[str, list[dict[str, Any]]] = field(init=False)
     _parameter_names: Mapping[str, Tensor] = field(init=False)
-    _update: Update = field(init=False)
-    _manual_task: HasTrainStep | None = field(init=False)  # the task, if it has a `train_step` of its own
-    _checked: bool = field(init=False, default=False)  # that the task returns what it should
+    _step: Step = field(init=False)
     _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
     _clock: Clock = field(init=False)
     _first_step_at: float = field(init=False, default=math.nan)
@@ -126,11 +123,9 @@ class Loop:
         self._built_settings = {name: settings(optimizer) for name, optimizer in self.optimizers.items()}
         self._base_lrs = [group["lr"] for optimizer in self.optimizers.values() for group in optimizer.param_groups]
         self._recorded_lrs = rates_by_name(self.optimizers)
-        self._manual_task = self.task if isinstance(self.task, HasTrainStep) else None  # once: the check is slow
-        self._update = Update(
-            self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
-            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self._manual_task is not None,
-            None if self._manual_task is None else partial(check_loss, step=self._manual_task.train_step),
+        self._step = Step(
+            self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
+            self.options.seed, self.options.reduction, self.options.clip_grad_norm,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -177,7 +172,7 @@ class Loop:
                 f"{', '.join(self.optimizers)}."
             )
         for name, optimizer in self.optimizers.items():
-            restore_optimizer(optimizer, optimizers[name], self._parameter_names, name)
+            restore_optimizer(optimizer, optimizers[name], self._parameter_names, name, self.strategy.from_whole)
         self.precision.restore(precision)
 
     def _start(self) -> None:
@@ -187,12 +182,13 @@ class Loop:
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
-        num_micro_batches, world = self.train.plan.gradient_accumulation_steps, self.world
-        if self._manual_task is not None:
-            return MetricAccumulator(world, [world.rank], world.world_size, self._manual_task.train_step)
-        first = world.rank * num_micro_batches
+        data, manual = self.strategy.data, self._step.manual
+        if manual is not None:
+            return MetricAccumulator(self.world, data, [data.rank], data.size, manual.train_step)
+        num_micro_batches = self.train.plan.gradient_accumulation_steps
+        first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
-        return MetricAccumulator(world, slots, num_micro_batches * world.world_size, self.task.step)
+        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step)
 
     def _finish_interrupted_evaluation(self) -> bool:
         """Redo the evaluation that a stop request interrupted; return whether it was stopped again."""
@@ -242,42 +238,16 @@ class Loop:
 
     def _train_step(self, step: int, micro_batches: list[Any], due: _Due) -> None:
         """Do one optimizer step, and count it."""
-        self._update.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
-        self._metrics.add(self._forward_backward_apply(step, micro_batches))
-        if self.ema is not None and self._update.moved:
+        self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
+        self._metrics.add(self._step.run(step, micro_batches))
+        if self.ema is not None and self._step.moved:
             self.ema.update()
         self.state.step = self.control.step = step + 1
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
-            if step == 0 and self._manual_task is None:
+            if step == 0 and self._step.manual is None:
                 self._warn_if_loss_is_a_mean(micro_batches[0])
-
-    def _forward_backward_apply(self, step: int, micro_batches: list[Any]) -> list[Sums]:
-        """Do one optimizer step; return the sums of each micro-batch, or those of a manual task's whole step."""
-        update = self._update
-        update.begin(step)
-        if self._manual_task is not None:
-            sums = [self._manual_task.train_step(update, micro_batches)]
-            if not self._checked:
-                check_sums(sums[0], self._manual_task.train_step, trains=False)
-        else:
-            sums = []
-            for number, batch in enumerate(micro_batches):
-                with update.micro_batch(last=number == len(micro_batches) - 1):
-                    sums.append(self._forward(batch))
-                    update.backward(sums[-1][0], sums[-1][1])
-            update.apply()
-        update.end()
-        self._checked = True
-        return sums
-
-    def _forward(self, batch: Any) -> Sums:
-        sums = self.task.step(self._update.models, batch)
-        if not self._checked:
-            check_sums(sums, self.task.step, trains=True)
-            self._checked = True
-        return sums
 
     def _warn_if_loss_is_a_mean(self, batch: Any) -> None:
         """Warn of a task that seems to return a mean instead of a sum, once in the life of a run. Ranks: all."""
@@ -294,8 +264,8 @@ class Loop:
         means = self._metrics.reduce(self.state.step - num_steps + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": base_lr * lr_factor for suffix, base_lr in self._recorded_lrs.items()}
-        if self._update.norm is not None:
-            values["train/grad_norm"] = float(self._update.norm)
+        if self._step.norm is not None:
+            values["train/grad_norm"] = float(self._step.norm)
             self._check_norm()
         values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
         fault_point("record")
@@ -309,8 +279,10 @@ class Loop:
         self.control.set_phase("evaluate")
         step = self.state.step
         weights = nullcontext() if self.ema is None else self.ema.in_place_of_weights()
-        with self._clock.paused(), self.strategy.evaluation() as model, weights:
-            metrics = evaluate(self.task, model, self.evals, self.precision, self.world, self.control)
+        with self._clock.paused(), weights, self.strategy.evaluation() as model:
+            metrics = evaluate(
+                self.task, model, self.evals, self.precision, self.world, self.strategy.data, self.control
+            )
             self.state.evaluated = metrics is not None
             if metrics is None:
                 return True, False
@@ -351,7 +323,10 @@ class Loop:
             self.state.window = self._metrics.pending(self._clock.since_record())
             self.state.train_seconds = self._clock.total()
             optimizers = {
-                name: {**optimizer_state(optimizer, self._parameter_names), "built": self._built_settings[name]}
+                name: {
+                    **optimizer_state(optimizer, self._parameter_names, self.strategy.shard),
+                    "built": self._built_settings[name],
+                }
                 for name, optimizer in self.optimizers.items()
             }
             digest = self.checkpointer.save(self.state, optimizers, self.precision.state(), self._epoch(), end)
@@ -377,8 +352,8 @@ class Loop:
             self._check_norm()
 
     def _check_norm(self) -> None:
-        if self.options.nonfinite == "stop" and self._update.norm is not None and not self.precision.skips:
-            norm = float(self._update.norm)
+        if self.options.nonfinite == "stop" and self._step.norm is not None and not self.precision.skips:
+            norm = float(self._step.norm)
             if not math.isfinite(norm):
                 raise nonfinite_error("train/grad_norm", norm, self.state.step)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
+from ddpexp.strategy.options import DataRank
 from ddpexp.task import Sums
 from ddpexp.train.task_checks import named
 
@@ -46,13 +47,18 @@ class MetricAccumulator:
     """
 
     def __init__(
-        self, world: World, slots: Sequence[int], num_slots: int, source: Callable[..., Any] | None = None
+        self,
+        world: World,
+        data: DataRank,
+        slots: Sequence[int],
+        num_slots: int,
+        source: Callable[..., Any] | None = None,
     ) -> None:
         """Start empty; this rank fills `slots` of the `num_slots` slots of a step, in the order of its micro-batches.
 
         `source` is the function of the task that returns the sums, for errors.
         """
-        self._world = world
+        self._world, self._data = world, data
         self._keep = _to_numbers if _is_host(world.device) else detached
         self._slots = slots
         self._num_slots = num_slots
@@ -166,7 +172,9 @@ class MetricAccumulator:
         num_steps, num_micro_batches, num_columns = table.shape
         packed = torch.zeros(num_steps * self._num_slots * num_columns + 1, dtype=torch.float64)
         slots = self._slots[:num_micro_batches]
-        packed[:-1].view(num_steps, self._num_slots, num_columns)[:, slots[0] : slots[-1] + 1 : _stride(slots)] = table
+        if self._data.reports:
+            rows = packed[:-1].view(num_steps, self._num_slots, num_columns)
+            rows[:, slots[0] : slots[-1] + 1 : _stride(slots)] = table
         packed[-1] = float(stopped)
         summed = self._world.sum(packed.to(self._world.device)).cpu()
         return summed[:-1].view(num_steps, self._num_slots, num_columns), bool(summed[-1])

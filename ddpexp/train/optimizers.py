@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,20 +46,34 @@ def rates_by_name(optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
     return by_suffix
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the state of an optimizer, with the names of its parameters in place of their positions."""
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[str, Tensor], shard: Callable[[str, Tensor], Any] = lambda name, tensor: tensor
+) -> dict[str, Any]:
+    """Return the state of an optimizer, with the names of its parameters in place of their positions.
+
+    `shard` is the strategy's: it returns what this rank holds of a tensor.
+    """
     saved = optimizer.state_dict()
     by_position = _names_in_order(optimizer, names)
     groups = [
         {**group, "params": sorted(by_position[index] for index in group["params"])} for group in saved["param_groups"]
     ]
-    state = {by_position[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
+    state = {
+        **{key: value for key, value in saved["state"].items() if not isinstance(key, int)},
+        **{by_position[k]: _mapped(v, shard, by_position[k]) for k, v in saved["state"].items() if isinstance(k, int)},
+    }
     others = {key: value for key, value in saved.items() if key not in ("state", "param_groups")}
     return {"groups": groups, "state": dict(sorted(state.items(), key=lambda item: str(item[0]))), "others": others}
 
 
-def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[str, Tensor], name: str) -> None:
-    """Load saved state into a newly built optimizer.
+def restore_optimizer(
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Mapping[str, Tensor],
+    name: str,
+    from_whole: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,
+) -> None:
+    """Load saved state into a newly built optimizer; `from_whole` is the strategy's.
 
     Settings such as betas are restored too, except those that the user has changed since: these were built with a
     different value than the one that the checkpoint records as built.
@@ -67,7 +81,12 @@ def restore_optimizer(optimizer: Optimizer, saved: Mapping[str, Any], names: Map
     Raises:
         RefusedError: the state is of another kind of optimizer, or of other parameters.
     """
-    state = saved["by_position"] if "by_position" in saved else _by_position(optimizer, saved, names, name)
+    state = dict(saved["by_position"] if "by_position" in saved else _by_position(optimizer, saved, names, name))
+    by_position = _names_in_order(optimizer, names)
+    state["state"] = {
+        key: _mapped(value, from_whole, by_position[key]) if isinstance(key, int) and key < len(by_position) else value
+        for key, value in state.get("state", {}).items()
+    }
     fresh = settings(optimizer)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     saved_sizes = [len(group["params"]) for group in state["param_groups"]]
@@ -127,6 +146,13 @@ def _by_position(
     groups += [dict(group) for group in saved["groups"][len(groups) :]]
     state = {position_of.get(key, key): value for key, value in saved["state"].items()}
     return {"param_groups": groups, "state": state, **saved["others"]}
+
+
+def _mapped(values: Any, function: Callable[[str, Tensor], Any], name: str) -> Any:
+    """Return the state of a parameter with `function` applied to its tensors."""
+    if not isinstance(values, Mapping):
+        return values
+    return {key: function(name, value) if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
 def _names_in_order(optimizer: Optimizer, names: Mapping[str, Tensor]) -> list[str]:

@@ -18,7 +18,7 @@ from ddpexp.strategy.replica import Models
 from ddpexp.system.files import dumps, relative, write
 from ddpexp.system.hardware import usable_cores
 from ddpexp.system.secrets import masked_tree
-from ddpexp.system.text import one_line
+from ddpexp.system.text import metric_text, one_line
 from ddpexp.train.loop import Outcome
 
 
@@ -94,7 +94,7 @@ class Report:
         write(self.run.result, dumps(result))
         if outcome.interrupted:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
-        shown = "  ".join(f"{one_line(name)} {_metric(name, value)}" for name, value in outcome.metrics.items())
+        shown = "  ".join(f"{one_line(name)} {metric_text(name, value)}" for name, value in outcome.metrics.items())
         return f"done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
 
 
@@ -140,7 +140,3 @@ def _model(node: Node) -> str:
 
 def _short(target: str) -> str:
     return target.rpartition(".")[2]
-
-
-def _metric(name: str, value: float) -> str:
-    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"

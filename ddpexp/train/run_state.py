@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.loggers.base import Logger
 from ddpexp.run.directory import RunDir
-from ddpexp.strategy.base import Strategy
+from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.files import relative, whole_lines
 from ddpexp.system.secrets import masked_tree
 from ddpexp.train.ema import EMA
@@ -61,7 +61,7 @@ class RunState:
         Raises:
             RefusedError: a checkpoint cannot hold the models.
         """
-        _check_models(strategy.modules)
+        _check_models(strategy)
         writer = Writer(
             run.checkpoints,
             world,
@@ -78,11 +78,11 @@ class RunState:
         """Save the run; see `ddpexp.train.loop.Checkpointer`."""
         local = _non_empty({"random": self.random.state(), "buffers": _cloned(self.strategy.local_buffers())})
         with self.strategy.synced_buffers():
-            digest = weights_sha256(self.strategy.modules) if end and self.world.is_rank_zero else None
+            digest = self._weights_sha256() if end else None
             if state.step == self.resumed_from:  # this checkpoint exists already
                 return digest
             states = {name: module.state_dict() for name, module in self.strategy.modules.items()}
-            models = {name: _tensors(values) for name, values in states.items()}
+            models: dict[str, Any] = {name: self._shards(name, values) for name, values in states.items()}
             non_persistent = {
                 name: _non_persistent_buffers(module, models[name]) for name, module in self.strategy.modules.items()
             }
@@ -90,7 +90,7 @@ class RunState:
                 name: _non_empty({"buffers": non_persistent[name], "extra": _others(states[name])}) for name in states
             }
             if self.ema is not None:
-                models |= {f"{name}.ema": _tensors(self.ema.tensors(name)) for name in states}
+                models |= {f"{name}.ema": self._shards(name, self.ema.tensors(name)) for name in states}
             progress, clock = _split(state)
             parts = {
                 "optimizers": optimizers,
@@ -108,6 +108,23 @@ class RunState:
             records = {**self.recorded, **self.logger.flush()}
             self.writer.save(state.step, Content(models, parts, local or None, texts, facts, records))
         return digest
+
+    def _shards(self, model: str, values: Mapping[str, Any]) -> dict[str, Shard]:
+        """Return what this rank holds of the tensors of a model."""
+        return {name: self.strategy.shard(f"{model}.{name}", tensor) for name, tensor in _tensors(values).items()}
+
+    def _weights_sha256(self) -> str | None:
+        """Return the hash of the weights. Ranks: rank zero, the others None; communicates if tensors are sharded."""
+        tensors = {
+            f"{model}.{name}": tensor
+            for model, module in sorted(self.strategy.modules.items())
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        }
+        shards = {name: self.strategy.shard(name, tensor) for name, tensor in tensors.items()}
+        gathered = {name: _gather(shard, self.world) for name, shard in shards.items() if shard.first_row is not None}
+        if not self.world.is_rank_zero:
+            return None
+        return weights_sha256(self.strategy.modules, lambda name, tensor: gathered.get(name, tensor))
 
     def check(self) -> None:
         """Re-raise a background write error, if there was one."""
@@ -198,12 +215,13 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     for name, module in loop.strategy.modules.items():
         current = module.state_dict()
         saved = modules.get(name) or {}
-        copy_into(_tensors(current), read_model(checkpoint, name) or {}, f"{where} ({name}.safetensors)")
+        local = _prefixed(loop.strategy.from_whole, name)
+        copy_into(_tensors(current), read_model(checkpoint, name) or {}, f"{where} ({name}.safetensors)", local)
         copy_into(_non_persistent_buffers(module, current), saved.get("buffers") or {}, f"{where} (buffers)")
         if saved.get("extra"):
             module.load_state_dict({**module.state_dict(), **saved["extra"]})
         if checkpointer.ema is not None:
-            _restore_ema(checkpoint, checkpointer.ema, name, where, loop.world)
+            _restore_ema(checkpoint, checkpointer.ema, name, where, local, loop.world)
     try:
         loop.restore(parts["optimizers"], progress.pop("precision"))
         loop.state = _join(progress, clock)
@@ -214,7 +232,9 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     _restore_local(checkpoint, world_size, loop.strategy, checkpointer, loop.world)
 
 
-def _restore_ema(checkpoint: Checkpoint, ema: EMA, name: str, where: str, world: World) -> None:
+def _restore_ema(
+    checkpoint: Checkpoint, ema: EMA, name: str, where: str, local: Callable[[str, Tensor], Tensor], world: World
+) -> None:
     """Restore the moving average of a model; without one in the checkpoint it starts from the restored weights."""
     target = _tensors(ema.tensors(name))
     saved = read_model(checkpoint, name, average=True)
@@ -225,7 +245,7 @@ def _restore_ema(checkpoint: Checkpoint, ema: EMA, name: str, where: str, world:
         return
     if checkpoint.version == 1:  # averages had the type of their parameters
         saved = {key: tensor.to(target[key].dtype) if key in target else tensor for key, tensor in saved.items()}
-    copy_into(target, saved, f"{where} ({name}.ema.safetensors)")
+    copy_into(target, saved, f"{where} ({name}.ema.safetensors)", local)
 
 
 def truncate_records(run: RunDir, checkpoint: Checkpoint | None) -> dict[Path, int]:
@@ -299,22 +319,37 @@ def _join(progress: Mapping[str, Any], clock: Mapping[str, Any]) -> TrainState:
     return TrainState(**{**fields, "window": window, "train_seconds": float(clock["train_seconds"])})
 
 
-def _check_models(models: Mapping[str, torch.nn.Module]) -> None:
+def _check_models(strategy: Strategy) -> None:
     """Check at the start that a checkpoint can hold the models, not hours later.
 
     Raises:
         RefusedError: a model's name cannot be a file name, or a tensor has a type that safetensors does not support.
     """
-    for name, module in models.items():
+    for name, module in strategy.modules.items():
         if not _MODEL_NAME.fullmatch(name):
             raise RefusedError(
                 f"the model section builds a model named {name!r}, and a checkpoint has a file for each: name it with "
                 "letters, digits, - and _."
             )
         try:
-            lay_out(name, {key: tensor for key, tensor in _tensors(module.state_dict()).items() if not is_lazy(tensor)})
+            tensors = {key: tensor for key, tensor in _tensors(module.state_dict()).items() if not is_lazy(tensor)}
+            lay_out(name, {key: strategy.shard(f"{name}.{key}", tensor) for key, tensor in tensors.items()})
         except DdpexpError as error:
             raise RefusedError(f"the model cannot be saved: {error}") from None
+
+
+def _prefixed(function: Callable[[str, Tensor], Tensor], model: str) -> Callable[[str, Tensor], Tensor]:
+    return lambda name, tensor: function(f"{model}.{name}", tensor)
+
+
+def _gather(shard: Shard, world: World) -> Tensor:
+    """Return the whole tensor, on every rank. Ranks: all; communicates."""
+    whole = torch.zeros(shard.shape, dtype=shard.tensor.dtype, device=shard.tensor.device)
+    if shard.replica == 0 and shard.tensor.numel():
+        first = shard.first_row or 0
+        whole[first : first + len(shard.tensor)] = shard.tensor
+    world.sum(whole.view(-1).view(torch.uint8))  # exact: of each byte all summands but one are zero
+    return whole
 
 
 def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

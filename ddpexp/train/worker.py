@@ -31,6 +31,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
+from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative
@@ -132,9 +133,10 @@ def build(context: RunContext) -> Built:
     undivided = load_data(experiment, context.prepared, world)
     inputs = _inputs(context, undivided) if world.is_rank_zero else {}
     splits = arrange(undivided, experiment.data, world)
-    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, world.world_size)
+    data = experiment.strategy.data_rank(world.rank, world.world_size)
+    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
     batches = TrainBatches(
-        splits.train, plan, world.rank, trainer.seed, world.device, experiment.data.num_workers,
+        splits.train, plan, data.rank, trainer.seed, world.device, experiment.data.num_workers,
         trainer.timeout.data_seconds, experiment.data.on_device,
     )  # fmt: skip
 
@@ -159,7 +161,7 @@ def build(context: RunContext) -> Built:
         num_steps,
     )  # fmt: skip
     log.info(report.headline())
-    evals = build_evals(experiment, splits, world, plan.micro_batch_size)
+    evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
     return Built(loop, checkpointer, report, newest, damaged)
 
@@ -176,11 +178,8 @@ def restore(context: RunContext, built: Built) -> None:
     else:
         restore_checkpoint(built.newest, loop, built.checkpointer)
         log.info(f"resumed after step {built.newest.step} of {num_steps}, from {relative(built.newest.folder)}")
-        if experiment.strategy.comm_hook == "powersgd":
-            log.warning(
-                "PowerSGD's memory of earlier gradients is not saved and starts empty: the last bits will differ "
-                "from those of an uninterrupted run"
-            )
+        if missing := experiment.strategy.missing_in_checkpoints():
+            log.warning(missing)
     set_aside(built.damaged)  # now that nothing can refuse this start any more
     gc.collect()
     gc.freeze()  # what is built now lives as long as the run: the collector need not walk it again
@@ -223,8 +222,8 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     log = open_log(world, control, None)
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
-    splits = open_data(experiment, evaluation["data"], world)
-    evals = build_evals(experiment, splits, world, evaluation["batch_size"])
+    splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
+    evals = build_evals(experiment, splits, data, world.device, evaluation["batch_size"])
     model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
@@ -235,7 +234,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target)
     precision = Precision(experiment.trainer.precision, world.device, False)
-    metrics = compute_metrics(task, model, evals, precision, world, control)
+    metrics = compute_metrics(task, model, evals, precision, world, data, control)
     if metrics is None:
         raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))

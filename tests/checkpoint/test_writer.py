@@ -28,6 +28,7 @@ from ddpexp.checkpoint.reader import load_weights, read_model, weights_sha256
 from ddpexp.checkpoint.writer import CheckpointError, Content, Writer
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.strategy.base import Shard
 
 ALONE = World(rank=0, local_rank=0, node_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
 
@@ -143,8 +144,8 @@ def test_a_reader_never_sees_a_part_of_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_the_ranks_shares_are_every_byte_once_and_nearly_equal(world_size: int) -> None:
     files = [
-        lay_out("model", {f"w{i}": torch.empty(700_000 + i) for i in range(9)}),
-        lay_out("state", {"m": torch.empty(3)}),
+        lay_out("model", {f"w{i}": Shard.whole(torch.empty(700_000 + i)) for i in range(9)}),
+        lay_out("state", {"m": Shard.whole(torch.empty(3))}),
     ]
     seen: dict[str, list[tuple[int, int]]] = {}
     sizes = []

@@ -25,23 +25,10 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.plan.arguments import PlanArguments
-from ddpexp.plan.build import collect, most_blocks
+from ddpexp.plan.build import collect
 from ddpexp.plan.calibrate import _seconds, num_steps, run_words, step_ms
 from ddpexp.plan.layout import assume
-from ddpexp.plan.memory import (
-    _GATHERED,
-    Bucket,
-    Facts,
-    Parameter,
-    buckets,
-    checkpoint_files,
-    checkpoints_at_once,
-    exchange_bytes,
-    layout_stays,
-    num_checkpoints,
-    parts,
-    reducer,
-)  # fmt: skip
+from ddpexp.plan.memory import checkpoint_files, checkpoints_at_once, num_checkpoints, parts
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import (
     _CHUNKED,
@@ -60,7 +47,10 @@ from ddpexp.run.prepare import prepare
 from ddpexp.run.training import Training
 from ddpexp.strategy.comm.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
 from ddpexp.strategy.comm.shared_memory import size_of
-from ddpexp.strategy.options import Options as Strategy
+from ddpexp.strategy.ddp_memory import _GATHERED, buckets, carrier, exchange_bytes, keeps_buckets
+from ddpexp.strategy.ddp_options import DDPOptions as Strategy
+from ddpexp.strategy.memory import Bucket, Facts, Parameter
+from ddpexp.strategy.reserved import most_blocks
 from ddpexp.system.process import children
 from tests.conftest import SMALL, Ddpexp
 from tests.test_user_recipes import write
@@ -141,14 +131,14 @@ def test_each_model_has_buckets_of_its_own() -> None:
 )
 def test_what_carries_the_gradients(nodes: int, workers: int, device: str, words: list[str], expected: str) -> None:
     found = experiment(*words)
-    assert reducer(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
+    assert carrier(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
 
 
 def test_ddp_keeps_its_first_buckets_where_they_order_a_sum() -> None:
-    assert not layout_stays(TRAINER, OPTIONS, layout(2, 8, "cuda"))
-    assert layout_stays(replace(TRAINER, deterministic=True), OPTIONS, layout(2, 8, "cuda"))
-    assert layout_stays(TRAINER, replace(OPTIONS, find_unused_parameters=True), layout())
-    assert not layout_stays(TRAINER, replace(OPTIONS, find_unused_parameters=True, static_graph=True), layout())
+    assert not keeps_buckets(TRAINER, OPTIONS, layout(2, 8, "cuda"))
+    assert keeps_buckets(replace(TRAINER, deterministic=True), OPTIONS, layout(2, 8, "cuda"))
+    assert keeps_buckets(TRAINER, replace(OPTIONS, find_unused_parameters=True), layout())
+    assert not keeps_buckets(TRAINER, replace(OPTIONS, find_unused_parameters=True, static_graph=True), layout())
 
 
 def test_small_gradients_are_gathered_and_large_ones_exchanged_in_chunks() -> None:
@@ -548,7 +538,7 @@ def test_the_time_is_left_out_with_a_sentence_or_told_with_its_costs() -> None:
     found = whole.as_dict()["step"]
     assert found["total_ms"] == pytest.approx(10 + 2 * 4 * 0.01 + 2 * 4e6 / 1e7, rel=1e-3)  # NCCL's tree
     assert found["train_seconds"] == pytest.approx(found["total_ms"] / 10)
-    assert replace(whole, experiment=experiment("strategy.comm_hook=fp16")).reduced() == [2 * 10**6]
+    assert replace(whole, experiment=experiment("strategy.comm_hook=fp16")).traffic().num_bytes == [2 * 10**6]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpexp.data.order import Permutation
+from ddpexp.strategy.options import DataRank
 from ddpexp.train.metrics import MetricAccumulator, NonFiniteError
 from ddpexp.train.schedule import Cosine
 from tests.conftest import Ddpexp, Done
@@ -240,7 +241,7 @@ def test_records_have_exactly_their_names_at_their_steps(points: Any, fit: Calla
     "values", [(2**24 + 1, 0.5), (torch.tensor(2**24 + 1), torch.tensor(0.5)), (torch.tensor(2**24 + 1), 0.5)]
 )
 def test_sums_of_any_kinds_are_added_in_double_precision(values: tuple[Any, Any]) -> None:
-    window = MetricAccumulator(ALONE, [0], 1)
+    window = MetricAccumulator(ALONE, DataRank(0, 1), [0], 1)
     for value in values:
         window.add([(torch.tensor(1.0), 1, {"name": (torch.as_tensor(value), value)})])
     window.add([(torch.tensor(2.0**24), 2, {"name": (torch.tensor(0.25), 0)})])

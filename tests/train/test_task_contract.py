@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import DdpexpError
+from ddpexp.strategy.options import DataRank
 from ddpexp.train.metrics import MetricAccumulator
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import mean_for_a_sum, named
@@ -161,7 +162,7 @@ def test_metrics_that_change_their_names_are_named(
 
 
 def test_what_waits_for_a_record_survives_a_change_of_the_recipes_metrics() -> None:
-    before, window = MetricAccumulator(ALONE, [0], 1), MetricAccumulator(ALONE, [0], 1)
+    before, window = MetricAccumulator(ALONE, DataRank(0, 1), [0], 1), MetricAccumulator(ALONE, DataRank(0, 1), [0], 1)
     before.add([(torch.tensor(1.0), 2, {"gone": (torch.tensor(5.0), 2), "kept": (torch.tensor(1.0), 2)})])
     window.restore(before.pending(0.0))
     assert window.pending(1.0)[0]["names"] == ["gone", "kept"]

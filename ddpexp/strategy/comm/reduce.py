@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.comm.shared_memory import SharedMemory, share
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.ddp_options import DDPOptions
 
 ALIGNED = 64  # bytes
 # Larger gradients are reduced in pieces that stay in the processor's caches: twice as fast, and little memory.
@@ -44,7 +44,7 @@ class Reducer(Protocol):
         ...
 
 
-def reducer_for(parameters: Sequence[Tensor], options: Options, world: World) -> Reducer | None:
+def reducer_for(parameters: Sequence[Tensor], options: DDPOptions, world: World) -> Reducer | None:
     """Return the reducer for the gradients of CPU workers, or None for DDP's own reduction.
 
         DDP's own is used on GPUs, with a comm hook, and for two workers through the backend.
@@ -69,7 +69,7 @@ def replace_reducer(module: DistributedDataParallel, reducer: Reducer, world: Wo
     module.register_comm_hook(reducer, lambda reducer, bucket: _hook(reducer, world, bucket))
 
 
-def common_memory(num_bytes: int, options: Options, world: World) -> SharedMemory | None:
+def common_memory(num_bytes: int, options: DDPOptions, world: World) -> SharedMemory | None:
     """Map shared memory for gradients of this size, or pieces of them, into all workers.
 
         Returns None if gradients are reduced through the backend.

@@ -13,8 +13,8 @@ from torch import Tensor
 from ddpexp.distributed.world import World
 from ddpexp.strategy.comm.reduce import ALIGNED, CHUNKED_BYTES, GATHERED_BYTES, as_bytes, common_memory
 from ddpexp.strategy.comm.shared_memory import SharedMemory
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.tree import Node, add_up, blocks, order
-from ddpexp.strategy.options import Options
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Exchange(Protocol):
         ...
 
 
-def exchange_for(num_leaves: int, num_bytes: int, options: Options, world: World) -> Exchange:
+def exchange_for(num_leaves: int, num_bytes: int, options: DDPOptions, world: World) -> Exchange:
     """Return the exchange for this world: through shared memory on one host, else through the backend.
 
     Units: `num_bytes` is the size of one block.

@@ -6,8 +6,7 @@ The weights are therefore bitwise identical at every number of workers that divi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +16,15 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.comm.flat import Layout
 from ddpexp.strategy.comm.reduce import ALIGNED
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, BufferSlot
 from ddpexp.strategy.exact.exchange import OverMemory, exchange_for
 from ddpexp.strategy.exact.tree import Partial
-from ddpexp.strategy.options import Options
-from ddpexp.strategy.replica import Models, Replica, broadcast_rank_zero, check_same_models, listed, unused
+from ddpexp.strategy.replica import Models, Replicas, unused
+from ddpexp.system.text import first_few
 
 
-class Exact:
+class Exact(Replicas):
     """One replica on this rank, whose gradient is the sum of the gradients of all micro-batches.
 
     Each micro-batch starts without a gradient, and from the buffers before the step. Its gradient and its changes of
@@ -37,7 +37,7 @@ class Exact:
 
     def __init__(
         self,
-        options: Options,
+        options: DDPOptions,
         world: World,
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
@@ -52,23 +52,18 @@ class Exact:
 
         Ranks: all; broadcasts rank zero's weights.
         """
-        self._replica = Replica.build(
-            options, world, factory, channels_last=channels_last, compile=compile, prepare=prepare
-        )
-        self.single, self.modules = self._replica.single, self._replica.modules
-        self.gradient_weight = 1.0
+        super().__init__(
+            world, factory, channels_last=channels_last, compile=compile, sync_batchnorm=options.sync_batchnorm,
+            prepare=prepare,
+        )  # fmt: skip
         self._world = world
-        self._parameters = _trained(self.modules)
+        self._trained = _trained(self.modules)
         self._frozen = [(name, p) for name, _, p in _named(self.modules) if not p.requires_grad]
         self._finds_unused = options.find_unused_parameters
         self._counts = options.find_unused_parameters or len(self.modules) > 1
-        if world.world_size > 1:
-            check_same_models(self.modules, world)
-            modules = self.modules.values()
-            shared = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-            broadcast_rank_zero([tensor.detach() for tensor in shared], world)
+        self.share_initial_weights(world)
         self._buffers = Buffers(self.modules)
-        tensors = [*(p for _, _, p in self._parameters), *(slot.start for slot in self._buffers.slots)]
+        tensors = [*(p for _, _, p in self._trained), *(slot.start for slot in self._buffers.slots)]
         self._dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
         self._micro_batches_per_rank = gradient_accumulation_steps
         self._num_leaves = gradient_accumulation_steps * world.world_size
@@ -80,21 +75,6 @@ class Exact:
         # For each micro-batch of this round, new values of buffers that were constant so far.
         self._first_changes: list[dict[BufferSlot, Tensor]] = []
         self._lay_out_leaf([])
-
-    @property
-    def train_model(self) -> Any:
-        """Return the (compiled) module that a task trains, or the mapping of modules."""
-        return self._replica.of(self._replica.compiled)
-
-    @property
-    def eval_model(self) -> Any:
-        """Return the module, or the mapping of modules, without compilation."""
-        return self._replica.of(self.modules)
-
-    def train(self, mode: bool) -> None:
-        """Set every module to training or evaluation mode."""
-        for module in self._replica.compiled.values():
-            module.train(mode)
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -121,43 +101,6 @@ class Exact:
         if last:
             self._end()
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield every parameter of every module."""
-        yield from self._replica.parameters
-
-    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of the reduced gradient, on the device. Ranks: the same on all, without communication."""
-        return self._replica.gradient_norm(parameters)
-
-    def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
-        """Clip the gradient norm to `limit`; return the norm before clipping."""
-        return self._replica.clip(parameters, limit)
-
-    def clear_gradient(self) -> None:
-        """Clear every gradient."""
-        self._replica.clear_gradient()
-
-    def scale_gradient(self, factor: Tensor) -> None:
-        """Multiply the gradient in place."""
-        self._replica.scale_gradient(factor)
-
-    @contextmanager
-    def evaluation(self) -> Iterator[Any]:
-        """Yield `eval_model` in evaluation mode; its buffers are the same on every rank anyway."""
-        self.train(False)
-        try:
-            yield self.eval_model
-        finally:
-            self.train(True)
-
-    def synced_buffers(self) -> AbstractContextManager[None]:
-        """Do nothing: all ranks have the same buffers."""
-        return nullcontext()
-
-    def local_buffers(self) -> Mapping[str, Tensor]:
-        """Return no buffers: all ranks have the same ones."""
-        return {}
-
     def _lay_out_leaf(self, changing: Sequence[BufferSlot]) -> None:
         """Define a leaf: gradients, changes of the buffers that are not constant, and flags.
 
@@ -166,14 +109,12 @@ class Exact:
         """
         self._delta = BufferDelta(changing, self._dtype)
         self._constant = [slot for slot in self._buffers.slots if slot not in changing]
-        names = [name if self._finds_unused else model for name, model, _ in self._parameters]
+        names = [name if self._finds_unused else model for name, model, _ in self._trained]
         numbers: dict[str, int] = {}
         self._unit_of = [numbers.setdefault(name, len(numbers)) for name in names]
         self._units = list(numbers)
         flags = torch.empty((len(self._units) if self._counts else 0) + len(self._constant))
-        self._layout = Layout(
-            [*(p for _, _, p in self._parameters), *(slot.start for slot in self._delta.slots), flags]
-        )
+        self._layout = Layout([*(p for _, _, p in self._trained), *(slot.start for slot in self._delta.slots), flags])
         self._partial = self._new_partial(self._layout)
 
     def _new_partial(self, layout: Layout) -> Partial:
@@ -181,8 +122,8 @@ class Exact:
 
     @torch.no_grad()
     def _begin(self) -> None:
-        self._previous_gradients = {p: p.grad.clone() for _, _, p in self._parameters if p.grad is not None}
-        self._replica.clear_gradient()
+        self._previous_gradients = {p: p.grad.clone() for _, _, p in self._trained if p.grad is not None}
+        self.clear_gradient()
         self._buffers.begin()
         self._delta.begin()
         self._first_changes.clear()
@@ -205,7 +146,7 @@ class Exact:
         """Move the gradients into a leaf; return which units have any."""
         gradients, targets, empty = [], [], []
         used, missing = set(), []
-        for (name, _, p), view, unit in zip(self._parameters, views, self._unit_of, strict=False):
+        for (name, _, p), view, unit in zip(self._trained, views, self._unit_of, strict=False):
             if p.grad is None:
                 empty.append(view)
                 if p.requires_grad:
@@ -245,7 +186,7 @@ class Exact:
         """Move the buffer changes into a leaf; return the new values of buffers that were constant so far."""
         self._buffers.check()
         slots = self._delta.slots
-        self._delta.write([slot.now() for slot in slots], views[len(self._parameters) : -1])
+        self._delta.write([slot.now() for slot in slots], views[len(self._trained) : -1])
         changed = {slot: now.clone() for slot in self._constant if not torch.equal(now := slot.now(), slot.saved)}
         self._buffers.restore([*slots, *changed])
         return changed
@@ -257,7 +198,7 @@ class Exact:
         views = self._sum(self._partial, self._layout)
         flags = views[-1].tolist() if views[-1].numel() else []
         used = flags[: len(self._units)] if self._counts else [float(self._num_leaves)] * len(self._units)
-        self._delta.read(views[len(self._parameters) : -1], self._num_leaves)
+        self._delta.read(views[len(self._trained) : -1], self._num_leaves)
         self._assign_gradients(views, used)
         counts = flags[len(flags) - len(self._constant) :]
         changed = [slot for slot, count in zip(self._constant, counts, strict=True) if count]
@@ -269,10 +210,10 @@ class Exact:
         partly = [name for name, count in zip(self._units, used, strict=True) if 0 < count < self._num_leaves]
         if partly and not self._finds_unused:
             raise DdpexpError(
-                f"{listed(partly)} got gradients in some micro-batches of the step and none in others. If that is "
+                f"{first_few(partly)} got gradients in some micro-batches of the step and none in others. If that is "
                 "meant, use strategy.find_unused_parameters=true."
             )
-        for (_, _, p), view, unit in zip(self._parameters, views, self._unit_of, strict=False):
+        for (_, _, p), view, unit in zip(self._trained, views, self._unit_of, strict=False):
             previous = self._previous_gradients.get(p)
             if used[unit] and p.requires_grad:
                 gradient = view.to(p.dtype)

@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from ddpexp.data.datasets import Arrays, Splits
-from ddpexp.task import Sums
-from ddpexp.train.update import Update
+from ddpexp.task import OptimizerStep, Sums
 
 BROKEN = 17
 """The sample that is not a number where the data are asked to have one."""
@@ -182,7 +181,7 @@ class Twice:
 
     counts: str
 
-    def train_step(self, update: Update, batches: list[Batch]) -> Sums:
+    def train_step(self, update: OptimizerStep, batches: list[Batch]) -> Sums:
         sums = []
         for number, batch in enumerate(batches):
             with update.micro_batch(last=number == len(batches) - 1):
@@ -207,7 +206,7 @@ class Pair:
     ) -> Mapping[str, Optimizer]:
         return {name: make(net.parameters()) for name, net in model.items()}
 
-    def train_step(self, update: Update, batches: list[Batch]) -> Sums:
+    def train_step(self, update: OptimizerStep, batches: list[Batch]) -> Sums:
         sums = []
         for number, batch in enumerate(batches):
             with update.micro_batch(last=number == len(batches) - 1):
@@ -234,7 +233,7 @@ class Game:
     ) -> Mapping[str, Optimizer]:
         return {name: make(net.parameters()) for name, net in model.items()}
 
-    def train_step(self, update: Update, batches: list[Batch]) -> Sums:
+    def train_step(self, update: OptimizerStep, batches: list[Batch]) -> Sums:
         left, right = update.models["left"], update.models["right"]
         sums = []
         for number, batch in enumerate(batches):

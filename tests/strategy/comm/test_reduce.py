@@ -37,13 +37,13 @@ from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.launch import Layout
 from ddpexp.train.process import run_rank
 from ddpexp.strategy.comm import reduce
-from ddpexp.strategy.options import Options
+from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.comm.reduce import BackendReducer, SharedMemoryReducer
 from ddpexp.strategy.comm.shared_memory import share
 from ddpexp.distributed.world import World
 
-OPTIONS = Options(
+OPTIONS = DDPOptions(
     kind="ddp", find_unused_parameters=False, static_graph=False, gradient_as_bucket_view=True, bucket_cap_mb=25,
     broadcast_buffers=True, reduce_through="auto", comm_hook="none", powersgd_rank=1, sync_batchnorm=False,
 )

@@ -1,8 +1,8 @@
-"""An optimizer step in progress: used by the run loop, and by a task's own `train_step`."""
+"""An optimizer step in progress: what the run loop, a strategy and a task's own `train_step` work with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -18,20 +18,23 @@ from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.fault_injection import fault_point
+from ddpexp.task import HasTrainStep, Sums, Task
 from ddpexp.train.precision import Precision
+from ddpexp.train.task_checks import check_loss, check_sums
 from ddpexp.train.undo import Undo
 
 _MAX_CALLS = 1 << 20  # of backward in a micro-batch
 
 
 @dataclass
-class Update:
-    """An optimizer step in progress: used by the run loop, and by a task's own `train_step`.
+class Step:
+    """An optimizer step in progress; implements `ddpexp.task.OptimizerStep`.
 
     A step consists of rounds: micro-batches add gradients, and one or several calls of `apply` use them. The gradients
     are cleared when the next micro-batch begins, or when the step ends.
     """
 
+    task: Task
     strategy: Strategy
     precision: Precision
     optimizers: Mapping[str, Optimizer]
@@ -41,11 +44,11 @@ class Update:
     seed: int
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
-    manual: bool  # whether it is used by a task's own train_step
-    check_loss: Callable[[Tensor, Any], None] | None = None  # called with each loss and count of the first step
     want_norm: bool = False
     norm: Tensor | None = None
     moved: bool = False  # whether an optimizer has changed parameters in this step
+    manual: HasTrainStep | None = field(init=False)  # the task, if it has a `train_step` of its own
+    _checked: bool = False  # that the task returns what it should: done in the first step
     _step: int = 0
     _passes: int = 0  # micro-batches begun in this step
     _inside: bool = False  # of a micro-batch
@@ -62,8 +65,10 @@ class Update:
     _draws: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Find out whether an optimizer may draw random numbers: torch's own do not."""
+        """Look at the task and the optimizers once: the checks are slow."""
+        self.manual = self.task if isinstance(self.task, HasTrainStep) else None
         self._names = tuple(self.optimizers)
+        # Whether an optimizer may draw random numbers; torch's own do not.
         self._draws = not all(type(o).__module__.startswith("torch.optim.") for o in self.optimizers.values())
 
     @property
@@ -71,17 +76,27 @@ class Update:
         """Return the wrapped module that the task trains, or the mapping of modules."""
         return self.strategy.train_model
 
-    def begin(self, step: int) -> None:
-        """Begin an optimizer step. Units: steps, from 0."""
-        self._step, self._passes, self.norm, self.moved = step, 0, None, False
+    def run(self, step: int, micro_batches: list[Any]) -> list[Sums]:
+        """Do one optimizer step; return the sums of each micro-batch, or those of a manual task's whole step.
 
-    def end(self) -> None:
-        """End an optimizer step: clear its gradients.
+        Units: steps, from 0. Ranks: all; communicates.
 
         Raises:
-            DdpexpError: no optimizer has used them.
+            DdpexpError: gradients that no optimizer has used.
         """
-        self.check_loss = None
+        self._step, self._passes, self.norm, self.moved = step, 0, None, False
+        if self.manual is None:
+            sums = self.strategy.train_step(self, micro_batches)
+        else:
+            sums = [self.manual.train_step(self, micro_batches)]
+            if not self._checked:
+                check_sums(sums[0], self.manual.train_step, trains=False)
+        self._checked = True
+        self._end()
+        return sums
+
+    def _end(self) -> None:
+        """End an optimizer step: clear its gradients."""
         if self._passes_in_round:
             if not self._applied and (self._counts or self._has_numbers):
                 raise DdpexpError(
@@ -98,6 +113,13 @@ class Update:
         micro-batch, independent of earlier draws. Ranks: all, equally often; communicates in the last one.
         """
         return _MicroBatch(self, self.strategy.micro_batch(last))
+
+    def forward(self, batch: Any) -> Sums:
+        """Return the task's sums for a micro-batch; those of the first step are checked."""
+        sums = self.task.step(self.strategy.train_model, batch)
+        if not self._checked:
+            check_sums(sums, self.task.step, trains=True)
+        return sums
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`.
@@ -118,8 +140,8 @@ class Update:
                 "the task's train_step calls update.backward outside of `with update.micro_batch(last):`, at whose "
                 "end the workers sum their gradients: it belongs to none of them. Enclose it."
             )
-        if self.check_loss is not None:
-            self.check_loss(loss_sum, count)
+        if not self._checked and self.manual is not None:
+            check_loss(loss_sum, count, step=self.manual.train_step)
         position = self._position
         self._position = position + 1
         if isinstance(count, Tensor):
@@ -130,7 +152,7 @@ class Update:
             if self._numbers.get(position) != count:
                 self._check_number(count, position)
             self._has_numbers = True
-            total = count * self.plan.gradient_accumulation_steps * self.plan.world_size
+            total = count * self.plan.gradient_accumulation_steps * self.plan.data_size
         if self._counts and self._has_numbers:
             raise DdpexpError(
                 f"{self._caller} gives counts that are numbers and counts that are tensors for the same gradient: "
@@ -188,7 +210,7 @@ class Update:
             self._end_round()
         if self._passes_in_round == 0 and self.precision.skips:
             self._undo = Undo(self.strategy.modules)
-        if self.manual and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
+        if self.manual is not None and self._passes_in_round % self.plan.gradient_accumulation_steps == 0:
             self._numbers.clear()  # the counts of another pass over the micro-batches may differ
         num_micro_batches = self.plan.gradient_accumulation_steps
         turn, number = divmod(self._passes, num_micro_batches)  # a manual task may do several passes over them
@@ -196,7 +218,7 @@ class Update:
             self.seed,
             MODEL,
             self._step,
-            (turn * self.plan.world_size + self.world.rank) * num_micro_batches + number,
+            (turn * self.plan.data_size + self.strategy.data.rank) * num_micro_batches + number,
         )
         if self.reduction == "exact":
             seed_everything(value)
@@ -217,7 +239,7 @@ class Update:
 
     @property
     def _caller(self) -> str:
-        return "the task's train_step" if self.manual else "the task's step"
+        return "the task's train_step" if self.manual is not None else "the task's step"
 
     def _check_number(self, count: int, position: int) -> None:
         """Check a count that is a number.
@@ -232,7 +254,7 @@ class Update:
             )
         expected = self._numbers.setdefault(position, count)
         if count != expected:
-            gave = "gave update.backward" if self.manual else "returned"
+            gave = "gave update.backward" if self.manual is not None else "returned"
             raise DdpexpError(
                 f"{self._caller} {gave} the count {count} after {expected}: a number must be the same for every "
                 "micro-batch. Return a tensor where it depends on the data."
@@ -245,9 +267,11 @@ class Update:
         """
         counted = _stack(self._counts, self.world.device)
         codes = torch.tensor([turn * _MAX_CALLS + position for turn, position in self._places], dtype=torch.float64)
-        each = counted.new_zeros(2, self.world.world_size, len(counted))
-        each[:, self.world.rank] = torch.stack([counted, codes.to(counted.device)])
-        # Every rank has a slot of its own, so that the sum has the same order everywhere.
+        data = self.strategy.data
+        each = counted.new_zeros(2, data.size, len(counted))
+        if data.reports:
+            each[:, data.rank] = torch.stack([counted, codes.to(counted.device)])
+        # Every data rank has a slot of its own, so that the sum has the same order everywhere.
         counts, places = self.world.sum(each).cpu().flatten(1)
         totals = [float(counts[places == place].cumsum(0)[-1]) for place in places.unique()]
         if any(total != totals[0] for total in totals[1:]):
@@ -282,23 +306,23 @@ class Update:
 class _MicroBatch(AbstractContextManager[None]):
     """The context of a micro-batch; a class, because a generator takes four times as long."""
 
-    def __init__(self, update: Update, strategy: AbstractContextManager[None]) -> None:
-        self._update = update
+    def __init__(self, step: Step, strategy: AbstractContextManager[None]) -> None:
+        self._step = step
         self._strategy = strategy
         self._autocast: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        update = self._update
-        update.control.heartbeat()
+        step = self._step
+        step.control.heartbeat()
         fault_point("forward")
-        update._begin_micro_batch()
+        step._begin_micro_batch()
         self._strategy.__enter__()
-        if update.precision.lowers:
-            self._autocast = update.precision.autocast()
+        if step.precision.lowers:
+            self._autocast = step.precision.autocast()
             self._autocast.__enter__()
 
     def __exit__(self, *error: Any) -> bool | None:
-        self._update._inside = False
+        self._step._inside = False
         if self._autocast is not None:
             self._autocast.__exit__(*error)
         return self._strategy.__exit__(*error)

@@ -1,0 +1,80 @@
+"""Estimates for data parallelism: DDP's buckets, and what carries the gradients. Pure, and free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from ddpexp.launch import Layout
+from ddpexp.strategy.memory import Bucket, Parameter
+
+if TYPE_CHECKING:
+    from ddpexp.strategy.ddp_options import DDPOptions
+    from ddpexp.strategy.options import TrainerOptions
+
+_MIB = 1 << 20
+_GATHERED = 128 << 10  # ddpexp.strategy.comm.reduce.GATHERED_BYTES, which a test holds this to
+
+
+def buckets(parameters: Iterable[Parameter], options: DDPOptions, rebuilt: bool = True) -> list[Bucket]:
+    """Cut the trained parameters into DDP's buckets, those first whose gradients are ready first.
+
+    A bucket closes as soon as it holds `strategy.bucket_cap_mb` or more, so a large parameter may overflow it; each
+    kind of number has its own. `rebuilt` is DDP's layout from the second step on, in the order in which gradients
+    become ready, for which the reverse of the models' order stands in; without it the buckets are cut in the models'
+    order.
+    Source: torch, csrc/distributed/c10d/reducer.cpp, compute_bucket_assignment_by_size and Reducer::rebuild_buckets.
+    """
+    cap = int(options.bucket_cap_mb * _MIB)
+    models: dict[str, list[Parameter]] = {}
+    for parameter in parameters:
+        if parameter.trained:
+            models.setdefault(parameter.model, []).append(parameter)
+    all_buckets = []
+    for name, members in models.items():
+        cut = _cut(name, members[::-1] if rebuilt else members, cap)
+        all_buckets += cut if rebuilt else cut[::-1]
+    return all_buckets
+
+
+def _cut(model: str, members: Sequence[Parameter], cap: int) -> list[Bucket]:
+    full: list[Bucket] = []
+    filling: dict[str, Bucket] = {}
+    for parameter in members:
+        dtype = parameter.dtype
+        last = filling.get(dtype, Bucket(model, dtype, 0, 0))
+        filling[dtype] = Bucket(model, dtype, last.num_bytes + parameter.num_bytes, last.num_parameters + 1)
+        if filling[dtype].num_bytes >= cap:
+            full.append(filling.pop(dtype))
+    return [*full, *filling.values()]
+
+
+def keeps_buckets(trainer: TrainerOptions, options: DDPOptions, layout: Layout) -> bool:
+    """Return whether DDP keeps its initial buckets; see `ddpexp.strategy.ddp`."""
+    orders = layout.device == "cuda" and trainer.deterministic
+    fixed = layout.world_size > 2 and (options.comm_hook != "none" or orders)
+    return (options.find_unused_parameters or fixed) and not options.static_graph
+
+
+def carrier(
+    trainer: TrainerOptions, options: DDPOptions, layout: Layout
+) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
+    """Return what carries the gradients: see `ddpexp.strategy.comm.reduce`, and `exchange` for the exact reduction."""
+    if layout.world_size == 1:
+        return "none"
+    if layout.device == "cuda" or (options.comm_hook != "none" and trainer.reduction == "fast"):
+        return "backend"
+    if layout.nodes == 1 and options.reduce_through != "backend":
+        return "shared_memory"
+    return "backend" if layout.world_size == 2 and trainer.reduction == "fast" else "in_rank_order"
+
+
+def exchange_bytes(sizes: Iterable[int], world_size: int) -> int:
+    """Return what a rank holds while gradients are summed in the order of the ranks through the backend.
+
+    A small bucket is gathered from all ranks; of a large one this rank sends all chunks and receives its own from all.
+    """
+    return sum(
+        world_size * size if (world_size - 2) * size < _GATHERED else 2 * -(-size // world_size) * world_size
+        for size in sizes
+    )

@@ -1,0 +1,67 @@
+"""Facts about a model, and what a strategy needs for it: memory and messages. Pure, and free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model, in the order in which the model names them."""
+
+    model: str
+    num_elements: int
+    num_bytes: int
+    dtype: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was learnt from building the model, its optimizers and the data; see `ddpexp.plan.build`."""
+
+    parameters: Sequence[Parameter]  # each once, tied ones too
+    buffers_bytes: int
+    state_bytes: Mapping[str, int]  # of each model's state_dict: a file of a checkpoint
+    optimizer_bytes: int
+    activations_bytes: int | None  # of a micro-batch; None: not measured
+    batch_bytes: int | None
+    data_bytes: int | None  # of the data sets, of each rank's own
+    num_samples: int
+    device_data_bytes: int = 0  # of the data sets where they lie on the device
+    sums_bytes: int = 0  # of trainer.reduction=exact
+    shared_bytes: int = 0  # the memory through which the workers of a machine reduce; 0: they do not
+    notes: Mapping[str, str] = field(default_factory=dict)  # by what they are about
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together."""
+
+    model: str
+    dtype: str
+    num_bytes: int
+    num_parameters: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of what a rank holds."""
+
+    name: str
+    num_bytes: int | None  # None: not known
+    note: str = ""
+    on_host: bool = False  # in the host's memory, also where the workers have GPUs
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the ranks send one another in a step."""
+
+    carrier: Literal["none", "shared_memory", "in_rank_order", "backend"]
+    num_bytes: Sequence[int] = ()  # of the messages, in the order in which they are ready
+    buckets: Sequence[Bucket] = ()  # of DDP
+    bucket_cap_mb: float = 0.0
+    unknown: str = ""  # why the time that it takes cannot be estimated

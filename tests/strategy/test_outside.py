@@ -1,0 +1,122 @@
+"""Strategies of other packages: an entry point and a YAML file; one of them shards what the others replicate."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from ddpexp.checkpoint.format import newest_checkpoint
+from tests.conftest import ROOT, Ddpexp
+from tests.points import Recipe
+
+WORDS = ("optimizer=adamw", "trainer.gpus=2", "trainer.threads=1", "trainer.micro_batch_size=6")
+SHARDED = {"PYTHONPATH": f"{Path(__file__).parent / 'outside'}:{ROOT}"}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("outside"), environ))
+
+
+def sharded(recipe: Recipe, *words: str, run: Path | None = None) -> dict[str, object]:
+    done = recipe(*WORDS, "strategy=sharded", *words, environ=SHARDED, run=run)
+    assert (done.code, done.err) == (0, ""), done
+    return done.result()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("strategy.children=true",), ("trainer.ema_decay=0.9",)],
+    ids=["plain", "averaged"],
+)
+def test_it_trains_to_the_weights_of_replicas(recipe: Recipe, words: tuple[str, ...]) -> None:
+    ours = recipe(*WORDS, *(word for word in words if not word.startswith("strategy."))).result()
+    theirs = sharded(recipe, *words)
+    assert theirs["weights_sha256"] == ours["weights_sha256"]
+    assert theirs["metrics"] == ours["metrics"]
+
+
+def test_it_clips_by_the_norm_of_all_rows(recipe: Recipe) -> None:
+    words = ("trainer.clip_grad_norm=0.1",)
+    ours, theirs = (
+        recipe(*WORDS, *words, strategy, environ=SHARDED).run for strategy in ("strategy=ddp", "strategy=sharded")
+    )
+    one, other = (json.loads((run / "metrics.jsonl").read_text().splitlines()[0]) for run in (ours, theirs))
+    assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-5)
+    weights, others = (load_file(_newest(run) / "model.safetensors") for run in (ours, theirs))
+    assert all(weights[name].allclose(others[name], rtol=0, atol=1e-5) for name in weights)  # another order of the sum
+
+
+def test_its_checkpoints_are_those_of_replicas(recipe: Recipe) -> None:
+    words = ("trainer.ema_decay=0.9",)
+    ours, theirs = recipe(*WORDS, *words).run, recipe(*WORDS, *words, "strategy=sharded", environ=SHARDED).run
+    folders = [_newest(run) for run in (ours, theirs)]
+    for name in ("model.safetensors", "model.ema.safetensors", "state.optimizers.safetensors"):
+        one, other = (load_file(folder / name) for folder in folders)
+        assert one.keys() == other.keys()
+        assert all(one[key].equal(other[key]) for key in one), name
+        assert (folders[0] / name).read_bytes() == (folders[1] / name).read_bytes()
+
+
+@pytest.mark.parametrize(("first", "second"), [("sharded", "sharded"), ("sharded", "ddp"), ("ddp", "sharded")])
+def test_either_strategy_resumes_what_the_other_began(recipe: Recipe, tmp_path: Path, first: str, second: str) -> None:
+    whole = recipe(*WORDS).result()
+    begun = recipe(*WORDS, f"strategy={first}", "trainer.epochs=1", environ=SHARDED, run=tmp_path / "run")
+    assert begun.code == 0, begun
+    ended = recipe(*WORDS, f"strategy={second}", "trainer.epochs=2", environ=SHARDED, run=tmp_path / "run")
+    assert ended.code == 0, ended
+    assert f"resumed after step {4}" in ended.out
+    assert ended.result()["weights_sha256"] == whole["weights_sha256"]
+
+
+def test_what_it_cannot_do_is_refused(recipe: Recipe) -> None:
+    done = recipe(*WORDS, "strategy=sharded", "trainer.reduction=exact", environ=SHARDED)
+    assert done.code == 2
+    assert "trainer.reduction=exact is incompatible with strategy=sharded" in done.err
+    for word, sentence in (
+        ("strategy.childs=true", "Did you mean strategy.children?"),
+        ("strategy.children=3", "strategy.children=3"),
+        ("strategy.kind=shardet", "strategy.kind=shardet names no strategy. Did you mean strategy=sharded?"),
+    ):
+        done = recipe(*WORDS, "strategy=sharded", word, environ=SHARDED)
+        assert (done.code, sentence in done.err) == (2, True), done.err
+
+
+def test_a_plan_counts_its_shares(recipe: Recipe) -> None:
+    words = ("plan", "--json", "--num_samples", "96", "--config-dir", str(recipe.folder / "conf"), "recipe=points")
+    plans = [
+        json.loads(recipe.ddpexp(*words, *WORDS, strategy, environ=SHARDED).out)
+        for strategy in ("strategy=ddp", "strategy=sharded")
+    ]
+    whole, share = ({part["name"]: part["num_bytes"] for part in plan["memory"]["parts"]} for plan in plans)
+    assert [share[name] for name in ("parameters", "optimizer")] == [
+        whole[name] // 2 for name in ("parameters", "optimizer")
+    ]
+
+
+def _newest(run: Path) -> Path:
+    return newest_checkpoint(run / "checkpoints")
+
+
+def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: Recipe, tmp_path: Path) -> None:
+    text = (ROOT / "docs/strategies.md").read_text()
+    files = dict(re.findall(r"```\w+\n# (\S+\.(?:toml|py|yaml))\n(.*?)```", text, re.DOTALL))
+    points = re.search(r"entry-points.*?\n(.*?)\n\n", files.pop("pyproject.toml"), re.DOTALL)
+    assert points is not None
+    installed = {
+        "ddpexp_ordered-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: ddpexp-ordered\nVersion: 1.0\n",
+        "ddpexp_ordered-1.0.dist-info/entry_points.txt": f"[ddpexp.strategies]\n{points[1].replace(chr(34), '')}\n",
+    }
+    for name, content in {**files, **installed}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    seeing = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    weights = [
+        recipe(*WORDS, *words, environ=seeing).result()["weights_sha256"]
+        for words in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))
+    ]
+    assert weights[0] == weights[1] == weights[2]  # a sum of two is the same in either order
