@@ -123,7 +123,7 @@ def _exit_code(sweep: SweepRunner) -> int:
         raise SweepFailed("\n".join([*lines, _how_to_resume(sweep)]))
     if (lost := sweep.lost_objective()) is not None:
         raise SweepFailed(lost)
-    submitted = sum(ended.status == "submitted" for _, ended in sweep.ends())
+    submitted = sweep.num_ended("submitted")
     if submitted:
         say(f"{submitted} of {sweep.num_jobs} jobs are submitted; how far they are: python -m ddpexp status "
             f"{files.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
@@ -134,7 +134,7 @@ def _exit_code(sweep: SweepRunner) -> int:
 
 
 def _how_to_resume(sweep: SweepRunner) -> str:
-    done = sum(ended.status in _FINAL for _, ended in sweep.ends())
+    done = sweep.num_ended(*_FINAL)
     return (
         f"{done} of {sweep.num_jobs} jobs are done; resume the sweep with:\npython -m ddpexp "
         f"{shlex.join(sweep.resume_arguments())}"

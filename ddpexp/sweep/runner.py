@@ -57,6 +57,10 @@ class SweepRunner:
         """Return the number of jobs of this start."""
         return len(self._log.planned)
 
+    def num_ended(self, *statuses: str) -> int:
+        """Return how many jobs of this start have ended with one of these statuses."""
+        return sum(ended.status in statuses for ended in self._log.ended.values())
+
     def ends(self) -> list[tuple[str, Ended]]:
         """Return the names of the jobs of this start that have ended, in order, and how each ended."""
         return [(self._log.planned[number].name, ended) for number, ended in sorted(self._log.ended.items())]
