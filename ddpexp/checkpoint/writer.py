@@ -32,7 +32,7 @@ from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.strategy.base import Shard
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, write
-from ddpexp.system.limits import describe_with_limit, human
+from ddpexp.system.limits import human, reason_with_limit
 
 Files = Mapping[str, Mapping[str, Tensor | Shard]]
 
@@ -309,7 +309,7 @@ class Writer:
         remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
         return (
             f"the checkpoint of step {job.step} could not be written in {self._folder}: "
-            f"{describe_with_limit(error, self._folder)}; rank {self._world.rank} writes {human(job.copied.numel())} of "
+            f"{reason_with_limit(error, self._folder)}; rank {self._world.rank} writes {human(job.copied.numel())} of "
             f"it. The checkpoints before it are as they were.{remedy}"
         )
 

@@ -21,7 +21,7 @@ from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.run import lock
 from ddpexp.system.files import check_yaml, dumps, first_free, first_free_name, read_json, whole_lines, write
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 
 _LATEST = 50  # run directories that `owned` searches
 _TEMPORARY = re.compile(
@@ -215,7 +215,7 @@ def create(run_dir: str | None, recipe: str) -> RunDir:
             raise _taken(path) from None
         return run
     except OSError as error:
-        why = describe_with_limit(error, path)
+        why = reason_with_limit(error, path)
         raise RefusedError(f"run.dir={path} cannot be made: {why}. Choose another place with run.dir=... .") from None
 
 

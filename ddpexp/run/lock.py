@@ -19,7 +19,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.system import process
 from ddpexp.system.job_schedulers import ScheduledJob, current_job, owner_keys, owning_job
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.network import boot_id
 from ddpexp.system.terminal import say
 
@@ -121,7 +121,7 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
         try:
             _write(descriptor, owner)
         except OSError as error:
-            raise RefusedError(f"{name} cannot be written: {describe_with_limit(error, path)}.") from None
+            raise RefusedError(f"{name} cannot be written: {reason_with_limit(error, path)}.") from None
         if not flocked:
             time.sleep(_RACE_SECONDS)  # of two commands that found no owner, the last one to write wins
             if read(path) != owner:

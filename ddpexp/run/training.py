@@ -31,7 +31,7 @@ from ddpexp.run.start_files import StartFiles
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
 from ddpexp.system import files
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import say
 
 _PROBE_SECONDS = 10.0  # a network file system may show the files of another host late
@@ -255,7 +255,7 @@ class Training(Job):
             yield
         except OSError as error:
             raise RefusedError(
-                f"{self._called(run)} cannot be written: {describe_with_limit(error, run.path)}."
+                f"{self._called(run)} cannot be written: {reason_with_limit(error, run.path)}."
             ) from None
 
     @contextmanager
@@ -265,7 +265,7 @@ class Training(Job):
             yield
         except OSError as error:
             if run.path.exists():  # otherwise its removal ended the run, which is reported
-                why = describe_with_limit(error, run.path)
+                why = reason_with_limit(error, run.path)
                 say(f"ddpexp: warning: {self._called(run)} cannot be written ({why}): result.json is not updated")
 
     def _existing(self, owners: Sequence[str]) -> RunDir | None:

@@ -18,7 +18,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.run import directory
 from ddpexp.system import files
 from ddpexp.system.files import open_to_append
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.terminal import say
 
@@ -96,7 +96,7 @@ class SweepDir:
             yield
         except OSError as error:
             raise RefusedError(
-                f"hydra.sweep.dir={self.path} cannot be written: {describe_with_limit(error, self.path)}."
+                f"hydra.sweep.dir={self.path} cannot be written: {reason_with_limit(error, self.path)}."
             ) from None
 
     def log(self, number: int) -> Path:

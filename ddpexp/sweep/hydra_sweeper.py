@@ -20,7 +20,7 @@ from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import key_of
 from ddpexp.sweep.job_result import Ended
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 
 _MOST = 100_000  # jobs of a grid
 
@@ -77,7 +77,7 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
             if launcher.began:
                 raise
             raise RefusedError(
-                f"hydra.sweep.dir={folder} cannot be written: {describe_with_limit(error, folder)}."
+                f"hydra.sweep.dir={folder} cannot be written: {reason_with_limit(error, folder)}."
             ) from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says

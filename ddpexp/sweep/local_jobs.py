@@ -22,7 +22,7 @@ from ddpexp.sweep.settings import Settings
 from ddpexp.sweep.slots import Slots
 from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.sweep.view import View
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 
 _POLL_SECONDS = 0.5
 _KILL_DELAY_SECONDS = 15.0  # from the end of the jobs' own grace period
@@ -136,7 +136,7 @@ class LocalJobs:
                 if self._running:
                     return  # there may be room when one of these has ended
                 waiting.remove(job)
-                reason = describe_with_limit(error) if isinstance(error, OSError) else str(error)
+                reason = reason_with_limit(error) if isinstance(error, OSError) else str(error)
                 text = f"its process could not be started: {reason}"
                 self._log.end(job, Ended("failed", None, text), EXIT_FAILED, None)
                 continue

@@ -19,7 +19,7 @@ from ddpexp.sweep.runner import SweepFailed, SweepRunner
 from ddpexp.sweep.settings import Settings, settings_of
 from ddpexp.sweep.view import View
 from ddpexp.system import files
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import say
 
 _FINAL = ("done", "stopped")  # how a job ends that is not run again
@@ -104,7 +104,7 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RefusedError(
-            f"hydra.sweep.dir={path} cannot be made: {describe_with_limit(error, path)}. Choose another place."
+            f"hydra.sweep.dir={path} cannot be made: {reason_with_limit(error, path)}. Choose another place."
         ) from None
     folder = SweepDir(path)
     if not folder.is_sweep() and any(entry.name not in (lock.NAME, "multirun.yaml") for entry in path.iterdir()):

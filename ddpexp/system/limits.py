@@ -87,7 +87,7 @@ def reason(error: BaseException | str, path: Path | None = None) -> str | None:
     return None
 
 
-def describe_with_limit(error: BaseException, path: Path | None = None) -> str:
+def reason_with_limit(error: BaseException, path: Path | None = None) -> str:
     """Describe an error by the system's text for it, or its class and message, and the limit that caused it."""
     limit = reason(error, path)
     text = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, Failure, FinishedError, 
 from ddpexp.launch import Job
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.job_schedulers.slurm import SLURM, array_size
-from ddpexp.system.limits import describe_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.process import deferred_stop_signals
 from ddpexp.system.terminal import say
 
@@ -172,7 +172,7 @@ def _write(kind: Kind, runs: Sequence[str], folder: Path) -> Path:
                 break
             path = folder / f"array-{number}.sbatch"
     except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {describe_with_limit(error, path)}.") from None
+        raise RefusedError(f"{path} cannot be written: {reason_with_limit(error, path)}.") from None
     return path
 
 
