@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from ddpexp.checkpoint.codec import decode, encode
@@ -105,6 +106,9 @@ def test_weights_come_back_to_the_bit_with_their_ties(tmp_path: Path) -> None:
         load_weights({"model": other}, source, "run.init_from")
         assert hash_of(other) == hash_of(model)
         assert other.head.weight is other.embed.weight
+    alone = Tied()
+    assert not any(load_model(alone, folder / "model.safetensors"))  # without ddpexp, nothing is missing or left
+    assert hash_of(alone) == hash_of(model)
     assert [path.name for path in folder.parent.iterdir()] == ["step-00000004"]
 
 

@@ -123,6 +123,32 @@ def test_a_signal_to_a_commands_first_lines_is_answered_in_one_sentence(recipe: 
     assert signal_command(recipe, number, wait, *TRAINING) == "stopped"
 
 
+@pytest.mark.fault(11, 14)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_handlers_are_there_before_the_command_imports_anything_slow(
+    recipe: Recipe, tmp_path: Path, number: signal.Signals
+) -> None:
+    reached = tmp_path / "reached"
+    (tmp_path / "sitecustomize.py").write_text(f"""\
+import sys
+import time
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("ddpexp.cli", "yaml", "hydra", "torch"):
+            open({str(reached)!r}, "w").close()
+            time.sleep({PATIENCE})
+
+sys.meta_path.insert(0, Slow())
+""")
+    process, run = recipe.start(environ={"PYTHONPATH": f"{tmp_path}:{ROOT}"})
+    wait_for(reached.exists)
+    process.send_signal(number)
+    done = finish(process, run)
+    assert done.code == 128 + number
+    assert done.err == f"ddpexp: interrupted by {number.name}; nothing was started\n"
+
+
 def counts(found: Sequence[str]) -> None:
     print(", ".join(f"{kind}: {found.count(kind)}" for kind in sorted(set(found))))
 
