@@ -19,7 +19,7 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     """Return the sweep in the directory that `argv` names, with the overrides of this command.
 
     Raises:
-        RefusedError: the directory is damaged, or says itself what code runs, which counts only when it is typed.
+        RefusedError: the directory is damaged, or records what code runs, which counts only when it is restated.
     """
     place = next(i for i, argument in enumerate(argv) if SweepDir(Path(argument)).is_sweep())
     folder = SweepDir(Path(argv[place]))
@@ -34,8 +34,8 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     if missing:
         again = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
         raise RefusedError(
-            f"{files.typed(folder.path)} says itself what code runs, where, or from which weights "
-            f"({' '.join(missing[:2])}), which counts only when it is typed again. If it is yours: python -m ddpexp "
+            f"{files.typed(folder.path)} records what code runs, where, or from which weights "
+            f"({' '.join(missing[:2])}), which counts only when it is restated. If it is yours: python -m ddpexp "
             f"{again}"
         )
     now = {key_of(override): override for override in typed if "=" in override and override[0] != "-"}

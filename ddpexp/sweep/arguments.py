@@ -70,7 +70,7 @@ class Arguments:
         paths = dict.fromkeys(path for place in places for path in look(place))
         ways = [option for option in ("--columns", "--all", "--csv") if option in values]
         if len(ways) > 1:
-            raise RefusedError(f"{verb}: {' and '.join(ways)} do not go together: --csv and --all have every column.")
+            raise RefusedError(f"{verb}: {' and '.join(ways)} are incompatible: --csv and --all have every column.")
         if "--csv" in values and "--out" in values:
             raise RefusedError(f"{verb}: --csv prints what --out writes into a folder as sweep.csv: type one of them.")
         out = Path(values["--out"]) if "--out" in values else None

@@ -82,7 +82,7 @@ def _check_sweeper(swept: Swept, settings: Settings) -> None:
         return
     if settings.objective is None:
         raise RefusedError(
-            "hydra/sweeper chooses jobs by their results: say by which with sweep.objective=eval/accuracy "
+            "hydra/sweeper chooses jobs by their results: name the metric with sweep.objective=eval/accuracy "
             "sweep.mode=max."
         )
     direction = swept.cfg.hydra.sweeper.get("direction")

@@ -89,7 +89,7 @@ def test_a_hopeless_job_saves_and_leaves_with_all_its_ranks_and_stays_so(sweeps:
     [
         (
             ("sweep.early_stop=median",),
-            r"sweep\.early_stop=median compares objectives: say which with sweep\.objective=eval/loss",
+            r"sweep\.early_stop=median compares objectives: name one with sweep\.objective=eval/loss",
         ),
         (("sweep.early_stop=medium",), r"sweep\.early_stop=medium is not .*Did you mean sweep\.early_stop=median"),
         (

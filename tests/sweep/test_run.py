@@ -339,5 +339,5 @@ def test_a_sweeps_own_word_of_whose_code_runs_does_not_count(sweeps: Sweeps) -> 
     sweep = sweeps("trainer.seed=0,1")
     refused = sweeps.again(sweep.path, trusted=False)
     assert refused.code == 2
-    assert "which counts only when it is typed again" in refused.err
+    assert "which counts only when it is restated" in refused.err
     assert f"--config-dir {sweeps.recipe.folder / 'conf'}" in refused.err
