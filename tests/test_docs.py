@@ -59,6 +59,9 @@ NOT_TYPED = {
     "key=$TOKEN": "any key",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
+    "logger=[tensorboard,mine]": "a user's own logger",
+    "logger.mine.file=rows.csv": "a key of it",
+    "model=deep": "a user's own model",
     "ddpexp resume RUN_DIR [key=value ...]": "a heading",
     "python -m ddpexp -m ...": "any sweep",
     "ddpexp member ...": "for launchers",
@@ -71,6 +74,10 @@ NOT_TYPED = {
     "ddpexp": "any command",
     "python -m ddpexp recipe=mnist trainer.gpus=2 launcher=polite launcher.niceness=5": "run by launch/test_plugins.py",
     "python -m ddpexp --config-dir mine/conf recipe=mine trainer.gpus=2": "run below",
+    "python -m ddpexp --config-dir rows/conf recipe=mnist 'logger=[tensorboard,rows]'": "run by test_packages.py",
+    "python -m ddpexp recipe=sides 'logger=[tensorboard,rows]' launcher=shy scheduler=stable trainer.gpus=2": (
+        "run by test_packages.py"
+    ),
 }
 # Values that are refused without others, which the text names beside them.
 ONLY_WITH = {
@@ -265,9 +272,7 @@ def test_torchruns_own_words_are_words_of_torchruns() -> None:
 def test_the_readmes_own_recipe_trains(ddpexp: Ddpexp, tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     files = re.findall(r"^# (mine/\S+)\n(.*?)(?=^# mine/|^```)", text, re.DOTALL | re.MULTILINE)
-    assert sorted(name for name, _ in files) == [
-        "mine/conf/data/mydata.yaml", "mine/conf/model/mynet.yaml", "mine/conf/recipe/mine.yaml", "mine/mine.py",
-    ]  # fmt: skip
+    assert sorted(name for name, _ in files) == ["mine/conf/recipe/mine.yaml", "mine/mine.py"]
     for name, content in files:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)

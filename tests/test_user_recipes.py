@@ -112,6 +112,29 @@ def test_a_users_model_data_and_task_train_with_and_without_loader_workers(ddpex
     assert other.result()["weights_sha256"] != result["weights_sha256"]
 
 
+WHOLE = """\
+# @package _global_
+defaults:
+  - override /optimizer: sgd
+  - override /logger: none
+task: {_target_: mine.Sides}
+model: {_target_: mine.Net, hidden: 8, activation: {_target_: torch.nn.Tanh}}
+data: {_target_: mine.load, count: 64}
+trainer: {epochs: 2, global_batch_size: 16}
+"""
+
+
+def test_a_recipe_in_one_file_trains_the_same(ddpexp: Ddpexp, project: Path) -> None:
+    words = ("trainer.gpus=1", "trainer.threads=1")
+    expected = train(ddpexp, project / "conf", "mine", *words).result()["weights_sha256"]
+    for group in ("model", "data"):
+        shutil.rmtree(project / "conf" / group)
+    write(project / "conf/recipe/mine.yaml", WHOLE)
+    done = train(ddpexp, project / "conf", "mine", *words)
+    assert done.code == 0, done.err
+    assert done.result()["weights_sha256"] == expected
+
+
 def test_the_default_run_directory_is_named_after_the_users_recipe_and_asks_for_the_folder_again(
     ddpexp: Ddpexp, project: Path
 ) -> None:

@@ -217,7 +217,9 @@ def _open(folder: Path) -> Checkpoint:
         raise ValueError("its manifest is that of another step")
     for name, file in files.items():
         _check_file(name, file)
-    if not all(isinstance(size, int) and size >= 0 for size in manifest.get("records", {}).values()):
+    if any(
+        isinstance(position, int | float) and not position >= 0 for position in manifest.get("records", {}).values()
+    ):
         raise ValueError("its manifest holds numbers that cannot be")
     return Checkpoint(folder, manifest, files, version)
 

@@ -58,7 +58,8 @@ class Content:
     own: Any = None  # a tree of this rank alone; tensors that only rank zero has belong here, too
     texts: Mapping[str, bytes] = field(default_factory=dict)  # small files, by name
     facts: Mapping[str, Any] = field(default_factory=dict)  # for the manifest
-    records: Mapping[Path, int] = field(default_factory=dict)  # log files to flush first, and their sizes
+    records: Mapping[str, Any] = field(default_factory=dict)  # how far the loggers have recorded, for the manifest
+    log_files: Sequence[Path] = ()  # to flush before the checkpoint counts as complete
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class _Job:
     copied: Tensor  # the bytes of the spans, one after the other
     own_files: Mapping[str, bytes]  # whole small files of this rank
     manifest: Mapping[str, Any]
-    records: Sequence[Path]
+    log_files: Sequence[Path]
 
 
 class Writer:
@@ -131,9 +132,9 @@ class Writer:
         self._number += 1
         manifest = {
             "format": FORMAT, "ddpexp": __version__, "torch": torch.__version__, "step": step, **content.facts,
-            "records": {os.path.relpath(path, self._folder.parent): size for path, size in content.records.items()},
+            "records": dict(content.records),
         }  # fmt: skip
-        job = _Job(step, self._number, spans, copied, own_files, manifest, list(content.records))
+        job = _Job(step, self._number, spans, copied, own_files, manifest, content.log_files)
         thread = threading.Thread(target=self._work, args=(job,), daemon=True, name=f"checkpoint {step}")
         try:
             thread.start()
@@ -276,7 +277,7 @@ class Writer:
         """Complete the checkpoint once all shares are on disk; then remove old ones."""
         folder, final = self._partial(job.step), self._folder / folder_name(job.step)
         if folder.exists() or not final.exists():  # otherwise an earlier attempt has renamed it
-            for path in job.records:
+            for path in job.log_files:
                 with suppress(FileNotFoundError):
                     _sync(path)
             fault_point("checkpoint.recorded")

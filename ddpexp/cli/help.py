@@ -145,12 +145,14 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def _marked(catalogue: Catalogue, group: str) -> list[str]:
-    return [f"{name}*" if name == catalogue.chosen(group) else name for name in catalogue.options(group)]
+    return [
+        f"{name}*" if name in (catalogue.chosen(group) or "").split(",") else name for name in catalogue.options(group)
+    ]
 
 
 def _section(catalogue: Catalogue, name: str) -> str:
     chosen = catalogue.chosen(name)
-    title = name if chosen in (None, "default") else f"{name}={chosen}"
+    title = name if chosen in (None, "default") else f"{name}=[{chosen}]" if "," in chosen else f"{name}={chosen}"
     return _titled(title, catalogue.about(name), catalogue.keys(name))
 
 

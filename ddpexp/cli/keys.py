@@ -19,7 +19,7 @@ from ddpexp.config.comments import Comments, comments_of
 from ddpexp.config.compose import Overview
 from ddpexp.config.instantiate import Trust, locate
 from ddpexp.config.registry import key_of
-from ddpexp.config.schema import DATA_KEYS, Data, Logger, Recipe, Run, Trainer
+from ddpexp.config.schema import DATA_KEYS, Data, Recipe, Run, Trainer
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.sweep.settings import Settings
 
@@ -33,7 +33,6 @@ _SECTIONS = {
     "trainer": Trainer,
     "run": Run,
     "strategy": DDPOptions,
-    "logger": Logger,
     "sweep": Settings,
 }
 _CALLED = ("launcher", "scheduler")  # sections whose class has typed fields and is free of torch
@@ -97,7 +96,7 @@ class Catalogue:
         return sorted(found, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
     def chosen(self, group: str) -> str | None:
-        """Return the option of a group that the words choose."""
+        """Return the option of a group that the words choose; of several each, with commas between them."""
         return self._overview.choices.get(group)
 
     def options(self, group: str) -> list[str]:
@@ -163,7 +162,15 @@ class Catalogue:
         return known
 
     def _comments(self, group: str, option: str) -> Comments:
-        """Return the comments of an option's file, and of those in its folder that it is made of."""
+        """Return the comments of an option's file, and of those in its folder that it is made of.
+
+        Of several chosen options, as loggers can be, of each.
+        """
+        first, _, others = option.partition(",")
+        if others:
+            several = [self._comments(group, name) for name in (first, *others.split(","))]
+            about = " ".join(comments.about for comments in several)
+            return Comments(about, {key: text for one in several for key, text in one.keys.items()}, several[0].package)
         found = _comments(self._file(group, option))
         for base in _bases(self._file(group, option)):
             below = _comments(self._file(group, base))

@@ -55,7 +55,7 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "", suffix: str 
     """Say which known word is nearest, or list all when none is near; `prefix` and `suffix` make it what to type."""
     known = [name for name in known if not name.startswith("_")]
     near = nearest(word, known)
-    return f" Did you mean {prefix}{near}{suffix}?" if near else f" Known here: {_listed(known)}."
+    return f" Did you mean {prefix}{near}{suffix}?" if near else f" Available: {_listed(known)}."
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = _NEAR) -> str | None:

@@ -127,19 +127,22 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
             raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
         if not question:
             check_not_typed(word, in_sweep)
+        if key == "logger" and (value == "null" or word[0] == "~"):
+            raise RefusedError(f"{word}: to record nothing beside metrics.jsonl, write logger=none.")
         if word.startswith("~"):
             _check_no_deletion(word, key)
         several = re.fullmatch(r"\[(.*,.*)\]", value)
-        if several is not None and key in groups([conf_folder()]):
+        if several is not None and key in groups([conf_folder()]) and key != "logger":
             raise RefusedError(
                 f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
             )
         if value == "null" and key in groups([conf_folder()]):
-            raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(key, [conf_folder()]))}.")
-        number = next((part for part in value.split(",") if _NO_NAME.fullmatch(part.strip())), None)
+            raise RefusedError(f"{word}: every run needs one. Available: {', '.join(options(key, [conf_folder()]))}.")
+        parts = value.strip("[]").split(",") if key == "logger" else value.split(",")
+        number = next((part for part in parts if _NO_NAME.fullmatch(part.strip())), None)
         if number is not None and key in groups([conf_folder()]):
             raise RefusedError(
-                f"{key}={number} is not a known option. Known here: {', '.join(options(key, [conf_folder()]))}."
+                f"{key}={number} is not a known option. Available: {', '.join(options(key, [conf_folder()]))}."
             )
 
 
@@ -147,7 +150,7 @@ def _check_no_deletion(word: str, key: str) -> None:
     """Refuse an override that removes a key or a section that every run has."""
     section, _, name = key.partition(".")
     if section in groups([conf_folder()]) and not name:
-        raise RefusedError(f"{word}: every run needs one. Known here: {', '.join(options(section, [conf_folder()]))}.")
+        raise RefusedError(f"{word}: every run needs one. Available: {', '.join(options(section, [conf_folder()]))}.")
     typed = TYPED_SECTIONS.get(section)
     if typed is None or name not in typed.__dataclass_fields__:
         return

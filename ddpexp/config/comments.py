@@ -35,7 +35,10 @@ def comments_of(text: str) -> Comments:
     package = next((found[1] for line in lines[: _first(lines)] if (found := _PACKAGE.fullmatch(line.strip()))), None)
     keys: dict[str, str] = {}
     about = ""
-    for number, (path, key, value) in enumerate(_entries(root, "")):
+    entries = list(_entries(root, ""))
+    if not entries and (blocks := _blocks(lines[: _first(lines)])):
+        about = _joined(blocks[0])
+    for number, (path, key, value) in enumerate(entries):
         above = _above(lines, key.start_mark.line, key.start_mark.column)
         behind = _behind(lines, value)
         if number == 0:

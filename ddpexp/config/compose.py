@@ -107,7 +107,7 @@ class Overview:
 
     values: Mapping[str, Any]  # the tree, interpolations unresolved
     of_hydra: Mapping[str, Any]  # the keys of Hydra's own section that sweeps support
-    choices: Mapping[str, str]  # which option of each group was chosen
+    choices: Mapping[str, str]  # which option of each group was chosen; several, as loggers, with commas between them
     folders: Sequence[Path]  # that hold the groups, in the order of precedence; ours is first
 
 
@@ -125,6 +125,8 @@ def overview(overrides: Sequence[str], directory: str | None) -> Overview:
         values = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(values, dict)
     of_hydra = {"sweep": {"dir": values.pop("hydra")["sweep"]["dir"]}}
+    if "logger" not in choices and values.get("logger"):  # Hydra does not name the options of a list
+        choices["logger"] = ",".join(map(str, values["logger"]))
     values.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
     folders = dict.fromkeys([conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()])
     return Overview({str(key): value for key, value in values.items()}, of_hydra, choices, list(folders))

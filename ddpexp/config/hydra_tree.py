@@ -80,7 +80,11 @@ def check_settings_of_hydra(cfg: DictConfig, overrides: list[str], added: Path |
     if not folders:
         return
 
-    chosen = [(str(group), option) for group, option in cfg.hydra.runtime.choices.items() if isinstance(option, str)]
+    chosen = [
+        (str(group), option)
+        for group, options in cfg.hydra.runtime.choices.items()
+        for option in ([options] if isinstance(options, str) else options or ())  # several loggers are a list
+    ]
     paths = [folder / group / f"{option}.yaml" for group, option in chosen for folder in folders]
     check_no_ignored_options([path for path in paths if path.is_file()])
 
@@ -122,7 +126,7 @@ def without_inherited(overrides: Sequence[str], added: Path | None) -> list[str]
     """Return overrides that also delete the keys which files give for another `_target_` than the overridden one."""
     typed = typed_targets(overrides)
     if not typed:
-        return list(overrides)
+        return forced(overrides, ())
     before = compose_tree([word for word in overrides if not is_in(word, typed)], added)
     removed: dict[str, list[str]] = {}
     for name, target in typed.items():

@@ -15,8 +15,8 @@ from typing import Any
 
 import ddpexp
 from ddpexp.config.build import did_you_mean
-from ddpexp.config.plugins import GROUP, installed_launchers
-from ddpexp.config.registry import key_of, keys_of, path_of
+from ddpexp.config.plugins import GROUPS, full_name, installed
+from ddpexp.config.registry import key_of, keys_of, path_of, section_of
 from ddpexp.errors import RefusedError
 
 _RECIPES = "ddpexp.recipes."  # beside them a configuration names parts of ours by their keys
@@ -44,7 +44,7 @@ class Trust:
 
     def allows(self, target: str, where: str) -> bool:
         """Decide by the name alone, for the section at the key `where`; imports nothing."""
-        if key_of(where, target) is not None:
+        if key_of(where, target) is not None or _is_offered(target, where):
             return True
         parts = target.split(".")
         if len(parts) < 2 or not all(part.isidentifier() for part in parts):
@@ -52,8 +52,6 @@ class Trust:
         if target in TORCH or target.startswith(_RECIPES):
             return True
         if target in self.prefixes or any(target.startswith(prefix.rstrip(".") + ".") for prefix in self.prefixes):
-            return True
-        if _is_offered(target, where):
             return True
         return self.code is not None and _lies_in(self.code, parts[0])
 
@@ -70,8 +68,12 @@ class Trust:
 
 
 def _is_offered(target: str, where: str) -> bool:
-    """Return whether a package that the user has installed offers this launcher under just this name."""
-    return where == "launcher" and target in installed_launchers().values()
+    """Return whether a package that the user has installed offers this part.
+
+    Under the name of its entry point, or of the class or function that this names.
+    """
+    offered = installed(section_of(where))
+    return target in offered or target in offered.values()
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,9 @@ def _advice(target: str, trust: Trust, key: str) -> str:
     if near and (root == "ddpexp" or not head):
         return f" Did you mean {near[0]}?"
     if where == "launcher" and root not in ("ddpexp", "torch"):
-        return f" A package offers a launcher by an entry point in the group {GROUP} that names just this class."
+        return (
+            f" A package offers a launcher by an entry point in the group {GROUPS[where]} that names just this class."
+        )
     if root == "ddpexp":
         return f" ddpexp's own parts go by a key: {', '.join(keys_of(where))}." if keys_of(where) else ""
     if re.search(r"[:/]|\.py\b", target):
@@ -213,7 +217,7 @@ def locate(target: str, trust: Trust, where: str) -> Any:
     key = f"{where}._target_"
     check_target(target, trust, key)
     own = key_of(where, target)
-    target = target if own is None else path_of(where, own)
+    target = path_of(where, own) if own is not None else full_name(where, target)
     module, names = _import_longest(target, where)
     if target not in TORCH and own is None:
         _check_no_namesake(module, target, trust, where)

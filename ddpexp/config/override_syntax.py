@@ -92,7 +92,7 @@ def _no_override(word: str, before: str, after: Sequence[str]) -> str:
         return f"{word} is a command and stands first: python -m ddpexp {word} ... ."
     value = after[0] if after[0] and not re.search(r"[=~]", after[0]) else "..."
     if word.partition(".")[0] in known:
-        options_of = f" Known here: {', '.join(options(word, [conf_folder()]))}." if word in known else ""
+        options_of = f" Available: {', '.join(options(word, [conf_folder()]))}." if word in known else ""
         return f"{word} has no value: write {word}={value}{' ' if value == '...' else ''}.{options_of}"
     group = next((group for group in ("recipe", *known) if word in options(group, [conf_folder()])), None)
     if group is not None:

@@ -16,10 +16,11 @@ from typing import Any
 import yaml
 
 from ddpexp.config import registry
-from ddpexp.config.build import build, convert, did_you_mean, unknown_key
+from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
+from ddpexp.config.folders import conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
-from ddpexp.config.plugins import installed_strategies
-from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Logger, Recipe, Run, Trainer
+from ddpexp.config.plugins import full_name, installed
+from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
@@ -61,6 +62,10 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             ]
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
+        if name == "logger" and values.get(name) is None:
+            values[name] = {}
+        if values.get(name) is None and name in ("model", "data"):
+            continue  # below, when what is there is known to be right
         if values.get(name) is None:
             own = f"as {name}: {{_target_: mine.Name}}, or" if name == "task" else "for example"
             raise RefusedError(f"{name} is missing: a recipe gives it, {own} recipe=mnist.")
@@ -69,6 +74,10 @@ def parse(values: Mapping[str, Any]) -> Experiment:
     run = build(Run, values["run"], "run")
     trust = Trust(run.trust, Path(run.code) if run.code else None)
     check_trusted(values, trust)
+    trainer = build(Trainer, values["trainer"], "trainer")
+    for name in ("model", "data"):
+        if not _is_chosen(name, values.get(name)):
+            raise RefusedError(_not_chosen(name, values))
     experiment = Experiment(
         recipe=build(Recipe, values["recipe"], "recipe"),
         task=_node(values["task"], "task"),
@@ -78,12 +87,28 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         scheduler=_schedule(values["scheduler"]),
         strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),
-        logger=build(Logger, values["logger"], "logger"),
-        trainer=build(Trainer, values["trainer"], "trainer"),
+        logger=_loggers(values["logger"]),
+        trainer=trainer,
         run=run,
     )
     check(experiment)
     return experiment
+
+
+def _is_chosen(name: str, section: Mapping[str, Any] | None) -> bool:
+    """Return whether a recipe or an option gives a section; `data` always has the keys of every kind of data."""
+    return section is not None and (name != "data" or not set(section) <= set(DATA_KEYS))
+
+
+def _not_chosen(name: str, values: Mapping[str, Any]) -> str:
+    recipe = values.get("recipe")
+    title = f"recipe={recipe.get('name')}" if isinstance(recipe, Mapping) else "the recipe"
+    example = {"model": "mine.Net", "data": "mine.load"}[name]
+    known = " or ".join(f"{name}={option}" for option in options(name, [conf_folder()]))
+    return (
+        f"{name} is missing: {title} names none. Write {name}: {{_target_: {example}}} in the recipe, or choose an "
+        f"option: {known}."
+    )
 
 
 def _as_section(name: str, value: object) -> str:
@@ -96,16 +121,33 @@ def _node(values: Mapping[str, Any], where: str) -> Node:
     if "_target_" not in values:
         raise RefusedError(f"{where}._target_ is missing: it names the class or function to call.")
     rest = {key: _frozen(value) for key, value in values.items() if key != "_target_"}
-    return Node(values["_target_"], types.MappingProxyType(rest))
+    return Node(full_name(where, values["_target_"]), types.MappingProxyType(rest))
+
+
+def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
+    """Return the loggers by the keys below `logger`; null switches one off."""
+    if "_target_" in values:
+        raise RefusedError(
+            f"logger._target_={values['_target_']}: several loggers may be chosen, so each stands below a key of its "
+            "own. Write, in the option's file, name: {_target_: ...} with a name in place of _target_ at the top."
+        )
+    for name, value in values.items():
+        if not isinstance(value, Mapping | None):
+            known = did_you_mean(str(value if name == "kind" else name), ("none", "tensorboard"), "logger=")
+            raise RefusedError(
+                f"logger.{name}={shown(value)} is not a logger, which is a section with a _target_.{known}"
+            )
+    return types.MappingProxyType(
+        {str(name): _node(value, f"logger.{name}") for name, value in values.items() if value is not None}
+    )
 
 
 def _strategy(values: Mapping[str, Any]) -> Options:
     """Build the options of the strategy that `strategy.kind` names."""
     kind = convert(values.get("kind", "ddp"), str, "strategy.kind")
-    paths = {
-        **installed_strategies(),
-        **{key: registry.path_of("strategy", key) for key in registry.keys_of("strategy")},
-    }
+    paths = {key: registry.path_of("strategy", key) for key in registry.keys_of("strategy")}
+    if kind not in paths:
+        paths = {**installed("strategy"), **paths}
     if kind not in paths:
         raise RefusedError(f"strategy.kind={kind} names no strategy.{did_you_mean(kind, paths, 'strategy=')}")
     module, _, name = paths[kind].rpartition(".")

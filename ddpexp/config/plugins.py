@@ -1,9 +1,13 @@
-"""What other installed packages add: launchers, each with its YAML file, and folders of configs that Hydra searches."""
+"""What other installed packages add: launchers, loggers, schedules and recipes, each with its YAML files.
+
+And the folders of configs that they have Hydra search.
+"""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -12,47 +16,66 @@ from typing import Any
 
 import yaml
 
-from ddpexp.config.registry import key_of_class
+from ddpexp.config.registry import key_of, key_of_class, section_of
 
-GROUP = "ddpexp.launchers"  # of entry points: `name = package.module:Class`
-STRATEGIES = "ddpexp.strategies"  # of entry points: `kind = package.module:Options`
-
-
-def installed_launchers() -> dict[str, str]:
-    """Return the full name of each launcher class that an installed package offers, by the name of its entry point."""
-    return _installed(GROUP)
-
-
-def installed_strategies() -> dict[str, str]:
-    """Return the full name of the options class of each strategy that an installed package offers, by its kind."""
-    return _installed(STRATEGIES)
+GROUPS = {  # of entry points, `name = package.module:Class`, by the section whose `_target_` may name them
+    "launcher": "ddpexp.launchers",
+    "logger": "ddpexp.loggers",
+    "scheduler": "ddpexp.schedulers",
+    "strategy": "ddpexp.strategies",  # of its options, by strategy.kind
+}
+RECIPES = "ddpexp.recipes"  # `name = package`: the code that the configs in this package name is trusted
+_OBJECT = re.compile(r"(\w+(?:\.\w+)*)\s*:\s*(\w+(?:\.\w+)*)")
 
 
 @cache
-def _installed(group: str) -> dict[str, str]:
+def _entry_points() -> Mapping[str, Mapping[str, str]]:
+    """Return what the installed packages' entry points name, by group and name."""
+    found = metadata.entry_points()
     return {
-        point.name: point.value.partition("[")[0].strip().replace(":", ".")
-        for point in metadata.entry_points(group=group)
+        group: {point.name: point.value.partition("[")[0].strip() for point in found.select(group=group)}
+        for group in (*GROUPS.values(), RECIPES)
     }
+
+
+def installed(section: str) -> Mapping[str, str]:
+    """Return the full name of each class or function that an installed package offers for a section.
+
+    By the name of its entry point.
+    """
+    if section not in GROUPS:
+        return {}  # without a search among the installed packages
+    points = _entry_points()[GROUPS[section]]
+    found = {name: _OBJECT.fullmatch(value) for name, value in points.items()}
+    return {name: f"{match[1]}.{match[2]}" for name, match in found.items() if match is not None}
+
+
+def full_name(where: str, target: Any) -> Any:
+    """Return the full name of what `target` names at the key `where`, if it is the name of an entry point."""
+    if not isinstance(target, str) or key_of(where, target) is not None:
+        return target
+    return installed(section_of(where)).get(target, target)
 
 
 def launcher_name(kind: type) -> str:
     """Return how a launcher class is typed: `launcher=NAME`."""
     path = f"{kind.__module__}.{kind.__qualname__}"
-    offered = next((name for name, target in installed_launchers().items() if target == path), None)
+    offered = next((name for name, target in installed("launcher").items() if target == path), None)
     return key_of_class("launcher", kind) or offered or kind.__name__.lower()
 
 
 def plugin_folders() -> list[Path]:
-    """Return the folders `conf` of those packages, in which `launcher/<name>.yaml` lies; imports none of them."""
-    folders = []
-    for group, targets in (("launcher", installed_launchers()), ("strategy", installed_strategies())):
-        for target in targets.values():
-            for place in _places(target.partition(".")[0]):
-                folder = place / "conf"
-                if (folder / group).is_dir() and folder not in folders:
-                    folders.append(folder)
-    return folders
+    """Return the folders `conf` of those packages, in which `launcher/<name>.yaml` and the like lie.
+
+    Imports none of them.
+    """
+    return list(_conf_folders([value for points in _entry_points().values() for value in points.values()]))
+
+
+def _conf_folders(values: Iterable[str]) -> dict[Path, str]:
+    """Return the folders `conf` of the packages that entry points name, each with its top-level package."""
+    packages = dict.fromkeys(value.partition(":")[0].partition(".")[0].strip() for value in values)
+    return {place / "conf": package for package in packages for place in _places(package) if (place / "conf").is_dir()}
 
 
 def searched_packages() -> dict[Path, str]:
@@ -93,7 +116,7 @@ def _places(package: str) -> list[Path]:
 def offered_targets() -> frozenset[str]:
     """Return the names that installed packages' own configs, which Hydra searches, give of their own code."""
     found = set()
-    for folder, package in searched_packages().items():
+    for folder, package in {**_conf_folders(_entry_points()[RECIPES].values()), **searched_packages()}.items():
         for path in sorted(folder.rglob("*.yaml")) if package else ():
             with suppress(OSError, ValueError, yaml.YAMLError):
                 found |= set(

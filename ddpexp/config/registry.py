@@ -5,6 +5,7 @@ Keys are the names of the options in `conf`. Nothing else depends on where a mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "cosine": "ddpexp.train.schedule.Cosine",
         "onecycle": "ddpexp.train.schedule.OneCycle",
     },
+    "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
     "strategy": {"ddp": "ddpexp.strategy.ddp_options.DDPOptions"},
     "data": {"mnist": "ddpexp.data.mnist.dataset.load", "images": "ddpexp.data.images.dataset.load"},
     "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
@@ -45,19 +47,27 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
 }
 
 
+_LOGGER = re.compile(r"logger\.[^.\[]+")  # the place of a logger, whose key may have any name
+
 # Former names of options: section, part, former name, name. Kept for one release; `deprecation_warnings` reports them.
 _RENAMED = (("data", "images", "deviation", "std"),)
 
 
-def keys_of(section: str) -> tuple[str, ...]:
-    """Return the keys of the parts that a section such as `launcher` may name."""
-    return tuple(_PARTS.get(section, ()))
+def section_of(where: str) -> str:
+    """Return the section in whose terms a part at the key `where` is named: `logger` for `logger.tensorboard`."""
+    return "logger" if _LOGGER.fullmatch(where) else where
 
 
-def key_of(section: str, target: object) -> str | None:
+def keys_of(where: str) -> tuple[str, ...]:
+    """Return the keys of the parts that a place such as `launcher` may name."""
+    return tuple(_PARTS.get(section_of(where), ()))
+
+
+def key_of(where: str, target: object) -> str | None:
     """Return the key of one of our own parts, given that or its name of an earlier version; None for all else."""
     if not isinstance(target, str):
         return None
+    section = section_of(where)
     return target if target in _PARTS.get(section, ()) else _FORMER.get(section, {}).get(target)
 
 
@@ -66,9 +76,9 @@ def names_the_same(section: str, one: object, other: object) -> bool:
     return one == other or (key_of(section, one) is not None and key_of(section, one) == key_of(section, other))
 
 
-def path_of(section: str, key: str) -> str:
+def path_of(where: str, key: str) -> str:
     """Return the full name, `module.name`, of one of our own parts."""
-    return _PARTS[section][key]
+    return _PARTS[section_of(where)][key]
 
 
 def key_of_class(section: str, kind: type) -> str | None:
@@ -92,13 +102,22 @@ def with_keys(values: Mapping[str, Any]) -> dict[str, Any]:
             renamed = {key: value for key, value in options.items() if key != former}
             value = options[former]  # null: the key was not set
             current[section] = renamed if value is None else {**renamed, option: value}
+    if isinstance(logger := current.get("logger"), Mapping) and logger.get("kind") in ("none", "tensorboard"):
+        current["logger"] = _without_kind(logger)
     return current
+
+
+def _without_kind(logger: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `logger` without its former key `kind`, which decided whether there was TensorBoard."""
+    others = {name: value for name, value in logger.items() if name not in ("kind", "tensorboard")}
+    return {"tensorboard": {"_target_": "tensorboard"}, **others} if logger["kind"] == "tensorboard" else others
 
 
 def deprecation_warnings(values: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     """Return a warning for each override that uses the former name of an option; `values` is the configuration."""
     keys = {override.lstrip("+").partition("=")[0] for override in overrides}
-    return [
+    kind = "logger.kind is deprecated and will be removed in the next release: use logger=tensorboard or logger=none."
+    return [kind] * ("logger.kind" in keys) + [
         f"{section}.{former} is deprecated and will be removed in the next release: use {section}.{option}."
         for section, part, former, option in _RENAMED
         if f"{section}.{former}" in keys and with_keys(values).get(section, {}).get("_target_") == part

@@ -64,13 +64,6 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Logger:
-    """Where the scalars go beside metrics.jsonl."""
-
-    kind: Literal["tensorboard", "none"]
-
-
-@dataclass(frozen=True)
 class Run:
     """Where the run lies and what it starts from."""
 
@@ -106,7 +99,7 @@ class Experiment:
     scheduler: Schedule | Node  # a user's own is a node, which only workers build
     strategy: Options
     launcher: Launcher
-    logger: Logger
+    logger: Mapping[str, Node]  # what records the run beside metrics.jsonl, by the key below `logger`
     trainer: Trainer
     run: Run
 
@@ -119,7 +112,6 @@ class Experiment:
 TYPED_SECTIONS: Mapping[str, Any] = {
     "trainer": Trainer,
     "strategy": DDPOptions,  # of the other kinds, `ddpexp.config.parse` finds the class
-    "logger": Logger,
     "run": Run,
     "recipe": Recipe,
 }

@@ -62,7 +62,10 @@ def _full_errors() -> Iterator[None]:
 def sentence(error: Exception) -> str:
     """Return an error of Hydra, OmegaConf or PyYAML as one sentence."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return _unknown_option(error.missing_cfg_file, [name for name in error.options or () if name])
+        group = error.missing_cfg_file.rpartition("/")[0]
+        searched = [Path(folder) for folder in re.findall(r"path=file://(.+)", str(error))]
+        known = error.options or options(group, searched)  # of one in a list, such as logger=[a,b], Hydra gives none
+        return _unknown_option(error.missing_cfg_file, [name for name in known if name])
     if isinstance(error, OverrideParseException):
         return unread(str(error.override))
     if isinstance(error, ConfigCompositionException):
@@ -190,6 +193,9 @@ def unknown_key_of(typed: str, cause: OmegaConfBaseException) -> RefusedError:
         return RefusedError(f"{typed} is not a known key.")
     names = [str(name) for name in parent if name != "hydra"]
     where = full_key[: -len(key)].rstrip(".")
+    if not where and key in groups([conf_folder()]):
+        listed = ", ".join(f"{key}={option}" for option in options(key, [conf_folder()]))
+        return RefusedError(f"{typed}: no {key} is chosen, by the recipe or by {key}=... . Available: {listed}.")
     others = _options_with(where, key)
     if others and nearest(key, names) is None:
         return RefusedError(f"{typed} is not a known key: it is one of {' and '.join(others)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
-from ddpexp.config.typed_targets import is_in, keys_of_target, typed_targets
+from ddpexp.config.typed_targets import is_former, is_in, keys_of_target, typed_targets
 from ddpexp.config.values import offered_by_packages, plain, trust_of
 from ddpexp.config.versions import get_yaml_loader
 from ddpexp.errors import RefusedError
@@ -60,7 +61,7 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     if not resumes:
         chosen.setdefault("launcher", "spawn")  # whatever the run itself was started with
     for group, name in chosen.items():
-        cfg[group] = _option(group, name, added)
+        cfg[group] = _loggers(name, added) if group == "logger" else _option(group, name, added)
     cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
     cfg.run.allow_changes = []
     nodes = _remove_inherited(cfg, typed_targets(arguments.overrides))
@@ -68,7 +69,7 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     try:
         for word in arguments.overrides:
             if word.partition("=")[0] not in chosen:
-                _override(cfg, word, adds=is_in(word, nodes))
+                _override(cfg, word, adds=is_in(word, nodes) or is_former(word))
         with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
             values = plain(cfg)
         if offered := offered_by_packages(values):
@@ -91,6 +92,14 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
     if "defaults" in found or group == "recipe":
         raise RefusedError(f"{group}={name} is made of several files: type the whole command again, with run.dir=... .")
     return found
+
+
+def _loggers(names: str, added: Path | None) -> DictConfig:
+    """Return the options that `logger=NAMES` chooses: one, or a list in brackets."""
+    chosen = re.sub(r"^\[(.*)\]$", r"\1", names).split(",")
+    merged = OmegaConf.merge({}, *(_option("logger", name.strip(), added) for name in chosen if name.strip()))
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:

@@ -26,8 +26,15 @@ def is_in(word: str, nodes: Iterable[str]) -> bool:
 
 
 def forced(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:
-    """Return the overrides with those in the sections forced: no file lists the keys of the new targets."""
-    return [f"++{word}" if word[:1] not in "+~" and is_in(word, nodes) else word for word in overrides]
+    """Return the overrides with those forced that no file lists: keys of the new targets, and former keys."""
+    return [
+        f"++{word}" if word[:1] not in "+~" and (is_in(word, nodes) or is_former(word)) else word for word in overrides
+    ]
+
+
+def is_former(word: str) -> bool:
+    """Return whether an override sets a key that no file has any more, but which still counts."""
+    return word.partition("=")[0] == "logger.kind"
 
 
 def keys_of_target(node: Any, name: str) -> list[str]:

@@ -133,7 +133,7 @@ def _check_entry(path: Path, key: str, option: Any) -> Iterator[tuple[str, str]]
     if typed is None:
         return
     group, ours = typed[3], groups([conf_folder()])
-    if group in ours and isinstance(option, list):
+    if group in ours and isinstance(option, list) and group != "logger":
         raise RefusedError(
             f"{path}: - {key}: [{', '.join(map(str, option))}] chooses several options, and a run has one: write one "
             f"of them, and -m {group}={','.join(map(str, option))} on the command line for a run with each."
@@ -141,8 +141,9 @@ def _check_entry(path: Path, key: str, option: Any) -> Iterator[tuple[str, str]]
     near = nearest(group, ours, 0.8)
     if near is not None and near != group and not (path.parent.parent / group).is_dir():
         raise RefusedError(f"{path}: there is no group {group}. Did you mean - {typed[1] or ''}/{near}: {option}?")
-    if isinstance(option, str) and (typed[2] or typed[1]):
-        yield group, option
+    for name in option if isinstance(option, list) else [option]:
+        if isinstance(name, str) and (typed[2] or typed[1]):
+            yield group, name
 
 
 def _check_section(path: Path, key: str, value: Any) -> None:

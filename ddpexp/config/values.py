@@ -24,6 +24,7 @@ from ddpexp.config.hydra_section import (
 from ddpexp.config.instantiate import Trust
 from ddpexp.config.names import check_present, named
 from ddpexp.config.plugins import offered_targets, plugin_folders, searched_packages
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import DATA_KEYS
 from ddpexp.config.typed_targets import typed_targets
 from ddpexp.config.versions import register_resolver
@@ -77,7 +78,7 @@ def finish(base: Tree, overrides: Sequence[str], added: Path | None, run: Path |
     offered = offered_by_packages(values)
     for tree in (values, kept) if offered else ():
         tree["run"]["trust"] = [*(values["run"]["trust"] or ()), *offered]
-    folders = [conf_folder(), *([added] if added else []), *searched_packages()]
+    folders = [conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()]
     _check_types(values, base.choices, folders, typed_targets(overrides))
     check_present(values, trust_of(values))
     return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), warnings_of(added))
@@ -163,11 +164,11 @@ def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> No
     if not isinstance(run, Mapping):
         raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
     if run.get("trust") and not any(word.lstrip("+").startswith("run.trust=") for word in typed):
-        raise RefusedError(f"run.trust={run['trust']} stands in a file: it counts only when typed on the command line.")
+        raise RefusedError(f"run.trust={run['trust']} is set in a file, and counts only on the command line.")
     if run.get("allow_changes") and not any(word.lstrip("+").startswith("run.allow_changes=") for word in typed):
         raise RefusedError(
-            f"run.allow_changes={run['allow_changes']} stands in a file: it is for one start, so it counts only when "
-            "typed on the command line."
+            f"run.allow_changes={run['allow_changes']} is set in a file: it is for one start, so it counts only on the "
+            "command line."
         )
     if run.get("code"):
         raise RefusedError(f"run.code={run['code']} cannot be set: type --config-dir DIR to use the code beside DIR.")
@@ -178,9 +179,13 @@ def _check_types(
 ) -> None:
     """Compare the values of sections with a `_target_` with the types in the chosen option's own file.
 
-    The other sections are typed, and checked by `parse`. Sections in `typed_targets` have no file to compare with.
+    The other sections are typed, and so are our schedules: `parse` checks them. Sections in `typed_targets` have no
+    file to compare with.
     """
     sections = [section for section in ("task", "model", "data", "optimizer") if section not in typed_targets]
+    scheduler = values.get("scheduler")
+    if isinstance(scheduler, Mapping) and key_of("scheduler", scheduler.get("_target_")) is None:
+        sections += [section for section in ("scheduler",) if section not in typed_targets]
     for group in ("recipe", *sections):
         paths = [folder / group / f"{choices.get(group)}.yaml" for folder in folders]
         path = next((path for path in paths if path.is_file()), None)

@@ -1,1 +1,1 @@
-"""Loggers of a run: metrics.jsonl, TensorBoard and progress."""
+"""The loggers of a run: metrics.jsonl, progress, TensorBoard, and the interface of those that packages bring."""

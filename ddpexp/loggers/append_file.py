@@ -1,11 +1,17 @@
-"""A file that grows by whole records, and buffers them in memory while the disk is full or failing."""
+"""A file that grows by whole records, and buffers them in memory while the disk is full or failing.
+
+And what cuts such a file back to the length that a checkpoint recorded.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from ddpexp.system.files import whole_lines
 from ddpexp.system.limits import reason_with_limit
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead anywhere
@@ -62,3 +68,32 @@ class AppendFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def truncate_file(path: Path, position: Mapping[str, Any] | None, name: str, *, lines: bool = False) -> None:
+    """Cut a file back to the length that a checkpoint recorded under `name`; to nothing if it recorded none.
+
+    A file that is shorter than that keeps its contents, with a warning; one of `lines` loses a partial last line.
+
+    Raises OSError.
+    """
+    if not path.is_file():
+        return
+    num_bytes = length_in(position, name)
+    size = path.stat().st_size
+    if size < num_bytes:
+        text = "%s is shorter than at the checkpoint: some of its records are lost"
+        logging.getLogger("ddpexp").warning(text, path.name)
+        num_bytes = whole_lines(path) if lines else size
+    if num_bytes < size:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+
+
+def length_in(position: Mapping[str, Any] | None, name: str) -> int:
+    """Return the length of a file that a checkpoint recorded, 0 if it recorded none. Units: bytes."""
+    length = (position or {}).get(name, 0)
+    return length if isinstance(length, int) else 0

@@ -1,11 +1,10 @@
-"""Loggers of a run: rank zero writes, the other ranks hold one that does nothing."""
+"""Loggers of a run: rank zero records, the other ranks hold one that does nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ddpexp.system.secrets import masked
 
@@ -14,7 +13,11 @@ if TYPE_CHECKING:
 
 
 class Logger(Protocol):
-    """A destination for scalars, text and images."""
+    """A destination for scalars, text, images and histograms.
+
+    The class that `_target_` of a logger names is called with the run directory (a Path) and the keys beside
+    `_target_`, on rank zero only. Deriving from `Null` supplies the methods that a logger has no use for.
+    """
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Record named values at a step."""
@@ -28,6 +31,10 @@ class Logger(Protocol):
         """Record an image. Shapes: (height, width, 3) uint8."""
         ...
 
+    def histogram(self, name: str, values: Tensor, step: int) -> None:
+        """Record the distribution of values at a step. Shapes: any."""
+        ...
+
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Record the hyperparameters, once, at the start."""
         ...
@@ -36,12 +43,32 @@ class Logger(Protocol):
         """Record that the run is finished."""
         ...
 
-    def flush(self) -> Mapping[Path, int]:
-        """Write everything out; return the files and their sizes. Units: bytes."""
-        ...
-
     def close(self) -> None:
         """Flush and close; nothing is recorded afterwards."""
+        ...
+
+
+@runtime_checkable
+class Truncatable(Protocol):
+    """A logger whose records are cut back when a run resumes, so that every step is recorded once.
+
+    `ddpexp.loggers.append_file` does both for a file that only grows.
+    """
+
+    def position(self) -> Mapping[str, Any]:
+        """Flush, and return how far it has recorded: values that JSON can hold, which a checkpoint stores.
+
+        The length of a file in bytes stands under the file's path relative to the run directory; such a file is on
+        disk before the checkpoint counts as complete. Names are shared with the other loggers of the run.
+        """
+        ...
+
+    def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
+        """Remove what is recorded beyond a position, before anything else is recorded.
+
+        `position` is what the checkpoint of `step` stores of all loggers; None at step 0, when a run starts from the
+        beginning, possibly in the directory of an attempt that left no checkpoint.
+        """
         ...
 
 
@@ -60,15 +87,14 @@ class Null:
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Do nothing."""
 
+    def histogram(self, name: str, values: Tensor, step: int) -> None:
+        """Do nothing."""
+
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Do nothing."""
 
     def done(self) -> None:
         """Do nothing."""
-
-    def flush(self) -> Mapping[Path, int]:
-        """Return no files."""
-        return {}
 
     def close(self) -> None:
         """Do nothing."""
@@ -97,6 +123,11 @@ class Many:
         for logger in self._loggers:
             logger.image(name, pixels, step)
 
+    def histogram(self, name: str, values: Tensor, step: int) -> None:
+        """Forward to each."""
+        for logger in self._loggers:
+            logger.histogram(name, values, step)
+
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Forward to each."""
         for logger in self._loggers:
@@ -107,9 +138,16 @@ class Many:
         for logger in self._loggers:
             logger.done()
 
-    def flush(self) -> Mapping[Path, int]:
-        """Flush each; return the files of all."""
-        return {path: size for logger in self._loggers for path, size in logger.flush().items()}
+    def position(self) -> Mapping[str, Any]:
+        """Flush each that can be cut back; return the positions of all."""
+        can = [logger for logger in self._loggers if isinstance(logger, Truncatable)]
+        return {name: value for logger in can for name, value in logger.position().items()}
+
+    def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
+        """Cut back each that can be."""
+        for logger in self._loggers:
+            if isinstance(logger, Truncatable):
+                logger.truncate(position, step)
 
     def close(self) -> None:
         """Close each."""

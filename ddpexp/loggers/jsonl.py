@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from ddpexp.loggers.append_file import AppendFile
+from ddpexp.loggers.append_file import AppendFile, truncate_file
 from ddpexp.loggers.base import Null
 from ddpexp.system.files import Anchor
 
@@ -32,10 +33,14 @@ class JsonLines(Null):
         line = json.dumps({"step": step, "epoch": round(epoch, 4), "time": time.time(), **record})
         self._file.write(f"{line}\n".encode())
 
-    def flush(self) -> dict[Path, int]:
-        """Return the file and its size. Units: bytes."""
+    def position(self) -> dict[str, int]:
+        """Return the length of the file. Units: bytes."""
         self._file.flush()
-        return {self._file.path: self._file.num_bytes}
+        return {self._file.path.name: self._file.num_bytes}
+
+    def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
+        """Cut the file back to its length at the checkpoint, and to whole lines."""
+        truncate_file(self._file.path, position, self._file.path.name, lines=True)
 
     def close(self) -> None:
         """Close the file."""

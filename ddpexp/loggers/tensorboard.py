@@ -1,4 +1,4 @@
-"""TensorBoard: the same scalars, the configuration as text, images, and the hyperparameters with their results."""
+"""TensorBoard: the same scalars, the configuration as text, images, histograms, and the hyperparameters."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import Tensor
 from torch.utils.tensorboard import summary
 
-from ddpexp.loggers.append_file import AppendFile
+from ddpexp.loggers.append_file import AppendFile, length_in, truncate_file
 
 
 class TensorBoard:
-    """Write TensorBoard's event files; the x axis is the optimizer step.
+    """Write TensorBoard's event files to `tb` in the run directory; the x axis is the optimizer step.
 
-    Every record is written immediately and atomically, so that a checkpoint can store which part of the file it covers.
+    Each start of a run writes a file of its own. Every record is written immediately and atomically, so that a
+    checkpoint can store which part of the file it covers.
     """
 
-    def __init__(self, folder: Path, from_step: int = 0) -> None:
-        """Open a new file in the folder; an open viewer discards what it has read of steps after `from_step`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        now = time.time()
+    def __init__(self, run_dir: Path) -> None:
+        """Open a new file."""
+        self._folder = run_dir / "tb"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._earlier: dict[str, int] = {}  # the files of earlier starts, and their lengths in bytes
+        stem = f"events.out.tfevents.{int(time.time())}.{platform.node()}.{os.getpid()}"
         number = 0
-        while (path := folder / f"events.out.tfevents.{int(now)}.{platform.node()}.{os.getpid()}.{number}").exists():
+        while (path := self._folder / f"{stem}.{number}").exists():
             number += 1
         self._file = AppendFile(path)
         self._records = RecordWriter(self._file)
-        self._write(Event(wall_time=now, file_version="brain.Event:2"))
-        if from_step:
-            self._write(Event(wall_time=now, step=from_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def scalars(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         """Write one event with a point for each name."""
@@ -55,6 +56,11 @@ class TensorBoard:
     def image(self, name: str, pixels: Tensor, step: int) -> None:
         """Write an image for the Images tab. Shapes: (height, width, 3) uint8."""
         self._add(summary.image(name, pixels.numpy(), dataformats="HWC"), step)  # type: ignore[no-untyped-call]
+
+    def histogram(self, name: str, values: Tensor, step: int) -> None:
+        """Write a histogram for the Histograms tab. Shapes: any."""
+        content = summary.histogram(name, values.detach().float().cpu().numpy(), bins="auto")  # type: ignore[no-untyped-call]
+        self._add(content, step)
 
     def hyperparameters(self, values: Mapping[str, bool | float | str]) -> None:
         """Write the hyperparameters for the HParams tab.
@@ -77,14 +83,31 @@ class TensorBoard:
         end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
         self._add_session(SESSION_END_INFO_TAG, plugin_data_pb2.HParamsPluginData(session_end_info=end))
 
-    def flush(self) -> dict[Path, int]:
-        """Return the file and its size. Units: bytes."""
+    def position(self) -> dict[str, int]:
+        """Return the lengths of the files, those of earlier starts too. Units: bytes."""
         self._file.flush()
-        return {self._file.path: self._file.num_bytes}
+        return {**self._earlier, self._name(self._file.path): self._file.num_bytes}
+
+    def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
+        """Remove what earlier starts have recorded after `step`; a viewer discards what it has read of that."""
+        for path in self._folder.glob("events.*"):
+            name = self._name(path)
+            if path == self._file.path:
+                continue
+            if name not in (position or {}):
+                path.unlink()
+            elif path.is_file():
+                truncate_file(path, position, name)
+                self._earlier[name] = min(length_in(position, name), path.stat().st_size)
+        if step:
+            self._write(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _name(self, path: Path) -> str:
+        return f"{self._folder.name}/{path.name}"
 
     def _add_session(self, tag: str, data: Any) -> None:
         self._add(

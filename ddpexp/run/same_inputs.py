@@ -10,6 +10,7 @@ from typing import Any
 
 from ddpexp.checkpoint.format import newest
 from ddpexp.config.instantiate import targets
+from ddpexp.config.plugins import full_name
 from ddpexp.errors import RefusedError
 from ddpexp.run import sources
 from ddpexp.run.directory import RunDir
@@ -71,7 +72,8 @@ def _targets(tree: Mapping[str, Any]) -> list[str]:
     sections = {name: tree.get(name) for name in ("task", "model", "data", "optimizer", "scheduler")}
     data = sections["data"]
     prepare = data.get("prepare") if isinstance(data, Mapping) else None
-    return [name for name in (*(target for _, target in targets(sections, "")), prepare) if isinstance(name, str)]
+    named = (full_name(key.removesuffix("._target_"), target) for key, target in targets(sections, ""))
+    return [name for name in (*named, prepare) if isinstance(name, str)]
 
 
 def _path(tree: Mapping[str, Any]) -> list[str]:

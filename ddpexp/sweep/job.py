@@ -59,7 +59,7 @@ class Planned:
         modules = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
         logs = (
             ("ddpexp.loggers.tensorboard", "tensorboard.plugins.hparams.summary")
-            if experiment.logger.kind == "tensorboard"
+            if any(key_of(f"logger.{name}", node.target) == "tensorboard" for name, node in experiment.logger.items())
             else ()
         )
         return {*modules, *logs, type(experiment.launcher).__module__}

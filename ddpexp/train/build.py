@@ -30,7 +30,14 @@ from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
-from ddpexp.train.recipe_checks import check_model, check_optimizers, check_signature, check_splits, check_task
+from ddpexp.train.recipe_checks import (
+    check_logger,
+    check_model,
+    check_optimizers,
+    check_signature,
+    check_splits,
+    check_task,
+)
 from ddpexp.train.run_state import RunState
 
 
@@ -58,12 +65,12 @@ def import_all(experiment: Experiment, world: World) -> None:
     nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
     if isinstance(experiment.scheduler, Node):
         nodes["scheduler"] = experiment.scheduler
+    if world.is_rank_zero:
+        nodes |= {f"logger.{name}": node for name, node in experiment.logger.items()}
     for where, node in nodes.items():
         for key, target in targets({"_target_": node.target, **node.kwargs}, where):
             locate(target, experiment.trust, key.removesuffix("._target_"))
     experiment.strategy.import_modules()
-    if world.is_rank_zero and experiment.logger.kind == "tensorboard":
-        import ddpexp.loggers.tensorboard  # noqa: F401  # only rank zero writes it
 
 
 def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
@@ -198,16 +205,19 @@ def build_evals(
     }
 
 
-def build_logger(context: RunContext, num_steps: int, from_step: int) -> Logger:
-    """Return the logger of this rank: rank zero writes, the others do nothing."""
+def build_logger(context: RunContext, num_steps: int) -> Logger:
+    """Return the logger of this rank: rank zero records, the others do nothing.
+
+    Raises:
+        RefusedError: the configuration names what is no logger.
+    """
     if not context.world.is_rank_zero:
         return Null()
     run = context.run
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
-    if context.experiment.logger.kind == "tensorboard":
-        from ddpexp.loggers.tensorboard import TensorBoard  # slow to import, and only rank zero needs it
-
-        loggers.append(TensorBoard(run.tensorboard, from_step))
+    for name, node in context.experiment.logger.items():
+        logger = instantiate(node, context.experiment.trust, f"logger.{name}", run.path)
+        loggers.append(check_logger(logger, f"logger.{name}._target_={node.target}"))
     return Many(loggers)
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpexp.data.datasets import IndexData, Splits
 from ddpexp.errors import RefusedError
+from ddpexp.loggers.base import Logger
 from ddpexp.task import HasTrainStep
 from ddpexp.train.task_checks import SUMS, named, shown
 
@@ -54,6 +55,22 @@ def check_splits(splits: Any, target: str) -> Splits:
         if len(part) == 0:
             raise RefusedError(f"{data} returned no samples for `{name}`.")
     return splits
+
+
+def check_logger(logger: Any, named_by: str) -> Logger:
+    """Return what a logger's class has made, once it has every method that a run calls.
+
+    Raises:
+        RefusedError: it lacks one.
+    """
+    for method in ("scalars", "text", "image", "histogram", "hyperparameters", "done", "close"):
+        if not callable(getattr(logger, method, None)):
+            raise RefusedError(
+                f"{named_by}: {type(logger).__name__} has no method {method}, so it is not a logger: derive it from "
+                "ddpexp.loggers.base.Null, and define what it records."
+            )
+    checked: Logger = logger
+    return checked
 
 
 def check_model(model: Any, target: str, trains: bool) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,10 +22,10 @@ from ddpexp.config.schema import Trainer
 from ddpexp.distributed.rng import HostRandom
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
-from ddpexp.loggers.base import Logger
+from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Shard, Strategy
-from ddpexp.system.files import relative, whole_lines
+from ddpexp.system.files import relative
 from ddpexp.system.secrets import masked_tree
 from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop, TrainState
@@ -45,11 +44,10 @@ class RunState:
     random: HostRandom
     logger: Logger
     world: World
+    run: Path
     resumed_from: int | None = None  # the step that this start resumed from
     inputs: Mapping[str, Any] = field(default_factory=dict)  # identifies the configuration, code and data of this start
-    recorded: Mapping[Path, int] = field(
-        default_factory=dict
-    )  # bytes that earlier starts have written to each log file
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # positions of loggers, as the checkpoint stores them
     config: bytes | None = None  # config.yaml as this start read it
 
     @classmethod
@@ -70,7 +68,7 @@ class RunState:
             stops=trainer.on_save_error == "stop",
         )
         random = HostRandom(trainer.seed, world.rank)
-        return cls(writer, strategy, ema, random, logger, world, config=run.config.read_bytes())
+        return cls(writer, strategy, ema, random, logger, world, run.path, config=run.config.read_bytes())
 
     def save(
         self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
@@ -105,8 +103,10 @@ class RunState:
             if digest is not None:
                 facts["weights_sha256"] = digest
             texts = {CONFIG: self.config} if self.config is not None else {}
-            records = {**self.recorded, **self.logger.flush()}
-            self.writer.save(state.step, Content(models, parts, local or None, texts, facts, records))
+            positions = self.logger.position() if isinstance(self.logger, Truncatable) else {}
+            files = [self.run / name for name, value in positions.items() if isinstance(value, int)]
+            records = {**self.recorded, **positions}  # those of a logger that this start does not have stay as they are
+            self.writer.save(state.step, Content(models, parts, local or None, texts, facts, records, files))
         return digest
 
     def _shards(self, model: str, values: Mapping[str, Any]) -> dict[str, Shard]:
@@ -248,38 +248,15 @@ def _restore_ema(
     copy_into(target, saved, f"{where} ({name}.ema.safetensors)", local)
 
 
-def truncate_records(run: RunDir, checkpoint: Checkpoint | None) -> dict[Path, int]:
-    """Truncate the log files to the checkpoint, so that every step is recorded once; return the remaining sizes.
+def truncate_records(logger: Logger, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    """Cut the records back to the checkpoint, so that every step is recorded once; return the positions it stores.
 
-    Units: bytes. Ranks: rank zero, before anything is recorded.
+    Ranks: all, before anything is recorded.
     """
-    records = checkpoint.manifest.get("records", {}) if checkpoint else {}
-    sizes = {run.path / name: size for name, size in records.items()}
-    for path in run.tensorboard.glob("events.*"):
-        if path not in sizes:
-            path.unlink()
-    left = {}
-    for path in [run.metrics, *run.tensorboard.glob("events.*")]:
-        if not path.is_file():
-            continue
-        left[path] = sizes.get(path, 0)
-        if path.stat().st_size > left[path]:
-            _truncate(path, left[path])
-        elif path.stat().st_size < left[path]:
-            text = "%s is shorter than at the checkpoint: some of its records are lost"
-            logging.getLogger("ddpexp").warning(text, path.name)
-            if path == run.metrics:
-                _truncate(path, whole_lines(path))  # the next record begins a line
-            left[path] = path.stat().st_size
-    return left
-
-
-def _truncate(path: Path, num_bytes: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, num_bytes)
-    finally:
-        os.close(descriptor)
+    positions: Mapping[str, Any] = checkpoint.manifest.get("records", {}) if checkpoint else {}
+    if isinstance(logger, Truncatable):
+        logger.truncate(positions if checkpoint else None, checkpoint.step if checkpoint else 0)
+    return positions
 
 
 def _restore_local(

@@ -151,8 +151,8 @@ def build(context: RunContext) -> Built:
             "trainer.epochs: increase them, or evaluate the run as it is."
         )
 
-    recorded = truncate_records(run, newest) if world.is_rank_zero else {}  # before the loggers open the files
-    logger = build_logger(context, num_steps, newest.step if newest else 0)
+    logger = build_logger(context, num_steps)
+    recorded = truncate_records(logger, newest)
     ema = EMA(strategy.modules, trainer.ema_decay) if trainer.ema_decay is not None else None
     checkpointer = RunState.from_config(run, trainer, strategy, ema, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs

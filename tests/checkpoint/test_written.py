@@ -99,13 +99,15 @@ def test_records_and_shares_are_on_the_disk_before_a_checkpoint_counts_and_its_n
         path.write_text("{}\n")
     gone = tmp_path / "removed"  # by hand, meanwhile
     writer = Writer(folder, ALONE)
-    sizes = dict.fromkeys((*records, gone), 3)
+    positions = {"metrics.jsonl": 3, "rows": {"table": [1, 2]}}
     models = {"model": {"w": torch.ones(4)}}
-    writer.save(7, Content(models, {"a": torch.ones(2)}, {"buffers": {"x": torch.ones(1)}}, records=sizes))
+    own = {"buffers": {"x": torch.ones(1)}}
+    writer.save(7, Content(models, {"a": torch.ones(2)}, own, records=positions, log_files=[*records, gone]))
     writer.wait(end=True)
     final = folder / "step-00000007"
     counts = order.index(("name", str(final)))
-    assert {one.step for one in scan(folder).complete} == {7}
+    [checkpoint] = scan(folder).complete
+    assert (checkpoint.step, checkpoint.manifest["records"]) == (7, positions)
     before = {where for how, where in order[:counts] if how == "sync"}
     assert before >= {str(path) for path in records}
     manifest = min(place for place, (_, where) in enumerate(order) if "checkpoint.json" in where)

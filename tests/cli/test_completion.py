@@ -126,7 +126,7 @@ def test_every_word_says_what_it_is() -> None:
         assert about["status"] == commands.of("status").summary
     assert {word.text: word.about for word in candidates([], "")}["trainer."] == "How a model is trained."
     about = {word.text: word.about for word in candidates([], "trainer.")}
-    assert about["trainer.seed="].startswith("(0) Seeds initialisation")
+    assert about["trainer.seed="].startswith("(0) Seed of the initialization")
     assert {word.text: word.about for word in candidates([], "model=")}["model=linear"].startswith("One linear layer")
 
 
@@ -168,7 +168,7 @@ def test_what_is_typed_is_neither_run_nor_shown_and_torch_is_not_imported(ddpexp
         "ddpexp --config-dir conf recipe=mine run.trust=[mine] model.token=hf_0123456789abcdefghij trainer.see",
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("trainer.seed=\t(0) Seeds initialisation")
+    assert done.stdout.startswith("trainer.seed=\t(0) Seed of the initialization")
     assert not (place / "imported").exists()
 
 

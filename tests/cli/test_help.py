@@ -89,14 +89,14 @@ def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() 
     for key, value in leaves(overview(["trainer.seed=41", "launcher=slurm", "model.width=[4,8]"], None).values).items():
         assert f"\n  {key}={typed(value)}" in text
     for lines in (
-        "  trainer.seed=41                           a whole number\n      Seeds initialisation",
+        "  trainer.seed=41                           a whole number\n      Seed of the initialization",
         "  trainer.precision=fp32                    one of fp32, bf16, fp16\n      fp32, bf16 (autocast)",
         "  trainer.compile=false                     true or false\n",
         "  launcher.partition=null                   a text or null\n",
         "  model.width=[4,8]                         a list\n      Channels of the two convolutions.\n",
-        "  trainer.timeout                           a section\n      After so many seconds without progress",
+        "  trainer.timeout                           a section\n      A run ends after this many seconds without",
         "  hydra.sweep.dir=outputs/sweeps/${now:%Y-%m-%d_%H-%M-%S}\n",
-        "\nlauncher=slurm: Slurm, one word for three places.",
+        "\nlauncher=slurm: Slurm. On the login node:",
     ):
         assert lines in text
     assert max(map(len, text.splitlines())) <= 80
@@ -121,7 +121,7 @@ def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> 
         "  model.depth=3                             a whole number\n      How many.\n",
         "  model.hidden=8                            a whole number\n      Units of a layer.\n",
         "  task.weight=1.5                           a number\n      Of the second loss.\n",
-        "only epochs ends the run. Whichever comes\n      first.\n      recipe=mine: Long enough to converge.\n",
+        "only epochs ends the run.\n      Whichever comes first.\n      recipe=mine: Long enough to converge.\n",
     ):  # fmt: skip
         assert lines in text
     text = answer([f"--config-dir={mine}", "augment"], by_name=True)
@@ -146,7 +146,7 @@ def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> 
             "launcher: a group; launcher=OPTION chooses one of elastic, mpi, slurm, spawn*,\ntorchrun-env.\n\n",
             "trainer.seed",
         ),
-        ("launcher", "\nlauncher=slurm: Slurm, ", "trainer.seed"),
+        ("launcher", "\nlauncher=slurm: Slurm. ", "trainer.seed"),
         ("launcher", "    torchrun --nproc-per-node 2 -m ddpexp recipe=mnist launcher=torchrun-env\n", "trainer.seed"),
         ("launcher=slurm", "  launcher.partition=null                   a text or null\n      The partition.", "spawn"),
         ("launcher.partition", "with launcher=slurm:\n  launcher.partition=null ", "account"),

@@ -106,7 +106,7 @@ def test_true_is_not_taken_for_the_number_one_in_a_choice() -> None:
 def test_an_unknown_key_is_answered_with_the_nearest() -> None:
     assert refusal(shar=1) == "part.shar is not a known key. Did you mean part.share?"
     listed = ", ".join(field.name for field in fields(Section))
-    assert refusal(zzz=1) == f"part.zzz is not a known key. Known here: {listed}."
+    assert refusal(zzz=1) == f"part.zzz is not a known key. Available: {listed}."
 
 
 def test_a_missing_key_is_named() -> None:
@@ -128,7 +128,7 @@ def test_types_that_only_code_can_give_are_refused_without_a_crash() -> None:
 def test_the_nearest_word_is_found_whatever_the_case_and_made_typable() -> None:
     assert did_you_mean("LeNett", ["lenet", "linear"], "model=") == " Did you mean model=lenet?"
     assert did_you_mean("trainr", ["trainer", "_private"], "", ".gpus") == " Did you mean trainer.gpus?"
-    assert did_you_mean("q", []) == " Known here: nothing."
+    assert did_you_mean("q", []) == " Available: nothing."
 
 
 def test_values_are_shown_as_they_are_typed() -> None:

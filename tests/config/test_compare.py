@@ -60,7 +60,7 @@ def test_the_same_words_differ_in_nothing(stored: dict[str, Any]) -> None:
     ("key", "value"),
     [
         ("launcher._target_", "mpi"),
-        ("logger.kind", "none"),
+        ("logger.tensorboard._target_", "mine.Board"),
         ("run.resume", "require"),
         ("run.code", "/y"),
         ("trainer.gpus", 4),

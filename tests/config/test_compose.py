@@ -64,6 +64,7 @@ MINE = """\
 # @package _global_
 defaults:
   - override /model: net
+  - override /data: mnist
 task:
   _target_: mine.Task
   weight: 1.5
@@ -78,6 +79,67 @@ def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
+
+
+WHOLE = """\
+# @package _global_
+task: {_target_: mine.Task}
+model: {_target_: mine.Net, hidden: 8}
+data: {_target_: mine.load, samples: 64}
+trainer: {max_steps: 7, global_batch_size: 16}
+"""
+
+
+def test_a_recipe_may_hold_its_model_and_its_data(mine: Path) -> None:
+    (mine.parent / "mine.py").write_text("class Net: ...\nclass Task: ...\ndef load(): ...\n")
+    write(mine / "recipe/whole.yaml", WHOLE)
+    typed = (f"--config-dir={mine}", "recipe=whole")
+    made = experiment(*typed, "model.hidden=16", "data.num_workers=2")
+    assert (made.model.target, dict(made.model.kwargs)) == ("mine.Net", {"hidden": 16})
+    assert (made.data.target, dict(made.data.options), made.data.num_workers) == ("mine.load", {"samples": 64}, 2)
+    assert load(composed(*typed, "model.hidden=16", "data.num_workers=2").text) == made
+    assert refusal(*typed, "model.hidden=big") == "model.hidden=big is not a number (its default is 8)."
+    assert refusal(*typed, "model.hiden=9") == "model.hiden is not a known key. Did you mean model.hidden?"
+    other = experiment(*typed, "model._target_=torch.nn.Linear", "model.in_features=2", "model.out_features=2")
+    assert dict(other.model.kwargs) == {"in_features": 2, "out_features": 2}
+
+
+def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
+    (mine.parent / "mine.py").write_text("class Net: ...\nclass Task: ...\ndef load(): ...\n")
+    write(
+        mine / "recipe/part.yaml",
+        "".join(line for line in WHOLE.splitlines(True) if line[:5] not in ("model", "data:")),
+    )
+    typed = (f"--config-dir={mine}", "recipe=part")
+    assert refusal(*typed) == (
+        "model is missing: recipe=part names none. Write model: {_target_: mine.Net} in the recipe, or choose an "
+        "option: model=lenet or model=linear."
+    )
+    assert refusal(*typed, "model=linear", "data.num_workers=2") == (
+        "data is missing: recipe=part names none. Write data: {_target_: mine.load} in the recipe, or choose an "
+        "option: data=images or data=mnist."
+    )
+    assert refusal(*typed, "model.hidden=3") == (
+        "model.hidden: no model is chosen, by the recipe or by model=... . Available: model=lenet, model=linear."
+    )
+    made = experiment(*typed, "model=linear", "data._target_=mine.load", "data.samples=64")
+    assert (made.model.target, dict(made.data.options)) == ("ddpexp.recipes.mnist.Linear", {"samples": 64})
+
+
+def test_loggers_are_chosen_as_a_list_and_the_former_key_still_counts() -> None:
+    board = {"tensorboard": Node("tensorboard", {})}
+    for words, expected in (
+        ([], board),
+        (["logger=[tensorboard,none]"], board),
+        (["logger=[]"], {}),
+        (["logger=none"], {}),
+        (["logger.tensorboard=null"], {}),
+        (["~logger.tensorboard"], {}),
+        (["logger.kind=none"], {}),
+        (["logger=none", "logger.kind=tensorboard"], board),
+    ):
+        made = composed(*words)
+        assert parse(made.values).logger == load(made.text).logger == expected, words
 
 
 # Nothing is composed wrongly
@@ -236,14 +298,14 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("scheduler=one_cycle", "scheduler=one_cycle is not a known option. Did you mean scheduler=onecycle?"),
         ("model=[linear2]", "model=linear2 is not a known option. Did you mean model=linear?"),
         ("launcher=torchrun", "launcher=torchrun is not a known option. Did you mean launcher=torchrun-env?"),
-        ("recipe=", "recipe= is not a known option. Known here: mnist."),
-        ("model=null", "model=null: every run needs one. Known here: lenet, linear."),
+        ("recipe=", "recipe= is not a known option. Available: mnist."),
+        ("model=null", "model=null: every run needs one. Available: lenet, linear."),
         ("+trainr.gpus=2", "trainr is not a known section. Did you mean trainer?"),
-        ("+zzz=2", "zzz is not a known section. Known here: recipe, task, model, data, optimizer, scheduler,"),
+        ("+zzz=2", "zzz is not a known section. Available: recipe, task, model, data, optimizer, scheduler,"),
         ("+trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("+strategy.static=true", "strategy.static is not a known key. Did you mean strategy.static_graph?"),
         ("+data.rot=x", "data.rot is not a known key. Did you mean data.root?"),
-        ("~model", "~model: every run needs one. Known here: lenet, linear."),
+        ("~model", "~model: every run needs one. Available: lenet, linear."),
         ("trainer.gpus", "trainer.gpus has no value: write trainer.gpus=... ."),
         ("trainer.gpus=[", "trainer.gpus=[ has a bracket without its other half."),
         ("=1", "=1 is not an override: write key=value, for example trainer.gpus=2."),
@@ -264,8 +326,8 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("data.embedded_train=many", "data.embedded_train=many is not a number (its default is 60000)."),
         ("-m --cfg job", "--cfg job shows one run: leave -m out, and give each key one value."),
         ("sweep.slots=2", "sweep.slots=2 is for sweeps: add -m, or leave it out."),
-        ("model=1", "model=1 is not a known option. Known here: lenet, linear."),
-        ("optimizer=adamw,true", "optimizer=true is not a known option. Known here: adamw,"),
+        ("model=1", "model=1 is not a known option. Available: lenet, linear."),
+        ("optimizer=adamw,true", "optimizer=true is not a known option. Available: adamw,"),
         ("trainer.seed=1 resume", "resume is a command and stands first: python -m ddpexp resume ... ."),
         (
             "hydra.run.dir=x",
@@ -372,8 +434,8 @@ def test_an_unknown_users_option_is_answered_with_the_nearest_of_both_folders(mi
 def test_a_file_cannot_trust_itself(mine: Path) -> None:
     write(mine / "recipe/sly.yaml", MINE + "run:\n  trust: [os]\n")
     words = (f"--config-dir={mine}", "recipe=sly")
-    assert refusal(*words) == "run.trust=['os'] stands in a file: it counts only when typed on the command line."
-    assert refusal(*words, "trainer.seed=1").startswith("run.trust=['os'] stands in a file")
+    assert refusal(*words) == "run.trust=['os'] is set in a file, and counts only on the command line."
+    assert refusal(*words, "trainer.seed=1").startswith("run.trust=['os'] is set in a file")
     assert experiment(*words, "run.trust=[mine]").run.trust == ("mine",)
 
 

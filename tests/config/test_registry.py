@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
-from ddpexp.config import registry
+from ddpexp.config import plugins, registry
 from ddpexp.config.compare import compare
 from ddpexp.config.compose import compose
 from ddpexp.config.folders import conf_folder
@@ -64,6 +65,33 @@ def test_a_former_name_of_an_option_is_reported() -> None:
     assert warning == "data.deviation is deprecated and will be removed in the next release: use data.std."
     assert registry.deprecation_warnings(images(), ["data=images", "data.std=[0.3]"]) == []
     assert registry.deprecation_warnings({"data": {"_target_": "mine.load"}}, ["data.deviation=1"]) == []
+
+
+@pytest.mark.parametrize(
+    ("former", "expected"),
+    [
+        ({"kind": "tensorboard"}, {"tensorboard": {"_target_": "tensorboard"}}),
+        ({"kind": "none"}, {}),
+        (
+            {"tensorboard": {"_target_": "tensorboard"}, "rows": {"_target_": "a.B"}, "kind": "none"},
+            {"rows": {"_target_": "a.B"}},
+        ),
+        ({"rows": {"_target_": "a.B"}}, {"rows": {"_target_": "a.B"}}),
+        ({"kind": "wandb"}, {"kind": "wandb"}),  # for `parse` to refuse
+    ],
+)
+def test_the_former_key_of_the_logger_still_works(former: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert registry.with_keys({"logger": former})["logger"] == expected
+    [warning] = registry.deprecation_warnings({"logger": former}, ["logger.kind=none"])
+    assert warning.startswith("logger.kind is deprecated and will be removed in the next release: use logger=")
+    assert registry.deprecation_warnings({"logger": former}, ["logger=none"]) == []
+
+
+def test_reading_a_configuration_of_our_own_parts_searches_no_installed_packages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plugins, "_entry_points", lambda: pytest.fail("8 ms in each rank"))
+    assert load((KEPT / "mnist/config.yaml").read_text()).logger == {}
 
 
 def test_a_deprecated_override_is_taken_with_its_value() -> None:

@@ -110,11 +110,14 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"optimizer__lr": float("nan")}, "optimizer.lr=nan: use a number from 0, such as 0.05."),
         ({"optimizer": {"lr": 0.1}}, "optimizer._target_ is missing: it names the class or function to call."),
         ({"scheduler__peak_at": 2}, "scheduler.peak_at=2.0 is not a fraction: use a number from 0 to 1."),
-        ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. Known here: peak_at, start, end."),
+        ({"scheduler__warmup": 0.1}, "scheduler.warmup is not a known key. Available: peak_at, start, end."),
         ({"scheduler__start": "a"}, "scheduler.start=a is not a number."),
         ({"launcher__start_method": "fork"}, "launcher.start_method=fork is not one of forkserver, spawn."),
         ({"launcher__start": "fork"}, "launcher.start is not a known key. Did you mean launcher.start_method?"),
-        ({"logger__kind": "wandb"}, "logger.kind=wandb is not one of tensorboard, none."),
+        ({"logger__kind": "tensorbord"}, (
+            "logger.kind=tensorbord is not a logger, which is a section with a _target_. Did you mean "
+            "logger=tensorboard?")),
+        ({"logger__csv": {"path": "a"}}, "logger.csv._target_ is missing: it names the class or function to call."),
         ({"strategy__sync_batchnorm": True}, "strategy.sync_batchnorm=true needs GPUs: torch has no synchronised"),
         ({"strategy__comm_hook": "fp61"}, (
             "strategy.comm_hook=fp61 is not one of none, fp16, bf16, powersgd. Did you "

@@ -54,7 +54,7 @@ mnist is not an override: write recipe=mnist.
 > adamw
 adamw is not an override: write optimizer=adamw.
 > optimizer adamw
-optimizer has no value: write optimizer=adamw. Known here: adamw, mnist_sgd, sgd.
+optimizer has no value: write optimizer=adamw. Available: adamw, mnist_sgd, sgd.
 > trainer.gpus 2
 trainer.gpus has no value: write trainer.gpus=2.
 > trainer.gpus = 2
@@ -152,7 +152,7 @@ launcher.partition is not a known key: it is one of launcher=slurm.
 > optimizer=adamw optimizer.momentum=0.9
 optimizer.momentum is not a known key: it is one of optimizer=mnist_sgd and optimizer=sgd.
 > trainer.foo=3
-trainer.foo is not a known key. Known here: nodes, gpus, device, backend, threads,
+trainer.foo is not a known key. Available: nodes, gpus, device, backend, threads,
 > +trainer.epochs=3
 trainer.epochs is a key already: leave the + out.
 > +model=linear
@@ -165,8 +165,16 @@ model is chosen already: leave the + out, model=linear; in a config's defaults w
 ~data.root: its value is null, and there is nothing to remove: leave ~data.root out.
 > ~data.rot
 data.rot is not a known key. Did you mean data.root?
-> logger=[tensorboard,none]
-logger=[tensorboard,none] chooses several options, and a run has one: -m logger=tensorboard,none makes
+> model=[lenet,linear]
+model=[lenet,linear] chooses several options, and a run has one: -m model=lenet,linear makes a run with each.
+> logger=[tensorboard,csv]
+logger=csv is not a known option. Available: none, tensorboard.
+> logger=[tensorboard,3]
+logger=3 is not a known option. Available: none, tensorboard.
+> logger=null
+logger=null: to record nothing beside metrics.jsonl, write logger=none.
+> ~logger
+~logger: to record nothing beside metrics.jsonl, write logger=none.
 > recipe=a,b
 recipe=a,b gives several values: add -m for a run with each.
 > trainer.seed=range(3)
@@ -377,7 +385,7 @@ def test_another_frameworks_value_is_answered_with_what_is_typed_here(word: str,
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)
     assert "Did you mean" not in said
-    assert ". Known here: " in said
+    assert ". Available: " in said
 
 
 # What is wrong in a user's own file

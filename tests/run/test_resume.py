@@ -819,5 +819,5 @@ def test_what_may_have_changed_is_typed_and_nothing_else(ddpexp: Ddpexp, changin
     edit(changing.folder / "conf/recipe/points.yaml", "trainer:\n", "run:\n  allow_changes: [code]\ntrainer:\n")
     refused(
         changing(),
-        r"run\.allow_changes=\['code'\] stands in a file: it is for one start, so it counts only when typed on the",
+        r"run\.allow_changes=\['code'\] is set in a file: it is for one start, so it counts only on the command",
     )

@@ -1,0 +1,195 @@
+"""Several loggers at once, one of them the user's own: interrupted and resumed, each records every step once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ddpexp.loggers.base import Many, Null, Truncatable
+from tests.conftest import Ddpexp, Done
+from tests.points import Recipe
+
+CODE = """\
+from pathlib import Path
+
+from ddpexp.loggers.append_file import AppendFile, truncate_file
+from ddpexp.loggers.base import Null
+
+
+class Rows(Null):
+    # Rows of step, name and value.
+    def __init__(self, run_dir, file="rows.csv"):
+        self.file = AppendFile(run_dir / file)
+
+    def scalars(self, step, epoch, values):
+        for name, value in values.items():
+            self.file.write(f"{step},{name},{value}\\n".encode())
+
+    def position(self):
+        self.file.flush()
+        return {self.file.path.name: self.file.num_bytes}
+
+    def truncate(self, position, step):
+        truncate_file(self.file.path, position, self.file.path.name, lines=True)
+
+    def close(self):
+        self.file.close()
+
+
+class Counted(Null):
+    # Keeps what it needs to be cut back, which is no length of a file; the file says what it was asked for.
+    def __init__(self, run_dir):
+        self.path, self.count = run_dir / "counted.txt", 0
+
+    def say(self, text):
+        with self.path.open("a") as file:
+            file.write(f"{text}\\n")
+
+    def scalars(self, step, epoch, values):
+        self.count += 1
+
+    def position(self):
+        return {"counted": {"records": self.count}}
+
+    def truncate(self, position, step):
+        self.say(f"{step} {position and position.get('counted')}")
+
+
+class Simple:
+    # What a logger must have, and nothing else.
+    def __init__(self, run_dir):
+        self.path = run_dir / "simple.txt"
+
+    def scalars(self, step, epoch, values):
+        with self.path.open("a") as file:
+            file.write(f"{step}\\n")
+
+    def text(self, name, text): ...
+    def image(self, name, pixels, step): ...
+    def histogram(self, name, values, step): ...
+    def hyperparameters(self, values): ...
+    def done(self): ...
+    def close(self): ...
+
+
+class Deaf:
+    def __init__(self, run_dir): ...
+"""
+STEPS = ("trainer.gpus=2", "trainer.threads=1", "trainer.log_every=1", "trainer.checkpoint_every=2")
+KILLED = {"DDPEXP_FAULT": "backward:kill:0:7"}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    recipe = Recipe(Ddpexp(tmp_path_factory.mktemp("several"), environ), CODE)
+    folder = recipe.folder / "conf/logger"
+    folder.mkdir()
+    for name in ("counted", "simple", "deaf"):
+        (folder / f"{name}.yaml").write_text(f"{name}:\n  _target_: points.{name.title()}\n")
+    (folder / "rows.yaml").write_text("rows:\n  _target_: points.Rows\n  file: rows.csv\n")
+    (folder / "flat.yaml").write_text("_target_: points.Rows\n")
+    return recipe
+
+
+def rows(run: Path, file: str = "rows.csv") -> list[tuple[int, str]]:
+    parts = [line.split(",") for line in (run / file).read_text().splitlines()]
+    return [(int(step), name) for step, name, _ in parts]
+
+
+def scalars(run: Path) -> list[tuple[int, str]]:
+    """Return the step and name of each scalar in TensorBoard's files, as its own reader finds them."""
+    found = []
+    for path in sorted((run / "tb").iterdir()):
+        board = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        board.Reload()
+        found += [(event.step, name) for name in board.Tags()["scalars"] for event in board.Scalars(name)]
+    return sorted(found)
+
+
+def lines(done: Done) -> list[tuple[int, str]]:
+    return [(record["step"], name) for record in done.metrics() for name in record if "/" in name]
+
+
+def test_interrupted_and_resumed_each_of_two_loggers_has_every_step_once(recipe: Recipe) -> None:
+    words = (*STEPS, "logger=[tensorboard,rows]", "logger.rows.file=mine.csv")
+    killed = recipe(*words, environ=KILLED)
+    assert killed.code == 1
+    assert max(step for step, _ in rows(killed.run, "mine.csv")) > 6 - 2
+    done = recipe(*words, run=killed.run)
+    assert done.code == 0, done.err
+    assert "resumed after step" in done.out
+    expected = lines(done)
+    assert [step for step, name in expected if name == "train/loss"] == list(range(1, 9))
+    assert rows(done.run, "mine.csv") == expected
+    assert scalars(done.run) == sorted(expected)
+
+
+def test_a_logger_that_a_start_leaves_out_is_cut_back_when_it_is_back(recipe: Recipe) -> None:
+    words = (*STEPS, "trainer.epochs=3")
+    killed = recipe(*words, "logger=[tensorboard,rows]", environ=KILLED)
+    again = recipe(*words, "logger=none", run=killed.run, environ={"DDPEXP_FAULT": "backward:kill:0:3"})
+    assert (killed.code, again.code) == (1, 1)
+    done = recipe(*words, "logger=[tensorboard,rows]", run=killed.run)
+    assert done.code == 0, done.err
+    steps = [step for step, name in rows(done.run) if name == "train/loss"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 12
+    assert scalars(done.run) == sorted(rows(done.run))
+
+
+def test_what_a_logger_needs_to_be_cut_back_may_be_anything_that_json_holds(recipe: Recipe) -> None:
+    killed = recipe(*STEPS, "logger=counted", environ=KILLED)
+    [*_, newest] = sorted((killed.run / "checkpoints").glob("step-*"))
+    step = int(newest.name[-8:])
+    stored = json.loads((newest / "checkpoint.json").read_text())["records"]
+    assert stored["counted"]["records"] >= step
+    assert set(stored) == {"metrics.jsonl", "counted"}
+    done = recipe(*STEPS, "logger=counted", run=killed.run)
+    assert done.code == 0, done.err
+    assert (done.run / "counted.txt").read_text().splitlines() == ["0 None", f"{step} {stored['counted']}"]
+
+
+def test_a_logger_without_these_methods_is_asked_for_nothing(recipe: Recipe) -> None:
+    done = recipe(*STEPS, "logger=[simple]", "trainer.eval_every=0")
+    assert done.code == 0, done.err
+    assert (done.run / "simple.txt").read_text().split() == [str(step) for step in range(1, 9)]
+    assert not (done.run / "tb").exists()
+
+
+def test_a_switched_off_logger_records_nothing(recipe: Recipe) -> None:
+    done = recipe("trainer.max_steps=1", "logger=[simple,rows]", "logger.rows=null", "~logger.simple")
+    assert done.code == 0, done.err
+    assert not {"simple.txt", "rows.csv", "tb"} & {path.name for path in done.run.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["logger=[rows,tb]"], "logger=tb is not a known option. Did you mean logger=tensorboard?"),
+        (["logger=[tensorboard,rwos]"], "logger=rwos is not a known option. Did you mean logger=rows?"),
+        (["logger=rows", "logger.rows.fil=x"], "logger.rows.fil is not a known key. Did you mean logger.rows.file?"),
+        (["logger=rows", "logger.rows=csv"], "logger.rows=csv is not a logger, which is a section with a _target_."),
+        (["logger=flat"], "logger._target_=points.Rows: several loggers may be chosen, so each stands below a key of "),
+        (["logger=rows", "logger.rows._target_=os.system"], "logger.rows._target_=os.system is not allowed: "),
+    ],
+)
+def test_what_is_no_choice_of_loggers_is_refused(recipe: Recipe, words: list[str], sentence: str) -> None:
+    done = recipe(*words)
+    assert (done.code, done.run.exists()) == (2, False)
+    assert done.err.startswith(f"ddpexp: {sentence}"), done.err
+
+
+def test_an_object_that_is_no_logger_is_refused(recipe: Recipe) -> None:
+    done = recipe("logger=deaf", "trainer.gpus=1")
+    assert done.code == 2
+    assert "logger.deaf._target_=points.Deaf: Deaf has no method scalars, so it is not a logger: derive it" in done.err
+
+
+def test_only_loggers_that_can_be_cut_back_are_asked() -> None:
+    assert not isinstance(Null(), Truncatable)
+    both = Many([Null(), Null()])
+    assert both.position() == {}
+    both.truncate(None, 0)

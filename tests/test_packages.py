@@ -1,0 +1,126 @@
+"""The package of docs/packages.md, installed as pip does it: its recipe, logger, launcher and schedule."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PATIENCE, ROOT, Ddpexp, Done, finish
+
+PARTS = ("recipe=sides", "logger=[tensorboard,rows]", "launcher=shy", "scheduler=stable")
+
+
+def files_of(document: str) -> dict[str, str]:
+    """Return the files that a document shows, by the name in the first line of each."""
+    text = (ROOT / document).read_text()
+    return dict(re.findall(r"```\w+\n# (\S+\.(?:toml|py|yaml))\n(.*?)```", text, re.DOTALL))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    files = files_of("docs/packages.md")
+    assert len(files) == 10
+    for name, content in files.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(content)
+    options = "-q --no-index --no-deps --no-build-isolation --disable-pip-version-check --target".split()
+    words = [sys.executable, "-m", "pip", "install", *options, str(target), str(source)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+def seeing(folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str], installed: Path) -> Done:
+    ddpexp = Ddpexp(tmp_path_factory.mktemp("packages"), environ)
+    done = ddpexp(*PARTS, "trainer.gpus=2", environ=seeing(installed))
+    assert (done.code, done.err) == (0, "")
+    return done
+
+
+def test_one_command_runs_with_all_of_its_parts(done: Done) -> None:
+    records = [record for record in done.metrics() if "train/lr" in record]
+    assert [record["step"] for record in records] == [5, 10, 15, 20]
+    assert [round(record["train/lr"], 6) for record in records] == [0.05, 0.05, 0.03, 0.005]  # of optimizer.lr=0.05
+    rows = [line.split(",") for line in (done.run / "rows.csv").read_text().splitlines()]
+    expected = [(record["step"], name) for record in done.metrics() for name in record if "/" in name]
+    assert [(int(step), name) for step, name, _ in rows] == expected
+    assert len(list((done.run / "tb").iterdir())) == 1
+    assert done.result()["metrics"]["eval/accuracy"] > 0.5
+    code = json.loads((done.run / "manifest.json").read_text())["inputs"]["code"]
+    assert "ddpexp_sides.stable.Stable" in code["targets"]  # of the names of entry points, too
+    assert "ddpexp_sides.rows.Rows" not in code["targets"]  # how a run is recorded may change
+    text = (done.run / "config.yaml").read_text()
+    for line in ("_target_: rows", "_target_: shy", "_target_: stable", "_target_: ddpexp_sides.recipe.Net"):
+        assert line in text
+
+
+def test_its_run_is_resumed_and_evaluated_with_it_and_refused_without(
+    done: Done, ddpexp: Ddpexp, installed: Path
+) -> None:
+    again = ddpexp("evaluate", str(done.run), environ=seeing(installed))
+    assert (again.code, again.err) == (0, "")
+    longer = ddpexp("resume", str(done.run), "trainer.epochs=3", environ=seeing(installed))
+    assert longer.code == 0, longer.err
+    steps = [line.split(",")[0] for line in (done.run / "rows.csv").read_text().splitlines() if ",train/loss," in line]
+    assert [int(step) for step in steps] == [5, 10, 15, 20, 25, 30]
+    without = ddpexp("resume", str(done.run), "trainer.epochs=4")
+    assert (without.code, without.err.count("\n")) == (2, 1)
+
+
+def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, installed: Path) -> None:
+    shown = ddpexp("--help", *PARTS[:1], *PARTS[2:], environ=seeing(installed))
+    lines = [line.split() for line in shown.out.splitlines()]
+    for line in (
+        "recipe mnist, sides*", "launcher elastic, mpi, shy*, slurm, spawn, torchrun-env",
+        "logger none, rows, tensorboard*", "scheduler constant, cosine, onecycle, stable*",
+        "launcher.niceness=5 a whole number",
+    ):  # fmt: skip
+        assert line.split() in lines, shown.out
+    for words, sentence in (
+        (("recipe=side",), "recipe=side is not a known option. Did you mean recipe=sides?"),
+        (("logger=row",), "logger=row is not a known option. Did you mean logger=rows?"),
+        (("recipe=sides", "model.hidden=big"), "model.hidden=big is not a number (its default is 8)."),
+        (("scheduler=stable", "scheduler.decay=a"), "scheduler.decay=a is not a number (its default is 0.5)."),
+    ):
+        done = ddpexp(*words, environ=seeing(installed))
+        assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
+    for word in PARTS[2:]:
+        assert ddpexp(word).err.startswith(f"ddpexp: {word} is not a known option. ")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "logger.rows._target_=ddpexp_sides.shy.Shy",
+        "scheduler._target_=ddpexp_sides.rows.Rows",
+        "scheduler._target_=rows",
+    ],
+)
+def test_an_entry_point_offers_a_part_of_its_own_group_alone(ddpexp: Ddpexp, installed: Path, word: str) -> None:
+    done = ddpexp("logger=rows", word, environ=seeing(installed))
+    assert done.code == 2
+    assert done.err.startswith(f"ddpexp: {word} is not allowed: ")
+
+
+def test_the_logger_of_the_documentation_records(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    for name, content in files_of("docs/loggers.md").items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    [line] = [
+        text.strip() for text in (ROOT / "docs/loggers.md").read_text().splitlines() if text.startswith("    python")
+    ]
+    small = " model=linear data.source=embedded data.embedded_train=640 data.embedded_test=100 trainer.max_steps=3"
+    done = finish(ddpexp.paste(f"{line}{small} trainer.gpus=1 run.dir={tmp_path}/run", tmp_path), tmp_path / "run")
+    assert done.code == 0, done.err
+    assert (tmp_path / "run/rows.csv").read_text().startswith("3,train/loss,")
