@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,10 @@ import pytest
 
 from ddpexp.config import commands
 from ddpexp.launch import Job, WorkerRequest
+from ddpexp.launch.workers import client
+from ddpexp.system.programs import python
+from tests.warm.forks import constructor
+from tests.warm.state import SOCKET, ignored_signals
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 150.0
@@ -95,12 +100,30 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
 
 
+LONGEST = (
+    "launch/launchers/test_slurm.py", "test_interruptions.py", "test_install.py", "run/test_resume.py",
+    "launch/test_conformance.py", "faults/test_canaries.py", "launch/launchers/test_elastic.py", "sweep/test_run.py",
+    "launch/supervise/test_coordinator.py", "launch/test_preemption.py", "reference/test_reference.py",
+    "launch/launchers/test_torchrun.py", "faults/test_processes.py", "faults/test_network.py", "launch/test_plugins.py",
+    "faults/test_data.py", "faults/test_limits.py", "strategy/comm/test_reduce.py", "sweep/test_launchers.py",
+    "launch/supervise/test_supervisor.py", "checkpoint/test_nothing_lost.py", "launch/test_interrupted.py",
+    "strategy/exact/test_strategy.py", "train/test_worker.py", "launch/launchers/test_slurm_array.py",
+    "launch/rendezvous/test_meeting.py", "train/test_lazy_dynamo.py", "train/test_updates.py",
+)  # fmt: skip
+"""The files that take longest, by the seconds of a whole run, those that need the cluster apart from one another.
+
+A process of the run takes a whole file: with one of these at the end the other processes would have nothing to do.
+"""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the further variants of a test to the longer run (-m slow): those past its own number.
+    """Put the longest files first, and leave further variants of a test to the longer run (-m slow).
 
-    Of runs with a fault past two.
+    Those past its own number, and of runs with a fault those past two.
     """
+    turns = {f"tests/{name}": number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turns.get(item.nodeid.partition("::")[0], len(turns)))
     seen: collections.Counter[str] = collections.Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
@@ -216,6 +239,10 @@ TAG = f"DDPEXP_TESTS={uuid.uuid4().hex}"
 """In the environment of everything that these tests start: whose processes are whose, beside other runs."""
 
 
+ZYGOTES: set[int] = set()
+"""The process that forks servers for commands (`tests.warm`), which stays: none of a command's own."""
+
+
 def all_processes() -> set[int]:
     """Return every process of the machine."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
@@ -310,7 +337,7 @@ def digits_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environ(digits_cache: Path) -> dict[str, str]:
+def plain_environ(digits_cache: Path) -> dict[str, str]:
     """The environment of a user who has none of our settings."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("DDPEXP_", "HYDRA_", "OMP_"))}
     name, _, value = TAG.partition("=")
@@ -321,6 +348,40 @@ def environ(digits_cache: Path) -> dict[str, str]:
         "XDG_CACHE_HOME": str(digits_cache),
         "PYTHONWARNINGS": "error::UserWarning",
     }
+
+
+@pytest.fixture(scope="session")
+def environ(plain_environ: dict[str, str]) -> dict[str, str]:
+    """The environment of commands; a folder or file of tests that is not about their processes takes the warm one."""
+    return plain_environ
+
+
+@pytest.fixture(scope="session")
+def warm_environ(plain_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The same, in which commands get forks of one process for their fork servers (`tests.warm`)."""
+    path = tmp_path_factory.mktemp("zygote") / "socket"
+    environ = {**plain_environ, "PYTHONPATH": f"{ROOT / 'tests/warm'}:{ROOT}", SOCKET: str(path)}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        command = python("tests.warm.zygote:main", listener.fileno(), os.getpid())
+        quiet = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}  # the forks have them
+        with subprocess.Popen(command, env=quiet, pass_fds=[listener.fileno()]) as zygote:
+            ZYGOTES.add(zygote.pid)
+            yield environ
+            zygote.kill()
+
+
+OWN_SERVER = {"PYTHONHASHSEED": "random"}
+"""The variables of one command that starts its own fork server although others of its file do not: a difference."""
+
+
+@pytest.fixture
+def forked_servers(warm_environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers that this process starts are forks too."""
+    for name in (SOCKET, "PYTHONPATH"):
+        monkeypatch.setenv(name, warm_environ[name])
+    monkeypatch.setattr(client.Server, "__init__", constructor(client, ignored_signals()))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ddpexp.checkpoint.format import newest_checkpoint
-from tests.conftest import PATIENCE, TAG, Ddpexp, Done, finish
+from tests.conftest import PATIENCE, TAG, ZYGOTES, Ddpexp, Done, finish
 
 CODE = """\
 import os
@@ -166,6 +166,8 @@ def session(pid: int) -> dict[int, int]:
     """
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
+        if int(entry.name) in ZYGOTES:
+            continue
         try:
             state, parent, _, leader = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
             marked = TAG.encode() in (entry / "environ").read_bytes().split(b"\0")

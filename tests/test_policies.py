@@ -10,7 +10,7 @@ import pytest
 
 from ddpexp.data.mnist.idx import FILES
 from ddpexp.data.mnist.mirrors import MIRRORS
-from tests.conftest import ROOT
+from tests.conftest import LONGEST, ROOT
 
 SOURCES = sorted(path for folder in ("ddpexp", "recipes") for path in (ROOT / folder).rglob("*.py"))
 
@@ -125,3 +125,8 @@ def test_what_is_downloaded_is_known_by_its_hash_and_comes_over_https() -> None:
     assert {address for address, name in addresses.items() if address.startswith(("http", "ftp", "s3"))} == set(MIRRORS)
     assert all(address.startswith("https://") for address in MIRRORS)
     assert all(re.fullmatch("[0-9a-f]{64}", file.sha256) and file.size > 0 for file in FILES)
+
+
+def test_the_files_that_are_started_first_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
+    assert len({*LONGEST}) == len(LONGEST)

@@ -26,6 +26,12 @@ from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is evaluated is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     """One run of two workers for all tests here, which leave it as it is."""

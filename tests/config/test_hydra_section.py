@@ -19,7 +19,8 @@ from ddpexp.config.values import Composed
 from ddpexp.errors import RefusedError
 
 RECIPE = (
-    "# @package _global_\ndefaults:\n  - override /model: linear\ntask: {_target_: ddpexp.recipes.mnist.Classify}\n"
+    "# @package _global_\ndefaults:\n  - override /model: linear\n  - override /data: mnist\n"
+    "task: {_target_: ddpexp.recipes.mnist.Classify}\n"
 )
 TARGET = "_target_: ddpexp.recipes.mnist.Linear\n"
 

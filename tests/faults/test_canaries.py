@@ -25,10 +25,13 @@ import pytest
 import yaml
 
 from ddpexp import __main__
+from ddpexp.launch.workers import client
 from ddpexp.run.repository import snapshot
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish
 from tests.faults.test_hostile_files import POISON, RAW
 from tests.points import wait_for
+from tests.warm import forks
+from tests.warm.state import ignored_signals
 
 SECONDS = 10
 TINY = (*SMALL, "trainer.gpus=1", "trainer.threads=1")
@@ -51,6 +54,7 @@ class Place:
     run: Path
     canaries: Path
     environ: dict[str, str]
+    warm: dict[str, str]
     starts_members_otherwise: bool = False  # of launcher=elastic, whose ranks get a file and an agent's variables
 
     @property
@@ -93,9 +97,10 @@ class Place:
         return done
 
     def _forked(self, *words: str) -> tuple[Done, float]:
-        """Be the command in a fork of this process.
+        """Be the command in a fork of this process, with a fork for its fork server (`tests.warm`).
 
-        Return how it ended, and the seconds that it and its children computed.
+        A server imports the same whatever the stranger has configured; from a folder of modules of the stranger's it
+        starts anew below. Return how it ended, and the seconds that it and its children computed.
         """
         out, err = (self.canaries.parent / name for name in ("out", "err"))
         with out.open("w") as to, err.open("w") as to_err, warnings.catch_warnings():
@@ -127,7 +132,9 @@ class Place:
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             os.chdir(self.folder)
             os.environ.clear()
-            os.environ.update(self.environ)
+            os.environ.update({**self.environ, **self.warm})
+            if self.warm:
+                forks.change(client, ignored_signals())
             sys.argv = ["ddpexp", *words]
             __main__.run()
         except BaseException:
@@ -138,13 +145,15 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, trained: Path, environ: dict[str, str]) -> Place:
+def place(tmp_path: Path, trained: Path, environ: dict[str, str], warm_environ: dict[str, str]) -> Place:
     for name in ("canaries", "bin", "theirs"):
         (tmp_path / name).mkdir()
     (tmp_path / "bin/ddpexp").write_text("from ddpexp.__main__ import run\n\nrun()\n")
     folder = tmp_path / "theirs"
     path = f".::{environ.get('PATH', os.defpath)}"
-    return Place(folder, shutil.copytree(trained, folder / "run"), tmp_path / "canaries", {**environ, "PATH": path})
+    run = shutil.copytree(trained, folder / "run")
+    warm = dict(warm_environ.items() - environ.items())
+    return Place(folder, run, tmp_path / "canaries", {**environ, "PATH": path}, warm)
 
 
 # --- Configurations of runs ---
@@ -487,6 +496,7 @@ def test_a_module_of_the_current_folder_counts_where_it_is_trusted_by_name(place
     place.write("mine.py", f"import beside\nfrom {module} import {name}\n\n\nclass Task({name}):\n    pass\n")
     place.write("beside.py", "")
     place.write("json.py", place.code("json"))
+    place.warm.clear()
     words = (*TINY, "run.dir=one", "task._target_=mine.Task", "run.trust=[mine]")
     assert place.answers(*words).code == 0
     manifest = json.loads((place.folder / "one/manifest.json").read_text())

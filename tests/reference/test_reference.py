@@ -33,6 +33,12 @@ from tests.reference.loop import Mistake, train
 CONF = ROOT / "tests/reference/recipe/conf"
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The numbers of runs are compared, however their processes start."""
+    return warm_environ
+
+
 def agrees(ddpexp: Ddpexp, case: Case) -> None:
     run = ddpexp.folder / "run1"
     typed = ("--config-dir", str(CONF), "recipe=reference", f"run.dir={run}", *case.words())

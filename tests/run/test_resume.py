@@ -37,6 +37,12 @@ SHORTER = ("task._target_=points.Sides", "trainer.epochs=25")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "ddpexp")
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """How a run is resumed is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture
 def recipe(ddpexp: Ddpexp) -> Recipe:
     return Recipe(ddpexp, SLOW)

@@ -131,7 +131,7 @@ def failed(world):
 
 
 def test_buffers_are_shared_when_a_step_begins_and_gradients_when_a_micro_batch_succeeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_servers: None
 ) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code/buckets.py").write_text(WORKER)

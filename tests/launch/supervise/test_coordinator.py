@@ -22,7 +22,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.supervise.assignment import RankAssignment, assign_ranks, first_difference
 from ddpexp.launch.supervise.coordinator import worker_environment
-from tests.conftest import PATIENCE, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish
 from tests.points import Recipe, session, wait_for
 
 LAYOUT = Layout(nodes=1, world_size=1, device="cpu", backend="gloo", threads=1)
@@ -320,6 +320,12 @@ class Exits(Waits):
 LONG = ("trainer.epochs=10000", "trainer.grace_seconds=600", "trainer.eval_every=0", "trainer.checkpoint_every=0")
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """How commands agree is tested here; where processes are killed, they have servers of their own."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("team"), environ), CODE)
@@ -335,10 +341,15 @@ class Nodes:
     """The same command on several machines, all of which are this one; each may have words of its own."""
 
     def __init__(
-        self, recipe: Recipe, *words: str, nodes: int = 2, own: dict[int, Sequence[str]] | None = None
+        self,
+        recipe: Recipe,
+        *words: str,
+        nodes: int = 2,
+        own: dict[int, Sequence[str]] | None = None,
+        environ: dict[str, str] | None = None,
     ) -> None:
         typed, self.run = recipe.words(*words)
-        self.recipe, self.own = recipe, own or {}
+        self.recipe, self.own, self.environ = recipe, own or {}, environ
         self.typed = [
             *typed,
             f"trainer.nodes={nodes}",
@@ -350,7 +361,7 @@ class Nodes:
     def start(self, *ranks: int) -> Nodes:
         for number in ranks:
             words = [*self.typed, f"launcher.node_rank={number}", *self.own.get(number, ())]
-            self.processes[number], _ = self.recipe.ddpexp.start(*words)
+            self.processes[number], _ = self.recipe.ddpexp.start(*words, environ=self.environ)
         return self
 
     def finish(self, timeout: float = PATIENCE) -> list[Done]:
@@ -524,7 +535,7 @@ def failed(done: Done) -> dict[str, Any]:
 
 
 def test_a_killed_command_ends_the_other_which_says_who_is_gone(recipe: Recipe) -> None:
-    both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)
+    both = Nodes(recipe, "task._target_=points.Waits", *LONG, environ=OWN_SERVER).start(0, 1)
     both.trains()
     both.processes[1].kill()
     one, other = both.finish()
@@ -538,7 +549,7 @@ def test_a_killed_command_ends_the_other_which_says_who_is_gone(recipe: Recipe) 
 
 
 def test_a_killed_command_of_rank_zero_ends_the_other(recipe: Recipe) -> None:
-    both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)
+    both = Nodes(recipe, "task._target_=points.Waits", *LONG, environ=OWN_SERVER).start(0, 1)
     both.trains()
     both.processes[0].kill()
     _, other = both.finish()
@@ -548,7 +559,7 @@ def test_a_killed_command_of_rank_zero_ends_the_other(recipe: Recipe) -> None:
 
 
 def test_a_killed_worker_of_another_machine_is_the_first_cause_for_both(recipe: Recipe) -> None:
-    both = Nodes(recipe, "task._target_=points.Waits", *LONG).start(0, 1)
+    both = Nodes(recipe, "task._target_=points.Waits", *LONG, environ=OWN_SERVER).start(0, 1)
     both.trains()
     os.kill(both.worker(1), signal.SIGKILL)
     one, other = both.finish()
@@ -641,6 +652,7 @@ def listening(host: str) -> set[tuple[str, int]]:
 @pytest.mark.fault("S6")
 @pytest.mark.slurm
 def test_two_hosts_train_as_one_and_listen_on_the_interface_between_them_alone(recipe: Recipe) -> None:
+    words_of = {host: inside(host) for host in ("node0", "node1")}
     typed = (
         "trainer.threads=1",
         "trainer.epochs=50",
@@ -651,11 +663,11 @@ def test_two_hosts_train_as_one_and_listen_on_the_interface_between_them_alone(r
     alone = recipe("trainer.gpus=4", *typed)
     place = ("launcher.master_addr=node0", f"launcher.master_port={free_port()}")
     words, run = recipe.words("trainer.gpus=2", "trainer.nodes=2", *place, *typed)
-    addresses = {host: socket.gethostbyname(host) for host in ("node0", "node1")}
+    addresses = {host: socket.gethostbyname(host) for host in words_of}
     before = {host: listening(host) for host in addresses}
     processes = [
         subprocess.Popen(
-            [*inside(host), sys.executable, "-m", "ddpexp", *words, f"launcher.node_rank={number}"],
+            [*words_of[host], sys.executable, "-m", "ddpexp", *words, f"launcher.node_rank={number}"],
             cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )

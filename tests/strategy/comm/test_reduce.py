@@ -429,7 +429,7 @@ def impossible(world):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_servers: None) -> Path:
     (tmp_path / "code").mkdir()
     (tmp_path / "code/reduces.py").write_text(WORKER)
     monkeypatch.syspath_prepend(tmp_path / "code")

@@ -195,7 +195,7 @@ def compare(name, case, world, num_leaves):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_servers: None) -> Path:
     (tmp_path / "code").mkdir()
     (tmp_path / "code/exacts.py").write_text(WORKER)
     monkeypatch.syspath_prepend(tmp_path / "code")

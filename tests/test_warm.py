@@ -1,0 +1,96 @@
+"""The forks that stand for new fork servers (`tests.warm`): they are taken, and taken only where they are as good."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ddpexp.system.process import ancestors
+from tests.conftest import PATIENCE, SMALL, Ddpexp, finish, living
+from tests.points import Recipe
+from tests.warm.state import SOCKET, ignored_signals, state
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The environment that is tested."""
+    return warm_environ
+
+
+@pytest.mark.parametrize(
+    ("variables", "forked"),
+    [({}, True), ({"PACE": "1"}, True), ({"PYTHONHASHSEED": "1"}, False), ({"OMP_NUM_THREADS": "1"}, False)],
+)
+def test_a_command_gets_a_fork_unless_a_new_interpreter_would_differ(
+    ddpexp: Ddpexp, tmp_path: Path, variables: dict[str, str], forked: bool
+) -> None:
+    reached = tmp_path / "reached"
+    process, run = ddpexp.start(*SMALL, environ={**variables, "DDPEXP_FAULT": f"joined:pause={reached}"})
+    deadline = time.monotonic() + PATIENCE
+    while not reached.exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    [rank] = set(living(run)) - {process.pid}
+    assert (process.pid not in ancestors(rank)) == forked
+    process.send_signal(signal.SIGTERM)
+    os.kill(rank, signal.SIGKILL)  # it sleeps for ever
+    finish(process, run)
+
+
+def test_a_run_is_the_same_with_a_fork_and_with_a_server_of_its_own(
+    ddpexp: Ddpexp, tmp_path: Path, plain_environ: dict[str, str]
+) -> None:
+    def left(one: Ddpexp) -> tuple[str, list[str], list[str], list[str]]:
+        done = one(*SMALL, "trainer.gpus=2", "trainer.threads=1")
+        assert done.code == 0, done.err
+        files = sorted(str(path.relative_to(done.run)) for path in done.run.rglob("*"))
+        return done.result()["weights_sha256"], files, sorted(done.result()), sorted(done.manifest())
+
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert left(ddpexp) == left(Ddpexp(plain, plain_environ))
+
+
+def test_without_the_process_a_command_fails_and_does_not_start_slowly(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    done = ddpexp(*SMALL, environ={SOCKET: str(tmp_path / "nothing")})
+    assert done.code != 0
+    assert "No such file or directory" in done.err
+
+
+@pytest.mark.parametrize(
+    "name", ["PYTHONHASHSEED", "LD_PRELOAD", "OMP_NUM_THREADS", "TORCH_LOGS", "CUDA_VISIBLE_DEVICES"]
+)
+def test_a_variable_that_is_read_when_a_library_is_loaded_is_a_difference(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = state(ignored_signals())
+    monkeypatch.setenv(name, "other")
+    assert state(ignored_signals()) != before
+
+
+def test_an_ignored_signal_is_a_difference() -> None:
+    before = ignored_signals()
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert state(ignored_signals()) != state(before)
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.parametrize("how", ["fork", "new"])
+def test_warnings_are_what_the_environment_says(ddpexp: Ddpexp, plain_environ: dict[str, str], how: str) -> None:
+    code = "class Warns(Sides):\n    def step(self, model, batch):\n        __import__('warnings').warn('odd', UserWarning)\n"
+    recipe = Recipe(
+        ddpexp if how == "fork" else Ddpexp(ddpexp.folder, plain_environ),
+        f"{code}        return super().step(model, batch)\n",
+    )
+    words = ("task._target_=points.Warns", "trainer.max_steps=1")
+    done = recipe(*words)
+    assert done.code == 1
+    assert "UserWarning: odd" in done.err
+    assert recipe(*words, environ={"PYTHONWARNINGS": "error::UserWarning,ignore:odd"}).code == 0

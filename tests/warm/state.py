@@ -1,0 +1,52 @@
+"""What a new interpreter takes from its surroundings. A fork can stand for a new interpreter where it is equal.
+
+Commands import this before anything else, so it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from typing import Any
+
+SOCKET = "DDPEXP_TESTS_ZYGOTE"
+"""The variable with the path of the zygote's socket."""
+MOST_BYTES = 1 << 20
+"""Of a request to the zygote."""
+
+# Read once by Python, torch and other libraries, when they are loaded.
+_VARIABLES = (
+    "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH", "PYTORCH", "ATEN_",
+    "CUDA", "NVIDIA_", "LC_", "LANG", "MPL", "MATPLOTLIB",
+)  # fmt: skip
+_TAKEN_OVER = ("PYTHONWARNINGS",)  # the fork applies the options
+_NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
+
+
+def ignored_signals() -> list[int]:
+    """Return the signals that this process ignores, which programs that it starts inherit."""
+    return [number for number in range(1, signal.NSIG) if signal.getsignal(number) == signal.SIG_IGN]
+
+
+def state(ignored: list[int]) -> list[Any]:
+    """Return plain values that are equal where new interpreters would be; `ignored` are signals as inherited."""
+    numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
+    limits = {number: resource.getrlimit(number) for number in numbers - {resource.RLIMIT_NOFILE}}
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith(_VARIABLES) and name not in _TAKEN_OVER
+    }
+    return [
+        ignored,
+        sorted([number, *limit] for number, limit in limits.items()),
+        sorted([name, value] for name, value in variables.items()),
+        [os.readlink(f"/proc/self/ns/{kind}") for kind in _NAMESPACES],
+        sorted(os.sched_getaffinity(0)),
+        [*os.getresuid(), *os.getresgid(), os.getpriority(os.PRIO_PROCESS, 0)],
+        [_text("/proc/self/cgroup"), _text("/proc/self/oom_score_adj")],
+    ]
+
+
+def _text(path: str) -> str:
+    with open(path) as file:
+        return file.read()
