@@ -185,7 +185,7 @@ def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str]
         RefusedError: with what to type.
     """
     keys = {word.partition("=")[0] for word in typed}
-    missing = [word for word in launcher.restated_words() if word.partition("=")[0] not in keys]
+    missing = [word for word in launcher.arguments_on_resume() if word.partition("=")[0] not in keys]
     if missing and "launcher" not in keys:  # a typed launcher brings its own settings
         words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(

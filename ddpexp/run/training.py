@@ -334,16 +334,16 @@ class Training(Job):
         arguments = ["resume", files.shortest(run.path)]
         arguments += config_options(self._argv) or trust_arguments(run)[:2]
         arguments += [override for override in self._overrides if override.lstrip("+").startswith("run.trust=")]
-        arguments += launcher.restated_words()
+        arguments += launcher.arguments_on_resume()
         submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ
         if launcher.ranks_started_externally and not submitted_here:
             name = launcher_name(type(launcher))
             before, where = launcher.started_by(self._argv)
             return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={name}'])}"
         if self._is_member and self._layout is not None:
-            arguments += launcher.words_of_allocation(self, self._layout)
+            arguments += launcher.arguments_for_allocation(self, self._layout)
         where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"
-        if where and (local := launcher.words_of_this_machine()):
+        if where and (local := launcher.arguments_of_this_machine()):
             where += f" (each with its own {', '.join(override.partition('=')[0] for override in local)})"
             arguments += local
         return f"{where} with:\npython -m ddpexp {shlex.join(arguments)}"

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+import ddpexp.strategy.ddp  # these three are named by the registry, and loaded before the fork
+import ddpexp.strategy.exact.strategy
+import ddpexp.train.schedule  # noqa: F401
 from ddpexp.checkpoint import weights
 from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
 from ddpexp.checkpoint.reader import load_weights, weights_sha256
@@ -35,7 +38,7 @@ from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative
-from ddpexp.train import lazy_dynamo, schedule  # noqa: F401  # schedules are named by the registry, and loaded early
+from ddpexp.train import lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
     arrange,

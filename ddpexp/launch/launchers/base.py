@@ -67,11 +67,11 @@ class Launcher:
         """
         raise NotImplementedError
 
-    def words_of_this_machine(self) -> list[str]:
+    def arguments_of_this_machine(self) -> list[str]:
         """Return the overrides that differ between machines, such as `launcher.node_rank=1`."""
         return []
 
-    def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
+    def arguments_for_allocation(self, job: Job, layout: Layout) -> list[str]:
         """Return overrides for what a job got from its allocation instead of from overrides."""
         return []
 
@@ -83,7 +83,7 @@ class Launcher:
         """
         return None
 
-    def restated_words(self) -> list[str]:
+    def arguments_on_resume(self) -> list[str]:
         """Return the overrides that a user must restate to resume: see `restate_on_resume`."""
         return [
             f"launcher.{name}={json.dumps(value)}" for name in self.restate_on_resume if (value := getattr(self, name))

@@ -89,7 +89,7 @@ class Slurm(Launcher):
         """Return srun's command line; like `Launcher.started_by`."""
         return started_by.srun()
 
-    def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
+    def arguments_for_allocation(self, job: Job, layout: Layout) -> list[str]:
         """Return overrides for the nodes and GPUs that a job got from its allocation instead of from overrides."""
         nodes = [f"trainer.nodes={layout.nodes}"] if job.request.nodes == "auto" and layout.nodes > 1 else []
         gpus = layout.device == "cuda" and not self._gpus()
