@@ -24,9 +24,9 @@ from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
 from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.config.values import Composed
+from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.layout import assume
-from ddpexp.plan.words import Words
-from ddpexp.run.jobs import Training
+from ddpexp.run.training import Training
 from ddpexp.sweep.again import resumed
 from ddpexp.sweep.arguments import Arguments
 from ddpexp.sweep.folder import SweepDir
@@ -183,7 +183,7 @@ def accept(words: Sequence[str]) -> None:
     elif words[:1] == ["completion"]:
         assert words[1] in SCRIPTS
     elif words[:1] == ["plan"]:
-        accept_run(Words.of(words[1:]).run)
+        accept_run(PlanArguments.of(words[1:]).run)
     else:
         accept_run(words)
 

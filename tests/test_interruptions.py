@@ -25,6 +25,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 
 from ddpexp.checkpoint.format import complete_checkpoints, scan, seal
+from ddpexp.data.batch_plan import counted
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish, living
 from tests.points import Recipe, session
 
@@ -487,7 +488,9 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
         done = finish(process, run)
         assert done.code == (1 if number < 2 else 0), done.err
         if number:
-            assert f"{way[number - 1]} -> {size} workers\n" in done.out + (run / "run.log").read_text()
+            assert (
+                f"{counted(size, 'worker')} instead of {way[number - 1]}\n" in done.out + (run / "run.log").read_text()
+            )
         by_rank = {int(path.name.partition("-")[2]): path.read_text().splitlines() for path in folder.iterdir()}
         each = 8 // size  # micro-batches of a rank in a step
         steps = min(len(lines) // each for lines in by_rank.values())

@@ -42,7 +42,7 @@ HYDRA = {"config", "sweep", "cli"}
 COMMAND = (
     "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",
     "data.mnist.prepare",
-    "data.images.files", "launch.launchers.local", "launch.supervise.coordinator", "run.jobs",
+    "data.images.files", "launch.launchers.local", "launch.supervise.coordinator", "run.training",
 )  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
 

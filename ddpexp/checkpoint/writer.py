@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import mmap
 import os
 import shutil
 import threading
@@ -26,17 +25,16 @@ from torch import Tensor
 from ddpexp import __version__
 from ddpexp.checkpoint.codec import encode
 from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, scan, seal, set_folder_aside
-from ddpexp.checkpoint.layout import Span, TensorFile, copy_span, lay_out, share, ties
+from ddpexp.checkpoint.layout import Span, TensorFile, lay_out, share, ties
+from ddpexp.checkpoint.staging import Shards, Stage
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError
 from ddpexp.strategy.base import Shard
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import JSON_BYTES, Anchor, MovedError, write
-from ddpexp.system.limits import human, said_with_limit
+from ddpexp.system.limits import human, reason_with_limit
 
 Files = Mapping[str, Mapping[str, Tensor | Shard]]
-
-Shards = Mapping[str, Shard]
 
 _ATTEMPTS = 4
 _PAUSE_SECONDS = 0.5  # before the second attempt; doubled for each further one
@@ -97,7 +95,7 @@ class Writer:
         self._world = world
         self._keep_last, self._keep_best, self._stops = keep_last, keep_best, stops
         self._mailbox = world.mailbox()
-        self._stage = _Stage(world.device)
+        self._stage = Stage(world.device)
         self._plan: tuple[Any, list[TensorFile]] | None = None
         self._thread: threading.Thread | None = None
         self._problem: DdpexpError | None = None
@@ -310,34 +308,9 @@ class Writer:
         remedy = " Make room or mend the disk, then resume." if isinstance(error, OSError) else ""
         return (
             f"the checkpoint of step {job.step} could not be written in {self._folder}: "
-            f"{said_with_limit(error, self._folder)}; rank {self._world.rank} writes {human(job.copied.numel())} of "
+            f"{reason_with_limit(error, self._folder)}; rank {self._world.rank} writes {human(job.copied.numel())} of "
             f"it. The checkpoints before it are as they were.{remedy}"
         )
-
-
-class _Stage:
-    """Memory for this rank's share while it is written; reused, because new memory is slow to fill."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def copy(self, planned: Sequence[TensorFile], files: Mapping[str, Shards], spans: Sequence[Span]) -> Tensor:
-        """Copy the bytes of the spans. Shapes: (bytes,) uint8, on the CPU."""
-        num_bytes = sum(span.num_bytes for span in spans)
-        if self._buffer.numel() < num_bytes:
-            self._buffer = _memory(num_bytes, self._device)
-        by_name = {file.name: file for file in planned}
-        begin = 0
-        for span in spans:
-            file = by_name[span.file]
-            copy_span(
-                file, files[file.name.removesuffix(".safetensors")], span, self._buffer[begin : begin + span.num_bytes]
-            )
-            begin += span.num_bytes
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        return self._buffer[:num_bytes]
 
 
 def _encoded(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -387,16 +360,6 @@ def _best(complete: Sequence[Checkpoint], keep_best: str) -> Checkpoint | None:
     if not candidates:
         return None
     return (max if mode == "max" else min)(candidates, key=lambda checkpoint: float(checkpoint.metrics[name]))
-
-
-def _memory(num_bytes: int, device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    block = mmap.mmap(-1, max(num_bytes, 1))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):
-            block.madvise(mmap.MADV_HUGEPAGE)  # a page fault for every two megabytes, not for every four kilobytes
-    return torch.frombuffer(block, dtype=torch.uint8)[:num_bytes]
 
 
 def _retried(work: Callable[[], Any]) -> Any:

@@ -25,7 +25,8 @@ from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
 from ddpexp.system.terminal import say, show, within_patience
 
-_FORK_HERE = ("spawn", "torchrun-env", "mpi")  # launchers whose workers are forked by the command itself
+# Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
+_FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
 _HELP = {"--help", "-h"}
 _NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
 
@@ -163,7 +164,7 @@ def _train(argv: list[str], server: Server | None) -> int:
         if os.environ.get("RANK", "0") == "0":
             say(f"ddpexp: warning: {warning}")
 
-    from ddpexp.run.jobs import Training
+    from ddpexp.run.training import Training
 
     return _launch(experiment.launcher, Training(experiment, composed.text, composed.overrides, sys.argv), server)
 
@@ -245,7 +246,7 @@ def _will_fork(argv: list[str]) -> bool:
     fresh = any(
         word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv
     )
-    here = all(name in _FORK_HERE or (name == "slurm" and "SLURM_STEP_ID" in os.environ) for name in chosen)
+    here = all(name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in chosen)
     if argv[:1] in (["evaluate"], ["resume"]):
         return here and not fresh and len(argv) > 1 and not _HELP & set(argv)
     asks = any(word.startswith("-") and not word.startswith(_NO_QUESTION) for word in argv)

@@ -21,16 +21,17 @@ from ddpexp.config.stored import override_file
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher, Starter
 from ddpexp.run import directory
-from ddpexp.run import resume as going_on
 from ddpexp.run.directory import RunDir
-from ddpexp.run.jobs import Evaluation, Training
+from ddpexp.run.evaluation import Evaluation
+from ddpexp.run.resume_arguments import merge_overrides, trust_arguments
+from ddpexp.run.training import Training
 from ddpexp.system import files
 from ddpexp.system.terminal import say
+from ddpexp.system.yaml_text import load_yaml
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
 _RECORDS = (".yaml", ".json", ".jsonl", ".log", ".txt")  # files of a run directory that hold no weights
 _SHOWN_RUNS = 3
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _USAGE = f"""{commands.of("evaluate").usage}
 
@@ -70,7 +71,7 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
         try:
             files.check_yaml(run.config)
             files.check_yaml(run.overrides)
-            text, overrides = run.config.read_text(), yaml.load(run.overrides.read_text(), Loader=_LOADER)
+            text, overrides = run.config.read_text(), load_yaml(run.overrides.read_text())
             command = run.command() or ["ddpexp", *overrides]
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RefusedError(f"{place} is not a run directory: {error}.") from None
@@ -127,7 +128,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     experiment = parse(values)
     _check_words_are_typed(run, experiment.launcher, typed, command)
     return experiment.launcher, Training(
-        experiment, text, going_on.merge_overrides(run, typed), command, new_overrides=typed, resume_from=run
+        experiment, text, merge_overrides(run, typed), command, new_overrides=typed, resume_from=run
     )
 
 
@@ -165,7 +166,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     for key, target in foreign.items():
         if trust.allows(target, key.removesuffix("._target_")):
             continue
-        recorded = going_on.trust_arguments(run)
+        recorded = trust_arguments(run)
         if recorded:
             words = " ".join(
                 shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)]
@@ -184,7 +185,7 @@ def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str]
         RefusedError: with what to type.
     """
     keys = {word.partition("=")[0] for word in typed}
-    missing = [word for word in launcher.restated_words() if word.partition("=")[0] not in keys]
+    missing = [word for word in launcher.arguments_on_resume() if word.partition("=")[0] not in keys]
     if missing and "launcher" not in keys:  # a typed launcher brings its own settings
         words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from ddpexp.data.mnist import idx
 from ddpexp.errors import RefusedError
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ def in_first(bases: Sequence[Path], act: Callable[[Path], T]) -> T:
         try:
             return act(base)
         except OSError as error:
-            problems.append(f"{base}: {said_with_limit(error, base)}")
+            problems.append(f"{base}: {reason_with_limit(error, base)}")
     raise RefusedError(
         f"the data could not be written ({'; '.join(problems)}), and training reads it from there: free about 70 MB, "
         "or set XDG_CACHE_HOME to a folder that can be written"

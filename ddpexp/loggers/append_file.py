@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpexp.system.files import whole_lines
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW  # a link may lead anywhere
 
@@ -44,7 +44,7 @@ class AppendFile:
             if not self._warned:
                 self._warned = True
                 text = "%s cannot be written (%s): its records wait in memory and are written when that ends"
-                logging.getLogger("ddpexp").warning(text, self.path.name, said_with_limit(error, self.path))
+                logging.getLogger("ddpexp").warning(text, self.path.name, reason_with_limit(error, self.path))
 
     def _append(self, descriptor: int) -> None:
         written = 0

@@ -2,7 +2,7 @@
 
 The model, its optimizers and one forward pass on torch's meta device.
 
-A process of its own does that, which trusts just the code that the run's workers would: it loads the same
+This runs in a separate process, which trusts the same code as the run's workers would, since it loads the same
 configuration.
 """
 
@@ -44,25 +44,25 @@ _ALONE = World(0, 0, 0, 1, 1, _CPU)
 def answer(parent: int, answers: int) -> None:
     """Subprocess entry point: read the request from standard input.
 
-    Write what was found to the descriptor `answers`.
+    Write the result to the descriptor `answers`.
     """
     die_with_parent(parent)
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     try:
-        experiment, layout = load(asked["config"]), Layout(**asked["layout"])
+        experiment, layout = load(request["config"]), Layout(**request["layout"])
         experiment.trust.make_importable()
-        facts, steps = learn(experiment, layout, asked["data"], asked["num_samples"])
-        found: dict[str, Any] = {"facts": asdict(facts), "steps": steps}
+        facts, steps = collect(experiment, layout, request["data"], request["num_samples"])
+        result: dict[str, Any] = {"facts": asdict(facts), "steps": steps}
     except RefusedError as error:
-        found = {"refused": str(error)}
+        result = {"refused": str(error)}
     except Exception as error:  # of the user's own code, as it would end a run
         traceback.print_exc()
-        found = {"failed": f"{type(error).__name__}: {error}"}
+        result = {"failed": f"{type(error).__name__}: {error}"}
     with open(answers, "w") as file:
-        json.dump(found, file)
+        json.dump(result, file)
 
 
-def learn(
+def collect(
     experiment: Experiment, layout: Layout, prepared: Mapping[str, Any] | None, num_samples: int | None
 ) -> tuple[Facts, dict[str, int]]:
     """Return what the run holds, and how many steps it takes; `num_samples` stands in for the data where it is given.
@@ -133,7 +133,7 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
         raise
     except Exception as error:
         notes["model"] = (
-            f"really built, for its code does not work on torch's meta device ({type(error).__name__}: {error})"
+            f"built in memory, because its code does not work on torch's meta device ({type(error).__name__}: {error})"
         )
         device = _CPU
         _bound_memory()
@@ -143,8 +143,8 @@ def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool
     for name, module in models.items():
         if any(map(is_lazy, [*module.parameters(), *module.buffers()])):
             raise RefusedError(
-                f"{name} has lazy parameters, whose size only the first batch tells: a plan needs sizes. Give its "
-                "layers their input sizes."
+                f"{name} has lazy parameters, whose size is known only after the first batch: a plan needs sizes. Give "
+                "its layers their input sizes."
             )
         module.to(device)
     return models, single, device
@@ -154,20 +154,25 @@ def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes
     """Make the optimizers and have each take a step, after which they hold what they keep."""
 
     def make(parameters: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = instantiate(experiment.optimizer, experiment.trust, "optimizer", parameters)
-        return made
+        optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, experiment.trust, "optimizer", parameters)
+        return optimizer
 
     parameters = [p for module in models.values() for p in module.parameters()]
     task = instantiate(experiment.task, experiment.trust, "task")
     model = models["model"] if single else models
-    made = task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(iter(parameters))}
+    optimizers = (
+        task.optimizers(model, make) if isinstance(task, HasOptimizers) else {"optimizer": make(iter(parameters))}
+    )
     for p in parameters:
         p.grad = torch.empty_like(p) if p.requires_grad else None
     try:
-        for optimizer in made.values():
+        for optimizer in optimizers.values():
             optimizer.step()
         tensors = [
-            value for optimizer in made.values() for state in optimizer.state.values() for value in tensors_of(state)
+            value
+            for optimizer in optimizers.values()
+            for state in optimizer.state.values()
+            for value in tensors_of(state)
         ]
         notes["optimizer"] = (
             "measured after a step on the meta device" if "model" not in notes else "measured after a step"
@@ -175,7 +180,8 @@ def _optimizer_bytes(experiment: Experiment, models: Models, single: bool, notes
         return _num_bytes(tensors)
     except Exception as error:
         notes["optimizer"] = (
-            f"assumed: two numbers a trained one, for a step was not possible ({type(error).__name__}: {error})"
+            "assumed: two numbers for each trained one, because a step was not possible "
+            f"({type(error).__name__}: {error})"
         )
         return 2 * _num_bytes([p for p in parameters if p.requires_grad])
     finally:
@@ -187,16 +193,16 @@ def _activations(experiment: Experiment, models: Models, single: bool, batch: An
     """Return what a forward pass keeps for backward, each memory once, without parameters and buffers. Units: bytes."""
     task: Task = instantiate(experiment.task, experiment.trust, "task")
     if isinstance(task, HasTrainStep):
-        notes["activations"] = "left out: the task's own train_step says what a step is"
+        notes["activations"] = "left out: the task's own train_step defines the step"
         return None
-    known = {
+    parameters_and_buffers = {
         t.untyped_storage()._cdata for module in models.values() for t in (*module.parameters(), *module.buffers())
     }
     kept: dict[int, torch.UntypedStorage] = {}  # held, so that no other gets the same address
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
+        if storage._cdata not in parameters_and_buffers:
             kept[storage._cdata] = storage
         return tensor
 
@@ -218,11 +224,11 @@ def _activations(experiment: Experiment, models: Models, single: bool, batch: An
 
 def _named(models: Models) -> list[tuple[str, nn.Parameter]]:
     """Return every parameter once, with the model that has it first."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, module in models.items():
         for p in module.parameters():
-            found.setdefault(id(p), (name, p))
-    return list(found.values())
+            named.setdefault(id(p), (name, p))
+    return list(named.values())
 
 
 def _num_bytes(tensors: Any) -> int:

@@ -34,7 +34,7 @@ _SMALL = ("recipe=mnist", "model=linear", "data.source=embedded", "data.embedded
 _SMALL_BYTES = 31_400  # of its gradients
 _SMALL_STEPS = 2400
 _ENDLESS_STEPS = 10_000_000
-_SAID = "said"  # the file for what a run says
+_STDERR = "stderr"  # the file for a run's standard error
 _OF_THE_RUN = (
     "trainer.nodes=", "trainer.gpus=", "trainer.threads=", "trainer.global_batch_size=", "trainer.micro_batch_size=",
     "trainer.epochs=", "trainer.max_steps=", "trainer.log_every=", "trainer.eval_every=", "trainer.checkpoint_every",
@@ -72,7 +72,7 @@ def step_ms(records: Sequence[Mapping[str, float]], global_batch_size: int) -> f
 
     Other programs on the machine make a window longer, never shorter. Units: milliseconds.
     """
-    rates = [one["train/samples_per_second"] for one in records if "train/samples_per_second" in one]
+    rates = [record["train/samples_per_second"] for record in records if "train/samples_per_second" in record]
     times = [1e3 * global_batch_size / rate for rate in rates[1:] or rates]
     return statistics.quantiles(times, n=4, method="inclusive")[0] if len(times) > 1 else times[0]
 
@@ -81,7 +81,7 @@ def calibrate(
     experiment: Experiment, typed: Sequence[str], batch: BatchPlan, layout: Layout, place: Place, num_bytes: int,
     say: Callable[[str], None],
 ) -> Calibration:  # fmt: skip
-    """Run and fit. `num_bytes` are those of the gradients; `say` hears what is done.
+    """Run and fit. `num_bytes` are those of the gradients; `say` reports progress.
 
     Raises:
         RefusedError: this machine lacks the device, or a run failed.
@@ -103,7 +103,7 @@ def calibrate(
         by_backend = ["strategy.reduce_through=backend"] if on_cpu and place.way != "shared_memory" else []
         bench = _Bench(Path(name), [*typed, *by_backend], batch.micro_batch_size, layout.threads, place, say, others)
         bench = replace(bench, steps=num_steps(bench.measure(1)))
-        own, small = bench.measured(batch.gradient_accumulation_steps > 1, two, on_cpu), None
+        measured, small = bench.measured(batch.gradient_accumulation_steps > 1, two, on_cpu), None
         if two and on_cpu and num_bytes > 4 * _SMALL_BYTES:
             bench = replace(bench, typed=[*_SMALL, *by_backend], steps=_SMALL_STEPS, name=" of a small model")
             small = bench.measured(False, True, False)
@@ -115,7 +115,7 @@ def calibrate(
         )
     if on_cpu and place.cores != usable_cores():
         notes.append(f"measured with the {usable_cores()} cores of this machine")
-    return Calibration(fit(own, small, num_bytes, _SMALL_BYTES, place), own, small, tuple(notes))
+    return Calibration(fit(measured, small, num_bytes, _SMALL_BYTES, place), measured, small, tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -134,15 +134,15 @@ class _Bench:
 
     def measured(self, twice: bool, two: bool, on_cpu: bool) -> Measured:
         """Measure a step in all the ways that the plan needs."""
-        found = Measured(self.measure(1), self.measure(1, passes=2) if twice else None)
+        result = Measured(self.measure(1), self.measure(1, passes=2) if twice else None)
         if not two:
-            return found
+            return result
         if on_cpu and self.place.workers > 1 and usable_cores() >= 2 * self.threads:
-            found = replace(found, beside=self.beside())
-        found = replace(found, both=self.measure(2))
+            result = replace(result, beside=self.beside())
+        result = replace(result, both=self.measure(2))
         if on_cpu and turns(self.place) > 1:
-            found = replace(found, crowded=self.measure(2, self.fewer_cores()), crowded_turns=self.fewer_turns())
-        return found
+            result = replace(result, crowded=self.measure(2, self.fewer_cores()), crowded_turns=self.fewer_turns())
+        return result
 
     def fewer_cores(self) -> list[int]:
         """Return cores on which two workers take turns as often as those of the plan."""
@@ -162,7 +162,7 @@ class _Bench:
             f"pass{'es' if passes > 1 else ''}{self.name}"
         )
         folder = self._folder()
-        with _started(self._words(workers, passes, self.steps, folder), folder, cores) as run:
+        with _started(self._arguments(workers, passes, self.steps, folder), folder, cores) as run:
             _finish(run, folder)
         return step_ms(_records(folder / "run"), self.micro * passes * workers)
 
@@ -170,14 +170,15 @@ class _Bench:
         """Return the time of a step of one worker while another run computes the same."""
         self.say(f"measuring 1 worker beside another run{self.name}")
         ours, theirs = self._folder(), self._folder()
-        with _started(self._words(1, 1, _ENDLESS_STEPS, theirs), theirs) as neighbour:
+        with _started(self._arguments(1, 1, _ENDLESS_STEPS, theirs), theirs) as neighbour:
             while not _records(theirs / "run") and neighbour.poll() is None:
                 time.sleep(0.05)
-            with _started(self._words(1, 1, self.steps, ours), ours) as run:
+            with _started(self._arguments(1, 1, self.steps, ours), ours) as run:
                 _finish(run, ours)
             if neighbour.poll() is not None:
                 _finish(neighbour, theirs)
-            self.others.leave_out(sum(_seconds(pid) for pid in children(neighbour.pid)))  # nobody waits for them
+            # This process does not wait for these.
+            self.others.leave_out(sum(_seconds(pid) for pid in children(neighbour.pid)))
         return step_ms(_records(ours / "run"), self.micro)
 
     def _folder(self) -> Path:
@@ -185,7 +186,7 @@ class _Bench:
         place.mkdir()
         return place
 
-    def _words(self, workers: int, passes: int, steps: int, folder: Path) -> list[str]:
+    def _arguments(self, workers: int, passes: int, steps: int, folder: Path) -> list[str]:
         window = self.steps // _WINDOWS
         return run_words(self.typed, workers, passes, self.micro, self.threads, steps, window, folder / "run")
 
@@ -197,11 +198,11 @@ def num_steps(pilot_ms: float) -> int:
 
 
 @contextmanager
-def _started(words: Sequence[str], folder: Path, cores: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
+def _started(arguments: Sequence[str], folder: Path, cores: Sequence[int] = ()) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run, on some cores alone, that ends with this process; stop it in the end if it still runs."""
-    command = python("ddpexp.launch.workers.server:call_under", os.getpid(), "ddpexp.__main__:run", [], argv=words)
-    with open(folder / _SAID, "wb") as said:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=said)
+    command = python("ddpexp.launch.workers.server:call_under", os.getpid(), "ddpexp.__main__:run", [], argv=arguments)
+    with open(folder / _STDERR, "wb") as stderr:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr)
     if cores:
         with suppress(ProcessLookupError):  # it has ended already
             os.sched_setaffinity(process.pid, cores)
@@ -219,7 +220,8 @@ def _finish(process: subprocess.Popen[bytes], folder: Path) -> None:
         RefusedError: it failed.
     """
     if process.wait():
-        lines = (folder / _SAID).read_text(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        lines = (folder / _STDERR).read_text(errors="replace").strip().splitlines()
+        lines = lines or [f"exit code {process.returncode}"]
         raise RefusedError(f"plan --calibrate: a short run failed: {lines[-1].removeprefix('ddpexp: ')}")
 
 
@@ -233,7 +235,7 @@ def _records(folder: Path) -> list[dict[str, float]]:
 
 
 class _Others:
-    """How busy the machine is with what is not ours."""
+    """How busy other programs keep the machine."""
 
     def __init__(self) -> None:
         """Start measuring."""
@@ -241,14 +243,14 @@ class _Others:
         self._left_out = 0.0
 
     def leave_out(self, seconds: float) -> None:
-        """Count so much as ours: what processes have computed whom this one does not wait for."""
+        """Do not count these seconds: they were used by processes of ours that this one does not wait for."""
         self._left_out += seconds
 
     def share(self) -> float:
         """Return the share of all cores that others have taken since then."""
-        begin, busy, own = self._begin
+        begin, busy, own_seconds = self._begin
         seconds = (time.monotonic() - begin) * (os.cpu_count() or 1)
-        return max(0.0, (_busy_seconds() - busy - _own_seconds() + own - self._left_out) / seconds)
+        return max(0.0, (_busy_seconds() - busy - _own_seconds() + own_seconds - self._left_out) / seconds)
 
 
 def _busy_seconds() -> float:
@@ -260,11 +262,11 @@ def _busy_seconds() -> float:
 
 def _seconds(pid: int) -> float:
     """Return the seconds that a process has computed, and what it has started."""
-    words = stat(pid)
-    own = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK") if words else 0.0
-    return own + sum(_seconds(child) for child in children(pid))
+    fields = stat(pid)
+    seconds = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    return seconds + sum(_seconds(child) for child in children(pid))
 
 
 def _own_seconds() -> float:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

@@ -28,22 +28,23 @@ def gather(
         RefusedError: as a run would. DdpexpError: the user's code failed, or there was not enough memory for it.
     """
     reading, writing = os.pipe()
-    words = python("ddpexp.plan.build:answer", os.getpid(), writing)
-    asked = {"config": text, "layout": asdict(layout), "data": prepared, "num_samples": num_samples}
-    process = subprocess.Popen(words, pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
+    command = python("ddpexp.plan.build:answer", os.getpid(), writing)
+    request = {"config": text, "layout": asdict(layout), "data": prepared, "num_samples": num_samples}
+    process = subprocess.Popen(command, pass_fds=[writing], stdin=subprocess.PIPE, stdout=sys.stderr.fileno())
     os.close(writing)
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as asking:  # it may have ended before it has heard all
-        asking.write(json.dumps(asked).encode())
+    with suppress(BrokenPipeError), process.stdin as stdin:  # it may have ended before it has read everything
+        stdin.write(json.dumps(request).encode())
     with open(reading) as file:
-        said = file.read()
+        answer = file.read()
     status = process.wait()
-    if status or not said:
+    if status or not answer:
         raise DdpexpError(f"the model could not be built: the process that did so ended with exit code {status}.")
-    found = json.loads(said)
-    if "refused" in found:
-        raise RefusedError(found["refused"])
-    if "failed" in found:
-        raise DdpexpError(f"the model could not be built: {found['failed']}")
-    facts = found["facts"]
-    return Facts(**{**facts, "parameters": [Parameter(**one) for one in facts["parameters"]]}), found["steps"]
+    result = json.loads(answer)
+    if "refused" in result:
+        raise RefusedError(result["refused"])
+    if "failed" in result:
+        raise DdpexpError(f"the model could not be built: {result['failed']}")
+    facts = result["facts"]
+    parameters = [Parameter(**parameter) for parameter in facts["parameters"]]
+    return Facts(**{**facts, "parameters": parameters}), result["steps"]

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout
-from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.base import Launcher, ResourceRequest
 from ddpexp.launch.launchers.elastic import Elastic
-from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.system.hardware import count_gpus, usable_cores
 
@@ -19,7 +18,7 @@ class Assumed:
 
     layout: Layout
     cores: int  # of a machine, that its workers share
-    resources: tuple[str, ...] = ()  # what Slurm is asked for, line by line
+    request: ResourceRequest | None = None  # to the job scheduler
     notes: tuple[str, ...] = ()
 
     @property
@@ -38,16 +37,14 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     Raises:
         RefusedError: what a run would refuse on whatever machine.
     """
-    sizes = _nodes(job.request.nodes) if isinstance(launcher, Elastic) else [_one(job.request.nodes)]
+    sizes = _nodes(job.request.nodes) if isinstance(launcher, Elastic) else [_num_nodes(job.request.nodes)]
     gpus, device, threads = job.request.gpus, job.request.device, job.request.threads
-    resources: tuple[str, ...] = ()
     notes: list[str] = []
-    if isinstance(launcher, Slurm):
-        resources = _resources(launcher, job, sizes[-1])
-        shown = launcher.layout(job, sizes[-1])
-        gpus, device = (gpus, device) if shown is None else (shown.world_size // shown.nodes, shown.device)
-        if launcher.cpus_per_task is not None:
-            cores = launcher.cpus_per_task * (1 if gpus == "auto" else gpus)
+    request = launcher.resource_request(job, sizes[-1])
+    if request is not None:
+        if request.layout is not None:
+            gpus, device = request.layout.world_size // request.layout.nodes, request.layout.device
+        cores = cores if request.cores is None else request.cores
     else:
         try:
             resolve(gpus, device, job.request.backend, threads)
@@ -63,7 +60,7 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         )
     if cores is None:
         cores = usable_cores()
-        notes.append(f"each machine is taken to have {cores} cores, as this one: --cores says otherwise")
+        notes.append(f"each machine is assumed to have {cores} cores, as this one: --cores sets another number")
     workers = max(1, present) if gpus == "auto" and device == "cuda" else 1 if gpus == "auto" else gpus
     each = resolve(
         gpus, device, job.request.backend, max(1, cores // max(1, workers)) if threads == "auto" else threads,
@@ -81,17 +78,10 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     if len(sizes) > 1:
         notes.append(f"trainer.nodes={job.request.nodes} is planned as {sizes[-1]}")
     layout = replace(each, nodes=sizes[-1], world_size=sizes[-1] * each.world_size)
-    return Assumed(layout, cores, resources, tuple(notes))
+    return Assumed(layout, cores, request, tuple(notes))
 
 
-def _resources(launcher: Slurm, job: Job, nodes: int) -> tuple[str, ...]:
-    """Return the lines of the job's script that ask for something."""
-    leave = ("--output", "--open-mode", "--chdir", "--job-name")
-    lines = launcher.kind(job, nodes, job.folder).options
-    return tuple(line for line in lines if not line.removeprefix("#SBATCH ").startswith(leave))
-
-
-def _one(nodes: int | str) -> int:
+def _num_nodes(nodes: int | str) -> int:
     if isinstance(nodes, str) and nodes != "auto":
         raise RefusedError(f"trainer.nodes={nodes} is a range, which only launcher=elastic supports.")
     return _nodes(nodes)[0]

@@ -14,6 +14,7 @@ from ddpexp.plan.speed import Costs, Place, Step, predict
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.memory import Facts, Part, Traffic
 from ddpexp.system import files
+from ddpexp.system.job_schedulers import SCHEDULERS
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,11 @@ class Outcome:
     @property
     def folder(self) -> str:
         """Return the run directory."""
-        asked = self.experiment.run.dir
+        run_dir = self.experiment.run.dir
         return (
             files.relative(self.resumes.path)
             if self.resumes
-            else asked or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
+            else run_dir or f"outputs/{self.experiment.recipe.name}/<date>_<time>"
         )
 
     @property
@@ -55,7 +56,7 @@ class Outcome:
 
     def rank_bytes(self, on_host: bool) -> int:
         """Return the known bytes of a rank: on its device, or beside that on its host."""
-        return sum(one.num_bytes or 0 for one in self.parts() if self.is_on_host(one) == on_host)
+        return sum(part.num_bytes or 0 for part in self.parts() if self.is_on_host(part) == on_host)
 
     def is_on_host(self, part: Part) -> bool:
         """Return whether a part is in the host's memory while the worker computes elsewhere."""
@@ -78,7 +79,7 @@ class Outcome:
         if traffic.unknown:
             return f"left out: {traffic.unknown}"
         if self.costs.alpha_us is None or self.costs.bandwidth_gbps is None:
-            return "left out: give --alpha_us and --bandwidth_gbps, which one worker alone does not tell"
+            return "left out: give --alpha_us and --bandwidth_gbps, which cannot be measured with one worker"
         return predict(self.costs, self.batch.gradient_accumulation_steps, traffic.num_bytes, self.place)
 
     def files(self) -> dict[str, int]:
@@ -92,8 +93,8 @@ class Outcome:
 
     def notes(self) -> list[str]:
         """Return the assumptions as sentences."""
-        said = [f"the model was {self.facts.notes['model']}"] if "model" in self.facts.notes else []
-        return [*self.assumed.notes, *said, *(self.calibration.notes if self.calibration else ())]
+        model = [f"the model was {self.facts.notes['model']}"] if "model" in self.facts.notes else []
+        return [*self.assumed.notes, *model, *(self.calibration.notes if self.calibration else ())]
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values. Units: bytes."""
@@ -109,32 +110,40 @@ class Outcome:
             "num_steps": self.num_steps,
             "run_dir": self.folder,
             "resumes": self.resumes is not None,
-            "slurm": list(self.assumed.resources),
-            "parameters": sum(one.num_elements for one in self.facts.parameters),
+            **self._requests(),
+            "parameters": sum(parameter.num_elements for parameter in self.facts.parameters),
             "reduction": self.traffic().carrier,
-            "buckets": [asdict(one) for one in cut],
+            "buckets": [asdict(bucket) for bucket in cut],
             "memory": {
                 "rank_bytes": self.rank_bytes(on_host=False),
                 "host_bytes": self.rank_bytes(on_host=True),
-                "parts": [{**asdict(one), "on_host": self.is_on_host(one)} for one in self.parts()],
+                "parts": [{**asdict(part), "on_host": self.is_on_host(part)} for part in self.parts()],
             },
             "checkpoint": {"bytes": sum(files.values()), "files": files, "made": made, "at_once": at_once},
             "step": self._step_as_dict(),
             "notes": self.notes(),
         }
 
+    def _requests(self) -> dict[str, list[str]]:
+        """Return the lines that request resources, by the name of the job scheduler."""
+        request = self.assumed.request
+        return {
+            scheduler.name: list(request.lines) if request is not None and request.scheduler is scheduler else []
+            for scheduler in SCHEDULERS
+        }
+
     def _step_as_dict(self) -> dict[str, Any]:
         """Return the step time as plain values. Units: milliseconds, unless the name has another unit."""
-        found = self.step()
+        step = self.step()
         costs = {"costs": None if self.costs is None else asdict(self.costs)}
         measured = {} if self.calibration is None else {"measured": asdict(self.calibration.measured)}
-        if isinstance(found, str):
-            return {"total_ms": None, "why": found, **costs, **measured}
-        seconds = self.num_steps * found.total_ms / 1e3
-        rate = 1e3 * self.batch.global_batch_size / found.total_ms
+        if isinstance(step, str):
+            return {"total_ms": None, "why": step, **costs, **measured}
+        seconds = self.num_steps * step.total_ms / 1e3
+        rate = 1e3 * self.batch.global_batch_size / step.total_ms
         return {
-            "total_ms": found.total_ms,
-            **asdict(found),
+            "total_ms": step.total_ms,
+            **asdict(step),
             "samples_per_second": rate,
             "train_seconds": seconds,
             **costs,

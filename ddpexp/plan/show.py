@@ -72,32 +72,33 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),
     }
-    if outcome.assumed.resources:
-        lines["slurm"] = "  ".join(line.removeprefix("#SBATCH ") for line in outcome.assumed.resources)
+    request = outcome.assumed.request
+    if request is not None:
+        lines[request.scheduler.name] = request.summary
     return lines
 
 
 def _memory(outcome: Outcome) -> RenderableType:
     from rich.table import Table
 
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    found.add_column("memory of a rank")
-    found.add_column("", justify="right")
-    found.add_column("")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("memory of a rank")
+    table.add_column("", justify="right")
+    table.add_column("")
     for part in outcome.parts():
         where = "on the host; " if outcome.is_on_host(part) else ""
         size = "?" if part.num_bytes is None else human(part.num_bytes)
-        found.add_row(
+        table.add_row(
             part.name,
             size,
             f"{where}{one_line(part.note)}".removesuffix("; "),
             style="dim" if part.num_bytes is None else "",
         )
     on_gpu = outcome.assumed.layout.device == "cuda"
-    found.add_row("together", human(outcome.rank_bytes(on_host=False)), "on a GPU" if on_gpu else "", style="bold")
+    table.add_row("together", human(outcome.rank_bytes(on_host=False)), "on a GPU" if on_gpu else "", style="bold")
     if on_gpu:
-        found.add_row("", human(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
-    return found
+        table.add_row("", human(outcome.rank_bytes(on_host=True)), "of a rank on its host", style="bold")
+    return table
 
 
 def _rest(outcome: Outcome) -> dict[str, str]:
@@ -114,13 +115,13 @@ def _rest(outcome: Outcome) -> dict[str, str]:
 
 
 def _step(outcome: Outcome) -> dict[str, str]:
-    found = outcome.step()
-    if isinstance(found, str):
-        return {"step": found}
+    step = outcome.step()
+    if isinstance(step, str):
+        return {"step": step}
     assert outcome.costs is not None
     costs, passes = outcome.costs, outcome.batch.gradient_accumulation_steps
     stretch = crowd(costs, outcome.place)
-    rate = 1e3 * outcome.batch.global_batch_size / found.total_ms
+    rate = 1e3 * outcome.batch.global_batch_size / step.total_ms
     terms = f"{stretch:.3g} x ({passes} x {costs.pass_ms:.3g} + {costs.update_ms:.3g})"
     lines = {
         "model": (
@@ -128,12 +129,11 @@ def _step(outcome: Outcome) -> dict[str, str]:
         )
     }
     lines["step"] = (
-        f"{found.total_ms:.3g} ms = {terms} + {found.reduction_ms:.3g} - {found.hidden_ms:.3g} ms: {rate:,.0f} "
-        "samples/s"
+        f"{step.total_ms:.3g} ms = {terms} + {step.reduction_ms:.3g} - {step.hidden_ms:.3g} ms: {rate:,.0f} samples/s"
     )
     if outcome.place.way != "none":
         lines["reduction"] = f"alpha {costs.alpha_us:.3g} us, bandwidth {costs.bandwidth_gbps:.3g} Gb/s"
-    seconds = outcome.num_steps * found.total_ms / 1e3
+    seconds = outcome.num_steps * step.total_ms / 1e3
     lines["training"] = f"{duration(seconds)}, without evaluations, checkpoints and the start"
     return lines
 

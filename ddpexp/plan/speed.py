@@ -136,33 +136,34 @@ class Measured:
     crowded_turns: float = 1.0  # how many on a core
 
 
-def fit(own: Measured, small: Measured | None, num_bytes: int, small_bytes: int, place: Place) -> Costs:
+def fit(measured: Measured, small: Measured | None, num_bytes: int, small_bytes: int, place: Place) -> Costs:
     """Return the costs that the measured steps tell; without two workers nothing of the reduction.
 
     `small` are steps of a model with fewer gradients: two sizes tell latency from bandwidth, without them all is
     latency.
     """
-    each = own.alone if own.alone_twice is None else max(0.0, min(own.alone_twice - own.alone, own.alone))
-    slower = 1.0 if own.beside is None else max(1.0, min(own.beside / own.alone, _MOST_CROWDED))
-    found = Costs(each, own.alone - each, slower=slower)
-    if own.both is None:
-        return found
+    alone, twice = measured.alone, measured.alone_twice
+    each = alone if twice is None else max(0.0, min(twice - alone, alone))
+    slower = 1.0 if measured.beside is None else max(1.0, min(measured.beside / alone, _MOST_CROWDED))
+    costs = Costs(each, alone - each, slower=slower)
+    if measured.both is None:
+        return costs
     pair = replace(place, world_size=2, way=place.way if place.way == "shared_memory" else "backend")
-    times = [(_reduction(own, slower, pair), num_bytes)]
+    times = [(_reduction(measured, slower, pair), num_bytes)]
     if small is not None:
         times.append((_reduction(small, slower, pair), small_bytes))
     alpha, bandwidth = fit_reduction(times, pair)
-    return replace(found, alpha_us=alpha, bandwidth_gbps=bandwidth)
+    return replace(costs, alpha_us=alpha, bandwidth_gbps=bandwidth)
 
 
-def _reduction(found: Measured, slower: float, pair: Place) -> float:
+def _reduction(measured: Measured, slower: float, pair: Place) -> float:
     """Return what two workers take longer than one, in the unit in which `predict` stretches it."""
-    assert found.both is not None
+    assert measured.both is not None
     if pair.way != "shared_memory":
-        return max(0.0, found.both - slower * found.alone)
-    if found.crowded is not None:
-        return max(0.0, found.crowded / found.crowded_turns - found.alone)
-    return max(0.0, found.both / slower - found.alone)
+        return max(0.0, measured.both - slower * measured.alone)
+    if measured.crowded is not None:
+        return max(0.0, measured.crowded / measured.crowded_turns - measured.alone)
+    return max(0.0, measured.both / slower - measured.alone)
 
 
 def fit_reduction(times: Sequence[tuple[float, int]], pair: Place) -> tuple[float, float]:

@@ -11,14 +11,14 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.calibrate import calibrate
 from ddpexp.plan.gather import gather
 from ddpexp.plan.layout import assume
 from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
-from ddpexp.plan.words import Words
-from ddpexp.run.jobs import Training
 from ddpexp.run.prepare import prepare
+from ddpexp.run.training import Training
 from ddpexp.system.terminal import say
 
 _USAGE = f"""{commands.of("plan").usage}
@@ -49,28 +49,26 @@ def plan(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return EXIT_DONE
-    words = Words.of(argv)
-    composed = compose(list(words.run))
+    arguments = PlanArguments.of(argv)
+    composed = compose(list(arguments.run))
     if composed is None:
-        raise RefusedError(
-            f"plan {' '.join(words.run)}: that is a question about the configuration: ask it without plan."
-        )
+        raise RefusedError(f"plan {' '.join(arguments.run)}: that option shows the configuration: use it without plan.")
     experiment = parse(composed.values)
     for warning in composed.warnings:
         say(f"ddpexp: warning: {warning}")
-    job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *words.run])
-    assumed = assume(job, experiment.launcher, words.cores)
+    job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *arguments.run])
+    assumed = assume(job, experiment.launcher, arguments.cores)
     resumes = job.foresee()
-    data = prepare(experiment.data, experiment.trust) if words.num_samples is None else None
-    facts, steps = gather(composed.text, assumed.layout, data, words.num_samples)
-    if words.num_samples is None and data is not None and data.get("note"):
+    data = prepare(experiment.data, experiment.trust) if arguments.num_samples is None else None
+    facts, steps = gather(composed.text, assumed.layout, data, arguments.num_samples)
+    if arguments.num_samples is None and data is not None and data.get("note"):
         facts = replace(facts, notes={**facts.notes, "samples": data["note"]})
     trainer = experiment.trainer
     data_size = experiment.strategy.data_rank(0, assumed.layout.world_size).size
     batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     outcome = Outcome(experiment, assumed, batch, facts, steps["steps_per_epoch"], steps["num_steps"], resumes)
-    outcome = _with_costs(outcome, words)
-    if words.json:
+    outcome = _with_costs(outcome, arguments)
+    if arguments.json:
         print(json.dumps(outcome.as_dict(), indent=2))
     else:
         from ddpexp.plan.show import show
@@ -79,14 +77,14 @@ def plan(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 
-def _with_costs(outcome: Outcome, words: Words) -> Outcome:
+def _with_costs(outcome: Outcome, arguments: PlanArguments) -> Outcome:
     """Add the costs: as given on the command line, otherwise as measured."""
     calibration = None
-    if words.calibrate:
+    if arguments.calibrate:
         num_bytes = sum(outcome.traffic().num_bytes)
         calibration = calibrate(
             outcome.experiment,
-            words.run,
+            arguments.run,
             outcome.batch,
             outcome.assumed.layout,
             outcome.place,
@@ -94,9 +92,9 @@ def _with_costs(outcome: Outcome, words: Words) -> Outcome:
             lambda text: say(f"ddpexp: {text}"),
         )
     costs = calibration.costs if calibration else None
-    if words.compute_ms is not None:
-        costs = Costs(words.compute_ms) if costs is None else replace(costs, pass_ms=words.compute_ms)
+    if arguments.compute_ms is not None:
+        costs = Costs(arguments.compute_ms) if costs is None else replace(costs, pass_ms=arguments.compute_ms)
     if costs is not None:
-        typed = {"alpha_us": words.alpha_us, "bandwidth_gbps": words.bandwidth_gbps}
+        typed = {"alpha_us": arguments.alpha_us, "bandwidth_gbps": arguments.bandwidth_gbps}
         costs = replace(costs, **{name: value for name, value in typed.items() if value is not None})
     return replace(outcome, costs=costs, calibration=calibration)

@@ -9,23 +9,25 @@ import os
 import platform
 import stat
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.system import process
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.job_schedulers import ScheduledJob, current_job, owner_keys, owning_job
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.network import boot_id
-from ddpexp.system.slurm import exact_id, is_id, is_over
 from ddpexp.system.terminal import say
 
 NAME = "lock"
 _WAIT_SECONDS = 10.0  # for the ranks of a killed command to exit
-_SAY_AFTER_SECONDS = 1.0
+_REPORT_AFTER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-_SETTLE_SECONDS = 0.2
+_RACE_SECONDS = 0.2
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -37,27 +39,38 @@ class Owner:
     boot_id: str
     pid: int
     started: str  # start time of the process as the kernel counts it: a later process with the same PID has another one
-    slurm_job: str | None
+    job: ScheduledJob | None
     since: str
 
     @classmethod
     def here(cls) -> Owner:
         """Describe this process."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return cls(platform.node(), boot_id(), pid, _started(pid) or "", exact_id(), since)
+        return cls(platform.node(), boot_id(), pid, _started(pid) or "", current_job(), since)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Owner:
+        """Return the owner that a lock file records. Raises KeyError and ValueError for records that are invalid."""
+        host, boot, pid, started, since = (record[name] for name in ("host", "boot_id", "pid", "started", "since"))
+        return cls(host, boot, pid, started, owning_job(record), since)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return what the lock file records."""
+        process = {"host": self.host, "boot_id": self.boot_id, "pid": self.pid, "started": self.started}
+        return {**process, **owner_keys(self.job), "since": self.since}
 
     def is_alive(self) -> bool | None:
         """Return whether the command is still running; None if that cannot be checked from this host."""
         if self.host == platform.node():
             return self.boot_id == boot_id() and _started(self.pid) == self.started
-        if self.slurm_job is not None:
-            over = is_over(self.slurm_job)
+        if self.job is not None:
+            over = self.job.is_over()
             return None if over is None else not over
         return None
 
     def __str__(self) -> str:
         """Return the process and its host for messages."""
-        job = f" (Slurm job {self.slurm_job})" if self.slurm_job else ""
+        job = f" ({self.job})" if self.job is not None else ""
         return f"process {self.pid} on {self.host}{job}"
 
 
@@ -108,9 +121,9 @@ def take(folder: Path, ranks: Path, name: str) -> Lock:
         try:
             _write(descriptor, owner)
         except OSError as error:
-            raise RefusedError(f"{name} cannot be written: {said_with_limit(error, path)}.") from None
+            raise RefusedError(f"{name} cannot be written: {reason_with_limit(error, path)}.") from None
         if not flocked:
-            time.sleep(_SETTLE_SECONDS)  # of two commands that found no owner, the last one to write wins
+            time.sleep(_RACE_SECONDS)  # of two commands that found no owner, the last one to write wins
             if read(path) != owner:
                 raise RefusedError(_in_use(name, read(path)))
     except BaseException:
@@ -146,7 +159,7 @@ def _open(path: Path) -> int:
 
 
 def _wait_for_owner(descriptor: int, path: Path, name: str, deadline: float) -> None:
-    report_at = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    report_at = deadline - _WAIT_SECONDS + _REPORT_AFTER_SECONDS
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -180,7 +193,7 @@ def _check_gone(descriptor: int, path: Path, name: str) -> None:
 
 
 def _wait_for_ranks(ranks: Path, name: str, deadline: float) -> None:
-    report_at = deadline - _WAIT_SECONDS + _SAY_AFTER_SECONDS
+    report_at = deadline - _WAIT_SECONDS + _REPORT_AFTER_SECONDS
     while held := held_logs(ranks):
         if time.monotonic() > deadline:
             numbers = ", ".join(path.stem for path in held)
@@ -210,15 +223,15 @@ def _in_use(name: str, owner: Owner | None) -> str:
 def _owner(descriptor: int) -> Owner | None:
     try:
         values = json.loads(os.pread(descriptor, 1 << 16, 0))
-        owner = Owner(**{name: values[name] for name in Owner.__dataclass_fields__})
-    except (ValueError, TypeError, KeyError, OSError, RecursionError):
+        owner = Owner.of_record(values)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError):
         return None
-    return owner if isinstance(owner.pid, int) and (owner.slurm_job is None or is_id(owner.slurm_job)) else None
+    return owner if isinstance(owner.pid, int) else None
 
 
 def _write(descriptor: int, owner: Owner) -> None:
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, (json.dumps(asdict(owner)) + "\n").encode(), 0)
+    os.pwrite(descriptor, (json.dumps(owner.as_record()) + "\n").encode(), 0)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

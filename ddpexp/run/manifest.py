@@ -19,6 +19,7 @@ from ddpexp.launch import Layout, Participants
 from ddpexp.run.directory import RunDir
 from ddpexp.run.repository import Snapshot
 from ddpexp.system.files import first_free_name, sha256
+from ddpexp.system.job_schedulers import restart_count
 
 _OF_THE_RUN = ("data", "config", "earlier", "starts")  # keys of the whole run, not of a start
 
@@ -45,7 +46,6 @@ def describe(
 
     `before` is its current content, of this version or an older one; `diff` describes the patch of the code.
     """
-    restart = os.environ.get("SLURM_RESTART_COUNT")
     facts = {
         "started": datetime.now().astimezone().strftime("%Y-%m-%dT%H:%M:%S.%f%z"),
         "command": list(start.argv),
@@ -59,7 +59,7 @@ def describe(
         "world": asdict(start.layout),
         "inputs": dict(start.inputs or {}),
         "changes": list(start.changes),
-        "restart": int(restart) if restart is not None and restart.isdecimal() else None,
+        "restart": restart_count(),
     }
     return {**facts, "data": dict(data) if data else None, "earlier": _earlier(before, facts) if before else []}
 

@@ -27,21 +27,21 @@ def exit_code_of(work: Callable[[], int]) -> int:
     """Do the work of a command, report an error, and return the exit code."""
     try:
         code = work()
-        hear_no_more_signals()
+        ignore_signals()
         return code
     except FinishedError as error:
-        hear_no_more_signals()
+        ignore_signals()
         if not error.quiet:
             say(f"ddpexp: {error}", sys.stdout)
         return error.exit_code
     except WorkerError as error:
-        hear_no_more_signals()
+        ignore_signals()
         _report_to_torchrun(error)
         if not error.quiet:
             say(_first_cause(error))
         return error.exit_code
     except ENDS as error:
-        hear_no_more_signals()
+        ignore_signals()
         _report_to_torchrun(error)
         if not error.quiet:
             say(f"ddpexp: {error}")
@@ -56,13 +56,13 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
     try:
         run = launcher.member if as_member else launcher.launch  # type: ignore[attr-defined]
         code: int = run(job, server)
-        hear_no_more_signals()
+        ignore_signals()
         return code
     except (WorkerError, RefusedError) as error:
         _record(job, error)
         raise
     except StoppedError as error:
-        hear_no_more_signals()
+        ignore_signals()
         end = first_end(error)
         if not isinstance(end, StoppedError):
             assert isinstance(end, WorkerError | RefusedError)
@@ -82,7 +82,7 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
 
 
 def _record(job: Job, error: WorkerError | RefusedError) -> None:
-    hear_no_more_signals()
+    ignore_signals()
     if isinstance(error, WorkerError):
         if error.leader is None:
             job.fail(error.failure)
@@ -127,7 +127,7 @@ def stop_on_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def hear_no_more_signals() -> None:
+def ignore_signals() -> None:
     """Ignore further signals while the command reports how it ended."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
@@ -137,7 +137,7 @@ def _first_cause(error: WorkerError) -> str:
     failure = error.failure
     step = f" at step {failure.step}" if failure.step is not None else ""
     phase = f" ({failure.phase}{step})" if failure.phase else step
-    summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {_described(failure)}"
+    summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {_message(failure)}"
     if error.leader is not None:
         return f"{summary} (the whole report is with rank zero, on {error.leader})"
     lines = [] if error.shown or not failure.traceback else [failure.traceback.rstrip()]
@@ -152,10 +152,10 @@ def _first_line(error: End) -> str:
     """Return the error in one line, with its rank if it has one."""
     if isinstance(error, WorkerError):
         failure = error.failure
-        return f"rank {failure.rank} on {failure.host}: {_described(failure)}"
+        return f"rank {failure.rank} on {failure.host}: {_message(failure)}"
     return str(error)
 
 
-def _described(failure: Failure) -> str:
+def _message(failure: Failure) -> str:
     """Return a failure's message; an error that is not a sentence of ours has its kind in front."""
     return failure.message if failure.kind == "DdpexpError" else f"{failure.kind}: {failure.message}"

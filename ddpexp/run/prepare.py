@@ -47,7 +47,7 @@ def call_and_answer(
     trust = Trust(tuple(prefixes), Path(code) if code else None)
     trust.make_importable()
     try:
-        answer = {"found": instantiate(Node(target, options), trust, "data.prepare")}
+        answer = {"description": instantiate(Node(target, options), trust, "data.prepare")}
     except RefusedError as error:
         answer = {"refused": str(error)}
     with open(answers, "w") as file:
@@ -68,7 +68,7 @@ def _call_in_subprocess(data: Data, trust: Trust) -> Any:
     answer = json.loads(text)
     if "refused" in answer:
         raise RefusedError(answer["refused"])
-    return answer["found"]
+    return answer["description"]
 
 
 def _plain(value: Any) -> Any:

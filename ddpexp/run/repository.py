@@ -181,19 +181,19 @@ def _state(git: _Git) -> _State | None:
     translated = [path for path, name in zip(paths, attributes, strict=True) if f"filter.{name}" in filters]
     # 1 .M: an ordinary file, unchanged in the index, with other contents.
     unknown = changed and len(translated) == len(paths) and all(line.startswith("1 .M ") for line in changed)
-    known = commit if commit is not None and commit != "(initial)" else None
+    commit = commit if commit != "(initial)" else None
     compared = [path for path in paths if path not in translated]
-    return _State(known, None if unknown else bool(changed), compared, translated, options)
+    return _State(commit, None if unknown else bool(changed), compared, translated, options)
 
 
 def _new_files(git: _Git, state: _State | None, folder: Path | None, files: Sequence[str]) -> tuple[list[str], bool]:
     """Return patches for those of `files` that are not tracked, and whether these are complete."""
-    top, known = os.path.realpath(folder or os.curdir), set[str]()
+    top, tracked = os.path.realpath(folder or os.curdir), set[str]()
     if state is not None and state.commit is not None and files:
         try:
             top = str(git.at_top.folder)
             inside = [path for path in map(os.path.realpath, files) if path.startswith(f"{top}{os.sep}")]
-            known = (
+            tracked = (
                 {os.path.join(top, name) for name in git.output("ls-files", "-z", "--full-name", "--", *inside)}
                 if inside
                 else set()
@@ -203,7 +203,7 @@ def _new_files(git: _Git, state: _State | None, folder: Path | None, files: Sequ
     parts: list[str] = []
     room = DIFF_BYTES + _MARGIN_BYTES
     for path in map(os.path.realpath, files):
-        if path in known:
+        if path in tracked:
             continue
         try:
             with open(path, encoding="utf-8", errors="surrogateescape", newline="") as opened:

@@ -31,7 +31,7 @@ class Code:
     """The code of a run."""
 
     fingerprint: Mapping[str, Any]  # plain values, for storage and for `differences`
-    files: Sequence[str]  # the user's own files: of no installed package, and not of ddpexp
+    files: Sequence[str]  # the user's files: not of an installed package, and not of ddpexp
 
 
 def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code:
@@ -47,7 +47,7 @@ def find(targets: Sequence[str], code: Path | None, path: Sequence[str]) -> Code
     walk = _Walk([os.path.abspath(root) for root in roots])
     for target in wanted:
         walk.add_target(target)
-    modules = dict(sorted(walk.found.items()))
+    modules = dict(sorted(walk.modules.items()))
     return Code({"python": "{}.{}".format(*sys.version_info), "targets": wanted, "modules": modules}, walk.files)
 
 
@@ -61,21 +61,21 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     same_python = before.get("python") == now.get("python")
     targets = _recipe_targets(now)
     names = sorted({**new, **old}, key=lambda name: not any(target.rpartition(".")[0] == name for target in targets))
-    found = []
+    changes = []
     for name in names:
         was, is_now = old.get(name), new.get(name)
         if is_now is None:
             if _recipe_targets(before) == targets:  # else it may have been another target's
-                found.append(f"{_called(name, was)} is gone")
+                changes.append(f"{_called(name, was)} is gone")
         elif was is None:
-            found.append(f"{_called(name, is_now)} is new")
+            changes.append(f"{_called(name, is_now)} is new")
         elif was.get("version") != is_now.get("version"):
-            found.append(f"{name} is {_version(is_now)} instead of {_version(was)}")
+            changes.append(f"{name} is {_version(is_now)} instead of {_version(was)}")
         elif was.get("sha256") != is_now.get("sha256") and not (
             same_python and was.get("syntax") == is_now.get("syntax", "none")
         ):
-            found.append(f"{_called(name, is_now)} has changed")
-    return found
+            changes.append(f"{_called(name, is_now)} has changed")
+    return changes
 
 
 def _recipe_targets(fingerprint: Mapping[str, Any]) -> list[str]:
@@ -133,7 +133,7 @@ class _Walk:
     """Collects modules by following their imports."""
 
     roots: Sequence[str]
-    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+    modules: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
     _target_roots: set[str] = field(default_factory=set)  # the roots of the modules of targets
     _tops: dict[str, _Module | None] = field(default_factory=dict)
@@ -157,19 +157,24 @@ class _Walk:
     def _add_installed(self, place: _Module) -> None:
         top = place.name.partition(".")[0]
         try:
-            self.found[top] = {"version": metadata.version(top)}
+            self.modules[top] = {"version": metadata.version(top)}
         except metadata.PackageNotFoundError:  # finding the distribution of that name would take long
             self._hash(place)
 
     def _add(self, name: str) -> None:
         """Add a module of the user, the packages that contain it, and what all of them import beside them."""
         waiting = [name]
-        while waiting and len(self.found) < _MODULES:
+        while waiting and len(self.modules) < _MODULES:
             module = waiting.pop()
             parts = module.split(".")
             for end in range(1, len(parts) + 1):
                 place = self._locate(".".join(parts[:end]))
-                if place is None or place.file is None or place.name in self.found or not self._is_counted(place, name):
+                if (
+                    place is None
+                    or place.file is None
+                    or place.name in self.modules
+                    or not self._is_counted(place, name)
+                ):
                     continue
                 tree = self._hash(place)
                 if tree is not None:
@@ -192,7 +197,7 @@ class _Walk:
             return None
         if not place.is_installed and place.name.partition(".")[0] != "ddpexp":
             self.files.append(place.file)
-        entry = self.found[place.name] = {"file": _shown(place), "sha256": hashlib.sha256(content).hexdigest()}
+        entry = self.modules[place.name] = {"file": _shown(place), "sha256": hashlib.sha256(content).hexdigest()}
         if len(content) > _PARSED_BYTES:
             return None
         try:
@@ -216,8 +221,8 @@ class _Walk:
         for part in rest:
             if place is None:
                 return None
-            found = _look(part, place.folders)
-            place = _Module(f"{place.name}.{part}", found[0], found[1], place.root) if found is not None else None
+            module = _look(part, place.folders)
+            place = _Module(f"{place.name}.{part}", module[0], module[1], place.root) if module is not None else None
         return place
 
     def _top(self, top: str) -> _Module | None:
@@ -226,12 +231,12 @@ class _Walk:
                 top, ddpexp.__file__, list(ddpexp.__path__), os.path.dirname(os.path.dirname(ddpexp.__file__))
             )
         for root in self.roots:
-            found = _look(top, [root])
-            if found is not None and found[0] is not None:
-                return _Module(top, found[0], found[1], root)
-        found = _look(top, self.roots)  # a package without __init__.py, in whatever folders
-        if found is not None:
-            return _Module(top, None, found[1], os.path.dirname(found[1][0]))
+            module = _look(top, [root])
+            if module is not None and module[0] is not None:
+                return _Module(top, module[0], module[1], root)
+        module = _look(top, self.roots)  # a package without __init__.py, in whatever folders
+        if module is not None:
+            return _Module(top, None, module[1], os.path.dirname(module[1][0]))
         return _installed_editable(top)
 
 

@@ -1,1 +1,1 @@
-"""Many experiments from one command: slots, resume, table; sits beside `__main__`."""
+"""Many experiments from one command: slots, resume, tables and plots."""

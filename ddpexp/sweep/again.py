@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ddpexp.config.sweeps import Swept, compose_sweep
 from ddpexp.errors import RefusedError
-from ddpexp.sweep.folder import SweepDir, asked_of, key_of, runs_code
+from ddpexp.sweep.folder import SweepDir, key_of, read_command, runs_code
 from ddpexp.system import files
 
 _OPTIONS = ("--config-dir", "-cd")  # each takes a value
@@ -19,29 +19,31 @@ def resumed(argv: Sequence[str], command: Sequence[str]) -> Swept:
     """Return the sweep in the directory that `argv` names, with the overrides of this command.
 
     Raises:
-        RefusedError: the directory is damaged, or says itself what code runs, which counts only when it is typed.
+        RefusedError: the directory is damaged, or records what code runs, which counts only when it is restated.
     """
-    place = next(i for i, word in enumerate(argv) if SweepDir(Path(word)).is_sweep())
+    place = next(i for i, argument in enumerate(argv) if SweepDir(Path(argument)).is_sweep())
     folder = SweepDir(Path(argv[place]))
     typed = [*argv[:place], *argv[place + 1 :]]
-    words, options = asked_of(folder)
-    keys = {key_of(word) for word in typed}
+    overrides, options = read_command(folder)
+    keys = {key_of(override) for override in typed}
     of_one_start = ("hydra.sweep.dir", "run.allow_changes")
-    kept = [word for word in words if key_of(word) not in keys and key_of(word) not in of_one_start]
-    missing = [word for word in kept if runs_code(word)]
-    if options and not any(word.startswith(_OPTIONS) for word in typed):
+    kept = [override for override in overrides if key_of(override) not in keys and key_of(override) not in of_one_start]
+    missing = [override for override in kept if runs_code(override)]
+    if options and not any(argument.startswith(_OPTIONS) for argument in typed):
         missing = [*options, *missing]
     if missing:
-        again = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
+        again = " ".join(shlex.quote(argument) for argument in [*command[1:], *missing])
         raise RefusedError(
-            f"{files.typed(folder.path)} says itself what code runs, where, or from which weights "
-            f"({' '.join(missing[:2])}), which counts only when it is typed again. If it is yours: python -m ddpexp "
+            f"{files.typed(folder.path)} records what code runs, where, or from which weights "
+            f"({' '.join(missing[:2])}), which counts only when it is restated. If it is yours: python -m ddpexp "
             f"{again}"
         )
-    now = {key_of(word): word for word in typed if "=" in word and word[0] != "-"}
+    now = {key_of(override): override for override in typed if "=" in override and override[0] != "-"}
     # In their order, which determines the names of jobs; an override replaces all earlier ones of the same key.
-    merged = [now.pop(key_of(word), word) for word in words if word in kept or key_of(word) in now]
-    rest = [word for word in typed if word not in merged]
+    merged = [
+        now.pop(key_of(override), override) for override in overrides if override in kept or key_of(override) in now
+    ]
+    rest = [override for override in typed if override not in merged]
     swept = compose_sweep([*merged, *rest])
     swept.cfg.hydra.sweep.dir = str(folder.path)
     return dataclasses.replace(swept, folder=str(folder.path))

@@ -1,4 +1,4 @@
-"""The words to look at directories with, `DIR... [sweep.objective=METRIC] [--out FOLDER] ...`, and what they mean."""
+"""The arguments of `ddpexp table`: `DIR... [sweep.objective=METRIC] [--out FOLDER] ...`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FLAGS = ("--all", "--csv")
 
 @dataclass(frozen=True)
 class Arguments:
-    """The words."""
+    """The parsed arguments."""
 
-    found: Sequence[Path]  # the sweeps and runs
+    paths: Sequence[Path]  # the sweeps and runs
     objective: str | None
     mode: Literal["min", "max"] | None
     out: Path | None
@@ -32,34 +32,34 @@ class Arguments:
 
     @classmethod
     def of(cls, verb: str, argv: Sequence[str]) -> Arguments:
-        """Read the words behind a verb.
+        """Parse the arguments of a command.
 
         Raises:
-            RefusedError: one that is not known, or a directory that holds nothing to look at.
+            RefusedError: an unknown argument, or a directory that holds no sweep and no run.
         """
         places, values = [], {}
-        words = iter(argv)
-        for word in words:
-            key, equals, value = word.partition("=")
+        remaining = iter(argv)
+        for argument in remaining:
+            key, equals, value = argument.partition("=")
             if key in VALUED:
-                values[key] = value if equals else next(words, "")
+                values[key] = value if equals else next(remaining, "")
                 if not values[key]:
                     raise RefusedError(f"{verb} {key} needs {VALUED[key]}.")
-            elif word in FLAGS:
-                values[word] = word
-            elif word.startswith("-"):
+            elif argument in FLAGS:
+                values[argument] = argument
+            elif argument.startswith("-"):
                 advice = did_you_mean(key, [*VALUED, *FLAGS, "--help"])
                 if key in ("--sort", "--sort-by", "--order-by"):
                     advice = " The rows are sorted by sweep.objective=METRIC, in the order of sweep.mode=min or max."
-                raise RefusedError(f"{verb} {word}: no such option.{advice}")
+                raise RefusedError(f"{verb} {argument}: no such option.{advice}")
             elif (
-                equals and re.fullmatch(r"[\w.]+", key) and not Path(word).exists()
+                equals and re.fullmatch(r"[\w.]+", key) and not Path(argument).exists()
             ):  # a job's directory has = in its name too
                 if key not in _KEYS:
-                    raise RefusedError(f"{verb} {word}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
+                    raise RefusedError(f"{verb} {argument}: {key} is not a known key.{did_you_mean(key, _KEYS)}")
                 values[key] = value
             else:
-                places.append(Path(word))
+                places.append(Path(argument))
         if not places:
             raise RefusedError(
                 f"{verb} of what? Name a sweep, a run, or a folder that holds some, such as outputs/mnist."
@@ -67,25 +67,25 @@ class Arguments:
         mode = values.get("sweep.mode")
         if mode not in (None, "min", "max"):
             raise RefusedError(f"sweep.mode={mode} is not one of min, max.")
-        found = dict.fromkeys(path for place in places for path in look(place))
+        paths = dict.fromkeys(path for place in places for path in look(place))
         ways = [option for option in ("--columns", "--all", "--csv") if option in values]
         if len(ways) > 1:
-            raise RefusedError(f"{verb}: {' and '.join(ways)} do not go together: --csv and --all have every column.")
+            raise RefusedError(f"{verb}: {' and '.join(ways)} are incompatible: --csv and --all have every column.")
         if "--csv" in values and "--out" in values:
             raise RefusedError(f"{verb}: --csv prints what --out writes into a folder as sweep.csv: type one of them.")
         out = Path(values["--out"]) if "--out" in values else None
         columns = [name for name in values["--columns"].split(",") if name] if "--columns" in values else None
         objective = values.get("sweep.objective")
-        return cls(list(found), objective, mode, out, columns, "--all" in values, "--csv" in values)  # type: ignore[arg-type]
+        return cls(list(paths), objective, mode, out, columns, "--all" in values, "--csv" in values)  # type: ignore[arg-type]
 
     @property
     def sweep(self) -> Path | None:
-        """The sweep, where nothing but a single one was named."""
-        return self.found[0] if len(self.found) == 1 and SweepDir(self.found[0]).is_sweep() else None
+        """The sweep, if exactly one sweep and nothing else was named."""
+        return self.paths[0] if len(self.paths) == 1 and SweepDir(self.paths[0]).is_sweep() else None
 
     def goal(self) -> Goal:
-        """Return what to compare by: what was typed, or else what the sweeps say, where they agree."""
-        goals = {goal for path in self.found if (goal := goal_of(path)).metric is not None}
+        """Return what to compare by: as given in the arguments, otherwise as the sweeps record it, if they agree."""
+        goals = {goal for path in self.paths if (goal := goal_of(path)).metric is not None}
         goal = goals.pop() if len(goals) == 1 else Goal()
         if self.objective is not None and self.objective != goal.metric:
             goal = Goal(self.objective, "max" if "accuracy" in self.objective else "min")
@@ -93,7 +93,7 @@ class Arguments:
 
     def rows(self, metric: str | None) -> list[Row]:
         """Read them all."""
-        rows = [row for path in self.found for row in rows_of(path, metric)]
+        rows = [row for path in self.paths for row in rows_of(path, metric)]
         return rows if self.sweep is not None else with_defaults(rows)
 
 
@@ -103,9 +103,9 @@ def look(place: Path) -> list[Path]:
     Raises:
         RefusedError: there are none.
     """
-    found = list(directories(place))
-    if found:
-        return found
+    paths = list(directories(place))
+    if paths:
+        return paths
     if place.is_file():
         raise RefusedError(f"{place} is a file: name the directory of a run or a sweep, such as {place.parent}.")
     if not place.is_dir():

@@ -17,7 +17,7 @@ Curve = Sequence[tuple[int, float]]
 """The objective of one job after each evaluation: step and value, in the order of steps."""
 
 
-def why_hopeless(
+def prune_reason(
     rule: Literal["median", "halving"],
     mode: Literal["min", "max"],
     after: int,
@@ -67,12 +67,12 @@ def why_hopeless(
 
 def curve_of(metrics: Path, objective: str) -> Curve:
     """Read the objective after each evaluation from a run's metrics.jsonl; non-finite values are left out."""
-    found = []
+    points = []
     for record in records(metrics, objective):
         step, value = whole_of(record.get("step")), number_of(record.get(objective, False))
         if step is not None and value is not None and record[objective] is not None:
-            found.append((step, value))
-    return found
+            points.append((step, value))
+    return points
 
 
 def names_of(run: RunDir) -> list[str]:

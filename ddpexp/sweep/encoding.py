@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpexp.sweep.comparison import SEED, num_distinguished_pairs, varying
 from ddpexp.sweep.rows import Row
-from ddpexp.sweep.table import SEED, num_distinguished_pairs, varying
 
 LEGEND = 10  # entries that fit beside the curves
 COLORS = ("#4477aa", "#ee7733", "#228833", "#aa3377", "#ccbb44", "#66ccee", "#bb5566", "#997700", "#888888", "#222255")
@@ -99,27 +99,27 @@ def _palette(values: Sequence[str]) -> tuple[dict[str, Any], Any]:
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, LogNorm, Normalize
 
-    found = numbers(values)
-    is_numeric = len(found) == len(values)
+    as_numbers = numbers(values)
+    is_numeric = len(as_numbers) == len(values)
     if len(values) <= len(COLORS) and not (is_numeric and len(values) > 2):
         return dict(zip(values, COLORS, strict=False)), None
     whole = matplotlib.colormaps["viridis"]
     if is_numeric and len(values) > LEGEND:
         ramp = ListedColormap([whole(_RAMP_END * place / 255) for place in range(256)])
-        norm = (LogNorm if is_geometric(found) else Normalize)(min(found), max(found))
+        norm = (LogNorm if is_geometric(as_numbers) else Normalize)(min(as_numbers), max(as_numbers))
         return {value: ramp(norm(float(value))) for value in values}, ScalarMappable(norm, ramp)
     return {value: whole(_RAMP_END * place / (len(values) - 1)) for place, value in enumerate(values)}, None
 
 
 def ordered(values: Iterable[str]) -> list[str]:
     """Return the distinct values: numbers by size, then strings in order of appearance."""
-    found = list(dict.fromkeys(values))
+    distinct = list(dict.fromkeys(values))
 
     def key(place: int) -> tuple[bool, float]:
-        number = _number(found[place])
+        number = _number(distinct[place])
         return (True, float(place)) if number is None else (False, number)
 
-    return [found[place] for place in sorted(range(len(found)), key=key)]
+    return [distinct[place] for place in sorted(range(len(distinct)), key=key)]
 
 
 def numbers(values: Iterable[str]) -> list[float]:
@@ -137,15 +137,15 @@ def _number(text: str) -> float | None:
 
 def is_geometric(values: Sequence[float]) -> bool:
     """Return whether numbers are spread by factors rather than by differences: over decades, or doubled each time."""
-    found = sorted(set(values))
-    if len(found) < 3 or found[0] <= 0 or found[-1] / found[0] < _FACTOR:
+    distinct = sorted(set(values))
+    if len(distinct) < 3 or distinct[0] <= 0 or distinct[-1] / distinct[0] < _FACTOR:
         return False
-    if found[-1] / found[0] >= _SPAN:
+    if distinct[-1] / distinct[0] >= _SPAN:
         return True
-    logarithms = list(map(math.log, found))
-    return _unevenness(logarithms) < _unevenness(found)
+    logarithms = list(map(math.log, distinct))
+    return _unevenness(logarithms) < _unevenness(distinct)
 
 
-def _unevenness(found: Sequence[float]) -> float:
-    gaps = [after - before for before, after in itertools.pairwise(found)]
+def _unevenness(sorted_values: Sequence[float]) -> float:
+    gaps = [after - before for before, after in itertools.pairwise(sorted_values)]
     return statistics.pstdev(gaps) / statistics.fmean(gaps)

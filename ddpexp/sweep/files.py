@@ -118,14 +118,14 @@ def records(metrics: Path, metric: str | None = None) -> Iterator[dict[str, Any]
                 yield record
 
 
-def set_by(words: Sequence[str]) -> dict[str, str]:
+def set_by(overrides: Sequence[str]) -> dict[str, str]:
     """Return the values of overrides by their keys."""
-    found = {}
-    for word in words:
-        key, equals, value = word.lstrip("+~").partition("=")
+    values = {}
+    for override in overrides:
+        key, equals, value = override.lstrip("+~").partition("=")
         if not key.startswith(_OURS):
-            found[key] = value if equals and not word.startswith("~") else "removed"
-    return found
+            values[key] = value if equals and not override.startswith("~") else "removed"
+    return values
 
 
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:

@@ -18,13 +18,14 @@ from ddpexp.errors import RefusedError
 from ddpexp.run import directory
 from ddpexp.system import files
 from ddpexp.system.files import open_to_append
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.terminal import say
+from ddpexp.system.yaml_text import load_yaml
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
-_WORDS_CHARACTERS = 1 << 13  # of all words: Hydra takes seconds for more
+_OVERRIDES_CHARACTERS = 1 << 13  # of all overrides: Hydra takes seconds for more
 _JOBS = 10**9  # more than any sweep has, and a number that a file's name takes
 _OF_SWEEPERS = ("multirun.yaml", "optimization_results.yaml")  # written by Hydra's sweepers
 IS_JOB = re.compile(r"(\d{4,9})(?:_.*)?", re.DOTALL)
@@ -36,7 +37,7 @@ _HARMLESS = re.compile(
     r"hydra\.sweeper\.(n_trials|n_jobs|direction|study_name|max_batch_size|max_failure_rate|sampler\.seed)="
 )
 _OF_SWEEPER = "hydra.sweeper.params."  # behind it stands a key of the jobs
-_WORD = re.compile(r"[+~]{0,2}[A-Za-z_][^\s=]*(=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"[+~]{0,2}[A-Za-z_][^\s=]*(=.*)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class SweepDir:
     path: Path
 
     @property
-    def asked(self) -> Path:
-        """The overrides of the sweep."""
+    def command(self) -> Path:
+        """The overrides of the sweep, and its options."""
         return self.path / "sweep.yaml"
 
     @property
@@ -82,7 +83,7 @@ class SweepDir:
     def _written(self) -> Iterator[tuple[Path, Sequence[str]]]:
         """Yield the paths that a start may write to, with the kinds they may have."""
         for path in self.path.iterdir():
-            if path.name in (self.asked.name, self.record.name, *_OF_SWEEPERS):
+            if path.name in (self.command.name, self.record.name, *_OF_SWEEPERS):
                 yield path, ["a file"]
             elif path == self.logs or IS_JOB.fullmatch(path.name):
                 yield path, ["a folder"]
@@ -96,7 +97,7 @@ class SweepDir:
             yield
         except OSError as error:
             raise RefusedError(
-                f"hydra.sweep.dir={self.path} cannot be written: {said_with_limit(error, self.path)}."
+                f"hydra.sweep.dir={self.path} cannot be written: {reason_with_limit(error, self.path)}."
             ) from None
 
     def log(self, number: int) -> Path:
@@ -109,9 +110,9 @@ class SweepDir:
         Each has `event` and `time` (seconds since 1970), and by the kind of event:
 
         - `sweep`, once a start: `words` (as typed), `slots` (how many), `kind` (gpu or cpu), `objective`, `mode`
-        - `planned`: `job` (its number), `name` (of its directory), `overrides` (its own words)
+        - `planned`: `job` (its number), `name` (of its directory), `overrides` (those in which the jobs differ)
         - `started`: `job`, `attempt` (from 1), `slots` (their numbers), `gpus` (what CUDA_VISIBLE_DEVICES calls them)
-        - `submitted`: `job`, `job_id` (Slurm's, such as 123_4)
+        - `submitted`: `job`, `job_id` (the scheduler's, such as Slurm's 123_4), `job_scheduler` unless it is Slurm
         - `ended`: `job`, `status` (done, failed, interrupted, stopped), `exit_code`, `seconds`, `objective`, `message`
         """
         try:
@@ -143,7 +144,7 @@ class Record:
         try:
             self._file.write(json.dumps(masked_tree({"event": event, "time": time.time(), **facts})) + "\n")
             self._file.flush()
-        except OSError as error:  # the jobs' own files say how far they are
+        except OSError as error:  # the jobs' own files record how far they are
             if not self._failed:
                 say(
                     f"ddpexp: warning: {self._file.name} cannot be written ({error.strerror}): what happens is not "
@@ -162,18 +163,19 @@ def job_name(number: int, overrides: Sequence[str]) -> str:
 
     Only characters that neither a shell nor a file system minds; a name that would be too long ends in a digest.
     """
-    own = ",".join(re.sub(r"[^\w.=+-]+", "-", word.lstrip("+~"), flags=re.ASCII) for word in overrides)
-    name = f"{number:04d}_{own}" if own else f"{number:04d}"
+    values = ",".join(re.sub(r"[^\w.=+-]+", "-", override.lstrip("+~"), flags=re.ASCII) for override in overrides)
+    name = f"{number:04d}_{values}" if values else f"{number:04d}"
     if len(name) <= _NAME_BYTES:
         return name
     digest = hashlib.sha256("\0".join(overrides).encode()).hexdigest()[:8]
     return f"{name[: _NAME_BYTES - 9]}-{digest}"
 
 
-def words_of(event: Mapping[str, Any]) -> list[str] | None:
+def overrides_of(event: Mapping[str, Any]) -> list[str] | None:
     """Return the overrides of a `planned` event; None if it has none."""
-    words = event.get("overrides")
-    return words if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+    overrides = event.get("overrides")
+    is_valid = isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)
+    return overrides if is_valid else None
 
 
 def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[str, Any]]:
@@ -184,21 +186,21 @@ def latest(events: Sequence[Mapping[str, Any]], kind: str) -> dict[int, Mapping[
     }  # fmt: skip
 
 
-def again_words(words: Sequence[str]) -> list[str]:
+def restated_overrides(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a sweep that must be restated with `ddpexp resume`."""
-    return [word for word in words if runs_code(word)]
+    return [override for override in overrides if runs_code(override)]
 
 
-def runs_code(word: str) -> bool:
+def runs_code(override: str) -> bool:
     """Return whether an override affects what code runs, or where, what is connected to, or the initial weights.
 
-    So does one that may lead to a file that says so.
+    So does one that may refer to a file with such settings.
     """
-    key, value = key_of(word), word.partition("=")[2]
-    if key.startswith(_OF_SWEEPER) and not word.startswith(("+", "~")):
-        return runs_code(word.removeprefix(_OF_SWEEPER))
+    key, value = key_of(override), override.partition("=")[2]
+    if key.startswith(_OF_SWEEPER) and not override.startswith(("+", "~")):
+        return runs_code(override.removeprefix(_OF_SWEEPER))
     if key.startswith("hydra"):
-        return not _HARMLESS.match(word) and key != "hydra.sweep.dir"
+        return not _HARMLESS.match(override) and key != "hydra.sweep.dir"
     if not re.fullmatch(r"[\w.-]+", key):
         return True  # an option put into a section of another name, or a folder of options
     if "." not in key:  # another way to start the jobs; a file outside of the groups' folders, or a whole section
@@ -206,32 +208,36 @@ def runs_code(word: str) -> bool:
     return key.startswith(("run.trust", "run.init_from", "launcher."))
 
 
-def key_of(word: str) -> str:
+def key_of(override: str) -> str:
     """Return the key of an override."""
-    return word.lstrip("+~").partition("=")[0]
+    return override.lstrip("+~").partition("=")[0]
 
 
-def asked_of(folder: SweepDir) -> tuple[list[str], list[str]]:
+def read_command(folder: SweepDir) -> tuple[list[str], list[str]]:
     """Return the overrides of a sweep, and the options that name its config folder.
 
     Raises:
         RefusedError: the file is damaged.
     """
     try:
-        files.check_yaml(folder.asked)
-        found = yaml.load(folder.asked.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        words, options = found["words"], found["options"]
+        files.check_yaml(folder.command)
+        command = load_yaml(folder.command.read_text())
+        overrides, options = command["words"], command["options"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RefusedError(
-            f"{folder.asked} cannot be read ({reason}): type the sweep's own words again, with "
+            f"{folder.command} cannot be read ({reason}): restate the sweep's own overrides, with "
             f"hydra.sweep.dir={folder.path}."
         ) from None
-    if not all(isinstance(part, list) and all(isinstance(word, str) for word in part) for part in (words, options)):
-        raise RefusedError(f"{folder.asked} cannot be read: it holds no words.")
-    if sum(map(len, words)) > _WORDS_CHARACTERS:
-        raise RefusedError(f"{folder.asked} cannot be read: its words have more than {_WORDS_CHARACTERS:,} characters.")
-    for word in words:
-        if not _WORD.fullmatch(word):  # an option would say whose code runs
-            raise RefusedError(f"{folder.asked} cannot be read: {word} is not an override, and it holds nothing else.")
-    return words, options
+    if not all(isinstance(part, list) and all(isinstance(text, str) for text in part) for part in (overrides, options)):
+        raise RefusedError(f"{folder.command} cannot be read: it holds no overrides.")
+    if sum(map(len, overrides)) > _OVERRIDES_CHARACTERS:
+        raise RefusedError(
+            f"{folder.command} cannot be read: its overrides have more than {_OVERRIDES_CHARACTERS:,} characters."
+        )
+    for override in overrides:
+        if not _OVERRIDE.fullmatch(override):  # an option could choose the code that runs
+            raise RefusedError(
+                f"{folder.command} cannot be read: {override} is not an override, and it holds nothing else."
+            )
+    return overrides, options

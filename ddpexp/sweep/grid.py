@@ -135,7 +135,7 @@ def _without(grid: Grid, places: Collection[int]) -> Grid:
     """Leave out columns."""
 
     def rest(line: Sequence[Any]) -> list[Any]:
-        return [one for place, one in enumerate(line) if place not in places]
+        return [cell for place, cell in enumerate(line) if place not in places]
 
     return replace(grid, header=rest(grid.header), lines=[rest(line) for line in grid.lines], right=rest(grid.right))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -20,18 +19,10 @@ from ddpexp.config.sentences import one_sentence
 from ddpexp.config.sweeps import Swept
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.sweep.folder import key_of
-from ddpexp.system.limits import said_with_limit
+from ddpexp.sweep.job_result import Ended
+from ddpexp.system.limits import reason_with_limit
 
 _MOST = 100_000  # jobs of a grid
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a job ended."""
-
-    status: str  # done, failed, interrupted, stopped or submitted
-    objective: float | None = None
-    message: str = ""
 
 
 RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]
@@ -49,12 +40,12 @@ class _Launcher:
         self.began = True
         ended = self._run_batch(job_overrides)
         self.has_run = True
-        return [self._returned(words, one) for words, one in zip(job_overrides, ended, strict=True)]
+        return [self._returned(overrides, result) for overrides, result in zip(job_overrides, ended, strict=True)]
 
-    def _returned(self, words: Sequence[str], ended: Ended) -> JobReturn:
+    def _returned(self, overrides: Sequence[str], ended: Ended) -> JobReturn:
         if ended.status == "failed" and self._counts_failures:
-            return JobReturn(overrides=words, status=JobStatus.FAILED, _return_value=JobFailed(ended.message))
-        return JobReturn(overrides=words, status=JobStatus.COMPLETED, _return_value=ended.objective)
+            return JobReturn(overrides=overrides, status=JobStatus.FAILED, _return_value=JobFailed(ended.message))
+        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=ended.objective)
 
 
 def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
@@ -74,19 +65,19 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
     # Hydra's own sweeper composes each job only to see whether that can be done, which `run_batch` does with all of
     # them.
     loader.load_sweep_config = lambda master_config, sweep_overrides: master_config  # type: ignore[method-assign]
-    words = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
-    assert isinstance(words, list)
+    overrides = OmegaConf.to_container(cfg.hydra.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
     with one_sentence():
         try:
             context = HydraContext(config_loader=loader, callbacks=Callbacks())
             with bounded_interpolations():  # not in what follows, which lasts as long as the sweep
                 sweeper = plugins.instantiate_sweeper(config=cfg, hydra_context=context, task_function=run_batch)
-            sweeper.sweep(arguments=[str(word) for word in words])
+            sweeper.sweep(arguments=[str(override) for override in overrides])
         except OSError as error:
             if launcher.began:
                 raise
             raise RefusedError(
-                f"hydra.sweep.dir={folder} cannot be written: {said_with_limit(error, folder)}."
+                f"hydra.sweep.dir={folder} cannot be written: {reason_with_limit(error, folder)}."
             ) from None
         except JobFailed:
             return  # more have failed than the sweeper takes, which the sweep itself says
@@ -102,7 +93,9 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
 
 def _refusal(swept: Swept, error: Exception) -> str:
     """Raise an error for what a sweeper does not support, which it only asserts."""
-    typed = " ".join(word for word in swept.words if word.startswith("hydra.sweeper.") or key_of(word) in swept.keys)
+    typed = " ".join(
+        override for override in swept.words if override.startswith("hydra.sweeper.") or key_of(override) in swept.keys
+    )
     why = " ".join(str(error).split()).rstrip(".")
     return f"{swept.sweeper} does not take one of: {typed}{f' ({why})' if why else ''}."
 
@@ -120,15 +113,15 @@ def check_ends(swept: Swept) -> None:
         params = swept.cfg.hydra.sweeper.get("params") or {}
         typed = OmegaConf.to_container(swept.cfg.hydra.overrides.task, resolve=False)
         assert isinstance(typed, list)
-        words = [*(f"{key}={value}" for key, value in params.items()), *map(str, typed)]
-        for one in OverridesParser.create(swept.loader).parse_overrides(words):
-            if one.is_sweep_override() and one.is_discrete_sweep():
-                value = one.value()
-                values = iter(value.range()) if isinstance(value, RangeSweep) else one.sweep_iterator()
+        overrides = [*(f"{key}={value}" for key, value in params.items()), *map(str, typed)]
+        for override in OverridesParser.create(swept.loader).parse_overrides(overrides):
+            if override.is_sweep_override() and override.is_discrete_sweep():
+                value = override.value()
+                values = iter(value.range()) if isinstance(value, RangeSweep) else override.sweep_iterator()
                 count *= sum(1 for _ in islice(values, _MOST + 1))
             if count > _MOST:
                 raise RefusedError(
-                    f"{one.input_line} makes this a sweep of more than {_MOST:,} jobs: use fewer values."
+                    f"{override.input_line} makes this a sweep of more than {_MOST:,} jobs: use fewer values."
                 )
 
 

@@ -1,4 +1,4 @@
-"""A job of a sweep: an experiment of its own, run in a separate process as by a command of its own."""
+"""A job of a sweep: an experiment that runs in a separate process, as if started by its own command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddpexp.config.schema import Experiment
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome as command
 from ddpexp.run.directory import RunDir
-from ddpexp.run.jobs import Training
+from ddpexp.run.training import Training
 from ddpexp.system.process import die_with_parent
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -31,8 +31,8 @@ class Planned:
 
     number: int
     name: str  # of its directory
-    overrides: tuple[str, ...]  # its own words
-    words: tuple[str, ...]  # all of them
+    overrides: tuple[str, ...]  # those in which the jobs differ
+    arguments: tuple[str, ...]  # all overrides
     experiment: Experiment
     text: str  # config.yaml
     run: RunDir
@@ -56,21 +56,21 @@ class Planned:
         for where, target in (("data", experiment.data.target), ("data.prepare", experiment.data.prepare)):
             key = key_of(where, target)
             targets.append(path_of(where, key) if key is not None else target or "")
-        found = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
+        modules = {target.rpartition(".")[0] for target in targets if target.startswith(("ddpexp.", "torch."))}
         logs = (
             ("ddpexp.loggers.tensorboard", "tensorboard.plugins.hparams.summary")
             if any(key_of(f"logger.{name}", node.target) == "tensorboard" for name, node in experiment.logger.items())
             else ()
         )
-        return {*found, *logs, type(experiment.launcher).__module__}
+        return {*modules, *logs, type(experiment.launcher).__module__}
 
     def training(self, options: Sequence[str]) -> Training:
         """Return what its launcher runs.
 
-        `options` are the words of the sweep's command line that say where configs are.
+        `options` are those of the sweep's command line that say where configs are.
         """
-        command = ["ddpexp", *options, *self.words, f"run.dir={self.run.path}"]
-        return Training(self.experiment, self.text, self.words, command, keeps_refused=True)
+        command = ["ddpexp", *options, *self.arguments, f"run.dir={self.run.path}"]
+        return Training(self.experiment, self.text, self.arguments, command, keeps_refused=True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def start(
         server.clone(theirs.fileno(), environ)
         theirs.close()
     parent = os.getpid()
-    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the new process hears them itself
+    waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the new process handles them itself
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -114,7 +114,7 @@ def start(
             )  # a thread that writes to a terminal nobody reads is no harm
             pid = os.fork()
         if pid == 0:
-            _be(job, options, channel, environ, log, parent)
+            _run_in_child(job, options, channel, environ, log, parent)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
         if channel is not None:
@@ -122,12 +122,12 @@ def start(
     try:
         return Started(pid, os.pidfd_open(pid))
     except OSError:
-        os.kill(pid, signal.SIGKILL)  # nobody would hear of its end
+        os.kill(pid, signal.SIGKILL)  # nobody would learn of its end
         os.waitpid(pid, 0)
         raise
 
 
-def _be(
+def _run_in_child(
     job: Planned,
     options: Sequence[str],
     channel: socket.socket | None,
@@ -135,7 +135,7 @@ def _be(
     log: Path,
     parent: int,
 ) -> NoReturn:
-    """Be the process: away from the terminal, with an environment of its own."""
+    """Run in the new process: away from the terminal, with an environment of its own."""
     code = 1
     try:
         die_with_parent(parent)
@@ -161,14 +161,11 @@ def _be(
     except BaseException:
         traceback.print_exc()
     finally:
-        _leave(code)
+        _exit(code)
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process whatever becomes of its last words.
-
-    What this one went on with would be the sweep, a second time.
-    """
+def _exit(code: int) -> NoReturn:
+    """End the process even if its output cannot be flushed: if it returned, it would run the sweep a second time."""
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -185,6 +182,6 @@ def _run(job: Planned, options: Sequence[str], channel: socket.socket | None) ->
     try:
         return command.launch(job.experiment.launcher, job.training(options), server)
     finally:
-        command.hear_no_more_signals()  # it has ended
+        command.ignore_signals()  # it has ended
         if server is not None:
             server.close()

@@ -1,14 +1,11 @@
-"""What is in directories, as rows.
-
-One a job of a sweep, or one for a run, with how it was asked for and how far it is.
-"""
+"""The jobs of a sweep, or a run, as rows: their overrides, status and metrics."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,33 +13,20 @@ from typing import Any, Literal
 
 import yaml
 
-from ddpexp.run import directory, lock
+from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
 from ddpexp.sweep.files import Files, Watched, number_of, seen, set_by, text_of
 from ddpexp.sweep.folder import IS_JOB, SweepDir, latest
+from ddpexp.sweep.job_status import Queue, Status, status_of
 from ddpexp.system import files
+from ddpexp.system.job_schedulers import ScheduledJob, recorded_job
 from ddpexp.system.secrets import masked_tree, masker
 from ddpexp.system.text import one_line
-
-Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
-STATUSES: dict[str, str] = {
-    "waiting": "its turn has not come",
-    "submitted": "it waits in Slurm's queue, or is about to begin",
-    "running": "a command has its directory and lives",
-    "done": "it has reached its last step",
-    "stopped": "it was ended early, for it was hopeless",
-    "interrupted": "a signal ended it, and all of it is saved",
-    "killed": "its command ended without a word, as after SIGKILL or a power cut",
-    "failed": "it ended with an error",
-    "broken": "its files cannot be read",
-}
-"""What a row's status means."""
+from ddpexp.system.yaml_text import load_yaml
 
 UNFINISHED = ("interrupted", "killed", "failed")  # can be resumed
 
 _MESSAGE_CHARACTERS = 300
-_PATIENCE = 20.0  # times as long as an answer of Slurm's took, its next one can wait
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -54,11 +38,11 @@ class Goal:
 
     def best(self, values: Sequence[float | None]) -> int | None:
         """Return the place of the best value; None where there is none. What is not finite never wins."""
-        known = [(value, place) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
-        if self.metric is None or not known:
+        finite = [(value, place) for place, value in enumerate(values) if value is not None and math.isfinite(value)]
+        if self.metric is None or not finite:
             return None
         sign = 1 if self.mode == "min" else -1
-        return min(known, key=lambda one: (sign * one[0], one[1]))[1]
+        return min(finite, key=lambda pair: (sign * pair[0], pair[1]))[1]
 
 
 @dataclass(frozen=True)
@@ -68,14 +52,14 @@ class Row:
     number: int
     name: str
     path: Path
-    overrides: Mapping[str, str]  # what was typed, by key
+    overrides: Mapping[str, str]  # by key
     status: Status
-    objective: float | None  # nan: the metric is there, and is no finite number
+    objective: float | None  # nan: the metric is not a finite number
     metrics: Mapping[str, float]  # the newest value of each
     step: int | None
-    seconds: float | None  # by the clock on the wall, from the newest start to its end, or to now
-    job_id: str | None  # Slurm's
-    message: str | None  # why it failed, or what is to be known of it, in one line
+    seconds: float | None  # wall time, from the newest start to its end, or to now
+    job: ScheduledJob | None  # where it was submitted
+    message: str | None  # why it failed, or another note, in one line
     started: float | None  # seconds since 1970, as `ended`
     ended: float | None
 
@@ -112,19 +96,19 @@ def directories(path: Path, depth: int = 3) -> Iterator[Path]:
 
 
 class Reader:
-    """Reads a directory again and again; what has not changed is read once."""
+    """Reads a directory repeatedly; what has not changed is read once."""
 
     def __init__(self, path: Path, objective: str | None = None) -> None:
         """Read nothing yet."""
         self._path = path
-        self._asked = objective
+        self._metric = objective
         self._record: tuple[object, list[dict[str, Any]]] = (None, [])
         self._runs: dict[Path, Watched] = {}
-        self._queue = _Queue()
+        self._queue = Queue()
 
     def rows(self) -> list[Row]:
-        """Return how things are now."""
-        folder, now = SweepDir(self._path), _Now(self._asked, self._queue, masker())
+        """Return the rows as of now."""
+        folder, now = SweepDir(self._path), _Now(self._metric, self._queue, masker())
         if not folder.is_sweep():
             if not directory.is_ours(self._path) and not RunDir(self._path).result.is_file():
                 return [_broken(0, self._path, "it is no run directory")]
@@ -134,19 +118,19 @@ class Reader:
             events = self._events()
         except ValueError as error:
             return [_broken(0, self._path, f"{folder.record.name} {error}")]
-        own = next((event.get("objective") for event in reversed(events) if event["event"] == "sweep"), None)
-        now = replace(now, metric=self._asked or text_of(own))
-        other = {} if now.metric == own else {"objective": None}  # the record knows the sweep's own alone
+        recorded = next((event.get("objective") for event in reversed(events) if event["event"] == "sweep"), None)
+        now = replace(now, metric=self._metric or text_of(recorded))
+        other = {} if now.metric == recorded else {"objective": None}  # the record has only the sweep's own
         submitted, newest = latest(events, "submitted"), _newest(events)
-        self._queue.about(job_id for event in submitted.values() if isinstance(job_id := event.get("job_id"), str))
+        self._queue.add(job for event in submitted.values() if (job := recorded_job(event)) is not None)
         rows = []
         for number, planned in latest(events, "planned").items():
             name = planned.get("name")
             if isinstance(name, str) and _is_plain(name):
                 event = {**submitted.get(number, {}), **newest.get(number, {}), **other}
-                rows.append(self._row(number, name, self._path / name, _words(planned.get("overrides")), event, now))
+                rows.append(self._row(number, name, self._path / name, _texts(planned.get("overrides")), event, now))
         names = {row.name for row in rows}
-        for path in _jobs(self._path, names):  # what the record has lost
+        for path in _jobs(self._path, names):  # jobs that the record lacks
             rows.append(self._row(int(path.name.partition("_")[0]), path.name, path, (), {}, now))
         return sorted(rows, key=lambda row: (row.number, row.name))
 
@@ -157,11 +141,11 @@ class Reader:
         return self._record[1]
 
     def _row(
-        self, number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], now: _Now
+        self, number: int, name: str, path: Path, overrides: Sequence[str], event: Mapping[str, Any], now: _Now
     ) -> Row:
         if path not in self._runs:
             self._runs[path] = Watched(path)
-        return _judged(number, name, path, words, event, self._runs[path].files(now.metric, now.mask), now)
+        return _row_of(number, name, path, overrides, event, self._runs[path].files(now.metric, now.mask), now)
 
 
 @dataclass(frozen=True)
@@ -169,32 +153,31 @@ class _Now:
     """What all rows of one reading share."""
 
     metric: str | None
-    queue: _Queue
+    queue: Queue
     mask: Callable[[str], str]
 
 
-def _judged(
-    number: int, name: str, path: Path, words: Sequence[str], event: Mapping[str, Any], files: Files, now: _Now
+def _row_of(
+    number: int, name: str, path: Path, overrides: Sequence[str], event: Mapping[str, Any], files: Files, now: _Now
 ) -> Row:  # fmt: skip
-    """Decide what a job's own files and the sweep's record say together; the files are the truth where both speak."""
-    status, message = _status(path, event, files, now.queue)
+    """Combine a job's own files with the sweep's record; where both have a fact, the files count."""
+    status, message = status_of(path, event, files, now.queue)
     is_ended = status not in ("waiting", "submitted", "running")
     started, ended, seconds = _times(event, files, status, is_ended)
     objective = files.metrics.get(now.metric) if now.metric is not None else None
     if objective is None and is_ended and event.get("objective") is not None:
         objective = number_of(event["objective"])
-    job_id = next((one for one in (event.get("job_id"), files.result.get("job_id")) if isinstance(one, str)), None)
     return Row(
         number=number,
         name=name,
         path=path,
-        overrides={**set_by(words), **files.overrides},
+        overrides={**set_by(overrides), **files.overrides},
         status=status,
         objective=objective,
         metrics=files.metrics,
         step=files.step,
         seconds=seconds,
-        job_id=job_id,
+        job=recorded_job(event) or recorded_job(files.result),
         message=None if message is None else _short(message),
         started=started,
         ended=ended,
@@ -206,8 +189,8 @@ def _times(
 ) -> tuple[float | None, float | None, float | None]:
     """Return when a job's newest start began and ended, and the seconds between, or until now where it runs.
 
-    The sweep's record knows both moments, unless a command of its own, or Slurm, has started the job since: then its
-    files do.
+    The sweep's record knows both moments, unless a command of its own, or a scheduler, has started the job since: then
+    its files do.
     """
     started, ended = number_of(event.get("started", False)), number_of(event.get("ended", False))
     if started is None or (ended is not None and files.started is not None and files.started > ended):
@@ -227,80 +210,6 @@ def _times(
     if by_record is None and number_of(files.result.get("ended_at", False)) is None:
         return started, ended, number_of(files.result.get("seconds", False))  # of an older version: those of training
     return started, ended, by_record if by_record is not None or ended is None or started is None else ended - started
-
-
-def _status(path: Path, event: Mapping[str, Any], files: Files, queue: _Queue) -> tuple[Status, str | None]:
-    told, kind = files.result.get("status"), event.get("event")
-    if told == "done":
-        return "done", None
-    lives, where = _lives(path, queue)
-    if lives is not False:
-        return "running", None if lives else f"whether {where} is still running cannot be checked from this host"
-    if kind == "started" and _lives(path.parent, queue)[0] is not False:
-        return "running", None  # its command has not got to the directory yet, or has just left it
-    if files.problem is not None:
-        return "broken", files.problem
-    if told == "interrupted":
-        return ("stopped", text_of(event.get("message"))) if event.get("status") == "stopped" else ("interrupted", None)
-    if told == "failed":
-        return "failed", files.failure or text_of(event.get("message"))
-    if told == "submitted" or (told is None and kind == "submitted"):
-        return _queued(event.get("job_id") or files.result.get("job_id"), queue)
-    if told is not None:
-        return "broken", f"result.json says status {told!s}, which no run writes"
-    if kind == "ended":
-        status = event.get("status") if text_of(event.get("status")) else None
-        if status in STATUSES:
-            return status, text_of(event.get("message"))
-        return "broken", f"sweep.jsonl says status {status!s}, which no sweep writes"
-    if kind == "started" or files.is_there:
-        return "killed", None
-    return "waiting", None
-
-
-def _queued(job_id: Any, queue: _Queue) -> tuple[Status, str | None]:
-    if isinstance(job_id, str) and queue.has(job_id) is False:
-        return "killed", f"Slurm job {job_id} is not in the queue any more, and has left no word"
-    return "submitted", None
-
-
-class _Queue:
-    """The states of jobs in Slurm's queue.
-
-    Asked at once, when needed, and not again for much longer than the answer took.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: set[str] = set()
-        self._states: dict[str, str] = {}
-        self._ask_at = 0.0
-
-    def about(self, job_ids: Iterable[str]) -> None:
-        """Learn which jobs may be asked for."""
-        self._wanted |= set(job_ids)
-
-    def has(self, job_id: str) -> bool | None:
-        """Return whether a job is there; None: Slurm is not here, or does not answer."""
-        from ddpexp.system.slurm import ENDED, states  # an import that only what was submitted needs
-
-        begin = time.monotonic()
-        if begin >= self._ask_at or job_id not in self._states:
-            self._wanted.add(job_id)
-            self._states = states(self._wanted)
-            end = time.monotonic()
-            self._ask_at = end + 1.0 + _PATIENCE * (end - begin)
-        state = self._states[job_id]
-        return None if state == "UNKNOWN" else state not in ENDED
-
-
-def _lives(path: Path, queue: _Queue) -> tuple[bool | None, str]:
-    """Return whether the command that owns a directory is running (None: cannot be checked here), and its name."""
-    owner = lock.read(path / lock.NAME)
-    if owner is None:
-        return False, ""
-    if owner.host != directory.host() and owner.slurm_job is not None:
-        return queue.has(owner.slurm_job), str(owner)
-    return owner.is_alive(), str(owner)
 
 
 def _broken(number: int, path: Path, message: str) -> Row:
@@ -331,20 +240,20 @@ def _start(path: Path) -> dict[str, Any]:
 
 def _newest(events: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
     """Return each job's newest status event, with the times of its start and end as `started` and `ended`."""
-    found: dict[int, dict[str, Any]] = {}
+    newest: dict[int, dict[str, Any]] = {}
     for event in events:
         number, kind = event.get("job"), event["event"]
         if isinstance(number, int) and kind in ("started", "submitted", "ended"):
-            before = found.get(number, {})
+            before = newest.get(number, {})
             times = {"started": before.get("started", False)} if kind == "ended" else {}
-            found[number] = {**event, **times, **({} if kind == "submitted" else {kind: event.get("time", False)})}
-    return found
+            newest[number] = {**event, **times, **({} if kind == "submitted" else {kind: event.get("time", False)})}
+    return newest
 
 
-def _jobs(path: Path, known: Collection[str]) -> list[Path]:
+def _jobs(path: Path, known_names: Collection[str]) -> list[Path]:
     """Return the folders in a sweep's directory that are named as jobs are, but for those that are known."""
     try:
-        unknown = [entry for entry in os.scandir(path) if entry.name not in known]
+        unknown = [entry for entry in os.scandir(path) if entry.name not in known_names]
         return sorted(Path(entry.path) for entry in unknown if IS_JOB.fullmatch(entry.name) and entry.is_dir())
     except OSError:
         return []
@@ -355,8 +264,8 @@ def _is_plain(name: str) -> bool:
     return 0 < len(name) < 256 and not {"/", "\0"} & set(name) and name not in (".", "..")
 
 
-def _words(words: Any) -> list[str]:
-    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
 
 
 def _short(text: str) -> str:
@@ -371,8 +280,8 @@ def with_defaults(rows: Sequence[Row], named: Sequence[str] = ()) -> list[Row]:
     for row in rows:
         missing = [key for key in keys if key not in row.overrides]
         tree = _configuration(row.path) if missing else {}
-        found = {key: text for key in missing if (text := _value(tree, key)) is not None}
-        filled.append(replace(row, overrides={**row.overrides, **found}) if found else row)
+        defaults = {key: text for key in missing if (text := _value(tree, key)) is not None}
+        filled.append(replace(row, overrides={**row.overrides, **defaults}) if defaults else row)
     return filled
 
 
@@ -380,7 +289,7 @@ def _configuration(path: Path) -> Any:
     run = RunDir(path)
     try:
         files.check_yaml(run.config)
-        return masked_tree(yaml.load(run.config.read_text(), Loader=_LOADER))
+        return masked_tree(load_yaml(run.config.read_text()))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
 

@@ -15,11 +15,11 @@ from ddpexp.run import lock
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.hydra_sweeper import check_ends, is_grid, sweep_with
 from ddpexp.sweep.rows import Goal
-from ddpexp.sweep.scheduler import Scheduler, SweepFailed
+from ddpexp.sweep.runner import SweepFailed, SweepRunner
 from ddpexp.sweep.settings import Settings, settings_of
 from ddpexp.sweep.view import View
 from ddpexp.system import files
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import say
 
 _FINAL = ("done", "stopped")  # how a job ends that is not run again
@@ -44,10 +44,10 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
         held = lock.take(folder.path, folder.path / "none", files.relative(folder.path))
         folder.check_no_links()
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
-        sweep = Scheduler(swept, settings, folder, view, server)
+        sweep = SweepRunner(swept, settings, folder, view, server)
         try:
             sweep_with(swept, folder.path, sweep.run)
-            if sweep.began:  # and not only shown what it would do
+            if sweep.began:  # and has not only printed what it would do
                 view.finish()
         except StoppedError as error:
             if not sweep.began:
@@ -58,7 +58,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
             raise
         finally:
             view.close()
-        return _told_end(sweep)
+        return _exit_code(sweep)
     finally:
         if sweep is not None:
             sweep.close()
@@ -72,7 +72,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
 
 
 def _check_sweeper(swept: Swept, settings: Settings) -> None:
-    """Check that a sweeper that chooses jobs by their results has one to choose by."""
+    """Check that a sweeper that chooses jobs by their results has an objective."""
     if is_grid(swept):
         if swept.intervals:
             raise RefusedError(
@@ -82,7 +82,7 @@ def _check_sweeper(swept: Swept, settings: Settings) -> None:
         return
     if settings.objective is None:
         raise RefusedError(
-            "hydra/sweeper chooses jobs by their results: say by which with sweep.objective=eval/accuracy "
+            "hydra/sweeper chooses jobs by their results: name the metric with sweep.objective=eval/accuracy "
             "sweep.mode=max."
         )
     direction = swept.cfg.hydra.sweeper.get("direction")
@@ -104,7 +104,7 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RefusedError(
-            f"hydra.sweep.dir={path} cannot be made: {said_with_limit(error, path)}. Choose another place."
+            f"hydra.sweep.dir={path} cannot be made: {reason_with_limit(error, path)}. Choose another place."
         ) from None
     folder = SweepDir(path)
     if not folder.is_sweep() and any(entry.name not in (lock.NAME, "multirun.yaml") for entry in path.iterdir()):
@@ -114,28 +114,28 @@ def _folder(swept: Swept) -> tuple[SweepDir, bool]:
     return folder, made
 
 
-def _told_end(sweep: Scheduler) -> int:
-    ended = [(sweep.planned[number].name, one) for number, one in sorted(sweep.ended.items())]
-    failed = [(name, one) for name, one in ended if one.status in ("failed", "interrupted")]
+def _exit_code(sweep: SweepRunner) -> int:
+    """Report how the sweep ended, and return the exit code. Raises SweepFailed if jobs failed."""
+    failed = [(name, ended) for name, ended in sweep.ends() if ended.status in ("failed", "interrupted")]
     if failed:
-        lines = [f"{len(failed)} of {len(sweep.planned)} jobs failed:"]
-        lines += [f"  {name}: {one.message}" for name, one in failed]
+        lines = [f"{len(failed)} of {sweep.num_jobs} jobs failed:"]
+        lines += [f"  {name}: {ended.message}" for name, ended in failed]
         raise SweepFailed("\n".join([*lines, _how_to_resume(sweep)]))
     if (lost := sweep.lost_objective()) is not None:
         raise SweepFailed(lost)
-    submitted = sum(one.status == "submitted" for _, one in ended)
+    submitted = sweep.num_ended("submitted")
     if submitted:
-        say(f"{submitted} of {len(sweep.planned)} jobs are submitted; how far they are: python -m ddpexp status "
+        say(f"{submitted} of {sweep.num_jobs} jobs are submitted; how far they are: python -m ddpexp status "
             f"{files.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
-    if forgotten := sweep.forgotten():
-        say(f"ddpexp: warning: {len(forgotten)} of the directory's jobs are not finished, and not among these words: "
-            f"{', '.join(forgotten[:3])}{', ...' if len(forgotten) > 3 else ''}")  # fmt: skip
+    if left_out := sweep.left_out():
+        say(f"ddpexp: warning: {len(left_out)} of the directory's jobs are not finished, and not part of this command: "
+            f"{', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}")  # fmt: skip
     return EXIT_DONE
 
 
-def _how_to_resume(sweep: Scheduler) -> str:
-    done = sum(ended.status in _FINAL for ended in sweep.ended.values())
+def _how_to_resume(sweep: SweepRunner) -> str:
+    done = sweep.num_ended(*_FINAL)
     return (
-        f"{done} of {len(sweep.planned)} jobs are done; resume the sweep with:\npython -m ddpexp "
-        f"{shlex.join(sweep.words_again())}"
+        f"{done} of {sweep.num_jobs} jobs are done; resume the sweep with:\npython -m ddpexp "
+        f"{shlex.join(sweep.resume_arguments())}"
     )

@@ -45,7 +45,7 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
         )
     if settings.early_stop is not None and settings.objective is None:
         raise RefusedError(
-            f"sweep.early_stop={settings.early_stop} compares objectives: say which with sweep.objective=eval/loss."
+            f"sweep.early_stop={settings.early_stop} compares objectives: name one with sweep.objective=eval/loss."
         )
     if settings.early_stop_after < 1:
         raise RefusedError(f"sweep.early_stop_after={settings.early_stop_after}: use a step from 1.")

@@ -1,30 +1,32 @@
-"""Tables of jobs: in the terminal, during and after a sweep, and as files."""
+"""Tables of jobs in the terminal, during and after a sweep."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import os
-import re
-import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ddpexp.sweep.comparison import (
+    Group,
+    best_first,
+    best_of,
+    metrics_of,
+    num_distinguished_pairs,
+    over_seeds,
+    sorted_rows,
+    varying,
+)
 from ddpexp.sweep.folder import IS_JOB
 from ddpexp.sweep.grid import DIRECTORY, Fitted, Grid
-from ddpexp.sweep.rows import STATUSES, Goal, Row
+from ddpexp.sweep.job_status import STATUSES
+from ddpexp.sweep.rows import Goal, Row
 from ddpexp.system import files
-from ddpexp.system.text import one_line
+from ddpexp.system.text import metric_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SEED = "trainer.seed"
 FACTS = ("status", "step", "time", DIRECTORY)
 """Columns that any table of jobs may have."""
 _STAY = 2  # keys that tell most jobs apart, which stay longer than other columns
@@ -34,77 +36,6 @@ _MESSAGES = 10  # of failures, below a table
 _LIVE_MESSAGES = 3
 _SMALL = 20  # lines of a terminal that has none to spare for them
 _AROUND = 4  # lines of a live table: two of its header, an empty one, and the cursor's
-
-
-@dataclass(frozen=True)
-class Group:
-    """Jobs that differ only in their seed."""
-
-    overrides: Mapping[str, str]
-    jobs: int
-    values: Sequence[float]  # of those that are done
-
-    @property
-    def mean(self) -> float | None:
-        """Return the mean; nan when a value is."""
-        return sum(self.values) / len(self.values) if self.values else None
-
-    @property
-    def deviation(self) -> float | None:
-        """Return the sample standard deviation; None for a single value."""
-        if len(self.values) < 2:
-            return None
-        return statistics.stdev(self.values) if all(map(math.isfinite, self.values)) else math.nan
-
-
-def varying(rows: Sequence[Row]) -> list[str]:
-    """Return the keys that were not typed with the same value for all rows, in the order of typing.
-
-    Of a job that has not begun only its own words are known: what it does not have is no difference.
-    """
-    keys = dict.fromkeys(key for row in rows for key in row.overrides)
-    known = [row for row in rows if row.status not in ("waiting", "submitted")]
-    found: dict[str, set[str | None]] = {key: {row.overrides.get(key) for row in known} for key in keys}
-    for row in rows:
-        for key, value in row.overrides.items():
-            found[key].add(value)
-    return [key for key in keys if len(found[key]) > 1]
-
-
-def num_distinguished_pairs(rows: Sequence[Row | Group], key: str) -> int:
-    """Return how many pairs of rows a key distinguishes."""
-    return (len(rows) ** 2 - sum(count**2 for count in Counter(row.overrides.get(key) for row in rows).values())) // 2
-
-
-def best_of(rows: Sequence[Row], goal: Goal) -> Row | None:
-    """Return the best of the rows that are done or, if none is, of the running ones."""
-    for statuses in (("done",), ("running", "interrupted", "killed", "stopped")):
-        place = goal.best([row.objective if row.status in statuses else None for row in rows])
-        if place is not None:
-            return rows[place]
-    return None
-
-
-def over_seeds(rows: Sequence[Row]) -> list[Group]:
-    """Return what the seeds have in common, for each combination of the other values.
-
-    Nothing where the seed does not vary.
-    """
-    keys = varying(rows)
-    if SEED not in keys:
-        return []
-    keys.remove(SEED)
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.overrides.get(key, "") for key in keys), []).append(row)
-    return [
-        Group(
-            dict(zip(keys, values, strict=True)),
-            len(group),
-            [row.objective for row in group if row.status == "done" and row.objective is not None],
-        )
-        for values, group in groups.items()
-    ]
 
 
 def jobs_grid(
@@ -138,8 +69,8 @@ def jobs_grid(
         if name in facts:
             return facts[name]
         if name == DIRECTORY:
-            return _plain(row.name if together else str(row.path) if full else files.relative(row.path))
-        return _plain(row.overrides.get(name, ""))
+            return cell_text(row.name if together else str(row.path) if full else files.relative(row.path))
+        return cell_text(row.overrides.get(name, ""))
 
     def is_right(name: str) -> bool:
         if name in ("", *FACTS):
@@ -150,7 +81,9 @@ def jobs_grid(
     place = next((number for number, row in enumerate(rows) if row is best), None)
     values = len(varying(every)) if columns is None else 0
     leaves = _leaves(every, names, values, len(metrics), repeats) if columns is None else []
-    return Grid([_plain(name) for name in names], lines, list(map(is_right, names)), place, leaves, values, not repeats)
+    return Grid(
+        [cell_text(name) for name in names], lines, list(map(is_right, names)), place, leaves, values, not repeats
+    )
 
 
 def _leaves(every: Sequence[Row], names: Sequence[str], keys: int, metrics: int, repeats: bool) -> list[int]:
@@ -175,10 +108,10 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     if not groups or goal.metric is None:
         return None
     best = goal.best([group.mean for group in groups])
-    order = _sorted([group.mean for group in groups], goal)
+    order = best_first([group.mean for group in groups], goal)
     lines = [
         [
-            *map(_plain, groups[place].overrides.values()),
+            *map(cell_text, groups[place].overrides.values()),
             shown(goal.metric, groups[place].mean),
             shown(goal.metric, groups[place].deviation, "-"),
             _count(groups[place]),
@@ -191,12 +124,9 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     header = [*keys, f"mean {goal.metric}", "deviation", "seeds", ""]
     place = order.index(best) if best is not None else None
     leaves = sorted(range(len(keys)), key=lambda place: (num_distinguished_pairs(groups, keys[place]), -place))[:-1]
-    return Grid([_plain(name) for name in header], lines, [*numeric, True, True, True, False], place, leaves, len(keys))
-
-
-def sorted_rows(rows: Sequence[Row], goal: Goal) -> list[Row]:
-    """Return the rows, the best first; those that have nothing to compare come last, as they are."""
-    return [rows[place] for place in _sorted([row.objective for row in rows], goal)]
+    return Grid(
+        [cell_text(name) for name in header], lines, [*numeric, True, True, True, False], place, leaves, len(keys)
+    )
 
 
 def render(
@@ -241,52 +171,6 @@ def live(rows: Sequence[Row], goal: Goal, height: int) -> RenderableType:
     return Lines(Fitted(jobs_grid(chosen, goal, rows)), "", *below)
 
 
-def as_csv(rows: Sequence[Row]) -> str:
-    """Return one line a job, with everything that was typed for any and every metric, as plain numbers."""
-    keys = dict.fromkeys(key for row in rows for key in row.overrides)
-    metrics = dict.fromkeys(name for row in rows for name in row.metrics)
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    facts = ("step", "seconds", "started", "ended", "job_id", "message", "directory")
-    writer.writerow(map(_plain, ("job", "status", *keys, *metrics, *facts)))
-    for row in rows:
-        last = (
-            row.step,
-            row.seconds,
-            _iso(row.started),
-            _iso(row.ended),
-            row.job_id,
-            row.message,
-            os.path.abspath(row.path),
-        )
-        cells = (
-            row.number,
-            row.status,
-            *(row.overrides.get(key) for key in keys),
-            *(row.metrics.get(name) for name in metrics),
-        )
-        writer.writerow(_plain(cell) if isinstance(cell, str) else cell for cell in (*cells, *last))
-    return text.getvalue()
-
-
-def as_markdown(rows: Sequence[Row], goal: Goal) -> str:
-    """Return the tables as GitHub-flavoured Markdown."""
-    parts = [_markdown(jobs_grid(sorted_rows(rows, goal), goal, rows, full=True))]
-    seeds = seeds_grid(rows, goal)
-    if seeds is not None:
-        parts.append(_markdown(seeds))
-    return "\n".join([*parts, f"{_escaped(_counts(rows))}.{_escaped(_best_sentence(rows, goal))}\n"])
-
-
-def save(folder: Path, rows: Sequence[Row], goal: Goal) -> None:
-    """Write sweep.csv and sweep.md into a folder, each as a whole.
-
-    Raises: OSError.
-    """
-    files.write(folder / "sweep.csv", as_csv(rows))
-    files.write(folder / "sweep.md", as_markdown(rows, goal))
-
-
 def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool = False) -> list[RenderableType]:
     """Return what stands below a table: how many of each status, the best, at most `limit` messages.
 
@@ -294,18 +178,12 @@ def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool =
     """
     from rich.text import Text
 
-    said = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
-    lines = [f"{_called(row)} {row.status}: {_plain(row.message or '')}" for row in said[:limit]]
-    if limit and len(said) > limit:
-        lines.append(f"... and {len(said) - limit:,} more like these")
-    counts = Text(f"{_counts(rows)}.{_best_sentence(rows, goal)}", no_wrap=cut, overflow="ellipsis" if cut else "fold")
+    messages = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
+    lines = [f"{_called(row)} {row.status}: {cell_text(row.message or '')}" for row in messages[:limit]]
+    if limit and len(messages) > limit:
+        lines.append(f"... and {len(messages) - limit:,} more like these")
+    counts = Text(f"{count_text(rows)}.{best_text(rows, goal)}", no_wrap=cut, overflow="ellipsis" if cut else "fold")
     return [counts, *(Text(line, style="red", no_wrap=True, overflow="ellipsis") for line in lines)]
-
-
-def metrics_of(rows: Sequence[Row]) -> list[str]:
-    """Return the metrics that rows can be compared by: those of evaluations, or else of training."""
-    names = dict.fromkeys(name for row in rows for name in row.metrics)
-    return [name for name in names if not name.startswith("train/")] or list(names)
 
 
 def shown(name: str, value: float | None, missing: str = "") -> str:
@@ -314,7 +192,7 @@ def shown(name: str, value: float | None, missing: str = "") -> str:
         return missing
     if not math.isfinite(value):
         return str(value)
-    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
+    return metric_text(name, value)
 
 
 def duration(seconds: float | None) -> str:
@@ -329,39 +207,25 @@ def duration(seconds: float | None) -> str:
 
 def _called(row: Row) -> str:
     """Return a short name of a job: its number if its name is long."""
-    return _plain(row.name if len(row.name) <= _SHORT else f"{row.number:04d}")
+    return cell_text(row.name if len(row.name) <= _SHORT else f"{row.number:04d}")
 
 
-def _counts(rows: Sequence[Row]) -> str:
-    found = Counter(row.status for row in rows)
-    parts = ", ".join(f"{found[status]:,} {status}" for status in sorted(found, key=list(STATUSES).index))
+def count_text(rows: Sequence[Row]) -> str:
+    """Return how many jobs have each status."""
+    numbers = Counter(row.status for row in rows)
+    parts = ", ".join(f"{numbers[status]:,} {status}" for status in sorted(numbers, key=list(STATUSES).index))
     return f"{len(rows):,} {'job' if len(rows) == 1 else 'jobs'}: {parts}" if rows else "no jobs"
 
 
-def _best_sentence(rows: Sequence[Row], goal: Goal) -> str:
+def best_text(rows: Sequence[Row], goal: Goal) -> str:
+    """Return a sentence about the best job, to be appended."""
     best = best_of(rows, goal)
     if goal.metric is None:
         return ""
     if best is None:
-        return f" None has {_plain(goal.metric)} yet."
-    word = "lowest" if goal.mode == "min" else "highest"
-    return f" Best ({word} {_plain(goal.metric)}): {shown(goal.metric, best.objective)}, {_plain(best.name)}"
-
-
-def _markdown(grid: Grid) -> str:
-    lines = [grid.header, ["---:" if right else "---" for right in grid.right], *grid.lines]
-    texts = []
-    for number, line in enumerate(lines):
-        cells = line if number == 1 else [_escaped(cell) for cell in line]
-        if grid.best is not None and number == grid.best + 2:
-            cells = [f"**{cell}**" if cell else "" for cell in cells]
-        texts.append(f"| {' | '.join(cells)} |\n")
-    return "".join(texts)
-
-
-def _escaped(text: str) -> str:
-    """Escape a text for a Markdown table cell."""
-    return re.sub(r"([\\|`*<>\[\]~]|(?<!\w)_|_(?!\w))", r"\\\1", text)
+        return f" None has {cell_text(goal.metric)} yet."
+    extreme = "lowest" if goal.mode == "min" else "highest"
+    return f" Best ({extreme} {cell_text(goal.metric)}): {shown(goal.metric, best.objective)}, {cell_text(best.name)}"
 
 
 def _turn(row: Row) -> tuple[int, float]:
@@ -375,29 +239,13 @@ def _turn(row: Row) -> tuple[int, float]:
     return 1, -(row.ended or 0.0)
 
 
-def _sorted(values: Sequence[float | None], goal: Goal) -> list[int]:
-    """Return places, that of the best value first; those of nothing comparable last, in their order."""
-    if goal.metric is None:
-        return list(range(len(values)))
-    sign = 1 if goal.mode == "min" else -1
-
-    def key(place: int) -> tuple[bool, float]:
-        value = values[place]
-        return (False, sign * value) if value is not None and math.isfinite(value) else (True, 0.0)
-
-    return sorted(range(len(values)), key=key)
-
-
 def _count(group: Group) -> str:
     done = len(group.values)
     return str(done) if done == group.jobs else f"{done} of {group.jobs}"
 
 
-def _plain(text: str) -> str:
-    """Return a text as it may stand in a line.
-
-    A row's texts have their secrets masked already, so plain ones are ready.
-    """
+def cell_text(text: str) -> str:
+    """Return a text of a row, whose secrets are masked already, sanitized for a cell."""
     return text if text.isascii() and text.isprintable() else one_line(text)
 
 
@@ -407,9 +255,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _iso(moment: float | None) -> str | None:
-    if moment is None or not 0 <= moment < 1e11:
-        return None
-    return datetime.fromtimestamp(moment).astimezone().isoformat(timespec="seconds")

@@ -17,14 +17,17 @@ from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.run import lock
+from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import Arguments, look
-from ddpexp.sweep.folder import SweepDir, again_words, asked_of
+from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
-from ddpexp.sweep.rows import STATUSES, UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
+from ddpexp.sweep.job_status import STATUSES
+from ddpexp.sweep.rows import UNFINISHED, Goal, Row, goal_of, rows_of, with_defaults
 from ddpexp.system import files
+from ddpexp.system.job_schedulers import ScheduledJob, states
+from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.programs import python
-from ddpexp.system.slurm import states
 from ddpexp.system.terminal import say
 from ddpexp.system.text import one_line
 
@@ -44,7 +47,7 @@ directory, of anything into the FOLDER behind --out.
   --columns A,B,...  these columns: keys of the configuration, metrics, status,
                      step, time, directory
   --all              all columns, on a terminal too
-  --csv              one line a run with all that was typed and every metric, as
+  --csv              one line a run with all overrides and every metric, as
                      plain numbers; writes no file
   --out FOLDER       where to write the files"""
 
@@ -61,34 +64,35 @@ def table(argv: Sequence[str]) -> int:
     """Print the table of the directories in `argv`, and write it to files on request, or if it is of one sweep.
 
     Raises:
-        RefusedError: words that do not fit, or nothing there.
+        RefusedError: invalid arguments, or nothing there.
     """
     if {"--help", "-h"} & set(argv):
         print(_TABLE)
         return EXIT_DONE
-    asked = Arguments.of("table", argv)
-    goal = asked.goal()
-    rows = asked.rows(goal.metric)
-    known = tables.metrics_of(rows)
-    if goal.metric is not None and known and all(row.objective is None for row in rows):
+    arguments = Arguments.of("table", argv)
+    goal = arguments.goal()
+    rows = arguments.rows(goal.metric)
+    metrics = comparison.metrics_of(rows)
+    if goal.metric is not None and metrics and all(row.objective is None for row in rows):
         raise RefusedError(
             f"sweep.objective={goal.metric}: none of these has recorded "
-            f"that.{did_you_mean(goal.metric, known, 'sweep.objective=')}"
+            f"that.{did_you_mean(goal.metric, metrics, 'sweep.objective=')}"
         )
-    if asked.csv:
-        say(tables.as_csv(rows).rstrip("\n"), sys.stdout)
+    if arguments.csv:
+        say(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
         return EXIT_DONE
     again = f"python -m ddpexp table {shlex.join([*argv, '--all'])}"
-    chosen = rows if asked.columns is None else _with_columns(rows, asked.columns)
-    whole = asked.whole or asked.columns is not None
-    show(tables.render(chosen, goal, limit(), columns=asked.columns, again=again), whole)
-    if goal.metric is None and known:
+    chosen = rows if arguments.columns is None else _with_columns(rows, arguments.columns)
+    whole = arguments.whole or arguments.columns is not None
+    show(tables.render(chosen, goal, limit(), columns=arguments.columns, again=again), whole)
+    if goal.metric is None and metrics:
         say(
-            f"to have the best marked: sweep.objective={known[0]}, with sweep.mode=max where more is better", sys.stdout
+            f"to have the best marked: sweep.objective={metrics[0]}, with sweep.mode=max where more is better",
+            sys.stdout,
         )
-    folder = asked.out or asked.sweep
+    folder = arguments.out or arguments.sweep
     if folder is not None:
-        _save(folder, asked, rows, goal)
+        _save(folder, arguments, rows, goal)
     return EXIT_DONE
 
 
@@ -96,7 +100,7 @@ def status(argv: Sequence[str]) -> int:
     """Print how far the run or the sweep in `argv` is.
 
     Raises:
-        RefusedError: words that do not fit, or nothing there.
+        RefusedError: invalid arguments, or nothing there.
     """
     if {"--help", "-h"} & set(argv):
         print(_STATUS)
@@ -106,14 +110,14 @@ def status(argv: Sequence[str]) -> int:
     if argv[0].startswith("-"):
         raise RefusedError(f"status {argv[0]}: no such option.{did_you_mean(argv[0], ['--help'])}")
     place = Path(argv[0])
-    found = look(place)
-    if found != [place]:
-        one = files.typed(found[-1])
+    paths = look(place)
+    if paths != [place]:
+        example = files.typed(paths[-1])
         raise RefusedError(
-            f"{place} is no run and no sweep, but holds {len(found)}: name one, such as {one}, or see ddpexp table."
+            f"{place} is no run and no sweep, but holds {len(paths)}: name one, such as {example}, or see ddpexp table."
         )
     rows = rows_of(place)
-    queue = states([row.job_id for row in rows if row.status == "submitted" and row.job_id is not None])
+    queue = states(row.job for row in rows if row.status == "submitted" and row.job is not None)
     show(
         _sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue)
     )
@@ -121,42 +125,42 @@ def status(argv: Sequence[str]) -> int:
 
 
 def _with_columns(rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
-    """Look what the named columns are: metrics, facts, or keys, whose values may be in the configurations alone.
+    """Add the values of named columns that are keys, which only the configurations may have.
 
     Raises:
         RefusedError: nothing has such a column.
     """
     filled = with_defaults(rows, columns)
-    known = {*tables.FACTS, *(name for row in filled for name in (*row.overrides, *row.metrics))}
+    names = {*tables.FACTS, *(name for row in filled for name in (*row.overrides, *row.metrics))}
     for name in columns:
-        if name not in known:
+        if name not in names:
             raise RefusedError(
                 f"--columns {name}: none of these has such a key or "
-                f"metric.{did_you_mean(name, sorted(known), '--columns ')}"
+                f"metric.{did_you_mean(name, sorted(names), '--columns ')}"
             )
     return filled
 
 
-def _save(folder: Path, asked: Arguments, rows: Sequence[Row], goal: Goal) -> None:
+def _save(folder: Path, arguments: Arguments, rows: Sequence[Row], goal: Goal) -> None:
     """Write the files; report where they are, or why they could not be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tables.save(folder, rows, goal)
+        table_files.save(folder, rows, goal)
     except OSError as error:
         say(
             f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with "
             "--out FOLDER."
         )
         return
-    names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, asked, goal) else [])]
+    names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, arguments, goal) else [])]
     say(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
 
 
-def _draw(folder: Path, asked: Arguments, goal: Goal) -> bool:
-    """Draw the plot in a separate process: the plotting library is large, and has exit handlers of its own."""
-    words = [*map(files.shortest, asked.found), "--out", str(folder)]
-    words += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
-    program = python("ddpexp.sweep.picture:main", words)
+def _draw(folder: Path, arguments: Arguments, goal: Goal) -> bool:
+    """Draw the plot in a separate process: the plotting library is large, and has its own exit handlers."""
+    argv = [*map(files.shortest, arguments.paths), "--out", str(folder)]
+    argv += [f"sweep.objective={goal.metric}", f"sweep.mode={goal.mode}"] if goal.metric is not None else []
+    program = python("ddpexp.sweep.picture:main", argv)
     try:
         done = subprocess.run(
             program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS
@@ -165,12 +169,14 @@ def _draw(folder: Path, asked: Arguments, goal: Goal) -> bool:
         say(f"ddpexp: sweep.png is left out: {error}")
         return False
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        say(f"ddpexp: sweep.png is left out: {said[-1] if said else f'drawing ended with {done.returncode}'}")
+        lines = done.stderr.strip().splitlines()
+        say(f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {done.returncode}'}")
     return done.returncode == 0
 
 
-def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> RenderableType:
+def _sweep_status(
+    path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]
+) -> RenderableType:
     from rich.console import Group as Lines
     from rich.text import Text
 
@@ -189,8 +195,8 @@ def _sweep_status(path: Path, rows: Sequence[Row], goal: Goal, queue: Mapping[st
     return Lines(*lines)
 
 
-def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> Grid:
-    metrics = [goal.metric] if goal.metric is not None else tables.metrics_of(rows)[:1]
+def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]) -> Grid:
+    metrics = [goal.metric] if goal.metric is not None else comparison.metrics_of(rows)[:1]
     header = ["status", "step", *map(one_line, metrics), "since", "where", "directory"]
     lines = [
         [
@@ -207,7 +213,7 @@ def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[str, str]) -> G
     return Grid(header, lines, right, leaves=[header.index("step"), len(header) - 1])
 
 
-def _run_status(row: Row, queue: Mapping[str, str]) -> RenderableType:
+def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableType:
     from rich.console import Group as Lines
     from rich.text import Text
 
@@ -233,22 +239,26 @@ def _since(row: Row) -> str:
     return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(moment))}{f' ({ago} ago)' if ago else ''}"
 
 
-def _where(row: Row, queue: Mapping[str, str]) -> str:
+def _where(row: Row, queue: Mapping[ScheduledJob, JobState]) -> str:
     """Return where it runs or waits."""
     if row.status == "running":
         owner = lock.read(row.path / lock.NAME)
         return one_line(str(owner)) if owner is not None else ""
-    if row.status == "submitted" and row.job_id is not None:
-        state = queue.get(row.job_id, "UNKNOWN")
-        said = {"UNKNOWN": "Slurm does not answer here", "FORGOTTEN": "not in the queue"}.get(state, state)
-        return f"Slurm job {one_line(row.job_id)}: {one_line(said)}"
+    if row.status == "submitted" and row.job is not None:
+        state = queue.get(row.job)
+        if state is None or state.is_over is None:
+            text = f"{row.job.scheduler.label} does not answer here"
+        else:
+            text = "not in the queue" if state.name == FORGOTTEN else state.name
+        return one_line(f"{row.job}: {text}")
     return ""
 
 
 def _again(path: Path) -> str:
     """Return the command to resume a sweep, with the overrides that must be restated."""
     try:
-        words, options = asked_of(SweepDir(path))
+        overrides, options = read_command(SweepDir(path))
     except RefusedError:  # unreadable: resuming reports that
-        words, options = [], []
-    return one_line(f"python -m ddpexp {shlex.join(['resume', files.shortest(path), *options, *again_words(words)])}")
+        overrides, options = [], []
+    arguments = ["resume", files.shortest(path), *options, *restated_overrides(overrides)]
+    return one_line(f"python -m ddpexp {shlex.join(arguments)}")

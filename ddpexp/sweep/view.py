@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ddpexp.sweep import table as tables
+from ddpexp.sweep import table_files
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.rows import Goal, Reader
@@ -28,7 +29,7 @@ class View:
     """Shows the progress of a sweep."""
 
     def __init__(self, folder: SweepDir, goal: Goal, draws: bool) -> None:
-        """Check that standard output is a terminal; `draws` tells whether there is to be a picture."""
+        """Check that standard output is a terminal; `draws`: there is to be a plot."""
         self._folder, self._goal, self._draws = folder, goal, draws
         self._reader = Reader(folder.path, goal.metric)
         self._live: Live | None = None
@@ -50,11 +51,11 @@ class View:
     def last_begin(self) -> None:
         """Prepare for the plot: no more jobs are waiting."""
         if self._picture is None and self._draws:
-            words = [str(self._folder.path), f"sweep.mode={self._goal.mode}"]
-            words += [f"sweep.objective={self._goal.metric}"] if self._goal.metric is not None else []
+            arguments = [str(self._folder.path), f"sweep.mode={self._goal.mode}"]
+            arguments += [f"sweep.objective={self._goal.metric}"] if self._goal.metric is not None else []
             with suppress(OSError):  # no more processes: there is no picture then
                 self._picture = subprocess.Popen(
-                    python("ddpexp.sweep.picture:draw_later", words),
+                    python("ddpexp.sweep.picture:draw_later", arguments),
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
                 )  # fmt: skip
 
@@ -73,7 +74,7 @@ class View:
         again = f"python -m ddpexp table {files.typed(self._folder.path)} --all"
         show(tables.render(rows, self._goal, limit(), messages=0, again=again))  # what failed is listed below
         try:
-            tables.save(self._folder.path, rows, self._goal)
+            table_files.save(self._folder.path, rows, self._goal)
         except OSError as error:
             say(f"ddpexp: warning: {self._folder.path} cannot be written ({error.strerror}): the table is in no file")
             return
@@ -86,13 +87,13 @@ class View:
             return False
         process, self._picture = self._picture, None
         try:
-            _, said = process.communicate(timeout=_DRAWING_SECONDS)
+            _, stderr = process.communicate(timeout=_DRAWING_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            said = b"it takes too long"
+            stderr = b"it takes too long"
         if process.returncode:
-            lines = said.decode(errors="replace").strip().splitlines()
+            lines = stderr.decode(errors="replace").strip().splitlines()
             say(f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {process.returncode}'}")
         return process.returncode == 0
 
@@ -101,7 +102,7 @@ class View:
 
         try:
             if self._live is None:
-                # No thread of its own may stand in the way of a fork.
+                # Without a refresh thread, which would make forks unsafe.
                 self._live = Live(auto_refresh=False, redirect_stdout=False, redirect_stderr=False, transient=True)
                 self._live.start()
             shown = tables.live(self._reader.rows(), self._goal, self._live.console.height)

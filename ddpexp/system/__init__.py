@@ -1,1 +1,1 @@
-"""The host and the operating system: processes, limits, network, hardware, terminal, secrets, Slurm's commands."""
+"""The host and the operating system: processes, limits, network, hardware, terminal, secrets, job schedulers."""

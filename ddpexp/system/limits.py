@@ -87,7 +87,7 @@ def reason(error: BaseException | str, path: Path | None = None) -> str | None:
     return None
 
 
-def said_with_limit(error: BaseException, path: Path | None = None) -> str:
+def reason_with_limit(error: BaseException, path: Path | None = None) -> str:
     """Describe an error by the system's text for it, or its class and message, and the limit that caused it."""
     limit = reason(error, path)
     text = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -103,10 +103,10 @@ def human(num_bytes: float, digits: int = 3) -> str:
     return f"{num_bytes:,.0f} bytes"
 
 
-def told_apart(one: int, other: int) -> tuple[str, str]:
+def distinguishable(first: int, second: int) -> tuple[str, str]:
     """Return two human-readable numbers of bytes, with enough digits to see which is larger."""
-    digits = next((digits for digits in range(3, 16) if human(one, digits) != human(other, digits)), 3)
-    return human(one, digits), human(other, digits)
+    digits = next((digits for digits in range(3, 16) if human(first, digits) != human(second, digits)), 3)
+    return human(first, digits), human(second, digits)
 
 
 def free_files(path: Path) -> int | None:

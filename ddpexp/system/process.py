@@ -1,4 +1,4 @@
-"""Read the state of processes from /proc, and tie a process's lifetime to its parent's."""
+"""Read the state of processes from /proc, tie a process's lifetime to its parent's, and defer its stop signals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.25
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 
 def stat(pid: int) -> list[str] | None:
@@ -103,3 +104,20 @@ def end_with_parent(
             os._exit(code)
 
     threading.Thread(target=poll_parent, daemon=True).start()
+
+
+@contextmanager
+def deferred_stop_signals() -> Iterator[None]:
+    """Defer stop signals to the end of the block, which must not be interrupted."""
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in _STOP_SIGNALS}
+    before = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in before:
+        signal.signal(number, lambda number, _frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        signal.raise_signal(received[0])

@@ -72,7 +72,7 @@ def unusable(environ: Mapping[str, str] = os.environ) -> str | None:
     return None
 
 
-def found(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
+def secret_variables(environ: Mapping[str, str] = os.environ) -> list[tuple[str, str]]:
     """Return (value, name) of the variables that hold secrets, the longest value first.
 
     These are the variables listed in DDPEXP_SECRETS; those whose names look secret, unless the value is a path, a
@@ -97,7 +97,7 @@ def masker(environ: Mapping[str, str] = os.environ) -> Callable[[str], str]:
     """Return a function that masks texts; it reads the environment only once."""
     replacements = [
         (form, f"${{{name}}}")
-        for whole, name in found(environ)
+        for whole, name in secret_variables(environ)
         for value in _parts(whole)
         for form in {value, repr(value)[1:-1], value.replace("\\", "\\\\").replace('"', '\\"')}
     ]
@@ -128,7 +128,7 @@ def referenced(overrides: Sequence[str], environ: Mapping[str, str] = os.environ
 
     Return the overrides with `${oc.env:TOKEN}` in place of the value, and a note for the user on each replacement.
     """
-    secrets, changed, notes = found(environ), [], []
+    secrets, changed, notes = secret_variables(environ), [], []
     for override in overrides:
         start = _OVERRIDE.match(override)
         value = override[start.end() :] if start else ""

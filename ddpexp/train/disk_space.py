@@ -18,7 +18,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.files import relative
-from ddpexp.system.limits import human, told_apart
+from ddpexp.system.limits import distinguishable, human
 from ddpexp.train.loop import Loop
 
 _OTHER_FILES = 8  # of a checkpoint beside those of tensors: five parts, config.yaml, the manifest, and their folder
@@ -36,7 +36,7 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
     free = disk.f_bavail * disk.f_frsize
     problem = None
     if free < needed:
-        takes, has = told_apart(needed, free)
+        takes, has = distinguishable(needed, free)
         problem = f"a checkpoint takes {takes} and {run.path} has {has} free"
         remedy = "make room, or choose another place with run.dir=... ."
     elif disk.f_files and disk.f_favail < (num_files := sum(map(bool, files)) + _OTHER_FILES):

@@ -52,7 +52,7 @@ def _evaluate_set(
     for batch in batches:
         control.heartbeat()
         fault_point("evaluate")
-        stopped = control.asked_to_stop
+        stopped = control.stop_requested
         if stopped:
             break
         sums.append(_step(task, model, batch, check=not sums))

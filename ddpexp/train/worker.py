@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+import ddpexp.strategy.ddp  # these three are named by the registry, and loaded before the fork
+import ddpexp.strategy.exact.strategy
+import ddpexp.train.schedule  # noqa: F401
 from ddpexp.checkpoint import weights
 from ddpexp.checkpoint.format import Checkpoint, Damaged, set_aside
 from ddpexp.checkpoint.reader import load_weights, weights_sha256
@@ -35,7 +38,7 @@ from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative
-from ddpexp.train import lazy_dynamo, schedule  # noqa: F401  # schedules are named by the registry, and loaded early
+from ddpexp.train import lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
     arrange,
@@ -64,13 +67,13 @@ _MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic 
 def main(path: str, worker_args: str) -> int:
     """Train the experiment of a run directory. Never returns in a worker.
 
-    `worker_args` is JSON made by `ddpexp.run.jobs.Training`.
+    `worker_args` is JSON made by `ddpexp.run.training.Training`.
     """
     return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control))
 
 
 def evaluate(evaluation: str) -> int:
-    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.jobs.Evaluation`. Never returns in a worker."""
+    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Never returns in a worker."""
     return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control))
 
 

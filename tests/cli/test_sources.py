@@ -14,7 +14,7 @@ import pytest
 from ddpexp.cli.help import answer
 from ddpexp.cli.subcommands import evaluate, resume
 from ddpexp.errors import RefusedError
-from ddpexp.plan.words import Words
+from ddpexp.plan.arguments import PlanArguments
 from ddpexp.sweep.arguments import Arguments
 from tests.conftest import PATIENCE, ROOT
 
@@ -76,7 +76,7 @@ PLANS = [
 
 @pytest.mark.parametrize(("words", "sentence"), PLANS)
 def test_what_a_plan_does_not_take_is_answered(outputs: Path, words: Sequence[str], sentence: str) -> None:
-    assert refused(Words.of, words).startswith(sentence)
+    assert refused(PlanArguments.of, words).startswith(sentence)
 
 
 def test_what_a_table_does_not_take_is_answered(outputs: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddpexp.system.secrets import found, masked, masked_tree, referenced, unusable
+from ddpexp.system.secrets import masked, masked_tree, referenced, secret_variables, unusable
 from tests.conftest import Done, finish
 from tests.points import Recipe
 
@@ -192,7 +192,7 @@ def test_what_looks_like_a_secret(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "key").mkdir()
     value = value.replace("/tmp/ssh-x", str(tmp_path))
-    assert found({name: value}) == ([(value, name)] if secret else [])
+    assert secret_variables({name: value}) == ([(value, name)] if secret else [])
 
 
 ANY = "q5zk7wyx-b9d"
@@ -215,7 +215,7 @@ HEX = "0123456789abcdef" * 4
     ],
 )  # fmt: skip
 def test_names_of_secrets_are_known_in_all_their_forms(name: str) -> None:
-    assert found({name: ANY}) == [(ANY, name)]
+    assert secret_variables({name: ANY}) == [(ANY, name)]
 
 
 @pytest.mark.fault("S10")
@@ -232,7 +232,7 @@ def test_names_of_secrets_are_known_in_all_their_forms(name: str) -> None:
     ],
 )  # fmt: skip
 def test_ordinary_names_are_none_of_secrets(name: str) -> None:
-    assert found({name: ANY}) == []
+    assert secret_variables({name: ANY}) == []
 
 
 @pytest.mark.fault("S10")
@@ -253,7 +253,7 @@ def test_ordinary_names_are_none_of_secrets(name: str) -> None:
     ],
 )  # fmt: skip
 def test_what_a_well_known_service_has_issued_is_a_secret_under_any_name(value: str) -> None:
-    assert found({"ANY_NAME": value}) == [(value, "ANY_NAME")]
+    assert secret_variables({"ANY_NAME": value}) == [(value, "ANY_NAME")]
 
 
 @pytest.mark.fault("S10")
@@ -266,7 +266,7 @@ def test_what_a_well_known_service_has_issued_is_a_secret_under_any_name(value: 
     ],
 )  # fmt: skip
 def test_what_only_resembles_one_is_none(name: str, value: str) -> None:
-    assert found({name: value}) == []
+    assert secret_variables({name: value}) == []
 
 
 @pytest.mark.fault("S10")

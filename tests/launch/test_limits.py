@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddpexp.system import limits
-from ddpexp.system.limits import _describe_process_limit, human, reason, said_with_limit, told_apart
+from ddpexp.system.limits import _describe_process_limit, distinguishable, human, reason, reason_with_limit
 from tests.conftest import PATIENCE, ROOT
 
 
@@ -35,7 +35,7 @@ def test_bytes_are_said_in_units_of_a_thousand() -> None:
     ],
 )
 def test_two_sizes_are_said_with_as_many_digits_as_tell_them_apart(one: int, other: int, said: tuple[str, str]) -> None:
-    assert told_apart(one, other) == said
+    assert distinguishable(one, other) == said
 
 
 # --------------------------------------------------------------------------------------------------- processes and
@@ -44,7 +44,7 @@ def test_two_sizes_are_said_with_as_many_digits_as_tell_them_apart(one: int, oth
 SLEEPERS = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 started, said = [], "nothing was refused"
 {before}
 try:
@@ -54,7 +54,7 @@ try:
             time.sleep(1000)
         started.append(pid)
 except OSError as error:
-    said = said_with_limit(error)
+    said = reason_with_limit(error)
 finally:
     for pid in started:
         os.kill(pid, signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_a_disk_without_inodes_says_so_and_not_how_many_bytes_are_free(small: Pa
         except OSError as found:
             error = found
     assert error is not None
-    assert said_with_limit(error) == (
+    assert reason_with_limit(error) == (
         f"No space left on device (no inodes are left: the file system of {small} holds all 20 files that it can, "
         "though 2.1 MB "
         f"are free: remove files)"
@@ -204,11 +204,11 @@ def test_a_full_disk_says_how_many_bytes_it_has(small: Path) -> None:
             file.write(b"x")
     assert reason(caught.value) is None  # what a write was about, the error does not know
     said = f"No space left on device (0 bytes of 2.1 MB and 18 files are free on the file system of {small})"
-    assert said_with_limit(caught.value, small / "not/there/yet") == said
+    assert reason_with_limit(caught.value, small / "not/there/yet") == said
 
 
 def test_a_quota_is_not_taken_for_a_full_disk(tmp_path: Path) -> None:
-    said = said_with_limit(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), tmp_path)
+    said = reason_with_limit(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), tmp_path)
     assert said.startswith(f"Disk quota exceeded (a quota on the file system of {tmp_path} is used up, though ")
     assert said.endswith(" are free there: quota -s shows yours)")
 
@@ -222,4 +222,4 @@ def test_the_machines_limit_on_open_files_is_named() -> None:
 def test_other_errors_mean_no_limit() -> None:
     assert reason(OSError(errno.ENOENT, "x")) is None
     assert reason(OSError(errno.ENOSPC, "x")) is None
-    assert limits.said_with_limit(ValueError("x")) == "ValueError: x"
+    assert limits.reason_with_limit(ValueError("x")) == "ValueError: x"

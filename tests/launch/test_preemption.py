@@ -533,7 +533,7 @@ def test_a_step_that_has_passed_is_an_error_and_no_silence() -> None:
 def test_without_a_command_nothing_is_asked_for() -> None:
     control = Control.from_environ({})
     control.step = 3
-    assert (control.poll(3, save=True), control.asked_to_stop, control.step) == (None, False, 3)
+    assert (control.poll(3, save=True), control.stop_requested, control.step) == (None, False, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, None], ids=["stop", "refusal"])

@@ -24,7 +24,8 @@ from ddpexp.config.schema import Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.plan.build import learn
+from ddpexp.plan.arguments import PlanArguments
+from ddpexp.plan.build import collect
 from ddpexp.plan.calibrate import _seconds, num_steps, run_words, step_ms
 from ddpexp.plan.layout import assume
 from ddpexp.plan.memory import checkpoint_files, checkpoints_at_once, num_checkpoints, parts
@@ -42,9 +43,8 @@ from ddpexp.plan.speed import (
     through_backend,
     through_memory,
 )  # fmt: skip
-from ddpexp.plan.words import Words
-from ddpexp.run.jobs import Training
 from ddpexp.run.prepare import prepare
+from ddpexp.run.training import Training
 from ddpexp.strategy.comm.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
 from ddpexp.strategy.comm.shared_memory import size_of
 from ddpexp.strategy.ddp_memory import _GATHERED, buckets, carrier, exchange_bytes, keeps_buckets
@@ -205,15 +205,17 @@ def test_partial_sums_are_as_many_as_a_counter_has_digits() -> None:
 )
 def test_a_wrong_option_is_refused(typed: str, refused: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        Words.of([typed])
+        PlanArguments.of([typed])
     assert str(caught.value) == refused
 
 
 def test_options_stand_anywhere_among_the_words() -> None:
-    found = Words.of(
+    found = PlanArguments.of(
         ["--json", "recipe=mnist", "--alpha_us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"]
     )
-    assert found == Words(("recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"), json=True, alpha_us=5.0, cores=96)
+    assert found == PlanArguments(
+        ("recipe=mnist", "--config-dir", "conf", "trainer.gpus=2"), json=True, alpha_us=5.0, cores=96
+    )
 
 
 def test_what_building_without_memory_finds_is_what_a_run_has(ddpexp: Ddpexp) -> None:
@@ -311,7 +313,7 @@ def test_activations_are_what_goes_into_each_layer(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(digits_cache))
     asked = experiment_of(mine, "model=large", "model.width=64", "model.depth=3")
-    found, _ = learn(asked, layout(), prepare(asked.data, asked.trust), None)
+    found, _ = collect(asked, layout(), prepare(asked.data, asked.trust), None)
     assert found.batch_bytes == 64 * (784 * 4 + 8)
     into_layers = 64 * 64 * 4 * 3
     assert found.activations_bytes is not None
@@ -320,10 +322,10 @@ def test_activations_are_what_goes_into_each_layer(
 
 def test_code_that_does_not_work_without_memory_is_built_and_told(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpexp.plan.build._bound_memory", lambda: None)  # it would bind this process
-    found, steps = learn(experiment_of(mine, "model=counting"), layout(), None, 640)
+    found, steps = collect(experiment_of(mine, "model=counting"), layout(), None, 640)
     assert steps == {"steps_per_epoch": 5, "num_steps": 10}
     assert found.state_bytes == {"model": 7850 * 4}
-    assert found.notes["model"].startswith("really built, for its code does not work on torch's meta device (")
+    assert found.notes["model"].startswith("built in memory, because its code does not work on torch's meta device (")
 
 
 def test_what_a_run_would_refuse_is_refused_with_the_same_sentence(ddpexp: Ddpexp, tmp_path: Path) -> None:
@@ -390,9 +392,10 @@ def test_what_slurm_is_asked_for_is_told() -> None:
         "launcher.time=60",
     ]
     job = training(*words)
-    lines = assume(job, job.experiment.launcher).resources
+    request = assume(job, job.experiment.launcher).request
+    assert request is not None
     assert {"#SBATCH --nodes=2", "#SBATCH --cpus-per-task=48", "#SBATCH --gpus-per-node=8", "#SBATCH --time=60"} <= set(
-        lines
+        request.lines
     )
 
 
@@ -536,7 +539,7 @@ def test_the_time_is_left_out_with_a_sentence_or_told_with_its_costs() -> None:
     assert outcome.step() == "left out: give --compute_ms, --alpha_us and --bandwidth_gbps, or measure with --calibrate"
     assert outcome.as_dict()["step"]["total_ms"] is None
     half = replace(outcome, costs=Costs(10))
-    assert half.step() == "left out: give --alpha_us and --bandwidth_gbps, which one worker alone does not tell"
+    assert half.step() == "left out: give --alpha_us and --bandwidth_gbps, which cannot be measured with one worker"
     whole = replace(outcome, costs=Costs(10, alpha_us=10, bandwidth_gbps=80))
     found = whole.as_dict()["step"]
     assert found["total_ms"] == pytest.approx(10 + 2 * 4 * 0.01 + 2 * 4e6 / 1e7, rel=1e-3)  # NCCL's tree

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,8 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.run import lock
 from ddpexp.run.lock import Owner, read, take
+from ddpexp.system.job_schedulers import ScheduledJob
+from ddpexp.system.job_schedulers.slurm import SLURM, SlurmScheduler
 from tests.conftest import PATIENCE, Ddpexp, finish, starts_of
 from tests.points import Recipe, wait_for
 
@@ -77,7 +79,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def write(folder: Path, owner: Owner) -> None:
-    (folder / "lock").write_text(json.dumps(asdict(owner)))
+    (folder / "lock").write_text(json.dumps(owner.as_record()))
 
 
 def gone() -> Owner:
@@ -178,11 +180,11 @@ def test_without_locks_of_the_file_system_the_words_decide(folder: Path, monkeyp
         f"cannot be checked from this host (this file system has no locks): end it there, or remove {folder}/lock "
         "when nothing runs in it any more."
     )
-    write(folder, replace(elsewhere, slurm_job="12"))
+    write(folder, replace(elsewhere, job=ScheduledJob(SLURM, "12")))
     for over, lives in ((None, "cannot be checked"), (False, "is in use by process")):
-        monkeypatch.setattr(lock, "is_over", lambda job, over=over: over)
+        monkeypatch.setattr(SlurmScheduler, "is_over", lambda scheduler, job_id, over=over: over)
         assert lives in refused(folder)
-    monkeypatch.setattr(lock, "is_over", lambda job: job == "12")
+    monkeypatch.setattr(SlurmScheduler, "is_over", lambda scheduler, job_id: job_id == "12")
     taken(folder).release()
 
 

@@ -66,11 +66,11 @@ def test_each_thing_is_there_once() -> None:
 
 def test_of_an_earlier_start_the_manifest_says_what_was_other() -> None:
     first = described(argv=["one"])
-    second = described(first, argv=["one"], layout=Layout(1, 2, "cpu", "gloo", 2), changes=["4 -> 2 workers"])
+    second = described(first, argv=["one"], layout=Layout(1, 2, "cpu", "gloo", 2), changes=["2 workers instead of 4"])
     third = described(second, argv=["one"], layout=Layout(1, 2, "cpu", "gloo", 2))
     [one, two] = third["earlier"]
     assert one == {"started": first["started"], "world": first["world"], "changes": []}
-    assert two == {"started": second["started"], "changes": ["4 -> 2 workers"]}
+    assert two == {"started": second["started"], "changes": ["2 workers instead of 4"]}
 
 
 def test_a_manifest_of_an_older_version_goes_on() -> None:

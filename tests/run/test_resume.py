@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from ddpexp.launch import Layout
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
-from ddpexp.run.resume import merge_overrides
+from ddpexp.run.resume import PreviousRun, resolve_layout
+from ddpexp.run.resume_arguments import merge_overrides
 from tests.cli.test_evaluate import listing
 from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, starts_of
 from tests.points import Recipe, wait_for
@@ -104,9 +106,19 @@ def interrupted(recipe: Recipe, *words: str, number: int = signal.SIGTERM) -> tu
     return finish(process, run), run
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "note"),
+    [(2, 1, ["1 worker instead of 2"]), (1, 4, ["4 workers instead of 1"]), (2, 2, [])],
+)
+def test_another_number_of_workers_is_noted(before: int, now: int, note: list[str]) -> None:
+    previous = PreviousRun({"world": {"world_size": before, "threads": 1, "device": "cpu"}})
+    layout = Layout(1, now, "cpu", "gloo", 1)
+    assert resolve_layout(previous, layout, "auto") == (layout, note)
+
+
 # A finished run.
 
-FINISHED = "is finished at step 10 (eval/accuracy 67.0 %): nothing to do.\n"
+FINISHED = "is finished at step 10 (eval/accuracy 67.00%): nothing to do.\n"
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(ddpexp: Ddpexp, run: Path) -> None:
@@ -159,12 +171,12 @@ def test_a_finished_run_goes_on_when_it_is_asked_to_be_longer(ddpexp: Ddpexp, ru
     assert yaml.safe_load((run / "config-1.yaml").read_text())["trainer"]["epochs"] == 2
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["epochs"] == 4
     assert resumed(ddpexp, "run").out == f"ddpexp: run {FINISHED}".replace("step 10", "step 12").replace(
-        "67.0", percent(run)
+        "67.00", percent(run)
     )
 
 
 def percent(run: Path) -> str:
-    return f"{100 * json.loads((run / 'result.json').read_text())['metrics']['eval/accuracy']:.1f}"
+    return f"{100 * json.loads((run / 'result.json').read_text())['metrics']['eval/accuracy']:.2f}"
 
 
 # An unfinished one.
@@ -205,7 +217,7 @@ def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Pa
     assert done.code == 0, done.err
     log = (stopped / "run.log").read_text()
     for line in (
-        "2 -> 1 workers",
+        "1 worker instead of 2",
         "changed: optimizer.lr 0.1 -> 0.02, scheduler._target_ onecycle -> cosine, ",
         "also other than before: trainer.gpus 2 -> 1, trainer.log_every 5 -> 2",
     ):
@@ -394,7 +406,7 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     )
     spawned = resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), "launcher=spawn")
     assert spawned.code == 0, spawned.err
-    assert "2 -> 1 workers" in spawned.out
+    assert "1 worker instead of 2" in spawned.out
 
 
 def test_elastic_starts_its_ranks_for_a_run_that_goes_on(ddpexp: Ddpexp, stopped: Path) -> None:
@@ -561,7 +573,7 @@ def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Dd
         [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), (
+    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.00", percent(stopped))), (
         after.stderr
     )
 

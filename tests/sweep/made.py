@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def run(
 
 def hold(path: Path, **changed: Any) -> None:
     """Write this test's process into a directory's lock, as the command that has it, or another one."""
-    (path / "lock").write_text(json.dumps(asdict(replace(Owner.here(), **changed))))
+    (path / "lock").write_text(json.dumps(replace(Owner.here(), **changed).as_record()))
 
 
 def hold_dead(path: Path) -> None:

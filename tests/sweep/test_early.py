@@ -8,47 +8,47 @@ from pathlib import Path
 
 import pytest
 
-from ddpexp.sweep.early import curve_of, why_hopeless
+from ddpexp.sweep.early import curve_of, prune_reason
 from tests.sweep.conftest import Sweeps
 
 FIVE = {number: [(10, float(number)), (20, float(number) / 2)] for number in range(5)}
 
 
 def test_worse_than_the_median_of_the_others_is_hopeless() -> None:
-    assert why_hopeless("median", "min", 1, 3, 2, FIVE) is None
-    said = why_hopeless("median", "min", 1, 3, 4, FIVE)
+    assert prune_reason("median", "min", 1, 3, 2, FIVE) is None
+    said = prune_reason("median", "min", 1, 3, 4, FIVE)
     assert said == "2 at step 20 is worse than the median 0.75 of 4 others"
-    assert why_hopeless("median", "max", 1, 3, 4, FIVE) is None
-    assert why_hopeless("median", "max", 1, 3, 0, FIVE) == "0 at step 20 is worse than the median 2.5 of 4 others"
+    assert prune_reason("median", "max", 1, 3, 4, FIVE) is None
+    assert prune_reason("median", "max", 1, 3, 0, FIVE) == "0 at step 20 is worse than the median 2.5 of 4 others"
 
 
 def test_a_median_is_of_those_that_came_as_far_and_of_four_at_least() -> None:
     ahead = {**FIVE, 4: [*FIVE[4], (30, 99.0)]}
-    assert why_hopeless("median", "min", 1, 3, 4, ahead) is None
-    assert why_hopeless("median", "min", 30, 3, 3, FIVE) is None
-    assert why_hopeless("median", "min", 1, 3, 4, {key: FIVE[key] for key in (0, 1, 2, 4)}) is None
+    assert prune_reason("median", "min", 1, 3, 4, ahead) is None
+    assert prune_reason("median", "min", 30, 3, 3, FIVE) is None
+    assert prune_reason("median", "min", 1, 3, 4, {key: FIVE[key] for key in (0, 1, 2, 4)}) is None
 
 
 def test_what_a_job_has_reached_before_counts() -> None:
     curves = {**FIVE, 5: [(10, 0.0), (20, 50.0)]}
-    assert why_hopeless("median", "min", 1, 3, 5, curves) is None
+    assert prune_reason("median", "min", 1, 3, 5, curves) is None
 
 
 def test_a_job_without_a_number_is_hopeless_and_one_without_an_evaluation_is_not() -> None:
     curves = {**FIVE, 5: [(10, math.nan)], 6: []}
-    assert why_hopeless("median", "min", 1, 3, 5, curves) is not None
-    assert why_hopeless("median", "min", 1, 3, 6, curves) is None
-    assert why_hopeless("halving", "max", 10, 3, 5, curves) is not None
+    assert prune_reason("median", "min", 1, 3, 5, curves) is not None
+    assert prune_reason("median", "min", 1, 3, 6, curves) is None
+    assert prune_reason("halving", "max", 10, 3, 5, curves) is not None
 
 
 def test_halving_lets_the_best_of_each_three_go_on_at_each_rung() -> None:
     curves = {number: [(10, float(number))] for number in range(6)}
-    on = [number for number in curves if why_hopeless("halving", "min", 10, 3, number, curves) is None]
+    on = [number for number in curves if prune_reason("halving", "min", 10, 3, number, curves) is None]
     assert on == [0, 1]
     first = {number: curves[number] for number in (4, 5)}
-    assert all(why_hopeless("halving", "min", 10, 3, number, first) is None for number in first)
+    assert all(prune_reason("halving", "min", 10, 3, number, first) is None for number in first)
     later = {**curves, 0: [(10, 0.0), (30, 7.0)], 1: [(10, 1.0), (30, 3.0)], 2: [(10, 0.5), (30, 1.0)]}
-    assert why_hopeless("halving", "min", 10, 3, 0, later) == "7 at step 30 is number 3 of 3: one in 3 continues"
+    assert prune_reason("halving", "min", 10, 3, 0, later) == "7 at step 30 is number 3 of 3: one in 3 continues"
 
 
 def test_a_curve_is_read_up_to_what_is_written_whole(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_hopeless_job_saves_and_leaves_with_all_its_ranks_and_stays_so(sweeps:
     [
         (
             ("sweep.early_stop=median",),
-            r"sweep\.early_stop=median compares objectives: say which with sweep\.objective=eval/loss",
+            r"sweep\.early_stop=median compares objectives: name one with sweep\.objective=eval/loss",
         ),
         (("sweep.early_stop=medium",), r"sweep\.early_stop=medium is not .*Did you mean sweep\.early_stop=median"),
         (

@@ -21,7 +21,7 @@ def rows(**swept: list[str]) -> list[Row]:
             "metrics": {},
             "step": 1,
             "seconds": 1.0,
-            "job_id": None,
+            "job": None,
             "message": None,
             "started": 0.0,
         }

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from ddpexp.errors import RefusedError
-from ddpexp.sweep.folder import SweepDir, asked_of
+from ddpexp.sweep.folder import SweepDir, read_command
 
 
 def test_words_that_are_lost_are_one_sentence_with_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(RefusedError) as error:
-        asked_of(SweepDir(tmp_path))
+        read_command(SweepDir(tmp_path))
     why = "No such file or directory"
     assert str(error.value) == (
-        f"{tmp_path}/sweep.yaml cannot be read ({why}): type the sweep's own words again, with "
+        f"{tmp_path}/sweep.yaml cannot be read ({why}): restate the sweep's own overrides, with "
         f"hydra.sweep.dir={tmp_path}."
     )

@@ -77,7 +77,7 @@ def test_an_objective_that_no_job_reports_is_told_at_once_with_the_right_word(sw
             r"ddpexp: hydra/sweeper=optuna does not take one of: .*hydra\.sweeper\.n_trials=0",
         ),
         (("hydra/sweeper=optuna",), (
-            r"hydra/sweeper chooses jobs by their results: say by which with "
+            r"hydra/sweeper chooses jobs by their results: name the metric with "
             r"sweep\.objective="
         )),
         (("hydra/sweeper=optuna", "sweep.objective=eval/accuracy", "sweep.mode=max"),

@@ -196,12 +196,12 @@ def test_a_submitted_job_is_in_the_queue_or_gone(tmp_path: Path, monkeypatch: py
     fake.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     rows = rows_of(made.path)
-    assert [(row.status, row.job_id) for row in rows] == [
+    assert [(row.status, row.job and row.job.id) for row in rows] == [
         ("submitted", "12_0"),
         ("submitted", "12_1"),
         ("killed", "15"),
     ]
-    assert rows[2].message == "Slurm job 15 is not in the queue any more, and has left no word"
+    assert rows[2].message == "Slurm job 15 is no longer in the queue, and has recorded no result"
     assert "--jobs=12,15\n" in (tmp_path / "asked").read_text()  # once for all of them
 
 

@@ -112,7 +112,7 @@ def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
     again = sweeps.again(sweep.path, "model.hidden=8,9")
     assert again.code == 0, again.err
     assert (
-        "3 of the directory's jobs are not finished, and not among these words: 0001_model.hidden=13, 0003_model"
+        "3 of the directory's jobs are not finished, and not part of this command: 0001_model.hidden=13, 0003_model"
         in again.err
     )
     assert {path.name: (path / "result.json").read_text().count('"done"') for path in again.jobs()} == {
@@ -345,5 +345,5 @@ def test_a_sweeps_own_word_of_whose_code_runs_does_not_count(sweeps: Sweeps) -> 
     sweep = sweeps("trainer.seed=0,1")
     refused = sweeps.again(sweep.path, trusted=False)
     assert refused.code == 2
-    assert "which counts only when it is typed again" in refused.err
+    assert "which counts only when it is restated" in refused.err
     assert f"--config-dir {sweeps.recipe.folder / 'conf'}" in refused.err

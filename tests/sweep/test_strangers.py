@@ -25,7 +25,7 @@ def given(path: Path, *words: str) -> SweepDir:
     """Make a sweep's directory as somebody else could have left it."""
     folder = SweepDir(path)
     path.mkdir()
-    folder.asked.write_text(yaml.safe_dump({"words": list(words), "options": []}))
+    folder.command.write_text(yaml.safe_dump({"words": list(words), "options": []}))
     folder.record.write_text('{"event": "sweep", "time": 1}\n')
     return folder
 
@@ -84,7 +84,7 @@ def test_of_a_key_that_is_typed_again_nothing_else_counts(tmp_path: Path) -> Non
     folder = given(tmp_path / "theirs", *WORDS, "run.trust=[theirs]", "run.trust=[os]")
     swept = resumed([str(folder.path), "run.trust=[mine]"], ["ddpexp", "resume", str(folder.path), "run.trust=[mine]"])
     assert [word for word in swept.words if "trust" in word] == ["run.trust=[mine]"]
-    with pytest.raises(RefusedError, match="counts only when it is typed again"):
+    with pytest.raises(RefusedError, match="counts only when it is restated"):
         resumed([str(folder.path)], ["ddpexp", "resume", str(folder.path)])
 
 
@@ -96,7 +96,7 @@ def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_typed_a
     folder = given(tmp_path / "theirs", *WORDS, word)
     done = sweeps.again(folder.path, trusted=False)
     assert done.code == 2
-    assert f"says itself what code runs, where, or from which weights ({word})" in done.err
+    assert f"records what code runs, where, or from which weights ({word})" in done.err
     assert done.err.endswith(f" {word}\n")
     assert not (tmp_path / "theirs/logs").exists()
     typed = resumed([str(folder.path), word], ["ddpexp", "resume", str(folder.path), word])

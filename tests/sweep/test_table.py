@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ddpexp.sweep import table
+from ddpexp.sweep import comparison, table, table_files
 from ddpexp.sweep.grid import Fitted, show
 from ddpexp.sweep.rows import Goal, Row, rows_of
+from ddpexp.system.job_schedulers import ScheduledJob
+from ddpexp.system.job_schedulers.slurm import SLURM
 from tests.sweep.made import Made
 
 LOSS = Goal("eval/loss", "min")
@@ -24,7 +26,7 @@ LOSS = Goal("eval/loss", "min")
 def row(number: int, objective: float | None = None, status: Any = "done", **changed: Any) -> Row:
     facts: dict[str, Any] = {
         "name": f"{number:04d}", "path": Path(f"/sweep/{number:04d}"), "overrides": {"optimizer.lr": f"0.{number}"},
-        "metrics": {} if objective is None else {"eval/loss": objective}, "step": 100, "seconds": 1.5, "job_id": None,
+        "metrics": {} if objective is None else {"eval/loss": objective}, "step": 100, "seconds": 1.5, "job": None,
         "message": None, "started": 1e9, "ended": 1e9 + number,
     }  # fmt: skip
     return Row(number=number, status=status, objective=objective, **{**facts, **changed})
@@ -43,34 +45,34 @@ def test_columns_are_what_varies() -> None:
         row(0, overrides={"recipe": "points", "optimizer.lr": "0.1", "model": "a"}),
         row(1, overrides={"recipe": "points", "optimizer.lr": "0.1", "model": "b", "data.train": "7"}),
     ]
-    assert table.varying(rows) == ["model", "data.train"]
-    assert table.varying(rows[:1]) == []
+    assert comparison.varying(rows) == ["model", "data.train"]
+    assert comparison.varying(rows[:1]) == []
 
 
 def test_the_best_is_marked_by_the_mode_and_nan_never_is() -> None:
     rows = [row(0, 0.5), row(1, math.nan), row(2, 0.25), row(3), row(4, 0.75), row(5, math.inf), row(6, -math.inf)]
     for mode, number in (("min", 2), ("max", 4)):
         goal = Goal("eval/loss", mode)  # type: ignore[arg-type]
-        found = table.best_of(rows, goal)
+        found = comparison.best_of(rows, goal)
         assert found is rows[number]
         [marked] = [line for line in text_of(table.render(rows, goal)).splitlines() if " best " in line]
         assert f"000{number}" in marked
-    assert table.best_of([row(0, math.nan), row(1)], LOSS) is None
-    assert table.best_of(rows, Goal()) is None
+    assert comparison.best_of([row(0, math.nan), row(1)], LOSS) is None
+    assert comparison.best_of(rows, Goal()) is None
 
 
 def test_a_job_that_failed_is_never_the_best_and_one_that_runs_only_while_none_is_done() -> None:
     rows = [row(0, 0.1, "failed"), row(1, 0.5, "running"), row(2, 0.9, "done")]
-    assert table.best_of(rows, LOSS) is rows[2]
-    assert table.best_of(rows[:2], LOSS) is rows[1]
-    assert table.best_of(rows[:1], LOSS) is None
+    assert comparison.best_of(rows, LOSS) is rows[2]
+    assert comparison.best_of(rows[:2], LOSS) is rows[1]
+    assert comparison.best_of(rows[:1], LOSS) is None
 
 
 def test_the_best_comes_first_and_what_has_no_value_last() -> None:
     rows = [row(0), row(1, math.nan), row(2, 0.5), row(3, 0.25)]
-    assert [one.number for one in table.sorted_rows(rows, LOSS)] == [3, 2, 0, 1]
-    assert [one.number for one in table.sorted_rows(rows, Goal("eval/loss", "max"))] == [2, 3, 0, 1]
-    assert [one.number for one in table.sorted_rows(rows, Goal())] == [0, 1, 2, 3]
+    assert [one.number for one in comparison.sorted_rows(rows, LOSS)] == [3, 2, 0, 1]
+    assert [one.number for one in comparison.sorted_rows(rows, Goal("eval/loss", "max"))] == [2, 3, 0, 1]
+    assert [one.number for one in comparison.sorted_rows(rows, Goal())] == [0, 1, 2, 3]
 
 
 def seeded(values: dict[tuple[str, str], float | None], status: str = "done") -> list[Row]:
@@ -87,7 +89,7 @@ def seeded(values: dict[tuple[str, str], float | None], status: str = "done") ->
 
 def test_seeds_have_a_mean_and_a_sample_deviation() -> None:
     rows = seeded({("0.1", "0"): 0.5, ("0.2", "0"): 0.2, ("0.1", "1"): 0.1, ("0.2", "1"): 0.3, ("0.2", "2"): None})
-    one, two = table.over_seeds(rows)
+    one, two = comparison.over_seeds(rows)
     assert (one.overrides, one.jobs) == ({"optimizer.lr": "0.1"}, 2)
     assert one.mean == pytest.approx(0.3)
     assert one.deviation == pytest.approx(statistics.stdev([0.5, 0.1]))
@@ -111,17 +113,17 @@ def test_a_mean_with_nan_is_nan_and_one_seed_has_no_deviation() -> None:
 
 def test_seeds_alone_are_one_group_and_no_seeds_are_none() -> None:
     rows = [row(number, number / 10, overrides={"trainer.seed": str(number), "model": "a"}) for number in range(3)]
-    [group] = table.over_seeds(rows)
+    [group] = comparison.over_seeds(rows)
     assert group.overrides == {}
     assert group.mean == pytest.approx(0.1)
-    assert table.over_seeds([row(0, 0.5), row(1, 0.5)]) == []
+    assert comparison.over_seeds([row(0, 0.5), row(1, 0.5)]) == []
     assert table.seeds_grid([row(0, 0.5), row(1, 0.5)], LOSS) is None
 
 
 def test_accuracy_is_shown_in_percent_and_written_raw() -> None:
     rows = [row(0, 0.975, metrics={"eval/accuracy": 0.975, "eval/loss": 0.12345})]
     assert "97.50%" in text_of(table.render(rows, Goal("eval/accuracy", "max")))
-    [line] = csv.DictReader(io.StringIO(table.as_csv(rows)))
+    [line] = csv.DictReader(io.StringIO(table_files.as_csv(rows)))
     assert (line["eval/accuracy"], line["eval/loss"]) == ("0.975", "0.12345")
 
 
@@ -139,12 +141,12 @@ def test_csv_has_one_line_a_job_and_everything_that_is_known() -> None:
             "failed",
             overrides={"recipe": "points"},
             message="rank 0: no luck",
-            job_id="12_1",
+            job=ScheduledJob(SLURM, "12_1"),
             step=None,
             seconds=None,
         ),
     ]
-    first, second = csv.DictReader(io.StringIO(table.as_csv(rows)))
+    first, second = csv.DictReader(io.StringIO(table_files.as_csv(rows)))
     assert list(first) == [
         "job", "status", "recipe", "model.name", "eval/loss", "train/loss", "step", "seconds", "started", "ended",
         "job_id",
@@ -170,7 +172,7 @@ def test_markdown_is_a_table_whatever_the_values_hold() -> None:
         row(0, 0.5, overrides={"model.name": "a|b\n| c", "path": "<b>*x*"}, name="0000_a|b"),
         row(1, 0.25, overrides={"model.name": "[x](y)`", "path": "p\\q"}),
     ]
-    lines = table.as_markdown(rows, LOSS).splitlines()
+    lines = table_files.as_markdown(rows, LOSS).splitlines()
     assert lines[1] == "| --- | --- | ---: | --- | --- | ---: | ---: | --- |"
     for line in lines[:4]:
         assert len(re.findall(r"(?<!\\)\|", line.replace("\\\\", ""))) == 9, line
@@ -196,8 +198,8 @@ def test_nothing_prints_control_characters() -> None:
     ]
     for goal in (Goal(CONTROLS), Goal()):
         every = (
-            text_of(table.render(rows, goal)), text_of(table.live(rows, goal, 30)), table.as_csv(rows),
-            table.as_markdown(rows, goal),
+            text_of(table.render(rows, goal)), text_of(table.live(rows, goal, 30)), table_files.as_csv(rows),
+            table_files.as_markdown(rows, goal),
         )  # fmt: skip
         for text in every:
             assert not re.search(r"[\x00-\x09\x0b-\x1f\u202e]", text)
@@ -251,7 +253,7 @@ def mixed(jobs: int = 12, keys: int = 25) -> list[Row]:
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_a_table_of_many_columns_has_those_that_tell_most_runs_apart(width: int) -> None:
     rows = mixed()
-    keys = table.varying(rows)
+    keys = comparison.varying(rows)
     lines = text_of(table.render(rows, LOSS, again="ddpexp table X --all"), width).splitlines()
     assert max(map(len, lines)) <= width
     shown = lines[0].split()
@@ -272,7 +274,7 @@ def test_a_table_that_fits_says_nothing_of_columns_and_a_file_gets_all(capsys: p
     rows = mixed()
     show(table.render(rows, LOSS, again="ddpexp table X --all"))
     lines = capsys.readouterr().out.splitlines()
-    assert set(table.varying(rows)) < set(lines[0].split())
+    assert set(comparison.varying(rows)) < set(lines[0].split())
     assert "long" * 12 in lines[3]
     assert "columns" not in "".join(lines)
     for name in ("step", "time", "directory"):
@@ -322,8 +324,8 @@ def test_without_an_objective_all_metrics_are_shown_and_none_is_best() -> None:
 def test_a_table_of_nothing_is_a_sentence() -> None:
     assert "no jobs" in text_of(table.render([], LOSS))
     assert "no jobs" in text_of(table.live([], LOSS, 24))
-    assert table.as_csv([]).startswith("job,status")
-    assert "no jobs" in table.as_markdown([], LOSS)
+    assert table_files.as_csv([]).startswith("job,status")
+    assert "no jobs" in table_files.as_markdown([], LOSS)
 
 
 def test_files_are_replaced_as_a_whole_and_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -332,10 +334,10 @@ def test_files_are_replaced_as_a_whole_and_a_link_is_not_followed(tmp_path: Path
     kept = tmp_path / "kept.txt"
     kept.write_text("mine")
     (made.path / "sweep.csv").symlink_to(kept)
-    table.save(made.path, rows_of(made.path), LOSS)
+    table_files.save(made.path, rows_of(made.path), LOSS)
     assert kept.read_text() == "mine"
-    assert (made.path / "sweep.csv").read_text() == table.as_csv(rows_of(made.path))
-    assert (made.path / "sweep.md").read_text() == table.as_markdown(rows_of(made.path), LOSS)
+    assert (made.path / "sweep.csv").read_text() == table_files.as_csv(rows_of(made.path))
+    assert (made.path / "sweep.md").read_text() == table_files.as_markdown(rows_of(made.path), LOSS)
     assert not [path for path in made.path.iterdir() if path.name.startswith(".")]
 
 

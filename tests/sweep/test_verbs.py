@@ -127,7 +127,7 @@ def test_a_directory_that_cannot_be_written_is_said_and_the_table_is_shown(tmp_p
         (["table", "SWEEP", "--columns"], "--columns needs names"),
         (["table", "SWEEP", "--columns=eval/los"], "has such a key or metric. Did you mean --columns eval/loss?"),
         (["table", "SWEEP", "--columns", "time,trainer.sed"], "--columns trainer.sed: none of these"),
-        (["table", "SWEEP", "--csv", "--all"], "do not go together"),
+        (["table", "SWEEP", "--csv", "--all"], "are incompatible"),
         (["table", "SWEEP", "--csv", "--out", "x"], "type one of them"),
         (["table", "SWEPE"], "there is no such directory. Did you mean ./SWEEP?"),
         (["table", "empty"], "empty holds no sweep and no run"),

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 from ddpexp.launch import Job, Layout
+from ddpexp.system.job_schedulers.base import JobScheduler
+from ddpexp.system.job_schedulers.slurm import SLURM
 
 if TYPE_CHECKING:
     from ddpexp.launch.workers.client import Server
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What a launcher requests from a job scheduler for a job."""
+
+    scheduler: JobScheduler
+    lines: tuple[str, ...]  # of the job's script
+    summary: str  # the same in one line
+    layout: Layout | None  # that it implies; None where it depends on the GPUs of the nodes
+    cores: int | None  # of a node; None: the scheduler's default
 
 
 class Launcher:
@@ -20,6 +34,7 @@ class Launcher:
     it implements `launch`. The other attributes and methods declare its properties to the rest of ddpexp.
     """
 
+    job_scheduler: ClassVar[JobScheduler] = SLURM  # whose job ids a `Submitter` reports
     provides_mpi: ClassVar[bool] = False  # its ranks are started by mpirun, so trainer.backend=mpi can work
     # Fields that run code or connect to others: their values in a run directory are not trusted.
     restate_on_resume: ClassVar[Sequence[str]] = ()
@@ -52,15 +67,23 @@ class Launcher:
         """
         raise NotImplementedError
 
-    def words_of_this_machine(self) -> list[str]:
+    def arguments_of_this_machine(self) -> list[str]:
         """Return the overrides that differ between machines, such as `launcher.node_rank=1`."""
         return []
 
-    def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
+    def arguments_for_allocation(self, job: Job, layout: Layout) -> list[str]:
         """Return overrides for what a job got from its allocation instead of from overrides."""
         return []
 
-    def restated_words(self) -> list[str]:
+    def resource_request(self, job: Job, nodes: int) -> ResourceRequest | None:
+        """Return what would be requested from a job scheduler to run a job; None if it runs without one.
+
+        Raises:
+            RefusedError: the scheduler would reject it.
+        """
+        return None
+
+    def arguments_on_resume(self) -> list[str]:
         """Return the overrides that a user must restate to resume: see `restate_on_resume`."""
         return [
             f"launcher.{name}={json.dumps(value)}" for name in self.restate_on_resume if (value := getattr(self, name))

@@ -62,7 +62,7 @@ class Spawn(Launcher):
         """Return whether workers are forked from a warm server."""
         return self.start_method == "forkserver"
 
-    def words_of_this_machine(self) -> list[str]:
+    def arguments_of_this_machine(self) -> list[str]:
         """Return the override with this machine's number, where several machines are started by hand."""
         return [f"launcher.node_rank={self.node_rank}"] if self.node_rank is not None else []
 

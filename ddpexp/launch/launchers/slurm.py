@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import signal
 import sys
@@ -18,15 +17,15 @@ from typing import ClassVar, Literal
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, EXIT_REFUSED, Failure, RefusedError, StoppedError, first_end
 from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.launch.launchers import slurm_array
-from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.base import Launcher, ResourceRequest
 from ddpexp.launch.launchers.slurm_array import status
 from ddpexp.launch.launchers.slurm_context import OF_OTHER_TASKS, check_not_running, requeue_job, step_key, where
-from ddpexp.launch.launchers.slurm_follow import follow_job, leave_running
+from ddpexp.launch.launchers.slurm_submit import submit_job
 from ddpexp.launch.launchers.slurm_text import (
+    check_time,
     forwarding_sigint,
     gpus_of_all_tasks,
     limit_seconds,
-    log_name,
     output_pattern,
     quoted,
 )
@@ -37,19 +36,10 @@ from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
 from ddpexp.system import start
+from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.programs import find
-from ddpexp.system.slurm import own_id, sbatch, signals_wait
 from ddpexp.system.terminal import say
-
-_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)  # sbatch's --time
-
-
-def _time_meant(text: str) -> str:
-    match = re.fullmatch(r"(\d+) ?(m|min|minutes?|h|hours?|d|days?)", text.lower())
-    if match is None:
-        return ""
-    return f" Did you mean launcher.time={match[1]}{ {'m': '', 'h': ':00:00', 'd': '-0'}[match[2][0]] }?"
 
 
 @dataclass(frozen=True)
@@ -88,11 +78,7 @@ class Slurm(Launcher):
 
     def __post_init__(self) -> None:
         """Refuse a limit of time that sbatch would not read."""
-        if isinstance(self.time, str) and not _TIME.fullmatch(self.time):
-            raise RefusedError(
-                f"launcher.time={self.time} is no time for Slurm: write minutes, hours:minutes:seconds, or "
-                f"days-hours.{_time_meant(self.time)}"
-            )
+        check_time(self.time)
 
     @property
     def ranks_started_externally(self) -> bool:
@@ -103,7 +89,7 @@ class Slurm(Launcher):
         """Return srun's command line; like `Launcher.started_by`."""
         return started_by.srun()
 
-    def words_of_allocation(self, job: Job, layout: Layout) -> list[str]:
+    def arguments_for_allocation(self, job: Job, layout: Layout) -> list[str]:
         """Return overrides for the nodes and GPUs that a job got from its allocation instead of from overrides."""
         nodes = [f"trainer.nodes={layout.nodes}"] if job.request.nodes == "auto" and layout.nodes > 1 else []
         gpus = layout.device == "cuda" and not self._gpus()
@@ -184,7 +170,7 @@ class Slurm(Launcher):
         """Requeue the job when SIGUSR2 stops it, and print which restart this is."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
-            say(f"ddpexp: restart {restarts} of Slurm job {own_id()}")
+            say(f"ddpexp: restart {restarts} of Slurm job {SLURM.job_id()}")
         try:
             yield
         except StoppedError as error:
@@ -195,47 +181,11 @@ class Slurm(Launcher):
 
     def _submit(self, job: Job, nodes: int) -> int:
         # Refuses values that a script cannot hold, before anything is written.
-        planned = self.script(job, nodes, job.folder / "RUN_DIR")
+        text = self.script(job, nodes, job.folder / "RUN_DIR")
         if self.dry_run:
-            print(planned, end="")
+            print(text, end="")
             return EXIT_DONE
-        job.prepare()
-        run = job.create().resolve()
-        script = run / "job.sbatch"
-        script.write_bytes(os.fsencode(self.script(job, nodes, run)))
-        job.note("submitted")  # before the submission, since the job may begin at once
-        job_id = ""
-        try:
-            with signals_wait():
-                job_id = sbatch(script)
-                if status(run) == "submitted":  # not begun yet
-                    job.note("submitted", job_id=job_id)
-        except StoppedError as error:
-            if not job_id:
-                raise
-            return leave_running(job_id, error)
-        output = run / log_name(run, job_id)
-        say(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
-        if not self.wait:
-            log = shlex.quote(os.path.relpath(output))
-            say(f"follow it: tail -F {log}    queue: squeue -j {job_id}    end it: scancel {job_id}", sys.stdout)
-            return EXIT_DONE
-        return self._wait(job, job_id, run, output)
-
-    def _wait(self, job: Job, job_id: str, run: Path, output: Path) -> int:
-        """Show the job's output, record its end if it could not itself, and return its exit code."""
-        try:
-            job_state, code = follow_job(job_id, output)
-        except StoppedError as error:
-            return leave_running(job_id, error)
-        if job_state == "FORGOTTEN":  # it ended long ago, while this command was suspended
-            return EXIT_DONE if status(run) == "done" else EXIT_FAILED
-        if code and status(run) == "submitted":
-            text = f"job {job_id} ended as {job_state} before its command began: see {output}"
-            job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
-        if code:
-            say(f"ddpexp: job {job_id} ended as {job_state}")
-        return code
+        return submit_job(job, partial(self.script, job, nodes), self.wait)
 
     def _step(self, job: Job, nodes: int) -> int:
         if self.dry_run:
@@ -313,6 +263,12 @@ class Slurm(Launcher):
             *self.srun_args,
             self.python or sys.executable, "-m", "ddpexp", "member", str(run),
         ]  # fmt: skip
+
+    def resource_request(self, job: Job, nodes: int) -> ResourceRequest:
+        """Return what is requested from Slurm; like `Launcher.resource_request`."""
+        lines = [line for line in self.kind(job, nodes, job.folder).options if not line.startswith(_NO_RESOURCES)]
+        summary = "  ".join(line.removeprefix("#SBATCH ") for line in lines)
+        return ResourceRequest(SLURM, tuple(lines), summary, self.layout(job, nodes), self._cpus(job))
 
     def _signal_seconds(self, job: Job) -> int:
         """Return how long before its time limit the job gets a signal; Slurm may send it a minute earlier."""
@@ -406,6 +362,8 @@ _PASSED_THROUGH = (
     "reservation",
 )  # fmt: skip
 
+_NO_RESOURCES = tuple(f"#SBATCH --{name}" for name in ("output", "open-mode", "chdir", "job-name"))
+
 
 def _explain_no_requeue() -> str:
-    return f"job {own_id()} ends: launcher.requeue=false"
+    return f"job {SLURM.job_id()} ends: launcher.requeue=false"

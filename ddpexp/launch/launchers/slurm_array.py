@@ -15,8 +15,10 @@ from pathlib import Path
 
 from ddpexp.errors import ENDS, EXIT_DONE, EXIT_FAILED, Failure, FinishedError, RefusedError, StoppedError
 from ddpexp.launch import Job
-from ddpexp.system.limits import said_with_limit
-from ddpexp.system.slurm import ENDED, array_size, sbatch, signals_wait, state, states
+from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
+from ddpexp.system.job_schedulers.slurm import SLURM, array_size
+from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.process import deferred_stop_signals
 from ddpexp.system.terminal import say
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0  # all users of a cluster share the controller
@@ -106,7 +108,7 @@ def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[
         if job_ids:
             say(
                 f"ddpexp: {len(job_ids)} of {len(everything)} jobs are submitted and keep running; cancel them with "
-                f"scancel {_arrays(job_ids)}"
+                f"{SLURM.cancel_command(_arrays(job_ids))}"
             )
         raise
 
@@ -125,9 +127,9 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
     created = _create(jobs)
     if not created:
         return
-    with signals_wait():
+    with deferred_stop_signals():  # nothing else knows the jobs' ids until they are recorded
         try:
-            array = sbatch(_write(kind, [str(run) for _, _, run in created], folder))
+            array = SLURM.submit(_write(kind, [str(run) for _, _, run in created], folder))
         except RefusedError as error:
             text, code = str(error), error.exit_code
             for _, job, _ in created:
@@ -170,7 +172,7 @@ def _write(kind: Kind, runs: Sequence[str], folder: Path) -> Path:
                 break
             path = folder / f"array-{number}.sbatch"
     except OSError as error:
-        raise RefusedError(f"{path} cannot be written: {said_with_limit(error, path)}.") from None
+        raise RefusedError(f"{path} cannot be written: {reason_with_limit(error, path)}.") from None
     return path
 
 
@@ -180,30 +182,30 @@ def follow(job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> No
     begin = time.monotonic()
     try:
         while running:
-            job_states = states(running.values())
-            for number, job_id in [item for item in running.items() if job_states[item[1]] in ENDED]:
+            states = SLURM.states(running.values())
+            for number, job_id in [item for item in running.items() if states[item[1]].is_over]:
                 del running[number]
-                ended(number, job_states[job_id], _exit_code(job_id, job_states[job_id]))
+                ended(number, states[job_id].name, _exit_code(job_id, states[job_id]))
             if running:
                 time.sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, (time.monotonic() - begin) / 60)))
     except StoppedError as error:  # it stops this command, not the jobs
         say(
-            f"ddpexp: {len(running)} job{'s keep' if len(running) > 1 else ' keeps'} running; cancel them with scancel "
-            f"{_arrays(running.values())}"
+            f"ddpexp: {len(running)} job{'s keep' if len(running) > 1 else ' keeps'} running; cancel them with "
+            f"{SLURM.cancel_command(_arrays(running.values()))}"
         )
         error.quiet = True
         raise
 
 
-def _arrays(job_ids: Iterable[str]) -> str:
-    """Return the ids of the arrays, as arguments for scancel."""
-    return " ".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
+def _arrays(job_ids: Iterable[str]) -> list[str]:
+    """Return the ids of the arrays."""
+    return list(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
 
 
-def _exit_code(job_id: str, job_state: str) -> int:
-    if job_state in ("COMPLETED", "FORGOTTEN"):
+def _exit_code(job_id: str, state: JobState) -> int:
+    if state.name in ("COMPLETED", FORGOTTEN):
         return EXIT_DONE
-    return state(job_id)[1] or EXIT_FAILED
+    return SLURM.state(job_id)[1] or EXIT_FAILED
 
 
 def status(run: Path) -> str | None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from ddpexp.errors import RefusedError, StoppedError
+from ddpexp.system.job_schedulers.slurm import RUNNING, SLURM
 from ddpexp.system.programs import located
-from ddpexp.system.slurm import RUNNING, exact_id, own_id, states
 
 # Variables of an allocation on the tasks that it was made for; srun would apply them to ddpexp's one task per node.
 OF_OTHER_TASKS = (
@@ -23,11 +23,11 @@ OF_OTHER_TASKS = (
 
 def requeue_job(error: StoppedError) -> str:
     """Requeue the job, unless it would only repeat the same steps; return what was done."""
-    job_id = own_id()
+    job_id = SLURM.job_id()
     if not error.saved or error.step is None or error.step <= (error.began or 0):
         return f"job {job_id} is not requeued: it has saved no step since it started, and would do the same again"
     try:
-        argv = [located("scontrol"), "requeue", exact_id() or ""]
+        argv = [located("scontrol"), "requeue", SLURM.unique_job_id() or ""]
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace")
     except OSError as problem:
         return f"job {job_id} is not requeued: scontrol: {problem.strerror}"
@@ -67,12 +67,14 @@ def _has_terminal(pid: str) -> bool:
 def check_not_running(run: Path) -> None:
     """Refuse a run directory that another job is using, such as the same script submitted twice."""
     others = {path.stem.removeprefix("slurm-") for path in run.glob("slurm-*.log")} - {
-        own_id(),
+        SLURM.job_id(),
         os.environ["SLURM_JOB_ID"],
     }
-    for job_id, job_state in sorted(states(others).items()):
-        if job_state in RUNNING:
-            raise RefusedError(f"job {job_id} still runs in {run}: wait for its end, or end it with scancel {job_id}.")
+    for job_id, job_state in SLURM.states(sorted(others)).items():
+        if job_state.name in RUNNING:
+            raise RefusedError(
+                f"job {job_id} still runs in {run}: wait for its end, or end it with {SLURM.cancel_command([job_id])}."
+            )
 
 
 def step_key() -> str:

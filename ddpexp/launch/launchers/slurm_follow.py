@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, StoppedError
 from ddpexp.launch.workers.rank_log import Log
-from ddpexp.system.slurm import ENDED, state
+from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.terminal import Terminal, say
 
 _POLL_SECONDS = 1.0
@@ -15,7 +15,7 @@ _POLL_SECONDS = 1.0
 
 def leave_running(job_id: str, error: StoppedError) -> int:
     """Report that the job keeps running after a signal to this command; return the exit code."""
-    say(f"ddpexp: job {job_id} keeps running; cancel it with scancel {job_id}")
+    say(f"ddpexp: job {job_id} keeps running; cancel it with {SLURM.cancel_command([job_id])}")
     return error.exit_code
 
 
@@ -25,13 +25,13 @@ def follow_job(job_id: str, output: Path) -> tuple[str, int]:
     log: Log | None = None
     try:
         while True:
-            job_state, code = state(job_id)
+            state, code = SLURM.state(job_id)
             if log is None and output.is_file():
                 log = Log.reading(output)
-            for line in log.new_lines(last=job_state in ENDED) if log is not None else ():
+            for line in log.new_lines(last=state.is_over is True) if log is not None else ():
                 terminal.line(line)
-            if job_state in ENDED:
-                return job_state, EXIT_FAILED if code == EXIT_DONE and job_state != "COMPLETED" else code
+            if state.is_over:
+                return state.name, EXIT_FAILED if code == EXIT_DONE and state.name != "COMPLETED" else code
             time.sleep(_POLL_SECONDS)
     finally:
         terminal.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from ddpexp.errors import RefusedError
 from ddpexp.launch.rendezvous.environment import tasks_per_node
 
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|unlimited|infinite", re.IGNORECASE)  # sbatch's --time
 _NAMES = {"output": "run.dir", "chdir": "the path of the current folder"}
 
 
@@ -43,6 +44,26 @@ def limit_seconds(text: str | int | None) -> int | None:
     units = (3600, 60, 1) if days is not None or len(given) == 3 else (60, 1)
     seconds = (days or 0) * 86400 + sum(number * unit for number, unit in zip(given, units, strict=False))
     return seconds or None  # 0 means no limit
+
+
+def check_time(text: str | int | None) -> None:
+    """Check that sbatch can read a time limit.
+
+    Raises:
+        RefusedError: it cannot.
+    """
+    if isinstance(text, str) and not _TIME.fullmatch(text):
+        raise RefusedError(
+            f"launcher.time={text} is no time for Slurm: write minutes, hours:minutes:seconds, or "
+            f"days-hours.{_time_suggestion(text)}"
+        )
+
+
+def _time_suggestion(text: str) -> str:
+    match = re.fullmatch(r"(\d+) ?(m|min|minutes?|h|hours?|d|days?)", text.lower())
+    if match is None:
+        return ""
+    return f" Did you mean launcher.time={match[1]}{ {'m': '', 'h': ':00:00', 'd': '-0'}[match[2][0]] }?"
 
 
 def quoted(value: str, name: str) -> str:

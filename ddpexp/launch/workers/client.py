@@ -14,7 +14,7 @@ from typing import Any
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import SIGNALS
 from ddpexp.launch.workers.rank_log import Log
-from ddpexp.system.limits import reason, said_with_limit
+from ddpexp.system.limits import reason, reason_with_limit
 from ddpexp.system.oom import Memory
 from ddpexp.system.programs import python
 
@@ -41,7 +41,7 @@ class Server:
             # Ctrl-C in the terminal reaches only the command, which ends the workers in order.
             self.pid = os.posix_spawn(argv[0], argv, os.environ, setpgroup=0, setsigmask=SIGNALS)
         except OSError as error:
-            raise RefusedError(f"The fork server could not be started: {said_with_limit(error)}.") from None
+            raise RefusedError(f"The fork server could not be started: {reason_with_limit(error)}.") from None
         self._process: _Process | None = _Process(self.pid)
         theirs.close()
 

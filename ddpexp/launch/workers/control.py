@@ -202,7 +202,7 @@ class Control:
         return self._agreed(done) if words[_NEWEST] != self._acted else None
 
     @property
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Return whether a stop was requested; ranks may see it at different moments."""
         return self._words is not None and self._words[_STOPPING] != 0
 

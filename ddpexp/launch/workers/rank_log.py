@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from ddpexp.errors import RefusedError
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 
 _BLOCK = 1 << 16
 _LOCK_SECONDS = 10.0  # for the processes of an earlier start to end
@@ -103,7 +103,7 @@ def _open(path: Path) -> IO[bytes]:
             path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644
         )
     except OSError as error:
-        why = "it is a symbolic link" if error.errno == errno.ELOOP else said_with_limit(error, path)
+        why = "it is a symbolic link" if error.errno == errno.ELOOP else reason_with_limit(error, path)
         raise RefusedError(f"{path} cannot be written: {why}.") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpexp.launch.workers.control import SIGNALS
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
 
@@ -73,7 +73,7 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
             try:
                 pid = start(request, fds, (channel, wake))
             except OSError as error:  # process limit reached: the command reports it, and ends the others
-                text = f"the process of rank {request['rank']} could not be started: {said_with_limit(error)}"
+                text = f"the process of rank {request['rank']} could not be started: {reason_with_limit(error)}"
                 _send(
                     channel, {"kind": "failed", "rank": request["rank"], "error": type(error).__name__, "message": text}
                 )

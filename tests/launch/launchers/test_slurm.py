@@ -23,7 +23,7 @@ from ddpexp.launch import Job
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_follow import follow_job
 from ddpexp.launch.launchers.slurm_text import log_name
-from ddpexp.system.slurm import state
+from ddpexp.system.job_schedulers.slurm import SLURM
 from tests.conftest import PATIENCE, Ddpexp, Done, ddpexp_processes, finish
 from tests.points import Recipe, wait_for
 
@@ -397,7 +397,9 @@ def test_hostile_names_and_paths_reach_slurm_unchanged_and_run_nothing(
     assert (done.returncode, done.stderr) == (0, "")
     job_id = done.stdout.strip()
     assert state_of(job_id) == ("FAILED", "5:0")
-    assert (state(job_id), follow_job(job_id, run / "none")) == (("FAILED", 5), ("FAILED", 5))
+    state, code = SLURM.state(job_id)
+    assert (state.name, state.is_over, code) == ("FAILED", True, 5)
+    assert follow_job(job_id, run / "none") == ("FAILED", 5)
     assert (run / log_name(run, job_id)).read_text() == f"{name}\n{run.parent}"
     assert sorted(path.name for path in run.iterdir()) == ["job.sbatch", log_name(run, job_id)]
     assert not list(tmp_path.rglob("pwned"))

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,15 @@ from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.launchers.base import Submitter
 from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_array import Kind, by_kind, cut, follow, submit
-from ddpexp.system.slurm import array_size, exact_id, is_id, is_over, own_id, states
+from ddpexp.system.job_schedulers.slurm import SLURM, array_size
 from tests.conftest import PATIENCE, Call, Ddpexp, Done, finish
 from tests.launch.launchers.test_slurm import ask, begun, go_on_now, state_of, steps
 from tests.points import Recipe, wait_for
+
+
+def state_names(job_ids: Iterable[str]) -> dict[str, str]:
+    return {job_id: state.name for job_id, state in SLURM.states(job_ids).items()}
+
 
 CODE = """\
 from pathlib import Path
@@ -51,7 +56,7 @@ from ddpexp.run.outcome import stop_on_signals
 from ddpexp.config.parse import parse
 from ddpexp.config.compose import compose
 from ddpexp.errors import ENDS
-from ddpexp.run.jobs import Training
+from ddpexp.run.training import Training
 
 sweep, jobs, ids = Path(sys.argv[1]), [], []
 for number, words in enumerate(json.loads(sys.argv[2])):
@@ -229,18 +234,18 @@ def test_slurm_is_a_launcher_that_submits() -> None:
 def test_a_task_of_an_array_is_called_by_its_place_in_it(
     environ: dict[str, str], name: str | None, exact: str | None
 ) -> None:
-    assert (own_id(environ), exact_id(environ)) == (name, exact)
+    assert (SLURM.job_id(environ), SLURM.unique_job_id(environ)) == (name, exact)
 
 
 def test_ids_are_numbers_of_jobs_and_of_tasks() -> None:
-    assert all(map(is_id, ("7", "12_0", "12_345")))
-    assert not any(map(is_id, ("", "_", "7_", "_7", "7_[1-3]", "-1", "7 8", "--me", "7_1_2", "٧", None, 7)))
+    assert all(map(SLURM.is_job_id, ("7", "12_0", "12_345")))
+    assert not any(map(SLURM.is_job_id, ("", "_", "7_", "_7", "7_[1-3]", "-1", "7 8", "--me", "7_1_2", "٧", None, 7)))
 
 
 def test_without_slurm_nothing_is_known_of_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert states(["7", "7_1", "none"]) == {"7": "UNKNOWN", "7_1": "UNKNOWN", "none": "UNKNOWN"}
-    assert (is_over("7_1"), array_size()) == (None, 1001)
+    assert state_names(["7", "7_1", "none"]) == {"7": "UNKNOWN", "7_1": "UNKNOWN", "none": "UNKNOWN"}
+    assert (SLURM.is_over("7_1"), array_size()) == (None, 1001)
 
 
 # Programs that answer as Slurm does, for a cluster with other limits, and a signal at a moment that nobody could hit.
@@ -425,7 +430,7 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
     }
     assert (sweep.folder / "logs/slurm.log").read_text() == ""  # Slurm's patterns do not work beside a backslash
     assert not [*tmp_path.rglob("pwned"), *recipe.ddpexp.folder.rglob("pwned")]
-    assert states(ids) == dict.fromkeys(ids, "COMPLETED")
+    assert state_names(ids) == dict.fromkeys(ids, "COMPLETED")
 
 
 @pytest.mark.slurm
@@ -477,10 +482,10 @@ def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(sweep: S
     array = said(done, "id")["0"].partition("_")[0]
     assert done.code == 128 + signal.SIGINT
     assert done.err == f"ddpexp: 2 jobs keep running; cancel them with scancel {array}\n"
-    assert states([f"{array}_0", f"{array}_1", array, "99999999", "7_x"]) == {
+    assert state_names([f"{array}_0", f"{array}_1", array, "99999999", "7_x"]) == {
         f"{array}_0": "RUNNING", f"{array}_1": "RUNNING", array: "RUNNING", "99999999": "FORGOTTEN", "7_x": "UNKNOWN",
     }  # fmt: skip
-    assert (is_over(f"{array}_1"), is_over(f"{array}_2")) == (False, True)
+    assert (SLURM.is_over(f"{array}_1"), SLURM.is_over(f"{array}_2")) == (False, True)
     again = ask("sbatch", "--parsable", str(sweep.folder / "array.sbatch")).strip()
     assert [state_of(f"{again}_{number}") for number in range(2)] == [("FAILED", "2:0")] * 2
     # By what Slurm does when it takes a job's nodes, and by what it sends before the end of its time.
@@ -521,15 +526,15 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
         {"status": "submitted", "job_id": job_id} for job_id in ids
     ]
     assert sweep.result(2)["status"] == "failed"
-    assert states(ids) == dict.fromkeys(ids, "PENDING")
-    assert is_over(ids[1]) is False
+    assert state_names(ids) == dict.fromkeys(ids, "PENDING")
+    assert SLURM.is_over(ids[1]) is False
     again = sweep(*words[:2])
     assert (again.code, said(again, "id")) == (2, {})
     assert (
         f"was submitted as job {array}_0, which is in the queue: wait for it, or scancel {array}_0 first." in again.err
     )
     ask("scancel", f"{array}_0")
-    assert states(ids) == {
+    assert state_names(ids) == {
         ids[0]: "FORGOTTEN",
         ids[1]: "PENDING",
     }  # Slurm keeps no record of a task that it never made a job of
@@ -537,4 +542,4 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     ends: list[tuple[int, str, int]] = []
     follow([*ids, "99999999"], lambda *end: ends.append(end))
     assert ends == [(0, "FORGOTTEN", 0), (1, "CANCELLED", 1), (2, "FORGOTTEN", 0)]
-    assert [is_over(job_id) for job_id in ids] == [True, True]
+    assert [SLURM.is_over(job_id) for job_id in ids] == [True, True]

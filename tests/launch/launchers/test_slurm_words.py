@@ -23,7 +23,8 @@ from ddpexp.launch.launchers.slurm_text import (
     quoted,
 )
 from ddpexp.launch.rendezvous.environment import tasks_per_node
-from ddpexp.system import slurm
+from ddpexp.system.job_schedulers import slurm
+from ddpexp.system.job_schedulers.base import UNKNOWN, JobState
 from tests.conftest import PATIENCE, Call, Ddpexp
 from tests.points import Recipe
 
@@ -307,5 +308,5 @@ def test_a_slurm_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm, "_ANSWER_SECONDS", 0.2)
-    assert slurm.states(["12_0", "13"]) == {"12_0": "UNKNOWN", "13": "UNKNOWN"}
-    assert slurm.is_over("12_0") is None
+    assert slurm.SLURM.states(["12_0", "13"]) == dict.fromkeys(("12_0", "13"), JobState(UNKNOWN, None))
+    assert slurm.SLURM.is_over("12_0") is None

@@ -1,21 +1,17 @@
-"""The jobs that a launcher runs: a training, or the evaluation of weights."""
+"""The job that trains an experiment in a run directory."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import yaml
 
 from ddpexp.checkpoint import weights
 from ddpexp.config.compare import list_changes
@@ -23,15 +19,19 @@ from ddpexp.config.plugins import launcher_name
 from ddpexp.config.registry import deprecation_warnings
 from ddpexp.config.schema import Experiment
 from ddpexp.config.validate import check_layout
-from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import Failure, RefusedError
-from ddpexp.launch import Job, Layout, Participants, WorkerRequest
+from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
 from ddpexp.run import directory, lock, manifest, repository, resume
 from ddpexp.run.directory import RunDir
 from ddpexp.run.prepare import prepare
+from ddpexp.run.resume_arguments import config_options, trust_arguments
+from ddpexp.run.same_inputs import check_same_data, code_of
+from ddpexp.run.start_files import StartFiles
+from ddpexp.run.stored_config import job_identity
+from ddpexp.run.worker_request import worker_request
 from ddpexp.system import files
-from ddpexp.system.limits import said_with_limit
+from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import say
 
 _PROBE_SECONDS = 10.0  # a network file system may show the files of another host late
@@ -62,7 +62,7 @@ class Training(Job):
         """
         self.experiment, self.request = experiment, worker_request(experiment)
         self.name = experiment.recipe.name
-        self.identity = _identity(text)
+        self.identity = job_identity(text)
         self.needs = experiment.data.prepare, experiment.data.options, experiment.trust
         self.run = run
         home = run or resume_from
@@ -74,11 +74,10 @@ class Training(Job):
         self._began = False
         self._worker_args: dict[str, Any] = {}  # passed to every worker
         self._notes: list[str] = []
-        self._before: dict[Path, str] = {}  # files of a resumed run, before this start changed them
+        self._files = StartFiles(text, overrides)
         self._keeps_refused = keeps_refused
         self._created: tuple[RunDir, list[Path]] | None = None  # by this start, with the folders above it
         self._layout: Layout | None = None  # of this start
-        self._added: list[Path] = []  # files that this start has added to a resumed run
 
     def _parent(self) -> Path:
         return directory.parent(self.experiment.run.dir, self.experiment.recipe.name)
@@ -97,10 +96,10 @@ class Training(Job):
     def create(self) -> Path:
         """Create the run directory, or resume the run in it, for a later command."""
         self._warn_of_deprecated_overrides()
-        run, earlier = self._claim(())
-        self._notes = [*earlier.notes, *list_changes(earlier.changes)] if earlier else []
+        run, previous = self._claim(())
+        self._notes = [*previous.notes, *list_changes(previous.changes)] if previous else []
         with self._refuse_if_unwritable(run):
-            self._write_down(run, earlier, earlier.manifest if earlier else None)
+            self._write(run, previous, previous.manifest if previous else None)
         self._created = None  # kept even if the scheduler refuses the job, so that the user can inspect it
         self.close()  # the lock is for the later command, which may run before this one ends
         return run.path
@@ -136,7 +135,7 @@ class Training(Job):
         assert self.run is not None
         notes = {"notes": self._notes} if self._notes else {}
         # A job may start in another folder, where the user's config folder must be named again.
-        command = {"command": list(self._argv)} if resume.config_options(self._argv) else {}
+        command = {"command": list(self._argv)} if config_options(self._argv) else {}
         files.write(self.run.result, files.dumps({"status": status, **facts, **command, **notes}))
 
     def begin(self, layout: Layout, participants: Participants) -> None:
@@ -149,26 +148,24 @@ class Training(Job):
         initial_weights = self._initial_weights(participants.earlier)
         is_new = self._existing(participants.earlier) is None
         data = prepare(self.experiment.data, self.experiment.trust) if is_new else None
-        run, earlier = self._claim(participants.earlier)
+        run, previous = self._claim(participants.earlier)
         if not is_new:
             data = prepare(self.experiment.data, self.experiment.trust)
         notes: list[str] = []
-        if earlier is not None:
-            data_notes = resume.check_same_data(
-                earlier.manifest, data, self._called(run), self.experiment.run.allow_changes
-            )
-            layout, notes = resume.resolve_layout(earlier, layout, self.request.threads)
+        if previous is not None:
+            data_notes = check_same_data(previous.manifest, data, self._called(run), self.experiment.run.allow_changes)
+            layout, notes = resume.resolve_layout(previous, layout, self.request.threads)
             notes += data_notes
         self._layout = layout
-        before = earlier.manifest if earlier else None
-        code = resume.code_of(self.identity)
-        inputs = {"config_sha256": files.sha256(self._config_text(run, earlier)), "code": code.fingerprint}
+        before = previous.manifest if previous else None
+        code = code_of(self.identity)
+        inputs = {"config_sha256": files.sha256(self._files.config_text(run, previous)), "code": code.fingerprint}
         snapshot = repository.snapshot(Path(home) if (home := self.identity["run"].get("code")) else None, code.files)
         diff, path = manifest.diff_of(run, snapshot, before)
         start = manifest.Start(layout, self._argv, participants, snapshot, inputs, notes)
         with self._refuse_if_unwritable(run):
-            self._write_down(
-                run, earlier, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {}
+            self._write(
+                run, previous, manifest.describe(start, data, before, diff), {path: snapshot.diff} if path else {}
             )
         self._worker_args = {"notes": notes, "config": _digest(run.config), **initial_weights}
         self._enter(run, data)
@@ -224,8 +221,8 @@ class Training(Job):
         if self.run is None or (not self._began and self.run.status() in ("done", None)):
             return
         with self._warn_if_unwritable(self.run):
-            if refused and self._before:
-                self._put_back(self.run)
+            if refused and self._files.can_be_undone:
+                self._files.undo(self.run)
             else:
                 self.run.fail(failure)
 
@@ -257,7 +254,9 @@ class Training(Job):
         try:
             yield
         except OSError as error:
-            raise RefusedError(f"{self._called(run)} cannot be written: {said_with_limit(error, run.path)}.") from None
+            raise RefusedError(
+                f"{self._called(run)} cannot be written: {reason_with_limit(error, run.path)}."
+            ) from None
 
     @contextmanager
     def _warn_if_unwritable(self, run: RunDir) -> Iterator[None]:
@@ -266,7 +265,7 @@ class Training(Job):
             yield
         except OSError as error:
             if run.path.exists():  # otherwise its removal ended the run, which is reported
-                why = said_with_limit(error, run.path)
+                why = reason_with_limit(error, run.path)
                 say(f"ddpexp: warning: {self._called(run)} cannot be written ({why}): result.json is not updated")
 
     def _existing(self, owners: Sequence[str]) -> RunDir | None:
@@ -314,59 +313,16 @@ class Training(Job):
         start = resume.Start(self._called(run), self._text, self._new_overrides, mode, is_restart, verifies=True)
         return resume.inspect(run, start)
 
-    def _config_text(self, run: RunDir, earlier: resume.PreviousRun | None) -> str:
-        """Return the text of config.yaml: this command's, or the existing one if it means the same."""
-        if earlier is not None and not earlier.replaces and run.config.exists() and run.overrides.exists():
-            return run.config.read_text()
-        return self._text
-
-    def _write_down(
+    def _write(
         self,
         run: RunDir,
-        earlier: resume.PreviousRun | None,
+        previous: resume.PreviousRun | None,
         facts: Mapping[str, Any] | None,
         extra_files: Mapping[Path, bytes] = MappingProxyType({}),
     ) -> None:
-        """Write this command's configuration and manifest; from here on the run belongs to this command.
-
-        An existing manifest is replaced before config.yaml and records its new hash: a start that is killed in between
-        must not look like a manual edit. `facts` are the contents of the manifest, `extra_files` are files it refers
-        to.
-        """
+        """Write this command's configuration and manifest; from here on the run belongs to this command."""
         self.run, self._began = run, True
-        has_manifest = earlier is not None and earlier.manifest is not None
-        if earlier is not None:
-            self._before = {
-                path: path.read_text()
-                for path in (run.config, run.overrides, run.manifest, run.result)
-                if path.is_file()
-            }
-            directory.reopen(run)
-            if has_manifest:
-                say(f"ddpexp: resuming {files.relative(run.path)}")
-        text, previous = self._config_text(run, earlier), self._before.get(run.config)
-        manifest_text = (
-            files.dumps({**facts, "config": manifest.accepted(text, previous)}) if facts is not None else None
-        )
-        for path, content in extra_files.items():
-            self._added.append(path)
-            files.write(path, content)
-        if manifest_text is not None and has_manifest:
-            files.write(run.manifest, manifest_text)
-        if text != previous or run.overrides not in self._before:
-            self._added += [copy for copy in map(files.keep, (run.config, run.overrides)) if copy]
-            files.write(run.config, text)
-            files.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
-        if manifest_text is not None and not has_manifest:
-            files.write(run.manifest, manifest_text)
-
-    def _put_back(self, run: RunDir) -> None:
-        """Restore the directory to its state before this start."""
-        run.result.unlink(missing_ok=True)
-        for path, text in self._before.items():
-            files.write(path, text)
-        for copy in self._added:
-            copy.unlink(missing_ok=True)
+        self._files.write(run, previous, facts, extra_files)
 
     def _called(self, run: RunDir) -> str:
         """Return the name of the run in messages, in the form the user would type."""
@@ -376,18 +332,18 @@ class Training(Job):
         """Return where to run which command to resume; the command is on a line of its own."""
         launcher = self.experiment.launcher
         arguments = ["resume", files.shortest(run.path)]
-        arguments += resume.config_options(self._argv) or resume.trust_arguments(run)[:2]
+        arguments += config_options(self._argv) or trust_arguments(run)[:2]
         arguments += [override for override in self._overrides if override.lstrip("+").startswith("run.trust=")]
-        arguments += launcher.restated_words()
+        arguments += launcher.arguments_on_resume()
         submitted_here = self._is_member and started_by.BY_SALLOC not in os.environ
         if launcher.ranks_started_externally and not submitted_here:
             name = launcher_name(type(launcher))
             before, where = launcher.started_by(self._argv)
             return f"{where} with:\n{before} {shlex.join([*arguments, f'launcher={name}'])}"
         if self._is_member and self._layout is not None:
-            arguments += launcher.words_of_allocation(self, self._layout)
+            arguments += launcher.arguments_for_allocation(self, self._layout)
         where = "" if self.request.nodes in ("auto", 1) or self._is_member else " on every machine"
-        if where and (local := launcher.words_of_this_machine()):
+        if where and (local := launcher.arguments_of_this_machine()):
             where += f" (each with its own {', '.join(override.partition('=')[0] for override in local)})"
             arguments += local
         return f"{where} with:\npython -m ddpexp {shlex.join(arguments)}"
@@ -395,65 +351,6 @@ class Training(Job):
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
         self.run, self.logs = run, run.ranks
         self.arguments = [str(run.path.resolve()), json.dumps({"data": data, **self._worker_args})]
-
-
-class Evaluation(Job):
-    """Evaluate weights; writes no files."""
-
-    entry = "ddpexp.train.worker:evaluate"
-
-    def __init__(self, experiment: Experiment, text: str, weights: Path) -> None:
-        """Take the experiment, its YAML and the weights."""
-        self.experiment, self.request = experiment, worker_request(experiment)
-        self.identity = _identity(text)
-        self._text, self._weights = text, weights
-
-    def check(self, layout: Layout) -> None:
-        """Check that the batch splits, and that the device supports the options."""
-        check_layout(self.experiment, layout)
-
-    def begin(self, layout: Layout, participants: Participants) -> None:
-        """Prepare the data."""
-        self.enter({}, layout)
-
-    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
-        """Prepare the data.
-
-        Raises:
-            RefusedError: this host cannot see the weights.
-        """
-        if not self._weights.exists():
-            raise RefusedError(f"evaluate {self._weights}: there is no such file on {directory.host()}.")
-        trainer = self.experiment.trainer
-        evaluation = {
-            "config": self._text,
-            "layout": asdict(layout),
-            "data": prepare(self.experiment.data, self.experiment.trust),
-            "weights": str(self._weights.resolve()),
-            "batch_size": plan_batches(
-                trainer.global_batch_size, trainer.micro_batch_size, layout.world_size
-            ).micro_batch_size,
-        }
-        self.arguments = [json.dumps(evaluation)]
-
-
-def worker_request(experiment: Experiment) -> WorkerRequest:
-    """Return which workers an experiment needs."""
-    trainer = experiment.trainer
-    # Sums inside a worker depend on its number of threads, which `auto` derives from the number of workers.
-    threads = 1 if trainer.threads == "auto" and trainer.reduction == "exact" else trainer.threads
-    return WorkerRequest(
-        trainer.nodes, trainer.gpus, trainer.device, trainer.backend, threads, trainer.grace_seconds, trainer.timeout
-    )  # fmt: skip
-
-
-def _identity(text: str) -> dict[str, Any]:
-    """Return what all commands of a job must agree on: the configuration except the node rank."""
-    values: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    launcher = values.get("launcher")
-    if isinstance(launcher, dict):
-        launcher.pop("node_rank", None)
-    return values
 
 
 def _digest(path: Path) -> str | None:

@@ -1,4 +1,4 @@
-"""The words behind `ddpexp plan`: those of a run, and options of its own."""
+"""The arguments of `ddpexp plan`: the overrides of a run, and the plan's options."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ddpexp.errors import RefusedError
 
 NUMBERS = ("--alpha_us", "--bandwidth_gbps", "--compute_ms", "--num_samples", "--cores")
 SWITCHES = ("--json", "--calibrate")
-_OF_RUNS = ("--config-dir", "-cd")  # each with a word behind it
+_OF_RUNS = ("--config-dir", "-cd")  # each takes a value
 
 
 @dataclass(frozen=True)
-class Words:
-    """What was typed."""
+class PlanArguments:
+    """The parsed arguments."""
 
-    run: tuple[str, ...]  # what a run would be typed with
+    run: tuple[str, ...]  # its arguments, as for a training
     json: bool = False
     calibrate: bool = False
     alpha_us: float | None = None
@@ -31,37 +31,39 @@ class Words:
     cores: int | None = None
 
     @classmethod
-    def of(cls, argv: Sequence[str]) -> Words:
-        """Take the plan's own options out of a command line.
+    def of(cls, argv: Sequence[str]) -> PlanArguments:
+        """Parse a command line.
 
         Raises:
-            RefusedError: an option that is not known, or a value that is none.
+            RefusedError: an unknown option, or an invalid value.
         """
         run: list[str] = []
         switches: set[str] = set()
         numbers: dict[str, float] = {}
-        words = iter(argv)
-        for word in words:
-            key, equals, value = word.partition("=")
+        remaining = iter(argv)
+        for argument in remaining:
+            key, equals, value = argument.partition("=")
             if key in NUMBERS:
-                numbers[key] = _number(key, value if equals else next(words, ""))
-            elif word in SWITCHES:
-                switches.add(word)
-            elif word in _OF_RUNS:
-                run += [word, next(words, "")]
-            elif word.startswith("--") and key not in _OF_RUNS:
-                raise RefusedError(f"plan {word}: no such option.{_meant(key, value if equals else next(words, ''))}")
-            elif word in ("-m", "-cn", "-cp"):
+                numbers[key] = _number(key, value if equals else next(remaining, ""))
+            elif argument in SWITCHES:
+                switches.add(argument)
+            elif argument in _OF_RUNS:
+                run += [argument, next(remaining, "")]
+            elif argument.startswith("--") and key not in _OF_RUNS:
                 raise RefusedError(
-                    f"plan {word}: it looks at one run, as python -m ddpexp would start it: leave that out."
+                    f"plan {argument}: no such option.{_meant(key, value if equals else next(remaining, ''))}"
                 )
-            elif "=" not in word and os.path.isdir(word):
+            elif argument in ("-m", "-cn", "-cp"):
                 raise RefusedError(
-                    f"plan {word}: it takes key=value, as a training does, and no directory: type the overrides of the "
-                    "run, which its overrides.yaml lists."
+                    f"plan {argument}: it looks at one run, as python -m ddpexp would start it: leave that out."
+                )
+            elif "=" not in argument and os.path.isdir(argument):
+                raise RefusedError(
+                    f"plan {argument}: it takes key=value, as a training does, and no directory: type the overrides of "
+                    "the run, which its overrides.yaml lists."
                 )
             else:
-                run.append(word)
+                run.append(argument)
         whole: dict[str, int] = {}
         for key in ("--num_samples", "--cores"):
             if key in numbers:

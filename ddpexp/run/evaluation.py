@@ -1,0 +1,59 @@
+"""The job that evaluates weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ddpexp.config.schema import Experiment
+from ddpexp.config.validate import check_layout
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Job, Layout, Participants
+from ddpexp.run import directory
+from ddpexp.run.prepare import prepare
+from ddpexp.run.stored_config import job_identity
+from ddpexp.run.worker_request import worker_request
+
+
+class Evaluation(Job):
+    """Evaluate weights; writes no files."""
+
+    entry = "ddpexp.train.worker:evaluate"
+
+    def __init__(self, experiment: Experiment, text: str, weights: Path) -> None:
+        """Take the experiment, its YAML and the weights."""
+        self.experiment, self.request = experiment, worker_request(experiment)
+        self.identity = job_identity(text)
+        self._text, self._weights = text, weights
+
+    def check(self, layout: Layout) -> None:
+        """Check that the batch splits, and that the device supports the options."""
+        check_layout(self.experiment, layout)
+
+    def begin(self, layout: Layout, participants: Participants) -> None:
+        """Prepare the data."""
+        self.enter({}, layout)
+
+    def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
+        """Prepare the data.
+
+        Raises:
+            RefusedError: this host cannot see the weights.
+        """
+        if not self._weights.exists():
+            raise RefusedError(f"evaluate {self._weights}: there is no such file on {directory.host()}.")
+        trainer = self.experiment.trainer
+        evaluation = {
+            "config": self._text,
+            "layout": asdict(layout),
+            "data": prepare(self.experiment.data, self.experiment.trust),
+            "weights": str(self._weights.resolve()),
+            "batch_size": plan_batches(
+                trainer.global_batch_size, trainer.micro_batch_size, layout.world_size
+            ).micro_batch_size,
+        }
+        self.arguments = [json.dumps(evaluation)]

@@ -1,0 +1,57 @@
+"""The arguments of the command that resumes a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from ddpexp.run.directory import RunDir
+from ddpexp.run.stored_config import parse_config
+from ddpexp.system.files import shortest
+
+
+def trust_arguments(run: RunDir) -> list[str]:
+    """Return the arguments that trusted the run's code when it was started, as the run's files record them.
+
+    Only for display, in the current folder: ddpexp never trusts a run directory's record of what code to run.
+    """
+    try:
+        stored = parse_config(run.config.read_text())["run"]
+        code, prefixes = stored["code"], stored["trust"]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
+        return []
+    arguments = []
+    if isinstance(code, str):
+        options = config_options(run.command())
+        arguments += [
+            "--config-dir",
+            shortest(Path(code) / (Path(options[-1].partition("=")[2] or options[-1]).name if options else "conf")),
+        ]
+    if isinstance(prefixes, list) and prefixes:
+        arguments.append(f"run.trust=[{','.join(map(str, prefixes))}]")
+    return arguments
+
+
+def config_options(argv: Sequence[str]) -> list[str]:
+    """Return the options of a command line that name the user's config folder."""
+    for position, argument in enumerate(argv):
+        if argument in ("--config-dir", "-cd"):
+            return list(argv[position : position + 2])
+        if argument.startswith(("--config-dir=", "-cd=")):
+            return [argument]
+    return []
+
+
+def merge_overrides(run: RunDir, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a run, updated with those of this command.
+
+    run.allow_changes is dropped, since it holds for one start only.
+    """
+    keys = {"run.allow_changes", *map(_key, overrides)}
+    return [override for override in run.read_overrides() if _key(override) not in keys] + list(overrides)
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]

@@ -1,0 +1,85 @@
+"""The configuration and manifest that a start writes into its run directory; a refused start undoes that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from ddpexp.run import directory, manifest
+from ddpexp.run.directory import RunDir
+from ddpexp.run.resume import PreviousRun
+from ddpexp.system import files
+from ddpexp.system.terminal import say
+
+
+class StartFiles:
+    """The files that one start writes."""
+
+    def __init__(self, text: str, overrides: Sequence[str]) -> None:
+        """Take the configuration as YAML, and the overrides it was composed from. Writes nothing yet."""
+        self._text, self._overrides = text, overrides
+        self._before: dict[Path, str] = {}  # files of a resumed run, before this start changed them
+        self._added: list[Path] = []  # files that this start has added to a resumed run
+
+    @property
+    def can_be_undone(self) -> bool:
+        """Return whether this start has changed the files of a resumed run."""
+        return bool(self._before)
+
+    def config_text(self, run: RunDir, previous: PreviousRun | None) -> str:
+        """Return the text of config.yaml: this command's, or the existing one if it means the same."""
+        if previous is not None and not previous.replaces and run.config.exists() and run.overrides.exists():
+            return run.config.read_text()
+        return self._text
+
+    def write(
+        self,
+        run: RunDir,
+        previous: PreviousRun | None,
+        facts: Mapping[str, Any] | None,
+        extra_files: Mapping[Path, bytes] = MappingProxyType({}),
+    ) -> None:
+        """Write this command's configuration and manifest.
+
+        An existing manifest is replaced before config.yaml and records its new hash: a start that is killed in between
+        must not look like a manual edit. `facts` are the contents of the manifest, `extra_files` are files it refers
+        to.
+        """
+        has_manifest = previous is not None and previous.manifest is not None
+        if previous is not None:
+            self._before = {
+                path: path.read_text()
+                for path in (run.config, run.overrides, run.manifest, run.result)
+                if path.is_file()
+            }
+            directory.reopen(run)
+            if has_manifest:
+                say(f"ddpexp: resuming {files.relative(run.path)}")
+        text, text_before = self.config_text(run, previous), self._before.get(run.config)
+        manifest_text = (
+            files.dumps({**facts, "config": manifest.accepted(text, text_before)}) if facts is not None else None
+        )
+        for path, content in extra_files.items():
+            self._added.append(path)
+            files.write(path, content)
+        if manifest_text is not None and has_manifest:
+            files.write(run.manifest, manifest_text)
+        if text != text_before or run.overrides not in self._before:
+            self._added += [copy for copy in map(files.keep, (run.config, run.overrides)) if copy]
+            files.write(run.config, text)
+            files.write(run.overrides, yaml.safe_dump(list(self._overrides), allow_unicode=True, width=math.inf))
+        if manifest_text is not None and not has_manifest:
+            files.write(run.manifest, manifest_text)
+
+    def undo(self, run: RunDir) -> None:
+        """Restore the directory to its state before this start."""
+        run.result.unlink(missing_ok=True)
+        for path, text in self._before.items():
+            files.write(path, text)
+        for copy in self._added:
+            copy.unlink(missing_ok=True)

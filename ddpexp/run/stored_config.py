@@ -1,0 +1,119 @@
+"""The configuration that a run directory holds: what its last start accepted, and manual edits since then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ddpexp.checkpoint.format import newest
+from ddpexp.config.compare import Change, compare
+from ddpexp.errors import RefusedError
+from ddpexp.run.directory import RunDir
+from ddpexp.system.files import check_yaml, check_yaml_text, sha256
+from ddpexp.system.secrets import masked_tree
+from ddpexp.system.yaml_text import load_yaml
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The configuration that the last start accepted."""
+
+    tree: Mapping[str, Any]
+    edits: Sequence[Change] = ()  # manual edits of config.yaml since then
+
+
+def read_stored(run: RunDir, manifest: Mapping[str, Any] | None) -> Stored | None:
+    """Return what the last start accepted: config.yaml, or its contents before a manual edit.
+
+    None if the run was stopped before it had one.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    tree = read_config(run)
+    if tree is None:
+        return None
+    text = _accepted(run, manifest, sha256(run.config.read_text()))
+    if text is None:
+        return Stored(tree)
+    try:
+        check_yaml_text(text)
+        before = parse_config(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise RefusedError(f"{run.manifest} cannot be read: {error}.") from None
+    if not isinstance(before, dict) or not isinstance(before.get("run"), dict):
+        raise RefusedError(f"{run.manifest} holds no configuration of a run.")
+    edits = compare(before, masked_tree(tree), ())
+    return Stored(before, edits) if edits else Stored(tree)  # otherwise only a comment was edited
+
+
+def _accepted(run: RunDir, manifest: Mapping[str, Any] | None, now: str) -> str | None:
+    """Return the configuration that the last start accepted, or None if config.yaml, with the hash `now`, is that.
+
+    Also None if nothing records it: in a run directory of an older version.
+    """
+    checkpoint = newest(run.checkpoints)
+    record = manifest.get("config") if manifest else None
+    if not isinstance(record, Mapping):  # the checkpoint holds the configuration of the steps so far
+        try:
+            text = checkpoint.config if checkpoint is not None else None
+        except (OSError, ValueError):
+            return None
+        return text if text is not None and sha256(text) != now else None
+    hashes, text = record.get("sha256"), record.get("text")
+    if not isinstance(hashes, list) or not isinstance(text, str) or sha256(text) == now:
+        return None
+    inputs = checkpoint.manifest.get("inputs") if checkpoint is not None else None
+    trained = inputs.get("config_sha256") if isinstance(inputs, Mapping) else None
+    # A start that was killed before it replaced the file has left the previous one, and has trained no step.
+    return None if now in hashes and trained != sha256(text) else text
+
+
+def edit_notes(edits: Sequence[Change], tree: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
+    """Return a log line for manual edits of config.yaml that this start uses, and one for the overridden.
+
+    A full command overrides them all.
+    """
+    overridden = {change.key for change in compare(tree, new, ())} if edits and tree is not None else set()
+    used = [str(edit) for edit in edits if edit.key not in overridden]
+    ignored = [str(edit) for edit in edits if edit.key in overridden]
+    title = "config.yaml was edited since the last start"
+    return [
+        *([f"{title}: {', '.join(used)}"] if used else []),
+        *(
+            [f"{title}, but this command overrides it (the edited file is kept beside): {', '.join(ignored)}"]
+            if ignored
+            else []
+        ),
+    ]
+
+
+def read_config(run: RunDir) -> dict[str, Any] | None:
+    """Return the stored configuration; None if the run was stopped before it had one."""
+    if not run.config.exists():
+        return None
+    try:
+        check_yaml(run.config)
+        tree = parse_config(run.config.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise RefusedError(f"{run.config} cannot be read: {error}.") from None
+    if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
+        raise RefusedError(f"{run.config} is not the configuration of a run.")
+    return tree
+
+
+def parse_config(text: str) -> Any:
+    """Parse the text of a config.yaml."""
+    return load_yaml(text)
+
+
+def job_identity(text: str) -> dict[str, Any]:
+    """Return what all commands of a job must agree on: the configuration except the node rank."""
+    values: dict[str, Any] = parse_config(text)
+    launcher = values.get("launcher")
+    if isinstance(launcher, dict):
+        launcher.pop("node_rank", None)
+    return values

@@ -1,0 +1,102 @@
+"""Compose the jobs of a sweep: each gets a number, a directory and an experiment that is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddpexp.checkpoint import weights
+from ddpexp.config.parse import parse
+from ddpexp.config.plugins import launcher_name
+from ddpexp.config.schema import Experiment
+from ddpexp.config.sweeps import JobComposer, Swept
+from ddpexp.config.validate import check_layout
+from ddpexp.errors import RefusedError
+from ddpexp.launch.launchers.base import Submitter
+from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.run import resume
+from ddpexp.run.directory import RunDir
+from ddpexp.sweep.folder import SweepDir, job_name, latest, overrides_of
+from ddpexp.sweep.job import Planned
+from ddpexp.sweep.slots import Slots
+
+
+class JobPlanner:
+    """The jobs of a sweep that were composed, and the numbers that earlier starts gave to theirs."""
+
+    def __init__(self, swept: Swept, folder: SweepDir, slots: Slots, earlier: Sequence[Mapping[str, Any]]) -> None:
+        """Take the sweep, its directory, the slots of this machine, and the events of earlier starts."""
+        self._folder, self._slots = folder, slots
+        self._composer = JobComposer(swept)
+        self.keys = frozenset(key.lstrip("+~") for key in swept.keys)
+        # The names are computed again instead of read, because they are paths and the log is not trusted.
+        recorded = {
+            job: overrides
+            for job, event in latest(earlier, "planned").items()
+            if (overrides := overrides_of(event)) is not None
+        }
+        self._numbers = {_identity(overrides): job for job, overrides in recorded.items()}
+        self._jobs: dict[int, Planned] = {}
+        self.names = {job: job_name(job, overrides) for job, overrides in recorded.items()}  # of earlier starts' jobs
+
+    def plan(self, arguments: Sequence[str]) -> Planned:
+        """Return the job with these overrides.
+
+        Raises:
+            RefusedError: it cannot run in a sweep, or not on this machine.
+        """
+        arguments = [argument for argument in arguments if not argument.startswith("sweep.")]
+        overrides = tuple(
+            argument for argument in arguments if argument.lstrip("+~").partition("=")[0].partition("@")[0] in self.keys
+        )
+        number = self._numbers.setdefault(_identity(overrides), max(self._numbers.values(), default=-1) + 1)
+        if number not in self._jobs:
+            self._jobs[number] = self._compose(number, arguments, overrides)
+        return self._jobs[number]
+
+    def _compose(self, number: int, arguments: Sequence[str], overrides: tuple[str, ...]) -> Planned:
+        name = self.names.get(number) or job_name(number, overrides)
+        run = RunDir(self._folder.path / name)
+        try:
+            composed = self._composer.compose(arguments, run.path.absolute(), number)
+            experiment = parse(composed.values)
+            workers, on_gpus = self._slots_needed(experiment)
+            _check_weights_exist(experiment, run)
+        except RefusedError as error:
+            raise RefusedError(f"{error} (job {name})") from None
+        submits = isinstance(experiment.launcher, Submitter) and experiment.launcher.submits
+        return Planned(
+            number, name, overrides, tuple(arguments), experiment, composed.text, run, workers, on_gpus, submits
+        )
+
+    def _slots_needed(self, experiment: Experiment) -> tuple[int | None, bool]:
+        """Return how many slots a job takes, None for all, and whether they are GPUs."""
+        launcher, trainer = experiment.launcher, experiment.trainer
+        kind = launcher_name(type(launcher))
+        if launcher.ranks_started_externally:
+            raise RefusedError(
+                f"launcher={kind} is incompatible with -m: there every rank is a command of its own, and each would "
+                "run the whole sweep. Use launcher=spawn, or launcher=slurm on the login node"
+            )
+        if kind not in ("spawn", "elastic"):
+            return None, False
+        if trainer.nodes not in ("auto", 1):
+            raise RefusedError(
+                f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is "
+                "one command. Use launcher=slurm for jobs of several machines"
+            )
+        layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
+        self._slots.check_arguments(layout.world_size, layout.device == "cuda")
+        check_layout(experiment, layout)
+        return layout.world_size, layout.device == "cuda"
+
+
+def _check_weights_exist(experiment: Experiment, run: RunDir) -> None:
+    source = experiment.run.init_from
+    if source is not None and not resume.has_checkpoint(run):
+        weights.check_usable(Path(source), f"run.init_from={source}")
+
+
+def _identity(overrides: Sequence[str]) -> str:
+    return "\0".join(sorted(map(str, overrides)))

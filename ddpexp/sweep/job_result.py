@@ -1,0 +1,78 @@
+"""How a job of a sweep ended, as its exit code and its run directory record it."""
+
+from __future__ import annotations
+
+import math
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
+from ddpexp.run import directory
+from ddpexp.sweep.early import curve_of
+from ddpexp.sweep.files import number_of
+from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.job import Planned
+from ddpexp.system import files
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended."""
+
+    status: str  # done, failed, interrupted, stopped or submitted
+    objective: float | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ResultReader:
+    """Reads how the jobs of a sweep ended."""
+
+    folder: SweepDir
+    metric: str | None  # the objective of the sweep
+
+    def result(self, job: Planned, code: int) -> Ended:
+        """Return how a job ended whose command has exited with this code."""
+        status = job.run.status() if directory.is_ours(job.run.path) else None
+        if code == EXIT_DONE or (status == "done" and code != EXIT_REFUSED):  # a signal may come when all is done
+            return Ended("done", self.objective(job))
+        if status == "interrupted" and code != EXIT_REFUSED:
+            return Ended("interrupted", self.objective(job), "it was stopped by a signal, and saved")
+        return Ended("failed", self.objective(job), self._reason(job, code))
+
+    def objective(self, job: Planned) -> float | None:
+        """Return the objective as of the last evaluation; of other metrics, the last record.
+
+        NaN if it was not finite.
+        """
+        if self.metric is None:
+            return None
+        try:
+            metrics = job.run.read(job.run.result).get("metrics")
+        except RefusedError:
+            return None
+        if isinstance(metrics, dict) and self.metric in metrics:
+            value = number_of(metrics[self.metric])
+            return math.nan if value is None else value
+        points = curve_of(job.run.metrics, self.metric)
+        return points[-1][1] if points else None
+
+    def _reason(self, job: Planned, code: int) -> str:
+        """Return in one line why a job failed."""
+        if code < 0:
+            has_name = -code in set(signal.Signals)  # most real-time signals have none
+            return f"its command was killed by {signal.Signals(-code).name if has_name else f'signal {-code}'}"
+        if code != EXIT_REFUSED or job.submits:  # a start that is refused leaves what an earlier one has written
+            with suppress(RefusedError, KeyError):
+                error = job.run.read(job.run.error)
+                rank = f"rank {error['rank']}: " if code != EXIT_REFUSED else ""
+                return " ".join(f"{rank}{error['kind']}: {error['message']}".split())
+        if job.submits:  # its log is in its run directory
+            return f"exit code {code}"
+        log = self.folder.log(job.number)
+        try:
+            lines = log.read_text(errors="replace").splitlines()
+        except OSError as error:  # what keeps it from being written ends the job
+            return f"exit code {code}, and its log {files.relative(log)} cannot be read: {error.strerror}"
+        return next((line.removeprefix("ddpexp: ") for line in reversed(lines) if line), f"exit code {code}")

@@ -1,0 +1,102 @@
+"""The status of a job, from its files, the record of its sweep, and the processes and schedulers that run it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.run import directory, lock
+from ddpexp.sweep.files import Files, text_of
+from ddpexp.system.job_schedulers import ScheduledJob, recorded_job, states
+from ddpexp.system.job_schedulers.base import JobState
+
+Status = Literal["waiting", "submitted", "running", "done", "stopped", "interrupted", "killed", "failed", "broken"]
+STATUSES: dict[str, str] = {
+    "waiting": "it has not started yet",
+    "submitted": "it waits in the scheduler's queue, or is about to begin",
+    "running": "its command is running",
+    "done": "it has reached its last step",
+    "stopped": "early stopping ended it",
+    "interrupted": "a signal ended it, and its state is saved",
+    "killed": "its command ended without recording a result, as after SIGKILL or a power cut",
+    "failed": "it ended with an error",
+    "broken": "its files cannot be read",
+}
+"""What a status means."""
+_QUERY_INTERVAL_FACTOR = 20.0  # times as long as the scheduler took to answer, until it is queried again
+
+
+def status_of(path: Path, event: Mapping[str, Any], files: Files, queue: Queue) -> tuple[Status, str | None]:
+    """Return a job's status and a message, from its newest event in the sweep's record and from its own files."""
+    recorded, kind = files.result.get("status"), event.get("event")
+    if recorded == "done":
+        return "done", None
+    is_alive, owner = owner_is_alive(path, queue)
+    if is_alive is not False:
+        return "running", None if is_alive else f"whether {owner} is still running cannot be checked from this host"
+    if kind == "started" and owner_is_alive(path.parent, queue)[0] is not False:
+        return "running", None  # its command has not got to the directory yet, or has just left it
+    if files.problem is not None:
+        return "broken", files.problem
+    if recorded == "interrupted":
+        return ("stopped", text_of(event.get("message"))) if event.get("status") == "stopped" else ("interrupted", None)
+    if recorded == "failed":
+        return "failed", files.failure or text_of(event.get("message"))
+    if recorded == "submitted" or (recorded is None and kind == "submitted"):
+        return _queued(recorded_job(event) or recorded_job(files.result), queue)
+    if recorded is not None:
+        return "broken", f"result.json says status {recorded!s}, which no run writes"
+    if kind == "ended":
+        status = event.get("status") if text_of(event.get("status")) else None
+        if status in STATUSES:
+            return status, text_of(event.get("message"))
+        return "broken", f"sweep.jsonl says status {status!s}, which no sweep writes"
+    if kind == "started" or files.is_there:
+        return "killed", None
+    return "waiting", None
+
+
+def _queued(job: ScheduledJob | None, queue: Queue) -> tuple[Status, str | None]:
+    if job is not None and queue.has(job) is False:
+        return "killed", f"{job} is no longer in the queue, and has recorded no result"
+    return "submitted", None
+
+
+class Queue:
+    """The states of jobs in the queues of their schedulers.
+
+    All are queried together, when one is needed, and not again for much longer than the answer took.
+    """
+
+    def __init__(self) -> None:
+        """Query nothing yet."""
+        self._jobs: set[ScheduledJob] = set()
+        self._states: dict[ScheduledJob, JobState] = {}
+        self._next_query = 0.0
+
+    def add(self, jobs: Iterable[ScheduledJob]) -> None:
+        """Add jobs to those that are queried together."""
+        self._jobs |= set(jobs)
+
+    def has(self, job: ScheduledJob) -> bool | None:
+        """Return whether a job is waiting or running; None: its scheduler is not here, or does not answer."""
+        begin = time.monotonic()
+        if begin >= self._next_query or job not in self._states:
+            self._jobs.add(job)
+            self._states = states(self._jobs)
+            end = time.monotonic()
+            self._next_query = end + 1.0 + _QUERY_INTERVAL_FACTOR * (end - begin)
+        is_over = self._states[job].is_over
+        return None if is_over is None else not is_over
+
+
+def owner_is_alive(path: Path, queue: Queue) -> tuple[bool | None, str]:
+    """Return whether the command that owns a directory is running (None: cannot be checked here), and its name."""
+    owner = lock.read(path / lock.NAME)
+    if owner is None:
+        return False, ""
+    if owner.host != directory.host() and owner.job is not None:
+        return queue.has(owner.job), str(owner)
+    return owner.is_alive(), str(owner)

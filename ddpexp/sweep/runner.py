@@ -1,0 +1,171 @@
+"""Run the jobs of a sweep: on this machine, or through a job scheduler; finished jobs are left as they are."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ddpexp.config.sweeps import Swept
+from ddpexp.errors import DdpexpError, FinishedError, RefusedError, StoppedError
+from ddpexp.launch.workers.client import Server
+from ddpexp.run import directory, resume
+from ddpexp.sweep.folder import SweepDir, key_of, latest, restated_overrides
+from ddpexp.sweep.hydra_sweeper import is_grid
+from ddpexp.sweep.job import Planned
+from ddpexp.sweep.job_planner import JobPlanner
+from ddpexp.sweep.job_result import Ended, ResultReader
+from ddpexp.sweep.local_jobs import LocalJobs, WarmServer
+from ddpexp.sweep.settings import Settings
+from ddpexp.sweep.slots import Slots
+from ddpexp.sweep.submission import Submissions, submitter_of
+from ddpexp.sweep.sweep_log import SweepLog
+from ddpexp.sweep.view import View
+from ddpexp.system import files
+from ddpexp.system.terminal import say
+
+
+class SweepFailed(DdpexpError):
+    """Jobs of a sweep failed: the text lists them."""
+
+
+class SweepRunner:
+    """Runs the jobs of a sweep in its directory, batch by batch."""
+
+    def __init__(self, swept: Swept, settings: Settings, folder: SweepDir, view: View, server: Server | None) -> None:
+        """Take the sweep, its directory (which this command has locked), and a warm server, if there is one."""
+        self.settings, self.folder = settings, folder
+        self._swept, self._grid = swept, is_grid(swept)
+        self._options = ["--config-dir", swept.config_dir] if swept.config_dir else []
+        self._slots = Slots(settings.slots)
+        self._earlier = list(folder.events())
+        self._planner = JobPlanner(swept, folder, self._slots, self._earlier)
+        self._server = WarmServer(server)
+        self._results = ResultReader(folder, settings.objective)
+        self._log = SweepLog(folder, settings, view)
+        self._submissions = Submissions(folder, self._log, self._results, self._options)
+        self._local = LocalJobs(
+            settings, folder, self._slots, self._log, self._results, view, self._server, self._options
+        )
+
+    @property
+    def began(self) -> bool:
+        """Return whether this start has recorded anything."""
+        return self._log.began
+
+    @property
+    def num_jobs(self) -> int:
+        """Return the number of jobs of this start."""
+        return len(self._log.planned)
+
+    def num_ended(self, *statuses: str) -> int:
+        """Return how many jobs of this start have ended with one of these statuses."""
+        return sum(ended.status in statuses for ended in self._log.ended.values())
+
+    def ends(self) -> list[tuple[str, Ended]]:
+        """Return the names of the jobs of this start that have ended, in order, and how each ended."""
+        return [(self._log.planned[number].name, ended) for number, ended in sorted(self._log.ended.items())]
+
+    def run(self, batch: Sequence[Sequence[str]]) -> list[Ended]:
+        """Run the jobs with these overrides, as many at a time as there are slots; return how each ended.
+
+        Raises:
+            RefusedError: one of them cannot run; none has been started. StoppedError: a signal ended the sweep.
+        """
+        jobs = list({job.number: job for job in map(self._planner.plan, batch)}.values())
+        if not jobs:
+            swept = " ".join(override for override in self._swept.words if key_of(override) in self._planner.keys)
+            raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
+        submitter = submitter_of(jobs, self.settings, self._grid)
+        if submitter is not None and submitter.dry_run:
+            self._submissions.show(submitter, [job for job in jobs if job.submits])
+            return [Ended("submitted") for _ in batch]
+        waiting = self._unfinished(jobs)
+        to_submit = [job for job in waiting if job.submits]
+        to_run = deque(job for job in waiting if not job.submits)
+        self._prepare(to_run)  # before anything is written, so that missing data leaves no trace
+        self._begin(jobs)
+        if submitter is not None and to_submit:
+            self._submissions.submit(submitter, to_submit)
+        self._local.run(to_run)
+        if submitter is not None and submitter.wait and self._local.stopped_by is None:
+            self._submissions.follow(submitter, jobs)
+        if self._local.stopped_by is not None:
+            raise StoppedError(self._local.stopped_by)
+        if not self._grid and (lost := self.lost_objective()) is not None:
+            raise SweepFailed(lost)
+        return [self._log.ended.get(self._planner.plan(overrides).number, Ended("waiting")) for overrides in batch]
+
+    def lost_objective(self) -> str | None:
+        """Return a message if no job that is done reports the objective; None if one does, or if none is set."""
+        return self._log.lost_objective()
+
+    def left_out(self) -> list[str]:
+        """Return the names of jobs of earlier starts that are not finished, and that this start does not include."""
+        ended = {
+            job for job, event in latest(self._earlier, "ended").items() if event.get("status") in ("done", "stopped")
+        }
+        names = self._planner.names
+        return [name for job, name in names.items() if job not in self._log.planned and job not in ended]
+
+    def resume_arguments(self) -> list[str]:
+        """Return the arguments with which to resume this sweep."""
+        return ["resume", files.shortest(self.folder.path), *self._options, *restated_overrides(self._swept.words)]
+
+    def close(self) -> None:
+        """Close the log, and the server if this object has created it."""
+        self._log.close()
+        self._server.close()
+
+    def _unfinished(self, jobs: Sequence[Planned]) -> list[Planned]:
+        """Return the jobs that are to be run, and note how the others ended."""
+        undecided = {job.number for job in jobs} - self._log.ended.keys()
+        queued = self._submissions.find_queued(self._earlier, undecided)
+        waiting = []
+        for job in jobs:
+            ended = self._log.ended.get(job.number) or queued.get(job.number) or self._ended_earlier(job)
+            if ended is None:
+                waiting.append(job)
+            else:
+                self._log.ended[job.number] = ended
+        return waiting
+
+    def _ended_earlier(self, job: Planned) -> Ended | None:
+        """Return how a job ended in an earlier start, if that is final."""
+        before = latest(self._earlier, "ended").get(job.number)
+        if before is not None and before.get("status") == "stopped" and self.settings.early_stop is not None:
+            return Ended("stopped", self._results.objective(job), str(before.get("message")))
+        if not directory.is_ours(job.run.path):
+            return None
+        new_start = resume.Start(job.name, job.text, job.arguments)
+        try:
+            resume.inspect(job.run, new_start)
+        except FinishedError:
+            return Ended("done", self._results.objective(job))
+        except RefusedError:
+            if job.run.status() != "done":
+                return None  # its own command reports that
+            changes = resume.changes_of(job.run, new_start)
+            drift = ", ".join(str(change) for change in changes if change.kind != "free")
+            say(
+                f"ddpexp: warning: {job.name} is finished, and its configuration would be another now ({drift}): it "
+                "stays as it is."
+            )
+            return Ended("done", self._results.objective(job))
+        return None
+
+    def _prepare(self, jobs: Sequence[Planned]) -> None:
+        """Prepare the data once, not in each job: all would start together, and report the same errors."""
+        prepared = []
+        for job in jobs:
+            if job.workers is not None and job.experiment.data not in prepared:
+                prepared.append(job.experiment.data)
+                job.training(self._options).prepare()
+
+    def _begin(self, jobs: Sequence[Planned]) -> None:
+        """Record the sweep and the jobs of a batch."""
+        what = f"of {len(jobs)} job{'s' if len(jobs) > 1 else ''}" if self._grid else f"by {self._swept.sweeper}"
+        where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
+        title = f"sweep {what}{where} in {files.relative(self.folder.path)}"
+        slots = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
+        self._log.begin(self._swept.words, self._options, title, **slots)
+        self._log.add_jobs(jobs)

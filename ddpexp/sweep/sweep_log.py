@@ -1,0 +1,110 @@
+"""What a start of a sweep has planned and how its jobs ended: in memory, in sweep.jsonl and on the display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from ddpexp.config.build import did_you_mean
+from ddpexp.sweep.early import names_of
+from ddpexp.sweep.folder import Record, SweepDir
+from ddpexp.sweep.job import Planned
+from ddpexp.sweep.job_result import Ended
+from ddpexp.sweep.settings import Settings
+from ddpexp.sweep.table import duration, shown
+from ddpexp.sweep.view import View
+from ddpexp.system import files
+from ddpexp.system.terminal import say
+
+
+class SweepLog:
+    """The log of one start."""
+
+    def __init__(self, folder: SweepDir, settings: Settings, view: View) -> None:
+        """Write nothing yet."""
+        self._folder, self._settings, self._view = folder, settings, view
+        self._record: Record | None = None
+        self._warned = False  # that a job does not report the objective
+        self.planned: dict[int, Planned] = {}
+        self.ended: dict[int, Ended] = {}
+
+    @property
+    def began(self) -> bool:
+        """Return whether anything was recorded."""
+        return self._record is not None
+
+    def begin(self, overrides: Sequence[str], options: Sequence[str], title: str, **facts: Any) -> None:
+        """Record the sweep, once; from here on the directory belongs to it."""
+        if self._record is not None:
+            return
+        say(title)
+        command = {"words": list(overrides), "options": list(options)}
+        with self._folder.refusing():
+            self._folder.logs.mkdir(exist_ok=True)
+            files.write(self._folder.command, yaml.safe_dump(command, allow_unicode=True, width=10**9))
+            self._record = Record(self._folder)
+        objective = {"objective": self._settings.objective, "mode": self._settings.mode}
+        self._record.add("sweep", words=list(overrides), **facts, **objective)
+
+    def add_jobs(self, jobs: Sequence[Planned]) -> None:
+        """Record the jobs of a batch."""
+        for job in jobs:
+            if job.number not in self.planned:
+                self.planned[job.number] = job
+                self.add("planned", job=job.number, name=job.name, overrides=list(job.overrides))
+
+    def add(self, event: str, **facts: Any) -> None:
+        """Record an event."""
+        assert self._record is not None
+        self._record.add(event, **facts)
+
+    def end(self, job: Planned, ended: Ended, code: int, seconds: float | None) -> None:
+        """Record and show how a job ended."""
+        self.ended[job.number] = ended
+        self.add(
+            "ended", job=job.number, status=ended.status, exit_code=code, objective=ended.objective,
+            message=ended.message,
+            **({"seconds": round(seconds, 3)} if seconds is not None else {}),
+        )  # fmt: skip
+        self._view.ended(self._line(job, ended, seconds))
+        lacks_objective = ended.objective is None and self._settings.objective is not None
+        if ended.status == "done" and lacks_objective and not self._warned:
+            self._warned = True
+            say(f"ddpexp: warning: {self._no_objective(job)}")
+
+    def lost_objective(self) -> str | None:
+        """Return a message if no job that is done reports the objective; None if one does, or if none is set."""
+        done = [self.planned[number] for number, ended in self.ended.items() if ended.status == "done"]
+        if (
+            self._settings.objective is None
+            or not done
+            or any(self.ended[job.number].objective is not None for job in done)
+        ):
+            return None
+        place = files.typed(self._folder.path)
+        return (
+            f"{self._no_objective(done[0])} The jobs are done: python -m ddpexp table {place} sweep.objective=... "
+            "shows them."
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._record is not None:
+            self._record.close()
+
+    def _no_objective(self, job: Planned) -> str:
+        metric = self._settings.objective
+        assert metric is not None
+        suggestion = did_you_mean(metric, names_of(job.run), "sweep.objective=")
+        return f"sweep.objective={metric} is no metric that job {job.name} reports.{suggestion}"
+
+    def _line(self, job: Planned, ended: Ended, seconds: float | None) -> str:
+        metric = self._settings.objective
+        value = (
+            f"  {metric} {shown(metric, ended.objective)}" if metric is not None and ended.objective is not None else ""
+        )
+        took = f"  {duration(seconds)}" if seconds is not None else ""
+        reason = f": {ended.message}" if ended.message else ""
+        return f"{len(self.ended)}/{len(self.planned)}  {job.name}  {ended.status}{reason}{value}{took}"

@@ -1,0 +1,167 @@
+"""Slurm as a job scheduler, through its own commands: sbatch, squeue, scontrol."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpexp.errors import EXIT_DONE, RefusedError
+from ddpexp.system.job_schedulers.base import FORGOTTEN, UNKNOWN, JobState
+from ddpexp.system.programs import environ_of_others, find, located
+from ddpexp.system.terminal import say
+
+RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
+_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+         "TIMEOUT", FORGOTTEN)  # fmt: skip
+_ANSWER_SECONDS = 15.0
+_ARRAY_SIZE = 1001  # Slurm's default. Source: slurm.conf(5), MaxArraySize
+
+
+@dataclass(frozen=True)
+class SlurmScheduler:
+    """Slurm, by its own commands; implements `JobScheduler`."""
+
+    name: str = "slurm"
+    label: str = "Slurm"
+
+    def job_id(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """Return the id of this process's job in the form that users know: 123, or 123_4 for an array task."""
+        names = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID")
+        if all(name in environ for name in names):
+            return "_".join(environ[name] for name in names)
+        return environ.get("SLURM_JOB_ID")
+
+    def unique_job_id(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """Return an id of this process's job that is unambiguous for Slurm.
+
+        Every array task has a job id of its own, except one, whose id is the whole array's: for it the form 123_4 is
+        returned. A job submitted from inside an array task inherits that task's array variables, so they alone do not
+        identify it.
+        """
+        number = environ.get("SLURM_JOB_ID")
+        return self.job_id(environ) if number == environ.get("SLURM_ARRAY_JOB_ID") else number
+
+    def is_job_id(self, text: object) -> bool:
+        """Return whether the text is the id of a job, 123, or of an array task, 123_4."""
+        return isinstance(text, str) and re.fullmatch(r"\d+(_\d+)?", text, re.ASCII) is not None
+
+    def is_over(self, job_id: str) -> bool | None:
+        """Return whether a job has ended; None: Slurm is not installed, or does not answer."""
+        return self.state(job_id)[0].is_over
+
+    def states(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        """Query the states of many jobs and array tasks in one call: PENDING, RUNNING, COMPLETED, FAILED and so on.
+
+        FORGOTTEN: ended long ago (MinJobAge of the cluster, five minutes by default). UNKNOWN: Slurm is not installed
+        or does not answer, or the text is not a job id.
+        """
+        requested = list(job_ids)
+        unknown = dict.fromkeys(requested, _state(UNKNOWN))
+        jobs = {text.partition("_")[0] for text in requested if self.is_job_id(text)}
+        if not jobs:
+            return unknown
+        argv = [
+            "squeue",
+            "--noheader",
+            "--array",
+            "--states=all",
+            "--format=%i %A %T",
+            f"--jobs={','.join(sorted(jobs))}",
+        ]
+        done = _ask(argv)
+        if done is None or (done.returncode and "Invalid job id" not in done.stderr):
+            return unknown
+        rows = [line.split() for line in done.stdout.splitlines()]
+        # An array task has a job id of its own too, as %A.
+        by_id = {row[1]: row[2] for row in rows} | {row[0]: row[2] for row in rows}
+        return {text: _state(by_id.get(text, FORGOTTEN) if self.is_job_id(text) else UNKNOWN) for text in requested}
+
+    def state(self, job_id: str) -> tuple[JobState, int]:
+        """Query a job's state and exit code; scontrol works without an accounting database.
+
+        Each line is matched by its first key: text that users choose, such as the job's name, never starts a line.
+        """
+        done = _ask(["scontrol", "show", "job", job_id])
+        if done is None:
+            return _state(UNKNOWN), EXIT_DONE
+        job_state = re.search(r"^ +JobState=(\w+)", done.stdout, re.MULTILINE)
+        code = re.search(r"^ +Requeue=.* ExitCode=(\d+):(\d+)", done.stdout, re.MULTILINE)
+        if done.returncode or job_state is None:
+            # The second message, on standard output, is for a task whose array Slurm still knows.
+            gone = "Invalid job id" in done.stderr or re.match(r"Job \d+_\d+ not found", done.stdout)
+            return _state(FORGOTTEN if gone else UNKNOWN), EXIT_DONE
+        if code is None:
+            return _state(job_state[1]), EXIT_DONE
+        return _state(job_state[1]), 128 + int(code[2]) if int(code[2]) else int(code[1])
+
+    def submit(self, script: Path) -> str:
+        """Submit a script and return the job's id.
+
+        Raises:
+            RefusedError: Slurm rejects it; the message has Slurm's reason. OSError: there is no sbatch.
+        """
+        # This variable would override the script's own array directive.
+        environ = {name: value for name, value in os.environ.items() if name != "SBATCH_ARRAY_INX"}
+        argv = [located("sbatch"), "--parsable", str(script)]
+        # A new session: otherwise Ctrl-C could end sbatch after the submission but before it has printed the job's id.
+        done = subprocess.run(
+            argv,
+            env=environ_of_others(environ),
+            capture_output=True,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        if done.returncode:
+            raise RefusedError(
+                f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})"
+            )
+        if done.stderr.strip():  # messages of the cluster
+            say(done.stderr.rstrip())
+        return done.stdout.strip().split(";")[0]
+
+    def restart_count(self) -> int | None:
+        """Return how many times Slurm has requeued this process's job; None if never."""
+        text = os.environ.get("SLURM_RESTART_COUNT")
+        return int(text) if text is not None and text.isdecimal() else None
+
+    def cancel_command(self, job_ids: Sequence[str]) -> str:
+        """Return the command with which the user cancels jobs."""
+        return f"scancel {' '.join(job_ids)}"
+
+
+SLURM = SlurmScheduler()
+
+
+def _state(name: str) -> JobState:
+    return JobState(name, None if name == UNKNOWN else name in _OVER)
+
+
+def array_size() -> int:
+    """Return how many tasks an array may have on this cluster."""
+    done = _ask(["scontrol", "show", "config"])
+    limits = re.findall(r"^MaxArraySize\s*=\s*(\d+)|\bmax_array_tasks=(\d+)", done.stdout if done else "", re.MULTILINE)
+    return max(1, min((int(size or tasks) for size, tasks in limits), default=_ARRAY_SIZE))
+
+
+def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+    """Run one of Slurm's commands without the user's SQUEUE_ defaults; None if it is missing or does not answer."""
+    program = find(argv[0])
+    if program is None:
+        return None
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    try:
+        return subprocess.run(
+            [program, *argv[1:]],
+            env=environ,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
+        )
+    except subprocess.TimeoutExpired:  # they retry for a minute when the controller is down
+        return None
