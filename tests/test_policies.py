@@ -27,7 +27,7 @@ COLLECTIVES_OF_OBJECTS = {
     "broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list", "send_object_list",
     "recv_object_list",
 }  # fmt: skip
-SAFE_LOADERS = ("CSafeLoader", "SafeLoader", "_LOADER", "get_yaml_loader()")
+SAFE_LOADERS = ("CSafeLoader", "SafeLoader", "LOADER", "get_yaml_loader()")
 
 
 def problems(text: str) -> Iterator[str]:

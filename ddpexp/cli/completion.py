@@ -22,6 +22,7 @@ from ddpexp.cli.shells import BREAKS, LINE, SCRIPTS, script
 from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system.terminal import show
+from ddpexp.system.yaml_text import load_yaml
 
 if TYPE_CHECKING:
     from ddpexp.cli.keys import Catalogue, Key
@@ -51,7 +52,6 @@ _OPTIONS = {
 _PATHS = ("run.dir", "run.init_from", "data.root", "hydra.sweep.dir", "launcher.python")  # keys whose value is one
 _SPECIAL = re.compile(r"[^\w@%+=:,./~^-]")  # to bash and zsh, outside of quotes
 _LIKE_A_PATH = re.compile(r"~|\.{0,2}/")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def _of_run(run: Path, words: Sequence[str]) -> Catalogue:
     if not file.is_file():
         return _catalogue(words)
     check_yaml(file)
-    values = yaml.load(file.read_text(), Loader=_LOADER)
+    values = load_yaml(file.read_text())
     return Catalogue(Overview(values if isinstance(values, dict) else {}, {}, {}, [conf_folder()]))
 
 

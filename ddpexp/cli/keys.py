@@ -22,6 +22,7 @@ from ddpexp.config.registry import key_of
 from ddpexp.config.schema import DATA_KEYS, Data, Recipe, Run, Trainer
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.sweep.settings import Settings
+from ddpexp.system.yaml_text import load_yaml
 
 # What is typed first comes first.
 ORDER = (
@@ -36,7 +37,6 @@ _SECTIONS = {
     "sweep": Settings,
 }
 _CALLED = ("launcher", "scheduler")  # sections whose class has typed fields and is free of torch
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _SECTION = "a section"
 _GLOBAL = "_global_"  # Hydra's name for a package whose keys stand in the tree as they are written
@@ -122,7 +122,7 @@ class Catalogue:
         """Return an option of a group, with its keys and their defaults in the option's own file."""
         comments = self._comments(group, name)
         try:
-            values = yaml.load(_text(self._file(group, name)), Loader=_LOADER)
+            values = load_yaml(_text(self._file(group, name)))
         except (ValueError, yaml.YAMLError):
             values = None  # whoever chooses it is told
         values = values if isinstance(values, dict) else {}
@@ -223,7 +223,7 @@ def _bases(path: Path | None) -> list[str]:
     Those that its list of defaults names without a group.
     """
     try:
-        values = yaml.load(_text(path), Loader=_LOADER) if "defaults" in _text(path) else None
+        values = load_yaml(_text(path)) if "defaults" in _text(path) else None
     except (ValueError, yaml.YAMLError):
         return []
     listed = values.get("defaults") if isinstance(values, dict) else None

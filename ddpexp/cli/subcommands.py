@@ -27,11 +27,11 @@ from ddpexp.run.resume_arguments import merge_overrides, trust_arguments
 from ddpexp.run.training import Training
 from ddpexp.system import files
 from ddpexp.system.terminal import say
+from ddpexp.system.yaml_text import load_yaml
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
 _RECORDS = (".yaml", ".json", ".jsonl", ".log", ".txt")  # files of a run directory that hold no weights
 _SHOWN_RUNS = 3
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _USAGE = f"""{commands.of("evaluate").usage}
 
@@ -71,7 +71,7 @@ def member(argv: list[str]) -> tuple[Launcher, Training]:
         try:
             files.check_yaml(run.config)
             files.check_yaml(run.overrides)
-            text, overrides = run.config.read_text(), yaml.load(run.overrides.read_text(), Loader=_LOADER)
+            text, overrides = run.config.read_text(), load_yaml(run.overrides.read_text())
             command = run.command() or ["ddpexp", *overrides]
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise RefusedError(f"{place} is not a run directory: {error}.") from None

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import yaml
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from ddpexp.system.yaml_text import LOADER
+
 _PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 _OF_THE_FILE = ("_target_", "kind", "defaults")  # keys that say what a file is: a comment above them is about the file
 
@@ -31,7 +32,7 @@ def comments_of(text: str) -> Comments:
     Raises: yaml.YAMLError.
     """
     lines = text.splitlines()
-    root = yaml.compose(text, Loader=_LOADER)
+    root = yaml.compose(text, Loader=LOADER)
     package = next((found[1] for line in lines[: _first(lines)] if (found := _PACKAGE.fullmatch(line.strip()))), None)
     keys: dict[str, str] = {}
     about = ""

@@ -13,13 +13,13 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from ddpexp.config.build import shown
 from ddpexp.config.instantiate import Trust, targets
 from ddpexp.errors import RefusedError
+from ddpexp.system.yaml_text import load_yaml
 
 # Settings with an effect, wherever they are written. Of the others what Hydra fills in itself differs from command to
 # command.
@@ -127,7 +127,7 @@ def check_no_ignored_options(files: Sequence[Path]) -> None:
         text = path.read_text(errors="replace")
         if "hydra/" not in text:
             continue
-        written = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        written = load_yaml(text)
         for entry in written.get("defaults") or () if isinstance(written, dict) else ():
             for key, option in entry.items() if isinstance(entry, dict) else ():
                 group = str(key).removeprefix("override").strip().lstrip("/").partition("@")[0]

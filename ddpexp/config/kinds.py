@@ -8,12 +8,10 @@ import types
 import typing
 from typing import Any, Literal, Union
 
-import yaml
-
 from ddpexp.config.folders import conf_folder
 from ddpexp.config.schema import TYPED_SECTIONS
+from ddpexp.system.yaml_text import load_yaml
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _FEW = 1000  # numbers that a range may have to be suggested
 
@@ -74,7 +72,7 @@ def _parts(hint: Any) -> set[Any]:
 
 
 def _at(text: str, key: str) -> Any:
-    value = yaml.load(text, Loader=_LOADER)
+    value = load_yaml(text)
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else None
     return value

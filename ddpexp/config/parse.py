@@ -25,6 +25,7 @@ from ddpexp.config.validate import check
 from ddpexp.errors import RefusedError
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.strategy.options import Options
+from ddpexp.system.yaml_text import load_yaml
 from ddpexp.task import Schedule
 
 
@@ -35,7 +36,7 @@ def load(text: str) -> Experiment:
         RefusedError: it is no configuration, or refers to what is not there.
     """
     try:
-        values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        values = load_yaml(text)
     except (ValueError, yaml.YAMLError) as error:
         raise RefusedError(f"config.yaml cannot be read: {error}.") from None
     if not isinstance(values, Mapping):

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config.registry import key_of, key_of_class, section_of
+from ddpexp.system.yaml_text import load_yaml
 
 GROUPS = {  # of entry points, `name = package.module:Class`, by the section whose `_target_` may name them
     "launcher": "ddpexp.launchers",
@@ -119,9 +120,7 @@ def offered_targets() -> frozenset[str]:
     for folder, package in {**_conf_folders(_entry_points()[RECIPES].values()), **searched_packages()}.items():
         for path in sorted(folder.rglob("*.yaml")) if package else ():
             with suppress(OSError, ValueError, yaml.YAMLError):
-                found |= set(
-                    _named(yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), package)
-                )
+                found |= set(_named(load_yaml(path.read_text()), package))
     return frozenset(found)
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
@@ -45,6 +44,7 @@ from ddpexp.config.user_files import check_user_files
 from ddpexp.config.values import Composed, Tree, finish, warnings_of
 from ddpexp.config.versions import VERSION_BASE
 from ddpexp.errors import RefusedError
+from ddpexp.system.yaml_text import load_yaml
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,7 @@ def compose_sweep(argv: list[str]) -> Swept:
 
 def _default_sweep() -> Any:
     """Return the defaults of `hydra.sweep`: ddpexp's directory and Hydra's subdirectory."""
-    written = yaml.load(
-        (conf_folder() / "config.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    )
+    written = load_yaml((conf_folder() / "config.yaml").read_text())
     return {"subdir": "${hydra.job.num}", **written["hydra"]["sweep"]}
 
 

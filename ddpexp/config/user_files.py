@@ -14,8 +14,8 @@ from ddpexp.config.folders import conf_folder, groups, options
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
+from ddpexp.system.yaml_text import load_yaml
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OPTION = re.compile(r"\+*([\w/]+)=([\w.-]+)")  # an override that chooses an option of a group
 _HEADER = re.compile(r"(?:\s*#.*\n)*?\s*#\s*@package[ \t]+(\S+)")
 _SPACELESS = re.compile(r"(\w+):([^\s:/].*)")  # `hidden:16`, which YAML reads as one text
@@ -51,7 +51,7 @@ def _check_file(path: Path, group: str) -> list[tuple[str, str]]:
     text = path.read_text(errors="replace")
     is_global = _check_header(path, text, group == "recipe")
     try:
-        values = yaml.load(text, Loader=_LOADER)
+        values = load_yaml(text)
     except yaml.MarkedYAMLError as error:
         _check_space_near(path, text, error)
         return []  # Hydra reports it

@@ -10,7 +10,6 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
@@ -29,6 +28,7 @@ from ddpexp.config.schema import DATA_KEYS
 from ddpexp.config.typed_targets import typed_targets
 from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError
+from ddpexp.system.yaml_text import load_yaml
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _check_types(
     for group in ("recipe", *sections):
         paths = [folder / group / f"{choices.get(group)}.yaml" for folder in folders]
         path = next((path for path in paths if path.is_file()), None)
-        written = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if path else None
+        written = load_yaml(path.read_text()) if path else None
         if not isinstance(written, dict):
             continue
         for section in sections if group == "recipe" else (group,):

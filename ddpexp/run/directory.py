@@ -22,6 +22,7 @@ from ddpexp.launch import Layout
 from ddpexp.run import lock
 from ddpexp.system.files import check_yaml, dumps, first_free, first_free_name, read_json, whole_lines, write
 from ddpexp.system.limits import reason_with_limit
+from ddpexp.system.yaml_text import load_yaml
 
 _LATEST = 50  # run directories that `owned` searches
 _TEMPORARY = re.compile(
@@ -128,7 +129,7 @@ class RunDir:
         """Return the overrides of the run; nothing if they cannot be read."""
         try:
             check_yaml(self.overrides)
-            overrides = yaml.load(self.overrides.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            overrides = load_yaml(self.overrides.read_text())
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return []
         return [str(override) for override in overrides] if isinstance(overrides, list) else []

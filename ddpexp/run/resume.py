@@ -17,6 +17,7 @@ from ddpexp.run.same_inputs import check_same_code
 from ddpexp.run.stored_config import Stored, edit_notes, parse_config, read_config, read_stored
 from ddpexp.system.job_schedulers import recorded_job
 from ddpexp.system.secrets import masked_tree
+from ddpexp.system.text import metric_text
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _metric(metrics: Any) -> str:
     value = metrics[name]
     if not isinstance(value, int | float):
         return ""
-    return f" ({name} {100 * value:.1f} %)" if "accuracy" in name else f" ({name} {value:.4g})"
+    return f" ({name} {metric_text(name, value)})"
 
 
 def _check_not_queued(name: str, result: Mapping[str, Any]) -> None:

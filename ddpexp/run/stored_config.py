@@ -14,8 +14,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
 from ddpexp.system.files import check_yaml, check_yaml_text, sha256
 from ddpexp.system.secrets import masked_tree
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+from ddpexp.system.yaml_text import load_yaml
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ def read_config(run: RunDir) -> dict[str, Any] | None:
 
 def parse_config(text: str) -> Any:
     """Parse the text of a config.yaml."""
-    return yaml.load(text, Loader=_LOADER)
+    return load_yaml(text)
 
 
 def job_identity(text: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.terminal import say
+from ddpexp.system.yaml_text import load_yaml
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
 _LINE_BYTES = 1 << 20
@@ -220,7 +221,7 @@ def read_command(folder: SweepDir) -> tuple[list[str], list[str]]:
     """
     try:
         files.check_yaml(folder.command)
-        command = yaml.load(folder.command.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        command = load_yaml(folder.command.read_text())
         overrides, options = command["words"], command["options"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

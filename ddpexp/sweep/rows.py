@@ -22,11 +22,11 @@ from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, recorded_job
 from ddpexp.system.secrets import masked_tree, masker
 from ddpexp.system.text import one_line
+from ddpexp.system.yaml_text import load_yaml
 
 UNFINISHED = ("interrupted", "killed", "failed")  # can be resumed
 
 _MESSAGE_CHARACTERS = 300
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def _configuration(path: Path) -> Any:
     run = RunDir(path)
     try:
         files.check_yaml(run.config)
-        return masked_tree(yaml.load(run.config.read_text(), Loader=_LOADER))
+        return masked_tree(load_yaml(run.config.read_text()))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
 

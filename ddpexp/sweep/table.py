@@ -22,7 +22,7 @@ from ddpexp.sweep.grid import DIRECTORY, Fitted, Grid
 from ddpexp.sweep.job_status import STATUSES
 from ddpexp.sweep.rows import Goal, Row
 from ddpexp.system import files
-from ddpexp.system.text import one_line
+from ddpexp.system.text import metric_text, one_line
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -192,7 +192,7 @@ def shown(name: str, value: float | None, missing: str = "") -> str:
         return missing
     if not math.isfinite(value):
         return str(value)
-    return f"{value:.2%}" if "accuracy" in name else f"{value:.4g}"
+    return metric_text(name, value)
 
 
 def duration(seconds: float | None) -> str:

@@ -19,6 +19,7 @@ import yaml
 
 from ddpexp.errors import DdpexpError
 from ddpexp.system.secrets import masked_tree
+from ddpexp.system.yaml_text import LOADER
 
 JSON_BYTES = 64 << 20  # per file: everything large is in safetensors
 _YAML_BYTES, _DEPTH = 4 << 20, 100
@@ -167,7 +168,7 @@ def check_yaml_text(text: str) -> None:
     Raises: ValueError, yaml.YAMLError.
     """
     depth = values = interpolations = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in yaml.parse(text, Loader=LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if isinstance(event, yaml.ScalarEvent):
             values += 1

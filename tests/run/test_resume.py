@@ -118,7 +118,7 @@ def test_another_number_of_workers_is_noted(before: int, now: int, note: list[st
 
 # A finished run.
 
-FINISHED = "is finished at step 10 (eval/accuracy 67.0 %): nothing to do.\n"
+FINISHED = "is finished at step 10 (eval/accuracy 67.00%): nothing to do.\n"
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(ddpexp: Ddpexp, run: Path) -> None:
@@ -171,12 +171,12 @@ def test_a_finished_run_goes_on_when_it_is_asked_to_be_longer(ddpexp: Ddpexp, ru
     assert yaml.safe_load((run / "config-1.yaml").read_text())["trainer"]["epochs"] == 2
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["epochs"] == 4
     assert resumed(ddpexp, "run").out == f"ddpexp: run {FINISHED}".replace("step 10", "step 12").replace(
-        "67.0", percent(run)
+        "67.00", percent(run)
     )
 
 
 def percent(run: Path) -> str:
-    return f"{100 * json.loads((run / 'result.json').read_text())['metrics']['eval/accuracy']:.1f}"
+    return f"{100 * json.loads((run / 'result.json').read_text())['metrics']['eval/accuracy']:.2f}"
 
 
 # An unfinished one.
@@ -573,7 +573,7 @@ def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Dd
         [*srun, "trainer.gpus=auto"], cwd=ddpexp.folder, env={**ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]},
         capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
-    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.0", percent(stopped))), (
+    assert (after.returncode, after.stdout) == (0, f"ddpexp: run {FINISHED}".replace("67.00", percent(stopped))), (
         after.stderr
     )
 

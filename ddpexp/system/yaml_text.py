@@ -1,0 +1,14 @@
+"""Reading YAML with PyYAML's safe loader: the one in C, where it is built in, is ten times as fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the values of a text. Raises yaml.YAMLError and ValueError."""
+    return yaml.load(text, Loader=LOADER)
