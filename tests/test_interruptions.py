@@ -658,7 +658,7 @@ def test_a_disk_without_room_ends_the_run_and_keeps_what_was_saved(
     fewer = recipe(
         *words, "trainer.keep_last=1", "trainer.checkpoint_every=25", "trainer.on_save_error=continue", run=run
     )
-    assert "The run goes on (trainer.on_save_error=continue)." in fewer.out
+    assert "Training continues (trainer.on_save_error=continue)." in fewer.out
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     done = recipe(*words, run=run)
     assert done.code == 0, done.err

@@ -23,7 +23,7 @@ from ddpexp.run import outcome
 from ddpexp.system import secrets
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
-from ddpexp.system.terminal import say, show, within_patience
+from ddpexp.system.terminal import print_message, show, within_patience
 
 # Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
 _FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
@@ -41,7 +41,7 @@ def main() -> int:
     sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):
-        say("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
+        print_message("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
         return EXIT_REFUSED
     with ExitStack() as leaving:
         return outcome.exit_code_of(lambda: _answer(argv, leaving))
@@ -140,7 +140,7 @@ def _train(argv: list[str], server: Server | None) -> int:
     if not argv:
         from ddpexp.cli import help as answers
 
-        say(answers.first())
+        print_message(answers.first())
         return EXIT_REFUSED
     if (wrong := commands.unknown(argv[0])) is not None:
         raise RefusedError(wrong)
@@ -162,7 +162,7 @@ def _train(argv: list[str], server: Server | None) -> int:
     experiment = parse(composed.values)
     for warning in composed.warnings:
         if os.environ.get("RANK", "0") == "0":
-            say(f"ddpexp: warning: {warning}")
+            print_message(f"ddpexp: warning: {warning}")
 
     from ddpexp.run.training import Training
 
@@ -226,7 +226,7 @@ def _take_secrets(argv: list[str]) -> list[str]:
     """
     words, said = secrets.referenced(argv)
     for text in said if os.environ.get("RANK", "0") == "0" else ():
-        say(f"ddpexp: {text}: the value stays out of the run's files")
+        print_message(f"ddpexp: {text}: the value stays out of the run's files")
     return words
 
 

@@ -26,7 +26,7 @@ from ddpexp.run.evaluation import Evaluation
 from ddpexp.run.resume_arguments import merge_overrides, trust_arguments
 from ddpexp.run.training import Training
 from ddpexp.system import files
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 from ddpexp.system.yaml_text import load_yaml
 
 _OPTIONS = ("--config-dir", "-cd")  # each with a word behind it
@@ -221,7 +221,7 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
         text, experiment = _of_run(home, words, command)
     else:
         text, experiment = _of_words(source, words)
-    found = weights.find(source, f"evaluate {source}", lambda text: say(f"ddpexp: warning: {text}"))
+    found = weights.find(source, f"evaluate {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
     return experiment.launcher, Evaluation(experiment, text, found)
 
 

@@ -79,9 +79,9 @@ def step_ms(records: Sequence[Mapping[str, float]], global_batch_size: int) -> f
 
 def calibrate(
     experiment: Experiment, typed: Sequence[str], batch: BatchPlan, layout: Layout, place: Place, num_bytes: int,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> Calibration:  # fmt: skip
-    """Run and fit. `num_bytes` are those of the gradients; `say` reports progress.
+    """Run and fit. `num_bytes` are those of the gradients; `report` prints progress.
 
     Raises:
         RefusedError: this machine lacks the device, or a run failed.
@@ -101,7 +101,7 @@ def calibrate(
     others = _Others()
     with tempfile.TemporaryDirectory(prefix="ddpexp-plan-") as name:
         by_backend = ["strategy.reduce_through=backend"] if on_cpu and place.way != "shared_memory" else []
-        bench = _Bench(Path(name), [*typed, *by_backend], batch.micro_batch_size, layout.threads, place, say, others)
+        bench = _Bench(Path(name), [*typed, *by_backend], batch.micro_batch_size, layout.threads, place, report, others)
         bench = replace(bench, steps=num_steps(bench.measure(1)))
         measured, small = bench.measured(batch.gradient_accumulation_steps > 1, two, on_cpu), None
         if two and on_cpu and num_bytes > 4 * _SMALL_BYTES:
@@ -127,7 +127,7 @@ class _Bench:
     micro: int
     threads: int
     place: Place
-    say: Callable[[str], None]
+    report: Callable[[str], None]
     others: _Others
     steps: int = _FEWEST_STEPS
     name: str = ""
@@ -157,7 +157,7 @@ class _Bench:
     def measure(self, workers: int, cores: Sequence[int] = (), passes: int = 1) -> float:
         """Return the time of a step of one run, on some cores alone."""
         where = f" on {len(cores)} core{'s' if len(cores) > 1 else ''}" if cores else ""
-        self.say(
+        self.report(
             f"measuring {workers} worker{'s' if workers > 1 else ''}{where}, {passes} "
             f"pass{'es' if passes > 1 else ''}{self.name}"
         )
@@ -168,7 +168,7 @@ class _Bench:
 
     def beside(self) -> float:
         """Return the time of a step of one worker while another run computes the same."""
-        self.say(f"measuring 1 worker beside another run{self.name}")
+        self.report(f"measuring 1 worker beside another run{self.name}")
         ours, theirs = self._folder(), self._folder()
         with _started(self._arguments(1, 1, _ENDLESS_STEPS, theirs), theirs) as neighbour:
             while not _records(theirs / "run") and neighbour.poll() is None:

@@ -19,7 +19,7 @@ from ddpexp.plan.outcome import Outcome
 from ddpexp.plan.speed import Costs
 from ddpexp.run.prepare import prepare
 from ddpexp.run.training import Training
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 _USAGE = f"""{commands.of("plan").usage}
 
@@ -55,7 +55,7 @@ def plan(argv: Sequence[str]) -> int:
         raise RefusedError(f"plan {' '.join(arguments.run)}: that option shows the configuration: use it without plan.")
     experiment = parse(composed.values)
     for warning in composed.warnings:
-        say(f"ddpexp: warning: {warning}")
+        print_message(f"ddpexp: warning: {warning}")
     job = Training(experiment, composed.text, composed.overrides, ["ddpexp", *arguments.run])
     assumed = assume(job, experiment.launcher, arguments.cores)
     resumes = job.foresee()
@@ -89,7 +89,7 @@ def _with_costs(outcome: Outcome, arguments: PlanArguments) -> Outcome:
             outcome.assumed.layout,
             outcome.place,
             num_bytes,
-            lambda text: say(f"ddpexp: {text}"),
+            lambda text: print_message(f"ddpexp: {text}"),
         )
     costs = calibration.costs if calibration else None
     if arguments.compute_ms is not None:

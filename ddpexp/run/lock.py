@@ -21,7 +21,7 @@ from ddpexp.system import process
 from ddpexp.system.job_schedulers import ScheduledJob, current_job, owner_keys, owning_job
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.network import boot_id
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 NAME = "lock"
 _WAIT_SECONDS = 10.0  # for the ranks of a killed command to exit
@@ -211,7 +211,7 @@ def _report_waiting(at: float, text: str) -> float:
     """Report once, after a moment, what the command is waiting for."""
     if time.monotonic() < at:
         return at
-    say(f"ddpexp: {text}")
+    print_message(f"ddpexp: {text}")
     return float("inf")
 
 

@@ -16,7 +16,7 @@ from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
 from ddpexp.system import secrets
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 _NAMED = 16  # ranks named in a message; the others are only counted
 _REPEAT_SECONDS = 2.0  # a second signal within this time counts as the same one
@@ -32,21 +32,21 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except FinishedError as error:
         ignore_signals()
         if not error.quiet:
-            say(f"ddpexp: {error}", sys.stdout)
+            print_message(f"ddpexp: {error}", sys.stdout)
         return error.exit_code
     except WorkerError as error:
         ignore_signals()
         _report_to_torchrun(error)
         if not error.quiet:
-            say(_first_cause(error))
+            print_message(_first_cause(error))
         return error.exit_code
     except ENDS as error:
         ignore_signals()
         _report_to_torchrun(error)
         if not error.quiet:
-            say(f"ddpexp: {error}")
+            print_message(f"ddpexp: {error}")
         if isinstance(error, StoppedError) and error.then is not None:
-            say(f"ddpexp: {error.then()}")
+            print_message(f"ddpexp: {error.then()}")
         return error.exit_code
 
 

@@ -14,7 +14,7 @@ from ddpexp.run import directory, manifest
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume import PreviousRun
 from ddpexp.system import files
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 
 class StartFiles:
@@ -59,7 +59,7 @@ class StartFiles:
             }
             directory.reopen(run)
             if has_manifest:
-                say(f"ddpexp: resuming {files.relative(run.path)}")
+                print_message(f"ddpexp: resuming {files.relative(run.path)}")
         text, text_before = self.config_text(run, previous), self._before.get(run.config)
         manifest_text = (
             files.dumps({**facts, "config": manifest.accepted(text, text_before)}) if facts is not None else None

@@ -32,7 +32,7 @@ from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 _PROBE_SECONDS = 10.0  # a network file system may show the files of another host late
 
@@ -172,14 +172,16 @@ class Training(Job):
 
     def _warn_of_deprecated_overrides(self) -> None:
         for warning in deprecation_warnings(self.identity, self._new_overrides):
-            say(f"ddpexp: warning: {warning}")
+            print_message(f"ddpexp: warning: {warning}")
 
     def _initial_weights(self, owners: Sequence[str]) -> dict[str, str]:
         """Return the resolved path of run.init_from for the first start, the same for all workers."""
         source = self.experiment.run.init_from
         if source is None or resume.has_checkpoint(self._existing(owners)):
             return {}
-        path = weights.find(Path(source), f"run.init_from={source}", lambda text: say(f"ddpexp: warning: {text}"))
+        path = weights.find(
+            Path(source), f"run.init_from={source}", lambda text: print_message(f"ddpexp: warning: {text}")
+        )
         return {"init_from": str(path.resolve())}
 
     def shared(self) -> dict[str, Any]:
@@ -266,7 +268,9 @@ class Training(Job):
         except OSError as error:
             if run.path.exists():  # otherwise its removal ended the run, which is reported
                 why = reason_with_limit(error, run.path)
-                say(f"ddpexp: warning: {self._called(run)} cannot be written ({why}): result.json is not updated")
+                print_message(
+                    f"ddpexp: warning: {self._called(run)} cannot be written ({why}): result.json is not updated"
+                )
 
     def _existing(self, owners: Sequence[str]) -> RunDir | None:
         """Return the existing run directory: created for this command, named by the user, or of an earlier attempt.

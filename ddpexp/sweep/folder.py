@@ -20,7 +20,7 @@ from ddpexp.system import files
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.secrets import masked_tree
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 from ddpexp.system.yaml_text import load_yaml
 
 _NAME_BYTES = 120  # file systems take 255; a path has other parts too
@@ -146,7 +146,7 @@ class Record:
             self._file.flush()
         except OSError as error:  # the jobs' own files record how far they are
             if not self._failed:
-                say(
+                print_message(
                     f"ddpexp: warning: {self._file.name} cannot be written ({error.strerror}): what happens is not "
                     "recorded"
                 )

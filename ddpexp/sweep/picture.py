@@ -24,7 +24,7 @@ from ddpexp.sweep.plot_curves import draw_curves
 from ddpexp.sweep.plot_panels import draw_panel
 from ddpexp.sweep.rows import Goal, Row
 from ddpexp.system import files
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
             raise RefusedError("no metric is recorded yet" if metric is None else "it needs a folder: --out FOLDER.")
         draw(arguments.rows(metric), metric, goal.mode if goal.metric is not None else None, folder / NAME)
     except (RefusedError, OSError) as error:
-        say(f"{NAME} cannot be drawn: {error}")
+        print_message(f"{NAME} cannot be drawn: {error}")
         return EXIT_REFUSED
     return EXIT_DONE
 

@@ -20,7 +20,7 @@ from ddpexp.sweep.settings import Settings, settings_of
 from ddpexp.sweep.view import View
 from ddpexp.system import files
 from ddpexp.system.limits import reason_with_limit
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 _FINAL = ("done", "stopped")  # how a job ends that is not run again
 
@@ -33,7 +33,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     """
     settings = settings_of(swept.settings)
     for warning in swept.warnings:
-        say(f"ddpexp: warning: {warning}")
+        print_message(f"ddpexp: warning: {warning}")
     _check_sweeper(swept, settings)
     check_ends(swept)
     parents = [place for place in Path(str(swept.cfg.hydra.sweep.dir)).parents if not place.exists()]
@@ -54,7 +54,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
                 raise
             if not error.quiet:
                 raise StoppedError(error.signum, _how_to_resume(sweep)) from None
-            say(f"ddpexp: {_how_to_resume(sweep)}")  # jobs that continue without this command are reported
+            print_message(f"ddpexp: {_how_to_resume(sweep)}")  # jobs that continue without this command are reported
             raise
         finally:
             view.close()
@@ -125,11 +125,13 @@ def _exit_code(sweep: SweepRunner) -> int:
         raise SweepFailed(lost)
     submitted = sweep.num_ended("submitted")
     if submitted:
-        say(f"{submitted} of {sweep.num_jobs} jobs are submitted; how far they are: python -m ddpexp status "
+        print_message(f"{submitted} of {sweep.num_jobs} jobs are submitted; how far they are: python -m ddpexp status "
             f"{files.typed(sweep.folder.path)}", sys.stdout)  # fmt: skip
     if left_out := sweep.left_out():
-        say(f"ddpexp: warning: {len(left_out)} of the directory's jobs are not finished, and not part of this command: "
-            f"{', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}")  # fmt: skip
+        print_message(
+            f"ddpexp: warning: {len(left_out)} of the directory's jobs are not finished, and not part of this command: "
+            f"{', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}"
+        )
     return EXIT_DONE
 
 

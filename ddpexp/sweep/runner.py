@@ -21,7 +21,7 @@ from ddpexp.sweep.submission import Submissions, submitter_of
 from ddpexp.sweep.sweep_log import SweepLog
 from ddpexp.sweep.view import View
 from ddpexp.system import files
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 
 class SweepFailed(DdpexpError):
@@ -146,7 +146,7 @@ class SweepRunner:
                 return None  # its own command reports that
             changes = resume.changes_of(job.run, new_start)
             drift = ", ".join(str(change) for change in changes if change.kind != "free")
-            say(
+            print_message(
                 f"ddpexp: warning: {job.name} is finished, and its configuration would be another now ({drift}): it "
                 "stays as it is."
             )

@@ -16,7 +16,7 @@ from ddpexp.sweep.settings import Settings
 from ddpexp.sweep.table import duration, shown
 from ddpexp.sweep.view import View
 from ddpexp.system import files
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 
 class SweepLog:
@@ -39,7 +39,7 @@ class SweepLog:
         """Record the sweep, once; from here on the directory belongs to it."""
         if self._record is not None:
             return
-        say(title)
+        print_message(title)
         command = {"words": list(overrides), "options": list(options)}
         with self._folder.refusing():
             self._folder.logs.mkdir(exist_ok=True)
@@ -72,7 +72,7 @@ class SweepLog:
         lacks_objective = ended.objective is None and self._settings.objective is not None
         if ended.status == "done" and lacks_objective and not self._warned:
             self._warned = True
-            say(f"ddpexp: warning: {self._no_objective(job)}")
+            print_message(f"ddpexp: warning: {self._no_objective(job)}")
 
     def lost_objective(self) -> str | None:
         """Return a message if no job that is done reports the objective; None if one does, or if none is set."""

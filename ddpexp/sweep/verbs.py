@@ -28,7 +28,7 @@ from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, states
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.programs import python
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 from ddpexp.system.text import one_line
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ def table(argv: Sequence[str]) -> int:
             f"that.{did_you_mean(goal.metric, metrics, 'sweep.objective=')}"
         )
     if arguments.csv:
-        say(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
+        print_message(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
         return EXIT_DONE
     again = f"python -m ddpexp table {shlex.join([*argv, '--all'])}"
     chosen = rows if arguments.columns is None else _with_columns(rows, arguments.columns)
     whole = arguments.whole or arguments.columns is not None
     show(tables.render(chosen, goal, limit(), columns=arguments.columns, again=again), whole)
     if goal.metric is None and metrics:
-        say(
+        print_message(
             f"to have the best marked: sweep.objective={metrics[0]}, with sweep.mode=max where more is better",
             sys.stdout,
         )
@@ -147,13 +147,13 @@ def _save(folder: Path, arguments: Arguments, rows: Sequence[Row], goal: Goal) -
         folder.mkdir(parents=True, exist_ok=True)
         table_files.save(folder, rows, goal)
     except OSError as error:
-        say(
+        print_message(
             f"ddpexp: {folder} cannot be written ({error.strerror}), so the table is in no file: name a folder with "
             "--out FOLDER."
         )
         return
     names = ["sweep.csv", "sweep.md", *(["sweep.png"] if _draw(folder, arguments, goal) else [])]
-    say(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
+    print_message(f"written: {', '.join(names)} in {files.typed(folder)}", sys.stdout)
 
 
 def _draw(folder: Path, arguments: Arguments, goal: Goal) -> bool:
@@ -166,11 +166,13 @@ def _draw(folder: Path, arguments: Arguments, goal: Goal) -> bool:
             program, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DRAWING_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        say(f"ddpexp: sweep.png is left out: {error}")
+        print_message(f"ddpexp: sweep.png is left out: {error}")
         return False
     if done.returncode:
         lines = done.stderr.strip().splitlines()
-        say(f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {done.returncode}'}")
+        print_message(
+            f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {done.returncode}'}"
+        )
     return done.returncode == 0
 
 

@@ -16,7 +16,7 @@ from ddpexp.sweep.grid import limit, show
 from ddpexp.sweep.rows import Goal, Reader
 from ddpexp.system import files
 from ddpexp.system.programs import python
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -46,7 +46,7 @@ class View:
     def ended(self, text: str) -> None:
         """Report that a job has ended, if there is no live table."""
         if not self._shows:
-            say(text, sys.stdout)
+            print_message(text, sys.stdout)
 
     def last_begin(self) -> None:
         """Prepare for the plot: no more jobs are waiting."""
@@ -76,10 +76,12 @@ class View:
         try:
             table_files.save(self._folder.path, rows, self._goal)
         except OSError as error:
-            say(f"ddpexp: warning: {self._folder.path} cannot be written ({error.strerror}): the table is in no file")
+            print_message(
+                f"ddpexp: warning: {self._folder.path} cannot be written ({error.strerror}): the table is in no file"
+            )
             return
         names = ["sweep.csv", "sweep.md", *(["sweep.png"] if self._drawn() else [])]
-        say(f"written: {', '.join(names)} in {files.typed(self._folder.path)}", sys.stdout)
+        print_message(f"written: {', '.join(names)} in {files.typed(self._folder.path)}", sys.stdout)
 
     def _drawn(self) -> bool:
         self.last_begin()
@@ -94,7 +96,9 @@ class View:
             stderr = b"it takes too long"
         if process.returncode:
             lines = stderr.decode(errors="replace").strip().splitlines()
-            say(f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {process.returncode}'}")
+            print_message(
+                f"ddpexp: sweep.png is left out: {lines[-1] if lines else f'drawing ended with {process.returncode}'}"
+            )
         return process.returncode == 0
 
     def _draw(self) -> None:

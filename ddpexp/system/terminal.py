@@ -151,7 +151,7 @@ class _Screen:
             self._bar = None
 
 
-def say(text: str, to: TextIO | None = None) -> None:
+def print_message(text: str, to: TextIO | None = None) -> None:
     """Print a message of the command itself, by default on standard error; an output error never ends the run.
 
     The text may contain untrusted parts: secrets are masked, control characters are shown as text.
@@ -173,7 +173,7 @@ def show(text: str) -> None:
 
 def within_patience(work: Callable[[], None]) -> None:
     """Run `work`, which a terminal may block, in a thread, and stop waiting for it after a moment."""
-    thread = threading.Thread(target=work, daemon=True, name="say")
+    thread = threading.Thread(target=work, daemon=True, name="terminal-message")
     try:
         thread.start()
     except RuntimeError:  # thread limit reached

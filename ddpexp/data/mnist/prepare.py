@@ -34,7 +34,7 @@ from ddpexp.data.mnist.mirrors import (
     download_unless_failed,
 )
 from ddpexp.errors import RefusedError
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 SOURCES = ("auto", "files", "download", "embedded")
 EMBEDDED_VERSION = 1  # increase it when synthetic.py changes: it is part of the name of caches
@@ -119,7 +119,7 @@ def _data_folder(root: str | None) -> Path:
 
 
 def _to_stderr(text: str) -> None:
-    say(f"WARNING: {text}")
+    print_message(f"WARNING: {text}")
 
 
 def _mnist(root: Path, source: str, mirrors: Sequence[str], patience: Patience) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from ddpexp.launch.launchers.elastic_board import (
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 _END_SECONDS = 2.0  # for the command to end the agent
 _PORT = "29400"  # torch's default, for endpoints without a port
@@ -138,15 +138,15 @@ class Elastic(Launcher):
             )
         if code == LIST_LOST:
             text = f"{endpoint}, which keeps the list of the machines, does not answer any more"
-            say(f"ddpexp: {text}: without it the ranks cannot be restarted here")
+            print_message(f"ddpexp: {text}: without it the ranks cannot be restarted here")
         elif code == JOB_ENDED:
-            say(
+            print_message(
                 f"ddpexp: the job launcher.rdzv_id={self.rdzv_id} at {endpoint} has ended on the other machines: see "
                 "their output"
             )
         elif code == FEW_CAME:
             text = f"fewer than the {min_nodes} machines of trainer.nodes have joined at {endpoint} in time"
-            say(
+            print_message(
                 f"ddpexp: {text}: start the command on the others too (join_timeout in launcher.rdzv_conf is the time "
                 "in seconds)"
             )
@@ -279,9 +279,9 @@ def _leave_for_restart(end: End, job: Job) -> int:
     """Record how far the run is, print it once, and return the exit code."""
     if isinstance(end, StoppedError) and os.environ["RANK"] == "0":
         rest, *_ = job.interrupt(end.step, end.saved).splitlines()
-        say(f"ddpexp: the machines meet again; {rest}")
+        print_message(f"ddpexp: the machines meet again; {rest}")
     elif isinstance(end, AbsentError) and not end.quiet:
-        say(f"ddpexp: {end}")
+        print_message(f"ddpexp: {end}")
     return EXIT_FAILED
 
 
@@ -293,7 +293,7 @@ def _report_stop(phase: Phase, error: StoppedError) -> None:
             if phase == Phase.FIRST
             else "what was saved before stays, and the same command resumes it"
         )
-        say(f"ddpexp: interrupted by {signal.Signals(error.signum).name} while the machines met: {rest}")
+        print_message(f"ddpexp: interrupted by {signal.Signals(error.signum).name} while the machines met: {rest}")
 
 
 def _ends_all(code: int) -> bool:

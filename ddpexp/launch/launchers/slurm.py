@@ -39,7 +39,7 @@ from ddpexp.system import start
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.programs import find
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Slurm(Launcher):
         """Run the task of one node: start the node's workers; like `Launcher.launch`."""
         if "SLURM_STEP_ID" not in os.environ:  # recorded nowhere, since a job may be running there
             text = f"{job.folder} waits for srun: type sbatch {shlex.quote(str(job.folder / 'job.sbatch'))}"
-            say(f"ddpexp: {text}")
+            print_message(f"ddpexp: {text}")
             return EXIT_REFUSED
         job.vacant = partial(check_not_running, job.folder)
         job.request = replace(job.request, nodes="auto", gpus=self.workers(job))
@@ -170,7 +170,7 @@ class Slurm(Launcher):
         """Requeue the job when SIGUSR2 stops it, and print which restart this is."""
         restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
         if restarts != "0" and os.environ.get("SLURM_PROCID") == "0":
-            say(f"ddpexp: restart {restarts} of Slurm job {SLURM.job_id()}")
+            print_message(f"ddpexp: restart {restarts} of Slurm job {SLURM.job_id()}")
         try:
             yield
         except StoppedError as error:

@@ -19,7 +19,7 @@ from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.job_schedulers.slurm import SLURM, array_size
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.process import deferred_stop_signals
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 _POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0  # all users of a cluster share the controller
 _TASKS = 10_000  # per array: their run directories are in its script, which Slurm limits to 4 MiB
@@ -94,7 +94,7 @@ def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[
         each = (
             "" if all(kind.parallelism is None for kind in jobs_of) else "; launcher.array_parallelism counts for each"
         )
-        say(f"ddpexp: {len(everything)} jobs go into {len(arrays)} arrays, for {why}{each}", sys.stdout)
+        print_message(f"ddpexp: {len(everything)} jobs go into {len(arrays)} arrays, for {why}{each}", sys.stdout)
     job_ids: list[str] = []
 
     def record(number: int, job_id: str) -> None:
@@ -106,7 +106,7 @@ def submit(jobs_of: Mapping[Kind, Numbered], folder: Path, submitted: Callable[[
             _submit(kind, jobs, folder, record)
     except ENDS:
         if job_ids:
-            say(
+            print_message(
                 f"ddpexp: {len(job_ids)} of {len(everything)} jobs are submitted and keep running; cancel them with "
                 f"{SLURM.cancel_command(_arrays(job_ids))}"
             )
@@ -141,8 +141,8 @@ def _submit(kind: Kind, jobs: Numbered, folder: Path, record: Callable[[int, str
             if status(run) == "submitted":  # not begun yet
                 job.note("submitted", job_id=f"{array}_{task}")
     size = f"{len(created)} job{'s' if len(created) > 1 else ''}"
-    say(f"submitted array {array} of {size}  sweep directory {os.path.relpath(folder)}", sys.stdout)
-    say(f"queue: squeue -j {array}    end all: scancel {array}    end one: scancel {array}_0", sys.stdout)
+    print_message(f"submitted array {array} of {size}  sweep directory {os.path.relpath(folder)}", sys.stdout)
+    print_message(f"queue: squeue -j {array}    end all: scancel {array}    end one: scancel {array}_0", sys.stdout)
 
 
 def _create(jobs: Numbered) -> list[tuple[int, Job, Path]]:
@@ -189,7 +189,7 @@ def follow(job_ids: Sequence[str], ended: Callable[[int, str, int], None]) -> No
             if running:
                 time.sleep(min(_LONGEST_POLL_SECONDS, max(_POLL_SECONDS, (time.monotonic() - begin) / 60)))
     except StoppedError as error:  # it stops this command, not the jobs
-        say(
+        print_message(
             f"ddpexp: {len(running)} job{'s keep' if len(running) > 1 else ' keeps'} running; cancel them with "
             f"{SLURM.cancel_command(_arrays(running.values()))}"
         )

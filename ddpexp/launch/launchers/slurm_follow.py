@@ -8,14 +8,14 @@ from pathlib import Path
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, StoppedError
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.job_schedulers.slurm import SLURM
-from ddpexp.system.terminal import Terminal, say
+from ddpexp.system.terminal import Terminal, print_message
 
 _POLL_SECONDS = 1.0
 
 
 def leave_running(job_id: str, error: StoppedError) -> int:
     """Report that the job keeps running after a signal to this command; return the exit code."""
-    say(f"ddpexp: job {job_id} keeps running; cancel it with {SLURM.cancel_command([job_id])}")
+    print_message(f"ddpexp: job {job_id} keeps running; cancel it with {SLURM.cancel_command([job_id])}")
     return error.exit_code
 
 

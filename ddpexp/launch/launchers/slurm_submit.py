@@ -16,7 +16,7 @@ from ddpexp.launch.launchers.slurm_text import log_name
 from ddpexp.system.job_schedulers.base import FORGOTTEN
 from ddpexp.system.job_schedulers.slurm import SLURM
 from ddpexp.system.process import deferred_stop_signals
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 
 def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
@@ -43,11 +43,11 @@ def submit_job(job: Job, script: Callable[[Path], str], wait: bool) -> int:
             raise
         return leave_running(job_id, error)
     output = run / log_name(run, job_id)
-    say(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
+    print_message(f"submitted job {job_id}  run directory {os.path.relpath(run)}", sys.stdout)
     if not wait:
         log = shlex.quote(os.path.relpath(output))
         cancel = SLURM.cancel_command([job_id])
-        say(f"follow it: tail -F {log}    queue: squeue -j {job_id}    end it: {cancel}", sys.stdout)
+        print_message(f"follow it: tail -F {log}    queue: squeue -j {job_id}    end it: {cancel}", sys.stdout)
         return EXIT_DONE
     return _wait(job, job_id, run, output)
 
@@ -64,5 +64,5 @@ def _wait(job: Job, job_id: str, run: Path, output: Path) -> int:
         text = f"job {job_id} ended as {state} before its command began: see {output}"
         job.fail(Failure(rank=0, host=os.uname().nodename, kind="SlurmError", message=text, exit_code=code))
     if code:
-        say(f"ddpexp: job {job_id} ended as {state}")
+        print_message(f"ddpexp: job {job_id} ended as {state}")
     return code

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddpexp.errors import EXIT_DONE, RefusedError
 from ddpexp.system.job_schedulers.base import FORGOTTEN, UNKNOWN, JobState
 from ddpexp.system.programs import environ_of_others, find, located
-from ddpexp.system.terminal import say
+from ddpexp.system.terminal import print_message
 
 RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
 _OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
@@ -121,7 +121,7 @@ class SlurmScheduler:
                 f"sbatch did not take the job: {' '.join(done.stderr.split()) or done.returncode} ({script})"
             )
         if done.stderr.strip():  # messages of the cluster
-            say(done.stderr.rstrip())
+            print_message(done.stderr.rstrip())
         return done.stdout.strip().split(";")[0]
 
     def restart_count(self) -> int | None:
