@@ -244,7 +244,7 @@ def launcher_with(words: Sequence[str]) -> list[str]:
     return []
 
 
-def test_nothing_that_is_typed_is_overlooked() -> None:
+def test_no_override_is_overlooked() -> None:
     assert len(COMMAND_LINES) > 40
     assert len(OVERRIDES) > 50
     texts = {typed.text for typed in ALL}
@@ -259,7 +259,7 @@ def test_every_line_of_a_block_that_is_a_command_is_known() -> None:
     assert [str(typed) for typed in lines if not OTHERS.match(typed.text) and typed.text not in NOT_TYPED] == []
 
 
-def test_torchruns_own_words_are_words_of_torchruns() -> None:
+def test_torchruns_own_options_are_recognized() -> None:
     from torch.distributed.run import get_args_parser
 
     lines = [filled(typed.text) for typed in COMMAND_LINES if re.match(r"torchrun (?!\.\.\.)", typed.text)]

@@ -206,7 +206,7 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
         (4, (*ADAMW, "trainer.precision=bf16", "trainer.nonfinite=skip", "strategy.reduce_through=backend")),
     ],
 )
-def test_killed_twice_and_started_again_the_run_ends_as_if_nothing_was(
+def test_killed_twice_and_restarted_the_run_ends_with_the_same_result(
     recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, words: tuple[str, ...]
 ) -> None:
     words = (*DEEP, *LONG, f"trainer.gpus={world_size}", *words, "logger=tensorboard")
@@ -559,7 +559,7 @@ def test_the_last_line_of_an_interrupted_run_is_the_command_that_resumes_it(
     assert records(run) == records(undisturbed(*words).run)
 
 
-def test_usr1_saves_and_goes_on(recipe: Recipe, undisturbed: Callable[..., Done]) -> None:
+def test_usr1_saves_and_continues(recipe: Recipe, undisturbed: Callable[..., Done]) -> None:
     words = (
         *DEEP,
         *LONG,
@@ -580,7 +580,7 @@ def test_usr1_saves_and_goes_on(recipe: Recipe, undisturbed: Callable[..., Done]
     assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
 
 
-def test_time_alone_may_ask_for_checkpoints(recipe: Recipe) -> None:
+def test_time_alone_may_trigger_checkpoints(recipe: Recipe) -> None:
     words = (
         *LONG,
         *SGD,

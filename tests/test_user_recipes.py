@@ -141,7 +141,7 @@ def test_a_recipe_in_one_file_trains_the_same(ddpexp: Ddpexp, project: Path) -> 
     assert done.result()["weights_sha256"] == expected
 
 
-def test_the_default_run_directory_is_named_after_the_users_recipe_and_asks_for_the_folder_again(
+def test_the_default_run_directory_is_named_after_the_users_recipe_and_needs_the_folder_again(
     ddpexp: Ddpexp, project: Path
 ) -> None:
     ddpexp.folder = project
@@ -161,7 +161,7 @@ def test_the_default_run_directory_is_named_after_the_users_recipe_and_asks_for_
     assert (pasted.code, pasted.out) == (0, again.out)
 
 
-def test_without_the_typed_folder_the_code_is_a_strangers(ddpexp: Ddpexp, project: Path) -> None:
+def test_without_the_config_dir_the_code_is_a_strangers(ddpexp: Ddpexp, project: Path) -> None:
     write(project / "mine.py", f"open({str(project / 'imported')!r}, 'w').close()\n" + CODE)
     ddpexp.folder = project  # Python itself would find mine.py here
     done = ddpexp("model._target_=mine.Net")
@@ -171,7 +171,7 @@ def test_without_the_typed_folder_the_code_is_a_strangers(ddpexp: Ddpexp, projec
     assert not (project / "outputs").exists()
 
 
-def test_a_typed_prefix_trusts_an_installed_package(ddpexp: Ddpexp, project: Path) -> None:
+def test_a_prefix_in_run_trust_trusts_an_installed_package(ddpexp: Ddpexp, project: Path) -> None:
     library = project / "library/shapes"
     write(library / "__init__.py", "")
     write(library / "nets.py", CODE)
@@ -205,7 +205,7 @@ trainer:
 """
 
 
-def test_a_typo_in_the_recipes_name_is_answered_with_the_nearest(ddpexp: Ddpexp, project: Path) -> None:
+def test_for_a_typo_in_the_recipes_name_the_nearest_is_suggested(ddpexp: Ddpexp, project: Path) -> None:
     done = ddpexp("--config-dir", str(project / "conf"), "recipe=mien")
     assert (done.code, done.err) == (2, "ddpexp: recipe=mien is not a known option. Did you mean recipe=mine?\n")
     done = ddpexp("--config-dir", str(project / "conf"), "recipe=mine", "model._target_=mien.Net")

@@ -312,7 +312,7 @@ def test_a_run_of_format_1_is_evaluated_with_its_averages(ddpexp: Ddpexp, kept: 
     assert "was written by an older version of ddpexp (format 1" in done.out
 
 
-def test_a_run_of_a_shipped_recipe_is_resumed_though_nothing_says_whether_its_configuration_was_edited(
+def test_a_run_of_a_shipped_recipe_resumes_without_a_record_of_whether_its_configuration_was_edited(
     ddpexp: Ddpexp, kept: Path
 ) -> None:
     config = kept / "mnist/config.yaml"

@@ -107,7 +107,7 @@ def texts(typed: str) -> list[str]:
         ("help launcher=s", ["slurm ", "spawn "]),
     ],
 )
-def test_each_place_gets_the_words_that_can_stand_there(typed: str, found: list[str]) -> None:
+def test_each_position_gets_the_completions_that_are_valid_there(typed: str, found: list[str]) -> None:
     current = typed.rpartition(" ")[2]
     begin = current[: current.find("=") + 1]
     assert texts(typed) == sorted(f"{begin}{word}" for word in found)
@@ -120,7 +120,7 @@ def test_the_first_place_gets_the_commands_first() -> None:
     assert "sweep." not in found
 
 
-def test_every_word_says_what_it_is() -> None:
+def test_every_completion_has_a_description() -> None:
     for words in ([], ["help"]):
         about = {word.text: word.about for word in candidates(words, "")}
         assert about["status"] == commands.of("status").summary
@@ -156,7 +156,7 @@ def asked(ddpexp: Ddpexp, shell: str, line: str) -> subprocess.CompletedProcess[
     )  # fmt: skip
 
 
-def test_what_is_typed_is_neither_run_nor_shown_and_torch_is_not_imported(ddpexp: Ddpexp, place: Path) -> None:
+def test_the_command_line_is_neither_run_nor_shown_and_torch_is_not_imported(ddpexp: Ddpexp, place: Path) -> None:
     trap = place / "trap"
     (trap / "torch").mkdir(parents=True)
     (trap / "torch/__init__.py").write_text(f"open({str(place / 'imported')!r}, 'w').close()\n")
@@ -172,7 +172,7 @@ def test_what_is_typed_is_neither_run_nor_shown_and_torch_is_not_imported(ddpexp
     assert not (place / "imported").exists()
 
 
-def test_a_shell_waits_for_an_answer_for_a_limited_time(place: Path) -> None:
+def test_a_shell_waits_for_completions_for_a_limited_time(place: Path) -> None:
     pipe = place / "pipe"
     os.mkfifo(pipe)  # whoever opens it waits, as on a network's disk that does not answer
     program = (

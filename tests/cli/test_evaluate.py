@@ -90,7 +90,9 @@ def test_a_checkpoint_and_its_file_give_the_same_numbers_at_any_number_of_worker
         assert metrics(evaluate(ddpexp, *words)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
 
 
-def test_bare_weights_are_evaluated_with_the_words_of_a_recipe(ddpexp: Ddpexp, trained: Done, tmp_path: Path) -> None:
+def test_bare_weights_are_evaluated_with_the_overrides_of_a_recipe(
+    ddpexp: Ddpexp, trained: Done, tmp_path: Path
+) -> None:
     weights = shutil.copy(trained.run / "checkpoints/step-00000010/model.safetensors", tmp_path / "weights.safetensors")
     assert metrics(evaluate(ddpexp, weights, *WORDS)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
     refused(
@@ -146,7 +148,7 @@ def test_a_run_directory_of_others_cannot_run_code(ddpexp: Ddpexp, copied: Path,
 
 
 @pytest.mark.fault("S5")
-def test_a_run_directorys_own_word_of_trust_is_not_believed(ddpexp: Ddpexp, copied: Path, tmp_path: Path) -> None:
+def test_run_trust_recorded_in_a_run_directory_is_ignored(ddpexp: Ddpexp, copied: Path, tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()
     (code / "stranger.py").write_text(

@@ -102,7 +102,7 @@ def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() 
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_what_is_typed_first_stands_first() -> None:
+def test_what_is_given_first_stands_first() -> None:
     text = answer([], by_name=False)
     places = [text.index(word) for word in ("usage:", "recipe=mnist", "The commands", "  resume ", (
         "--config-dir DIR  "
@@ -252,7 +252,7 @@ def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.Capt
         ("a/b/c", None),
     ],
 )  # fmt: skip
-def test_what_is_no_command_is_answered_with_the_nearest(
+def test_for_an_unknown_command_the_nearest_is_suggested(
     word: str, sentence: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a b").mkdir()
@@ -278,7 +278,7 @@ def test_an_unknown_command_lists_the_commands(ddpexp: Ddpexp, tmp_path: Path) -
     assert not (tmp_path / "run").exists()
 
 
-def test_nothing_typed_at_all_is_answered_with_what_to_type_first(ddpexp: Ddpexp) -> None:
+def test_a_command_without_arguments_says_what_to_type_first(ddpexp: Ddpexp) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ddpexp"],
         cwd=ddpexp.folder,

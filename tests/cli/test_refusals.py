@@ -41,7 +41,7 @@ def written(folder: Path) -> list[str]:
 
 @pytest.mark.fault(63, 65)
 @pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[words.split()[0] for words, _ in REFUSED])
-def test_a_wrong_word_ends_the_command_with_2_one_sentence_and_nothing_written(
+def test_a_wrong_override_ends_the_command_with_2_one_sentence_and_nothing_written(
     ddpexp: Ddpexp, tmp_path: Path, words: str, sentence: str
 ) -> None:
     done = ddpexp(*words.split(), environ={"CUDA_VISIBLE_DEVICES": ""})

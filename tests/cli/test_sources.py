@@ -41,7 +41,7 @@ def refused(work: Callable[..., Any], *arguments: Any) -> str:
 
 @pytest.mark.parametrize("folder", ["outputs", "outputs/mnist"])
 @pytest.mark.parametrize(("name", "work"), [("resume", resume), ("evaluate", evaluate)])
-def test_a_folder_of_runs_is_answered_with_the_newest_of_them(
+def test_for_a_folder_of_runs_the_error_names_the_newest(
     outputs: Path, name: str, work: Callable[..., Any], folder: str
 ) -> None:
     assert refused(work, [folder], [name, folder]) == (
@@ -60,7 +60,7 @@ SOURCES = [
 
 
 @pytest.mark.parametrize(("typed", "says"), SOURCES)
-def test_a_run_that_is_named_another_way_is_answered_with_its_name(outputs: Path, typed: str, says: str) -> None:
+def test_for_a_run_named_another_way_the_error_gives_its_name(outputs: Path, typed: str, says: str) -> None:
     name, *words = typed.split()
     assert refused({"evaluate": evaluate, "resume": resume}[name], words, typed.split()) == f"{typed}: {says}"
 
@@ -75,11 +75,11 @@ PLANS = [
 
 
 @pytest.mark.parametrize(("words", "sentence"), PLANS)
-def test_what_a_plan_does_not_take_is_answered(outputs: Path, words: Sequence[str], sentence: str) -> None:
+def test_what_a_plan_does_not_accept_is_refused(outputs: Path, words: Sequence[str], sentence: str) -> None:
     assert refused(PlanArguments.of, words).startswith(sentence)
 
 
-def test_what_a_table_does_not_take_is_answered(outputs: Path) -> None:
+def test_what_a_table_does_not_accept_is_refused(outputs: Path) -> None:
     assert refused(Arguments.of, "table", ["outputs/mnist/1/metrics.jsonl"]) == (
         "outputs/mnist/1/metrics.jsonl is a file: name the directory of a run or a sweep, such as outputs/mnist/1."
     )
@@ -88,7 +88,7 @@ def test_what_a_table_does_not_take_is_answered(outputs: Path) -> None:
     )
 
 
-def test_an_option_behind_its_group_is_answered_with_both_in_one_word() -> None:
+def test_for_an_option_behind_its_group_the_error_gives_both_in_one_argument() -> None:
     said = refused(answer, ["launcher", "slurm"], True)
     assert said == "help launcher slurm: slurm is an option. Did you mean help launcher=slurm?"
     assert answer(["launcher", "trainer.seed"], True)

@@ -91,7 +91,7 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("inner", {"dept": 3}, "part.inner.dept is not a known key. Did you mean part.inner.depth?"),
     ],
 )
-def test_a_wrong_type_is_answered_with_the_key_the_value_and_what_it_should_be(
+def test_for_a_wrong_type_the_error_has_the_key_the_value_and_the_expected_type(
     key: str, value: Any, sentence: str
 ) -> None:
     assert refusal(**{key: value}) == sentence
@@ -103,7 +103,7 @@ def test_true_is_not_taken_for_the_number_one_in_a_choice() -> None:
     assert convert(1, Literal[1, 2], "key") == 1
 
 
-def test_an_unknown_key_is_answered_with_the_nearest() -> None:
+def test_for_an_unknown_key_the_nearest_is_suggested() -> None:
     assert refusal(shar=1) == "part.shar is not a known key. Did you mean part.share?"
     listed = ", ".join(field.name for field in fields(Section))
     assert refusal(zzz=1) == f"part.zzz is not a known key. Available: {listed}."
@@ -125,11 +125,11 @@ def test_types_that_only_code_can_give_are_refused_without_a_crash() -> None:
     assert convert(["x"], Sequence[str], "key") == ["x"]
 
 
-def test_the_nearest_word_is_found_whatever_the_case_and_made_typable() -> None:
+def test_the_nearest_match_is_found_whatever_the_case_and_quoted_for_the_shell() -> None:
     assert did_you_mean("LeNett", ["lenet", "linear"], "model=") == " Did you mean model=lenet?"
     assert did_you_mean("trainr", ["trainer", "_private"], "", ".gpus") == " Did you mean trainer.gpus?"
     assert did_you_mean("q", []) == " Available: nothing."
 
 
-def test_values_are_shown_as_they_are_typed() -> None:
+def test_values_are_shown_as_in_an_override() -> None:
     assert [shown(value) for value in (None, True, 1.5, "a")] == ["null", "true", "1.5", "a"]

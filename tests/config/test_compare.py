@@ -49,7 +49,7 @@ def refused(old: dict[str, Any], new: dict[str, Any], *typed: str, before: Seque
     return str(caught.value)
 
 
-def test_the_same_words_differ_in_nothing(stored: dict[str, Any]) -> None:
+def test_the_same_overrides_differ_in_nothing(stored: dict[str, Any]) -> None:
     words = ("optimizer.lr=0.02", "+model.x=1", "scheduler=cosine")
     assert compare(stored, tree(), (), ()) == []
     assert compare(tree(*words), tree(*words), words, words) == []
@@ -96,7 +96,7 @@ def test_how_a_run_is_started_and_written_down_is_free(stored: dict[str, Any], k
         ("model._target_", "ddpexp.recipes.mnist.Linear", "the weights in the checkpoint"),
     ],
 )
-def test_what_the_steps_so_far_were_made_of_stays_even_when_typed(
+def test_what_the_steps_so_far_were_made_of_stays_even_when_overridden(
     stored: dict[str, Any], key: str, value: Any, reason: str
 ) -> None:
     new = changed(stored, key, value)
@@ -109,7 +109,7 @@ def test_what_the_steps_so_far_were_made_of_stays_even_when_typed(
     assert said.endswith(f". Keep {key}={old}, {data}or start a new run with another run.dir.")
 
 
-def test_data_changes_when_that_is_allowed_and_typed(stored: dict[str, Any]) -> None:
+def test_data_changes_when_that_is_allowed_and_given(stored: dict[str, Any]) -> None:
     allowed = changed(stored, "run.allow_changes", ["data"])
     new = changed(allowed, "data.embedded_train", 7)
     assert changes(allowed, new, "data.embedded_train=7", "run.allow_changes=[data]") == {
@@ -136,7 +136,7 @@ def test_data_changes_when_that_is_allowed_and_typed(stored: dict[str, Any]) -> 
         ("strategy.comm_hook", "fp16"),
     ],
 )
-def test_the_rest_changes_only_by_a_typed_word(stored: dict[str, Any], key: str, value: Any) -> None:
+def test_the_rest_changes_only_by_an_override(stored: dict[str, Any], key: str, value: Any) -> None:
     new = changed(stored, key, value)
     for word in (f"{key}={value}", f"++{key}={value}"):
         assert changes(stored, new, word) == {key: "typed"}
@@ -149,7 +149,7 @@ def test_the_rest_changes_only_by_a_typed_word(stored: dict[str, Any], key: str,
     )
 
 
-def test_an_option_of_a_group_counts_as_typed_where_it_was_not_before(stored: dict[str, Any]) -> None:
+def test_an_option_of_a_group_counts_as_given_where_it_was_not_before(stored: dict[str, Any]) -> None:
     new = tree("scheduler=cosine")
     kinds = changes(stored, new, "scheduler=cosine")
     assert kinds["scheduler._target_"] == kinds["scheduler.warmup"] == kinds["scheduler.peak_at"] == "typed"
@@ -158,11 +158,11 @@ def test_an_option_of_a_group_counts_as_typed_where_it_was_not_before(stored: di
     assert set(changes(stored, new, "scheduler=cosine", before=["scheduler=cosine"]).values()) == {"untyped"}
 
 
-def test_a_recipe_whose_file_has_changed_is_not_typed(stored: dict[str, Any]) -> None:
+def test_a_recipe_whose_file_has_changed_does_not_count_as_given(stored: dict[str, Any]) -> None:
     assert changes(stored, changed(stored, "trainer.epochs", 9), "recipe=mnist") == {"trainer.epochs": "untyped"}
 
 
-def test_a_word_that_is_left_out_is_named_with_both_ways(stored: dict[str, Any]) -> None:
+def test_an_override_that_is_left_out_is_named_with_both_ways(stored: dict[str, Any]) -> None:
     said = refused(tree("+model.dropout=0.5"), stored)
     assert said.startswith(
         "run.dir=x was started with model.dropout=0.5, and this is no model.dropout, which is not typed: "
@@ -186,7 +186,7 @@ def test_a_key_that_a_newer_version_has_no_more_changes_nothing(stored: dict[str
     assert compare({**stored, "trainer": {**stored["trainer"], "old": 1}, "gone": {"a": 1}}, stored, ()) == []
 
 
-def test_a_new_key_of_the_users_own_code_must_be_typed(stored: dict[str, Any]) -> None:
+def test_a_new_key_of_the_users_own_code_must_be_given(stored: dict[str, Any]) -> None:
     old = changed(changed(stored, "model._target_", "mine.Net"), "data._target_", "mine.load")
     for key, kind in {"model.dropout": "untyped", "data.crop": "fixed"}.items():
         assert changes(old, changed(old, key, 0.5)) == {key: kind}
@@ -196,7 +196,7 @@ def test_a_new_key_of_the_users_own_code_must_be_typed(stored: dict[str, Any]) -
     )
 
 
-def test_another_typed_target_sets_all_of_its_section() -> None:
+def test_another_target_on_the_command_line_sets_all_of_its_section() -> None:
     first = ("scheduler=cosine", "scheduler.warmup=0.1")
     word = "scheduler._target_=constant"
     old, new = tree(*first), tree("scheduler=cosine", word)
@@ -230,14 +230,14 @@ def test_a_truth_is_no_number_and_a_whole_number_may_stand_for_a_float(stored: d
         ({"max_steps": 10}, {"max_steps": 20}, "trainer.max_steps=20", True),
     ],
 )
-def test_a_longer_run_is_asked_for_by_typed_words(
+def test_a_run_is_extended_by_overrides(
     stored: dict[str, Any], old: dict[str, Any], new: dict[str, Any], word: str, longer: bool
 ) -> None:
     trees = [{**stored, "trainer": {**stored["trainer"], **values}} for values in (old, new)]
     assert lengthens(compare(trees[0], trees[1], [word] if word else [])) == longer
 
 
-def test_changes_are_listed_as_they_are_typed(stored: dict[str, Any]) -> None:
+def test_changes_are_listed_as_overrides(stored: dict[str, Any]) -> None:
     new = changed(changed(changed(stored, "trainer.epochs", 4), "optimizer.nesterov", UNSET), "trainer.gpus", 2)
     found = compare(stored, new, ["trainer.epochs=4", "~optimizer.nesterov"])
     remark = "the learning rate's schedule follows the new length from here on"

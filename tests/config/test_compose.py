@@ -196,7 +196,7 @@ GENERAL = {"validation_fraction": 0.0, "num_workers": 0, "on_device": False}
         ("optimizer._target_=torch.optim.SGD optimizer.momentum=0", "optimizer", "as in the file"),
     ],
 )
-def test_a_typed_target_inherits_no_keys_of_another_one(
+def test_an_overridden_target_inherits_no_keys_of_another_one(
     words: str, section: str, expected: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     typed = ["run.trust=[zoo]", *words.split()]
@@ -212,7 +212,7 @@ def test_a_typed_target_inherits_no_keys_of_another_one(
     assert yaml.safe_load(capsys.readouterr().out)[section] == made.values[section]
 
 
-def test_a_typed_target_of_an_inner_node_inherits_no_keys_of_another_one(mine: Path) -> None:
+def test_an_overridden_target_of_an_inner_node_inherits_no_keys_of_another_one(mine: Path) -> None:
     write(mine / "model/net.yaml", "_target_: mine.Net\nhidden: 8\nact: {_target_: torch.nn.ELU, alpha: 2.0}\n")
     typed = (f"--config-dir={mine}", "recipe=mine", "model.act._target_=torch.nn.ReLU", "model.act.inplace=true")
     assert composed(*typed).values["model"] == {
@@ -241,7 +241,7 @@ def test_a_schedule_of_ones_own_is_left_to_the_workers() -> None:
     assert made.scheduler == Node("zoo.Stable", {"decay": 0.2})
 
 
-def test_the_command_line_beats_the_recipe_and_the_recipe_the_defaults(mine: Path) -> None:
+def test_the_command_line_overrides_the_recipe_and_the_recipe_the_defaults(mine: Path) -> None:
     assert experiment().trainer.epochs == experiment("recipe=mnist").trainer.epochs  # the default recipe
     by_recipe = experiment(f"--config-dir={mine}", "recipe=mine")
     assert (by_recipe.trainer.max_steps, by_recipe.model.target) == (7, "mine.Net")
@@ -254,7 +254,7 @@ def test_a_recipe_without_a_name_is_named_after_its_file(mine: Path) -> None:
     assert experiment(f"--config-dir={mine}", "recipe=mine", "+recipe.name=other").recipe.name == "other"
 
 
-def test_a_list_a_null_and_a_quoted_text_arrive_as_typed() -> None:
+def test_a_list_a_null_and_a_quoted_string_arrive_as_given() -> None:
     made = experiment("model.width=[4,8]", "trainer.epochs=null", "trainer.max_steps=3", "run.dir='a b=c'")
     assert (made.model.kwargs["width"], made.trainer.epochs, made.run.dir) == ((4, 8), None, "a b=c")
 
@@ -374,7 +374,7 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("+hydra.x._target_=os.system", "+hydra.x._target_=os.system: Hydra's own settings have no effect here."),
     ],
 )
-def test_a_wrong_word_is_answered_in_one_sentence_with_the_right_one(words: str, sentence: str) -> None:
+def test_for_a_wrong_argument_one_sentence_suggests_the_right_one(words: str, sentence: str) -> None:
     assert refusal(*words.split()).startswith(sentence)
 
 
@@ -403,7 +403,7 @@ def test_a_config_file_that_is_no_text_is_refused(mine: Path) -> None:
     assert refusal(f"--config-dir={mine}", "model=bad").startswith("A config file is not UTF-8 text")
 
 
-def test_the_users_options_are_typed_by_their_own_defaults(mine: Path) -> None:
+def test_the_users_options_get_their_types_from_their_own_defaults(mine: Path) -> None:
     words = (f"--config-dir={mine}", "recipe=mine")
     assert refusal(*words, "model.hidden=big") == "model.hidden=big is not a number (its default is 8)."
     assert refusal(*words, "model.inner.depth=deep") == "model.inner.depth=deep is not a number (its default is 2)."
@@ -418,7 +418,7 @@ def test_a_value_that_a_recipe_sets_can_be_any_of_its_keys_values(mine: Path) ->
     assert (made.trainer.micro_batch_size, made.trainer.clip_grad_norm) == ("auto", 0.5)
 
 
-def test_an_unknown_users_option_is_answered_with_the_nearest_of_both_folders(mine: Path) -> None:
+def test_for_an_unknown_users_option_the_nearest_of_both_folders_is_suggested(mine: Path) -> None:
     assert (
         refusal(f"--config-dir={mine}", "recipe=mien") == "recipe=mien is not a known option. Did you mean recipe=mine?"
     )
@@ -583,7 +583,7 @@ def written(tmp_path: Path) -> Path:
     return write(tmp_path / "config.yaml", composed("recipe=mnist", "model=linear").text)
 
 
-def test_words_override_single_keys_of_a_run_directorys_file(written: Path) -> None:
+def test_overrides_replace_single_keys_of_a_run_directorys_file(written: Path) -> None:
     values, text = override_file(written, ["trainer.seed=5", "run.dir=null", "optimizer.lr=1e-3", "data.root=a=b"])
     made = parse(values)
     assert (made.trainer.seed, made.run.dir, made.optimizer.kwargs["lr"], made.data.options["root"]) == (
@@ -622,7 +622,7 @@ def test_another_target_over_a_run_directorys_file_inherits_nothing(written: Pat
         ),
     ],
 )
-def test_a_wrong_word_over_a_run_directorys_file_is_refused(written: Path, word: str, sentence: str) -> None:
+def test_a_wrong_override_of_a_run_directorys_file_is_refused(written: Path, word: str, sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
         override_file(written, [word])
     assert str(caught.value) == sentence

@@ -128,7 +128,7 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
 # A sweep by a config file
 
 
-def test_a_file_makes_a_command_the_sweep_that_its_words_would_make_with_m(tmp_path: Path) -> None:
+def test_sweep_params_in_a_file_make_the_sweep_that_the_overrides_make_with_m(tmp_path: Path) -> None:
     text = "hydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.1,0.2', trainer.seed: 'range(3)'}}}\n"
     words = recipe(tmp_path, text)
     found = sweep([*words, "trainer.epochs=1"])
@@ -145,7 +145,7 @@ def test_a_file_makes_a_command_the_sweep_that_its_words_would_make_with_m(tmp_p
     assert (typed.keys, typed.words) == (found.keys, found.words)
 
 
-def test_a_typed_run_is_one_run_whatever_the_file_says(tmp_path: Path) -> None:
+def test_a_run_given_on_the_command_line_is_one_run_whatever_the_file_says(tmp_path: Path) -> None:
     words = recipe(tmp_path, "hydra: {mode: MULTIRUN}\n")
     made = one([*words, "hydra.mode=RUN"])
     assert made.overrides == (words[-1],)
@@ -158,13 +158,13 @@ def test_a_typed_run_is_one_run_whatever_the_file_says(tmp_path: Path) -> None:
         compose(words)  # `ddpexp plan`, for one
 
 
-def test_params_without_the_mode_are_for_sweeps_alone_which_is_said(tmp_path: Path) -> None:
+def test_params_without_the_mode_are_for_sweeps_alone_which_is_reported(tmp_path: Path) -> None:
     words = recipe(tmp_path, "hydra: {sweeper: {params: {trainer.seed: 'range(3)'}}}\n")
     assert one(words).warnings == ("hydra.sweeper.params in a config file is for sweeps: add -m",)
     assert sweep(["-m", *words]).keys == {"trainer.seed"}
 
 
-def test_a_file_names_the_directory_of_a_sweep_as_if_it_were_typed(tmp_path: Path) -> None:
+def test_a_file_names_the_directory_of_a_sweep_as_the_command_line_does(tmp_path: Path) -> None:
     words = ["-m", "trainer.seed=1,2"]
     assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n")]).folder == "mine"
     assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: 'all/${hydra:job.name}'}}\n")]).folder == "all/ddpexp"
@@ -223,7 +223,7 @@ def test_how_overrides_are_joined_can_be_chosen(tmp_path: Path) -> None:
     )
 
 
-def test_beside_a_secret_the_answer_is_written_down_and_the_secret_stays_a_reference(
+def test_beside_a_secret_the_resolved_value_is_recorded_and_the_secret_stays_a_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DDPEXP_TEST_SECRET", "48151623")
@@ -250,7 +250,7 @@ def test_what_cannot_be_answered_is_refused_with_its_key(tmp_path: Path, path: s
     assert sentence in said
 
 
-def test_the_jobs_of_a_sweep_have_numbers_and_words_of_their_own(tmp_path: Path) -> None:
+def test_the_jobs_of_a_sweep_have_numbers_and_overrides_of_their_own(tmp_path: Path) -> None:
     text = (
         "model: {x: '${hydra:job.num}', y: '${hydra:sweep.dir}', z: '${hydra:job.override_dirname}', m: "
         "'${hydra:mode}'}\n"
@@ -268,7 +268,7 @@ def test_the_jobs_of_a_sweep_have_numbers_and_words_of_their_own(tmp_path: Path)
         }  # fmt: skip
 
 
-def test_what_is_typed_for_a_run_directory_may_refer_to_the_current_folder(tmp_path: Path) -> None:
+def test_an_override_for_a_run_directory_may_refer_to_the_current_folder(tmp_path: Path) -> None:
     written = write(tmp_path / "config.yaml", one(["recipe=mnist"]).text)
     values, _ = override_file(written, ["data.root=${hydra:runtime.cwd}/d"])
     assert values["data"]["root"] == f"{os.getcwd()}/d"

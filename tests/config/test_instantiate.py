@@ -186,7 +186,7 @@ def test_the_refusal_of_a_near_miss_names_what_was_meant(tmp_path: Path) -> None
             check_trusted({"_target_": target}, Trust(code=tmp_path), "model")
 
 
-def test_nobody_is_told_to_trust_python_itself() -> None:
+def test_nobody_is_advised_to_trust_python_itself() -> None:
     for target in ("os.system", "subprocess.run", "builtins.eval", "torch.hub.load"):
         with pytest.raises(RefusedError) as caught:
             check_trusted({"_target_": target}, Trust(), "model")

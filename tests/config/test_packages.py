@@ -56,7 +56,7 @@ def seeing(folder: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}"}
 
 
-def test_an_installed_packages_recipe_trains_and_is_evaluated_without_a_word_of_trust(
+def test_an_installed_packages_recipe_trains_and_is_evaluated_without_run_trust(
     ddpexp: Ddpexp, installed: Path
 ) -> None:
     done = ddpexp("recipe=shapes", "trainer.gpus=2", environ=seeing(installed))

@@ -49,7 +49,7 @@ def test_the_values_are_the_same(load: Load, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
-def test_the_words_are_the_same(load: Load, text: str) -> None:
+def test_the_texts_are_the_same(load: Load, text: str) -> None:
     with pytest.raises(yaml.YAMLError) as slow:
         load(text)
     with quick_yaml(), pytest.raises(yaml.YAMLError) as quick:

@@ -32,7 +32,7 @@ def test_every_part_is_where_the_registry_says_and_has_an_option_of_its_name(sec
     assert not Trust().allows(registry.keys_of(section)[0], "model")
 
 
-def test_a_launcher_is_typed_by_its_key() -> None:
+def test_a_launcher_is_chosen_by_its_key() -> None:
     for key in registry.keys_of("launcher"):
         assert launcher_name(locate(key, Trust(), "launcher")) == key
 

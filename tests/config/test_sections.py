@@ -160,11 +160,11 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"task__inner": {"_target_": "os.system"}}, "task.inner._target_=os.system is not allowed"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_answered_in_a_sentence_with_its_key(changed: Mapping[str, Any], sentence: str) -> None:
+def test_for_a_wrong_value_the_error_is_a_sentence_with_its_key(changed: Mapping[str, Any], sentence: str) -> None:
     assert refusal(**changed).startswith(sentence)
 
 
-def test_a_batch_that_does_not_split_is_answered_with_one_that_does() -> None:
+def test_a_batch_that_does_not_split_is_refused_with_a_size_that_does() -> None:
     assert refusal(trainer__global_batch_size=100, trainer__micro_batch_size=16, trainer__gpus=8) == (
         "trainer.global_batch_size=100 does not split over 8 workers with trainer.micro_batch_size=16 (128 a pass). "
         "Use a multiple of 128, for example trainer.global_batch_size=128."

@@ -276,7 +276,7 @@ def pairs(*tables: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("typed", "sentence"), pairs(BARE, SEVERAL, UNREAD, KEYS, VALUES, OPTION_WORDS))
-def test_a_wrong_word_is_answered_with_what_to_type(project: Path, typed: str, sentence: str) -> None:
+def test_for_a_wrong_override_the_error_says_what_to_type(project: Path, typed: str, sentence: str) -> None:
     words = [typed] if "(" in typed and " " not in typed else typed.split(" ")
     assert refusal(*words).startswith(sentence)
 
@@ -287,7 +287,7 @@ def test_a_sweep_may_override_the_single_value_of_a_script_and_repeat_one() -> N
     assert made.keys == {"trainer.epochs"}
 
 
-def test_several_overrides_inside_one_pair_of_quotes_are_told_apart() -> None:
+def test_several_overrides_inside_one_pair_of_quotes_are_recognized() -> None:
     assert refusal("optimizer.lr=0.1 trainer.seed=3") == (
         "optimizer.lr=0.1 trainer.seed=3 has two overrides inside one pair of quotes: write optimizer.lr=0.1 "
         "trainer.seed=3, each on its own."
@@ -355,14 +355,14 @@ FOREIGN_VALUES = [
 
 
 @pytest.mark.parametrize(("word", "advice"), FOREIGN)
-def test_another_frameworks_key_is_answered_with_what_is_typed_here(word: str, advice: str) -> None:
+def test_for_another_frameworks_key_ours_is_suggested(word: str, advice: str) -> None:
     where, _, key = word.partition("=")[0].rpartition(".")
     assert str(
         unknown_key(key, ["epochs", "global_batch_size", "micro_batch_size"], where, ["trainer.seed"])
     ).startswith(f"{word.partition('=')[0]} is not a known key. {advice}")
 
 
-def test_the_answer_is_the_same_wherever_the_key_stands(project: Path) -> None:
+def test_the_error_is_the_same_wherever_the_key_stands(project: Path) -> None:
     advice = (
         "is not a known key. There is nothing like it: an evaluation takes its whole data set, and "
         "trainer.eval_every=0 leaves"
@@ -373,7 +373,7 @@ def test_the_answer_is_the_same_wherever_the_key_stands(project: Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "advice"), FOREIGN_VALUES)
-def test_another_frameworks_value_is_answered_with_what_is_typed_here(word: str, advice: str) -> None:
+def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) -> None:
     said = refusal(word)
     assert said.startswith(f"{word} is not ")
     assert said.endswith(advice)
@@ -463,7 +463,7 @@ def test_a_recipe_without_its_first_line_is_refused(project: Path, text: str, se
 
 
 @pytest.mark.parametrize(("text", "sentence"), TEXTS)
-def test_a_wrong_recipe_is_answered_with_what_to_write(project: Path, text: str, sentence: str) -> None:
+def test_for_a_wrong_recipe_the_error_says_what_to_write(project: Path, text: str, sentence: str) -> None:
     (project / "mine/conf/recipe/bad.yaml").write_text(f"# @package _global_\n{text}")
     assert (
         refusal("--config-dir", "mine/conf", "recipe=bad")

@@ -146,7 +146,7 @@ def test_the_ranks_evaluate_each_sample_once_and_in_order(size: int, count: int,
     assert [index for batch in rounds for index in batch] == list(range(count))
 
 
-def test_an_evaluation_is_fetched_by_the_workers_asked_for_and_its_first_batch_here() -> None:
+def test_an_evaluation_is_fetched_by_the_configured_workers_and_its_first_batch_here() -> None:
     here = EvalBatches(Items(10), 4, 0, 1, CPU)
     workers = EvalBatches(Items(10), 4, 0, 1, CPU, num_workers=1)
     found = [{int(pid) for batch in batches for pid in batch[1]} for batches in (here, workers, [workers.first()])]

@@ -22,7 +22,7 @@ def all_of(part: IndexData) -> list[int]:
     return found
 
 
-def test_arrays_gather_rows_in_the_order_asked_and_transform_them() -> None:
+def test_arrays_gather_rows_in_the_requested_order_and_transform_them() -> None:
     index, other = numbers(10).gather(torch.tensor([7, 0, 7]), CPU)
     assert index.tolist() == [7, 0, 7]
     assert other.tolist() == [15, 1, 15]

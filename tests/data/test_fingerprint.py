@@ -52,7 +52,7 @@ def read(train: Any, known: bool = False, num_workers: int = 0, **evals: Any) ->
     return fingerprint(Splits(train, evals), known, num_workers)
 
 
-def test_lengths_and_content_tell_data_from_other_data() -> None:
+def test_lengths_and_content_distinguish_data_from_other_data() -> None:
     before = read(rows(), eval=rows(20))
     assert {name: one["samples"] for name, one in before.items()} == {"train": 100, "eval": 20}
     assert differences(before, read(rows(), eval=rows(20))) == []
@@ -75,7 +75,7 @@ def test_a_set_that_gathers_is_read_as_one_that_gives_single_samples() -> None:
     ]
 
 
-def test_content_is_not_read_where_something_else_tells_it() -> None:
+def test_content_is_not_read_where_something_else_identifies_it() -> None:
     assert read(rows(), known=True) == {"train": {"samples": 100}}
     assert differences(read(rows()), read(rows(seed=1), known=True)) == []
 

@@ -246,7 +246,7 @@ def test_indices_spread_evenly_over_every_stretch_of_positions(orders: list[NDAr
 
 
 @pytest.mark.parametrize("side", [2, 3, 16, 32])
-def test_remainders_of_positions_tell_nothing_about_indices(orders: list[NDArray[np.int64]], side: int) -> None:
+def test_remainders_of_positions_reveal_nothing_about_indices(orders: list[NDArray[np.int64]], side: int) -> None:
     positions = np.arange(BIG)
     assert abs(mean_z([grid_z(positions % side, order % side, side) for order in orders], 0, 1)) < FEW
     assert abs(mean_z([grid_z(positions % side, order * side // BIG, side) for order in orders], 0, 1)) < FEW

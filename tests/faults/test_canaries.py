@@ -350,7 +350,7 @@ def test_no_verb_runs_the_code_of_a_sweep_or_reads_it_for_long(place: Place, nam
 
 @pytest.mark.fault("S17")
 @pytest.mark.parametrize("words", [[], ["-m", "trainer.seed=0,1"], ["--cfg=job", "--resolve"], ["plan"]], ids=" ".join)
-def test_words_that_stand_for_more_than_there_is_are_refused(place: Place, words: list[str]) -> None:
+def test_overrides_that_stand_for_more_than_there_is_are_refused(place: Place, words: list[str]) -> None:
     done = place.answers(*words[:1], *TINY, *bomb_words(), *words[1:])
     assert done.code == 2
     assert "refers to itself with ${...} so often" in done.err

@@ -127,7 +127,7 @@ def memory() -> Iterator[Path]:
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("victim", ["rank", "server"])
-def test_out_of_memory_is_said_with_the_limit(recipe: Recipe, memory: Path, tmp_path: Path, victim: str) -> None:
+def test_out_of_memory_is_reported_with_the_limit(recipe: Recipe, memory: Path, tmp_path: Path, victim: str) -> None:
     words = ("task._target_=points.Hogs", f"+task.when={tmp_path}/now", "trainer.epochs=50000", "trainer.log_every=1")
     process, run = start(recipe, f"echo $$ > {memory}/cgroup.procs", *words, "trainer.gpus=2")
     wait_for(lambda: process.poll() is not None or trained(run, 3))
@@ -220,7 +220,7 @@ def test_sixty_four_files_are_enough_for_two_workers(recipe: Recipe) -> None:
 
 
 @pytest.mark.fault(23)
-def test_the_soft_limit_of_files_is_raised_without_a_word(recipe: Recipe) -> None:
+def test_the_soft_limit_of_files_is_raised_silently(recipe: Recipe) -> None:
     ended = limited(recipe, "ulimit -Sn 32", *EVERY)
     assert (ended.done.code, ended.done.err) == (0, "")
 
@@ -366,7 +366,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(recipe: Recipe, disk:
 
 
 @pytest.mark.fault(65)
-def test_more_workers_than_cores_are_said_in_the_headline(recipe: Recipe) -> None:
+def test_more_workers_than_cores_are_reported_in_the_headline(recipe: Recipe) -> None:
     cores = usable_cores()
     done = recipe(f"trainer.gpus={cores + 1}", f"trainer.global_batch_size={8 * (cores + 1)}", "trainer.max_steps=2")
     assert done.code == 0, done

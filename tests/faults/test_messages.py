@@ -131,7 +131,7 @@ def recipe(recipe: Recipe) -> Recipe:
         ),
     ],
 )
-def test_an_error_of_any_kind_is_told_in_short(
+def test_an_error_of_any_kind_is_reported_in_short(
     recipe: Recipe, how: str, kind: str, says: str, traces: str | None
 ) -> None:
     done = recipe("task._target_=points.Acts", f"+task.how={how}", "trainer.gpus=2")
@@ -183,7 +183,7 @@ def test_output_that_goes_nowhere_does_not_end_the_run(ddpexp: Ddpexp, redirecti
 
 @pytest.mark.fault(22)
 @pytest.mark.parametrize("redirection", ["2>&-", "2> /dev/full", "2>&1 | head -0"])
-def test_an_error_that_nobody_hears_keeps_its_exit_code(ddpexp: Ddpexp, redirection: str) -> None:
+def test_an_error_that_nobody_reads_keeps_its_exit_code(ddpexp: Ddpexp, redirection: str) -> None:
     assert opened(ddpexp, redirection, *SMALL, "trainer.gpu=2")[0] == 2
 
 
@@ -246,7 +246,7 @@ def test_a_terminal_that_nobody_reads_does_not_hold_up_the_watch(recipe: Recipe,
 
 
 @pytest.mark.fault(22)
-def test_a_reader_who_comes_back_reads_on_in_order_and_is_told_what_was_left_out(tmp_path: Path) -> None:
+def test_a_reader_that_comes_back_reads_on_in_order_and_sees_how_much_was_omitted(tmp_path: Path) -> None:
     """The terminal alone: a run takes minutes for as many lines."""
     unread = Unread("pipe")
     program = (

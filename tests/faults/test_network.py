@@ -164,7 +164,7 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
 
 @pytest.mark.fault(28)
 @pytest.mark.slurm
-def test_a_partition_ends_both_sides_who_name_one_another_and_the_run_goes_on_later(
+def test_a_partition_ends_both_sides_which_name_each_other_and_the_run_resumes_later(
     recipe: Recipe, hosts: Hosts
 ) -> None:
     recipe.ddpexp.environ["PACE"] = "0.05"

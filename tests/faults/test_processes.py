@@ -111,7 +111,7 @@ def test_an_exception_is_shown_once_with_its_traceback(recipe: Recipe, rank: int
 
 
 @pytest.mark.fault(4)
-def test_an_abort_is_told_as_one(recipe: Recipe) -> None:
+def test_an_abort_is_reported_as_one(recipe: Recipe) -> None:
     error = faulted(recipe, "forward:abort:1:5", *EVERY).failed(rank=1, says="SIGABRT: killed by SIGABRT")
     assert (error["step"], error["signal"]) == (4, signal.SIGABRT)
     assert "Fatal Python error: Aborted" in error["traceback"]
@@ -182,7 +182,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
     ],
     ids=["accumulation", "rank zero", "building", "by hand", "data", "evaluation"],
 )
-def test_a_rank_that_goes_on_is_left_alone(recipe: Recipe, words: tuple[str, ...]) -> None:
+def test_a_rank_that_makes_progress_is_left_alone(recipe: Recipe, words: tuple[str, ...]) -> None:
     add(recipe, LONG)
     done = recipe("trainer.gpus=2", "trainer.epochs=1", "trainer.timeout.step_seconds=3",
         "trainer.timeout.init_seconds=4",
@@ -201,7 +201,7 @@ def test_a_rank_whose_checkpoint_takes_long_holds_up_nobody_before_its_time(reci
 
 @pytest.mark.fault(5)
 @pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["everything", "the ranks"])
-def test_what_was_stopped_as_a_whole_goes_on(recipe: Recipe, whole: bool) -> None:
+def test_what_was_stopped_as_a_whole_continues(recipe: Recipe, whole: bool) -> None:
     running = Running(recipe, *EVERY, "trainer.epochs=40", "trainer.timeout.step_seconds=5")
     pids = ddpexp_processes() if whole else {running.pid(0), running.pid(1)}
     for number in (signal.SIGSTOP, signal.SIGCONT):

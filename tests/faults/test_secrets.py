@@ -99,7 +99,7 @@ def verb(recipe: Recipe, run: Path, *words: str, environ: dict[str, str] | None 
         ("exit", 1, "no luck with ${TOKEN}"),
     ],
 )
-def test_a_run_that_fails_with_a_secret_in_its_error_does_not_tell_it(
+def test_a_run_that_fails_with_a_secret_in_its_error_does_not_leak_it(
     recipe: Recipe, how: str, code: int, shows: str
 ) -> None:
     done = recipe(*ASKED, f"+task.how={how}")
@@ -111,9 +111,7 @@ def test_a_run_that_fails_with_a_secret_in_its_error_does_not_tell_it(
 
 @pytest.mark.fault("S10")
 @pytest.mark.parametrize("how", ["warn", pytest.param("metric", marks=pytest.mark.slow)])
-def test_a_run_its_interruption_its_resumption_and_its_evaluation_do_not_tell_a_secret(
-    recipe: Recipe, how: str
-) -> None:
+def test_a_run_its_interruption_its_resumption_and_its_evaluation_leak_no_secret(recipe: Recipe, how: str) -> None:
     asked = (*ASKED, f"+task.how={how}")
     environ = {"DDPEXP_FAULT": "backward:term:0:6", "PYTHONWARNINGS": "default"}
     done = recipe(*asked, "trainer.log_every=1", environ=environ)
@@ -270,7 +268,7 @@ def test_what_only_resembles_one_is_none(name: str, value: str) -> None:
 
 
 @pytest.mark.fault("S10")
-def test_of_a_url_its_password_is_hidden_alone_too_and_what_is_typed_becomes_a_reference_to_all_of_it() -> None:
+def test_of_a_url_its_password_is_hidden_alone_too_and_the_override_becomes_a_reference_to_all_of_it() -> None:
     url = "postgres://me:correct-horse@host/data"
     environ = {"DATABASE_URL": url}
     shown = masked(f"cannot reach {url}; tried correct-horse at postgres://me@host/data", environ)

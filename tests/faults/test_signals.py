@@ -118,7 +118,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @pytest.mark.fault(11, 14)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_to_a_commands_first_lines_is_answered_in_one_sentence(recipe: Recipe, number: signal.Signals) -> None:
+def test_a_signal_to_a_command_that_is_starting_ends_it_with_one_sentence(
+    recipe: Recipe, number: signal.Signals
+) -> None:
     wait = lambda process, _run: wait_for(lambda: hears(process.pid, signal.SIGUSR2))  # noqa: E731
     assert signal_command(recipe, number, wait, *TRAINING) == "stopped"
 

@@ -221,7 +221,7 @@ def test_colours_that_a_recipe_prints_itself_reach_the_terminal(recipe: Recipe) 
 
 
 @pytest.mark.fault("S18")
-def test_a_word_that_would_steer_the_terminal_is_shown_as_text(recipe: Recipe) -> None:
+def test_an_argument_that_would_control_the_terminal_is_shown_as_text(recipe: Recipe) -> None:
     for word in (
         "trainer.seed=\x1b[2J",
         "optimizer=\x1b[2J",

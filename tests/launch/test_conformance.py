@@ -97,7 +97,7 @@ def test_every_launcher_gives_the_same_run(
     assert done.manifest()["world"]["threads"] == 1
 
 
-def test_the_order_is_the_same_at_every_size_and_the_weights_tell_sizes_apart(
+def test_the_order_is_the_same_at_every_size_and_the_weights_distinguish_sizes(
     expected: dict[int, dict[str, Any]],
 ) -> None:
     assert expected[2]["order"] == expected[3]["order"] == expected[4]["order"]

@@ -83,7 +83,7 @@ def test_who_comes_to_the_meeting_costs_the_same_however_many_are_there(monkeypa
     assert a_command(MANY) < 1.2 * a_command(FEW)
 
 
-def test_a_seat_costs_the_same_however_many_there_are() -> None:
+def test_a_participant_costs_the_same_however_many_there_are() -> None:
     def a_seat(size: int) -> float:
         handshakes = [handshake(index, size) for index in range(size)]
         return work(lambda: assign_ranks(handshakes, "auto", "rank")) / size

@@ -143,7 +143,7 @@ CASES = [
 
 @pytest.mark.variants(2)
 @pytest.mark.parametrize(("starter", "harm"), CASES)
-def test_an_interrupted_run_goes_on_under_its_launcher(
+def test_an_interrupted_run_resumes_under_its_launcher(
     recipe: Recipe, undisturbed: Callable[[int], Done], starter: Starter, harm: Callable[..., None]
 ) -> None:
     skip_without(starter)
@@ -171,7 +171,7 @@ def test_an_interrupted_run_goes_on_under_its_launcher(
     assert records(run) == records(expected.run)
 
 
-def test_a_run_goes_on_under_another_launcher(recipe: Recipe, undisturbed: Callable[[int], Done]) -> None:
+def test_a_run_resumes_under_another_launcher(recipe: Recipe, undisturbed: Callable[[int], Done]) -> None:
     torchrun = next(one.values[0] for one in params(sizes=False) if str(one.values[0]) == "torchrun")
     started, run = SPAWN.start(recipe, 2, *WORDS)
     wait_for_step(run, 10, started)

@@ -18,7 +18,7 @@ from ddpexp.system.limits import _describe_process_limit, distinguishable, human
 from tests.conftest import PATIENCE, ROOT
 
 
-def test_bytes_are_said_in_units_of_a_thousand() -> None:
+def test_bytes_are_shown_in_units_of_a_thousand() -> None:
     assert [human(size) for size in (0, 999, 1000, 1_234_567, 4e9, 1.5e12, 999_999)] == [
         "0 bytes", "999 bytes", "1 kB", "1.23 MB", "4 GB", "1.5 TB", "1,000 kB",
     ]  # fmt: skip
@@ -34,7 +34,9 @@ def test_bytes_are_said_in_units_of_a_thousand() -> None:
         (5, 5, ("5 bytes", "5 bytes")),
     ],
 )
-def test_two_sizes_are_said_with_as_many_digits_as_tell_them_apart(one: int, other: int, said: tuple[str, str]) -> None:
+def test_two_sizes_are_shown_with_as_many_digits_as_distinguish_them(
+    one: int, other: int, said: tuple[str, str]
+) -> None:
     assert distinguishable(one, other) == said
 
 

@@ -274,7 +274,7 @@ def test_one_rank_stops_as_four_do(polls: Polls, size: int) -> None:
 
 @pytest.mark.variants(2)
 @pytest.mark.parametrize("whom", ["command", "rank zero", "all"])
-def test_usr1_has_every_rank_save_and_go_on(polls: Polls, whom: str) -> None:
+def test_usr1_has_every_rank_save_and_continue(polls: Polls, whom: str) -> None:
     polls.start(2, "slow").signal(signal.SIGUSR1, whom)
     time.sleep(0.2)
     polls.signal(signal.SIGUSR1, whom)  # the same one
@@ -314,7 +314,7 @@ def test_what_has_nothing_to_save_ends_by_the_signal_that_came(polls: Polls) -> 
     assert (done.code, done.err) == (140, "interrupted by SIGUSR2; step None saved: False\n")
 
 
-def test_the_end_of_the_job_replaces_the_stop_that_was_to_go_on_later(polls: Polls) -> None:
+def test_the_end_of_the_job_replaces_the_stop_for_a_requeue(polls: Polls) -> None:
     polls.start(2, "long")
     wait_for(lambda: bool(polls.marks("long")))
     polls.signal(signal.SIGUSR2, "command")
@@ -382,7 +382,7 @@ def test_a_rank_that_is_killed_after_the_request_has_failed(polls: Polls) -> Non
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("whom", ["command", "rank", "all"])
-def test_quit_writes_every_ranks_stacks_and_the_run_goes_on(polls: Polls, whom: str) -> None:
+def test_quit_writes_every_ranks_stacks_and_the_run_continues(polls: Polls, whom: str) -> None:
     polls.start(2).signal(signal.SIGQUIT, whom)
     wait_for(lambda: all("in work" in polls.log(rank) for rank in range(2)))
     time.sleep(0.3)
@@ -530,14 +530,14 @@ def test_a_step_that_has_passed_is_an_error_and_no_silence() -> None:
         controls[0].poll(6)
 
 
-def test_without_a_command_nothing_is_asked_for() -> None:
+def test_without_a_command_nothing_is_requested() -> None:
     control = Control.from_environ({})
     control.step = 3
     assert (control.poll(3, save=True), control.stop_requested, control.step) == (None, False, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, None], ids=["stop", "refusal"])
-def test_a_signal_at_the_farewell_does_not_change_how_a_job_has_ended(number: signal.Signals | None) -> None:
+def test_a_signal_at_shutdown_does_not_change_how_a_job_has_ended(number: signal.Signals | None) -> None:
     end = RefusedError("no") if number is None else StoppedError(number, step=7, saved=True)
     last = StoppedError(signal.SIGTERM)
     last.__context__ = end

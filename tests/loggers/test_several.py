@@ -127,7 +127,7 @@ def test_interrupted_and_resumed_each_of_two_loggers_has_every_step_once(recipe:
     assert scalars(done.run) == sorted(expected)
 
 
-def test_a_logger_that_a_start_leaves_out_is_cut_back_when_it_is_back(recipe: Recipe) -> None:
+def test_a_logger_that_a_start_leaves_out_is_truncated_when_it_is_back(recipe: Recipe) -> None:
     words = (*STEPS, "trainer.epochs=3")
     killed = recipe(*words, "logger=[tensorboard,rows]", environ=KILLED)
     again = recipe(*words, "logger=none", run=killed.run, environ={"DDPEXP_FAULT": "backward:kill:0:3"})
@@ -140,7 +140,7 @@ def test_a_logger_that_a_start_leaves_out_is_cut_back_when_it_is_back(recipe: Re
     assert scalars(done.run) == sorted(rows(done.run))
 
 
-def test_what_a_logger_needs_to_be_cut_back_may_be_anything_that_json_holds(recipe: Recipe) -> None:
+def test_what_a_logger_needs_to_truncate_its_records_may_be_anything_that_json_holds(recipe: Recipe) -> None:
     killed = recipe(*STEPS, "logger=counted", environ=KILLED)
     [*_, newest] = sorted((killed.run / "checkpoints").glob("step-*"))
     step = int(newest.name[-8:])
@@ -152,7 +152,7 @@ def test_what_a_logger_needs_to_be_cut_back_may_be_anything_that_json_holds(reci
     assert (done.run / "counted.txt").read_text().splitlines() == ["0 None", f"{step} {stored['counted']}"]
 
 
-def test_a_logger_without_these_methods_is_asked_for_nothing(recipe: Recipe) -> None:
+def test_a_logger_without_these_methods_is_not_called(recipe: Recipe) -> None:
     done = recipe(*STEPS, "logger=[simple]", "trainer.eval_every=0")
     assert done.code == 0, done.err
     assert (done.run / "simple.txt").read_text().split() == [str(step) for step in range(1, 9)]
@@ -188,7 +188,7 @@ def test_an_object_that_is_no_logger_is_refused(recipe: Recipe) -> None:
     assert "logger.deaf._target_=points.Deaf: Deaf has no method scalars, so it is not a logger: derive it" in done.err
 
 
-def test_only_loggers_that_can_be_cut_back_are_asked() -> None:
+def test_only_loggers_that_can_be_truncated_are_called() -> None:
     assert not isinstance(Null(), Truncatable)
     both = Many([Null(), Null()])
     assert both.position() == {}

@@ -209,7 +209,7 @@ def test_a_wrong_option_is_refused(typed: str, refused: str) -> None:
     assert str(caught.value) == refused
 
 
-def test_options_stand_anywhere_among_the_words() -> None:
+def test_options_stand_anywhere_among_the_overrides() -> None:
     found = PlanArguments.of(
         ["--json", "recipe=mnist", "--alpha_us", "5", "--config-dir", "conf", "--cores=96", "trainer.gpus=2"]
     )
@@ -303,7 +303,7 @@ def test_neither_machines_nor_memory_need_be_there(ddpexp: Ddpexp, mine: Path) -
     assert [path.name for path in ddpexp.folder.iterdir()] == ["project"]
 
 
-def test_code_beside_no_typed_folder_is_refused() -> None:
+def test_code_beside_no_given_folder_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"model\._target_=large\.Large is not allowed"):
         experiment("model._target_=large.Large")
 
@@ -320,7 +320,9 @@ def test_activations_are_what_goes_into_each_layer(
     assert into_layers <= found.activations_bytes <= into_layers + 64 * (64 + 10 + 10 + 2) * 4 + 4
 
 
-def test_code_that_does_not_work_without_memory_is_built_and_told(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_does_not_work_without_memory_is_built_and_reported(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ddpexp.plan.build._bound_memory", lambda: None)  # it would bind this process
     found, steps = collect(experiment_of(mine, "model=counting"), layout(), None, 640)
     assert steps == {"steps_per_epoch": 5, "num_steps": 10}
@@ -383,7 +385,7 @@ def test_the_layout_of_machines_that_are_not_there(words: list[str], cores: int 
     assert assume(job, job.experiment.launcher, cores).layout == expected
 
 
-def test_what_slurm_is_asked_for_is_told() -> None:
+def test_what_slurm_is_asked_for_is_reported() -> None:
     words = [
         "launcher=slurm",
         "launcher.gpus_per_node=8",
@@ -477,7 +479,7 @@ def test_noise_makes_nothing_cost_less_than_nothing() -> None:
     assert predict(found, 1, [400_000], at(4)).total_ms == pytest.approx(10, rel=1e-3)
 
 
-def test_one_worker_tells_nothing_of_the_reduction() -> None:
+def test_one_worker_reports_nothing_of_the_reduction() -> None:
     assert fit(Measured(5, 9), None, 1000, 31_400, at(2)) == Costs(pass_ms=4, update_ms=1)
     assert fit(Measured(5), None, 1000, 31_400, at(2)) == Costs(pass_ms=5)
 
@@ -486,7 +488,7 @@ def test_without_a_second_size_all_is_latency() -> None:
     assert fit_reduction([(0.5, 31_400)], at(2, "backend")) == (250, 1e6)
 
 
-def test_a_short_run_has_the_words_of_the_plan_but_its_own_length() -> None:
+def test_a_short_run_has_the_overrides_of_the_plan_but_its_own_length() -> None:
     typed = [
         "--config-dir",
         "conf",
@@ -532,7 +534,7 @@ def test_what_a_neighbour_and_those_it_has_started_compute_is_known() -> None:
     assert children(neighbour.pid) == []
 
 
-def test_the_time_is_left_out_with_a_sentence_or_told_with_its_costs() -> None:
+def test_the_time_is_left_out_with_a_sentence_or_shown_with_its_costs() -> None:
     job = training("trainer.gpus=8", "trainer.nodes=2", "trainer.device=cuda", "trainer.max_steps=100")
     assumed = assume(job, job.experiment.launcher, 64)
     outcome = Outcome(job.experiment, assumed, plan_batches(128, "auto", 16), facts(of_floats(10**6)), 5, 100, None)

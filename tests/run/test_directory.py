@@ -29,7 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_run_without_a_typed_directory_lies_under_outputs_and_its_recipe(here: Path) -> None:
+def test_a_run_without_run_dir_is_under_outputs_and_its_recipe(here: Path) -> None:
     run = create(None, "mnist")
     assert run.path.parent == Path("outputs/mnist")
     time.strptime(run.path.name, "%Y-%m-%d_%H-%M-%S")
@@ -66,13 +66,13 @@ def test_processes_that_start_together_never_share_a_directory(here: Path) -> No
     assert len(made) == len(set(made)) == 60
 
 
-def test_a_typed_directory_that_is_new_or_empty_is_taken(here: Path) -> None:
+def test_a_run_dir_that_is_new_or_empty_is_used(here: Path) -> None:
     assert create("a/b/c", "mnist").path == Path("a/b/c")
     Path("empty").mkdir()
     assert create("empty", "mnist").path == Path("empty")
 
 
-def test_of_many_starts_in_one_typed_directory_a_single_one_has_it(here: Path) -> None:
+def test_of_many_starts_in_one_run_dir_a_single_one_gets_it(here: Path) -> None:
     for round_ in range(20):
         Path(f"run{round_}").mkdir()
         gate = threading.Barrier(4)
@@ -198,6 +198,6 @@ def test_a_failed_run_says_why_and_where(tmp_path: Path) -> None:
     assert json.loads(run.result.read_text())["status"] == "done"
 
 
-def test_paths_are_shown_as_short_as_they_can_be_typed(here: Path) -> None:
+def test_paths_are_shown_as_short_as_the_shell_accepts_them(here: Path) -> None:
     assert files.relative(here / "outputs/run") == "outputs/run"
     assert files.relative(Path("/elsewhere")) == "/elsewhere"

@@ -165,7 +165,7 @@ def test_a_damaged_lock_that_nobody_holds_is_taken(folder: Path, text: str) -> N
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_without_locks_of_the_file_system_the_words_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_system_locks_the_lock_files_text_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = taken(folder)
     assert "is in use by process" in refused(folder)
     held.release()

@@ -73,7 +73,7 @@ def test_of_an_earlier_start_the_manifest_says_what_was_other() -> None:
     assert two == {"started": second["started"], "changes": ["2 workers instead of 4"]}
 
 
-def test_a_manifest_of_an_older_version_goes_on() -> None:
+def test_a_run_with_a_manifest_of_an_older_version_resumes() -> None:
     """It has every start as a whole in `starts`, the newest one twice; one that is older still has none of them."""
     old = json.loads((ROOT / "tests/kept/finished/manifest.json").read_text())
     [before] = described(old)["earlier"]

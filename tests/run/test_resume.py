@@ -160,7 +160,7 @@ def test_a_finished_run_cannot_become_another_one(ddpexp: Ddpexp, run: Path) -> 
     assert listing(run) == before
 
 
-def test_a_finished_run_goes_on_when_it_is_asked_to_be_longer(ddpexp: Ddpexp, run: Path) -> None:
+def test_a_finished_run_resumes_when_it_is_extended(ddpexp: Ddpexp, run: Path) -> None:
     done = resumed(ddpexp, "run", "trainer.epochs=4", "trainer.max_steps=12")
     assert done.code == 0, done.err
     remark = "the learning rate's schedule follows the new length from here on"
@@ -182,7 +182,7 @@ def percent(run: Path) -> str:
 # An unfinished one.
 
 
-def test_the_same_command_goes_on_and_lists_nothing(ddpexp: Ddpexp, stopped: Path) -> None:
+def test_the_same_command_resumes_and_lists_nothing(ddpexp: Ddpexp, stopped: Path) -> None:
     (stopped / ".result.json.0123abcd").touch()
     (stopped / ".mine.json.0123abcd").touch()
     (stopped / "error.json").write_text("{}")
@@ -232,7 +232,7 @@ def test_what_is_free_to_change_is_listed_in_the_log(ddpexp: Ddpexp, stopped: Pa
     assert not (stopped / "config-2.yaml").exists()
 
 
-def test_what_has_changed_without_being_typed_is_refused(ddpexp: Ddpexp, stopped: Path) -> None:
+def test_what_has_changed_without_an_override_is_refused(ddpexp: Ddpexp, stopped: Path) -> None:
     # As a default that was another one when the run was started.
     config = stopped / "config.yaml"
     config.write_text(config.read_text().replace("weight_decay: 0.0005", "weight_decay: 0.01"))
@@ -409,7 +409,7 @@ def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recip
     assert "1 worker instead of 2" in spawned.out
 
 
-def test_elastic_starts_its_ranks_for_a_run_that_goes_on(ddpexp: Ddpexp, stopped: Path) -> None:
+def test_elastic_starts_its_ranks_for_a_run_that_resumes(ddpexp: Ddpexp, stopped: Path) -> None:
     done = resumed(ddpexp, "run", "launcher=elastic", "optimizer.lr=0.02")
     assert done.code == 0, done.err
     assert done.err == "ddpexp: resuming run\n"
@@ -425,7 +425,7 @@ SLURM = {
 """Programs that answer as Slurm does: what is submitted twice can be told without a cluster."""
 
 
-def test_a_submission_goes_on_in_the_same_directory_and_not_twice(ddpexp: Ddpexp, stopped: Path) -> None:
+def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp, stopped: Path) -> None:
     (ddpexp.folder / "bin").mkdir()
     for name, text in SLURM.items():
         (ddpexp.folder / "bin" / name).write_text(text)
@@ -521,7 +521,7 @@ def test_code_of_ones_own_is_trusted_again_or_named(recipe: Recipe) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
-def test_another_users_code_is_refused_even_when_it_is_typed(recipe: Recipe, run: Path) -> None:
+def test_another_users_code_is_refused_even_when_it_is_given(recipe: Recipe, run: Path) -> None:
     os.chown(run / "config.yaml", 65534, 65534)
     assert resumed(recipe.ddpexp, "run").code == 0  # ddpexp's own code alone
     text = (run / "config.yaml").read_text()
@@ -549,7 +549,7 @@ def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp:
 
 
 @pytest.mark.slurm
-def test_a_run_goes_on_from_the_login_node_and_in_an_srun_of_ones_own(ddpexp: Ddpexp, stopped: Path) -> None:
+def test_a_run_resumes_from_the_login_node_and_in_the_users_own_srun(ddpexp: Ddpexp, stopped: Path) -> None:
     if "SLURM_CONF" not in os.environ:
         pytest.skip("no Slurm cluster: SLURM_CONF is not set")
     words = ("launcher=slurm", "launcher.wait=true", "trainer.nodes=2", "trainer.gpus=1", "optimizer.lr=0.02")
@@ -813,7 +813,7 @@ def test_a_start_that_is_killed_before_it_has_replaced_the_configuration_has_edi
     assert (done.code, "edited" in done.out, "changed" in done.out) == (0, False, False), done.err
 
 
-def test_what_may_have_changed_is_typed_and_nothing_else(ddpexp: Ddpexp, changing: Recipe) -> None:
+def test_run_allow_changes_counts_only_on_the_command_line(ddpexp: Ddpexp, changing: Recipe) -> None:
     refused(
         ddpexp(*SMALL, "run.allow_changes=[cod]"),
         r"run\.allow_changes=cod is not one of code, data\. Did you mean run\.allow_c",

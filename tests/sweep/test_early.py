@@ -14,7 +14,7 @@ from tests.sweep.conftest import Sweeps
 FIVE = {number: [(10, float(number)), (20, float(number) / 2)] for number in range(5)}
 
 
-def test_worse_than_the_median_of_the_others_is_hopeless() -> None:
+def test_worse_than_the_median_of_the_others_is_pruned() -> None:
     assert prune_reason("median", "min", 1, 3, 2, FIVE) is None
     said = prune_reason("median", "min", 1, 3, 4, FIVE)
     assert said == "2 at step 20 is worse than the median 0.75 of 4 others"
@@ -34,14 +34,14 @@ def test_what_a_job_has_reached_before_counts() -> None:
     assert prune_reason("median", "min", 1, 3, 5, curves) is None
 
 
-def test_a_job_without_a_number_is_hopeless_and_one_without_an_evaluation_is_not() -> None:
+def test_a_job_without_a_number_is_pruned_and_one_without_an_evaluation_is_not() -> None:
     curves = {**FIVE, 5: [(10, math.nan)], 6: []}
     assert prune_reason("median", "min", 1, 3, 5, curves) is not None
     assert prune_reason("median", "min", 1, 3, 6, curves) is None
     assert prune_reason("halving", "max", 10, 3, 5, curves) is not None
 
 
-def test_halving_lets_the_best_of_each_three_go_on_at_each_rung() -> None:
+def test_halving_lets_the_best_of_each_three_continue_at_each_rung() -> None:
     curves = {number: [(10, float(number))] for number in range(6)}
     on = [number for number in curves if prune_reason("halving", "min", 10, 3, number, curves) is None]
     assert on == [0, 1]
@@ -66,7 +66,7 @@ WORDS = ("sweep.early_stop=halving", "sweep.early_stop_after=4", "sweep.early_st
          "trainer.gpus=2", "sweep.slots=4")  # fmt: skip
 
 
-def test_a_hopeless_job_saves_and_leaves_with_all_its_ranks_and_stays_so(sweeps: Sweeps) -> None:
+def test_a_pruned_job_saves_exits_with_all_its_ranks_and_stays_pruned(sweeps: Sweeps) -> None:
     sweep = sweeps(*WORDS, "optimizer.lr=0.0,0.1")
     assert sweep.code == 0, sweep.err
     ended = {event["job"]: event for event in sweep.events("ended")}
@@ -99,6 +99,6 @@ def test_a_hopeless_job_saves_and_leaves_with_all_its_ranks_and_stays_so(sweeps:
         (("sweep.objective=eval/loss", "sweep.early_stop=halving", "sweep.early_stop_after=0"), r"use a step from 1"),
     ],
 )
-def test_wrong_words_are_refused(sweeps: Sweeps, words: tuple[str, ...], says: str) -> None:
+def test_wrong_arguments_are_refused(sweeps: Sweeps, words: tuple[str, ...], says: str) -> None:
     sweep = sweeps(*words, "trainer.seed=0,1")
     assert (sweep.code, re.search(says, sweep.err) is not None) == (2, True), sweep.err

@@ -53,7 +53,7 @@ def test_no_two_jobs_look_alike(swept: dict[str, list[str]]) -> None:
     assert len(set(found)) == len(found)
 
 
-def test_the_colour_is_what_tells_most_jobs_apart_and_the_style_another_key() -> None:
+def test_the_colour_is_the_key_that_distinguishes_most_jobs_and_the_style_another_key() -> None:
     encoding = Encoding.of(rows(model=["a", "b"], optimizer_lr=["0.1", "0.3", "0.2"], trainer_seed=["0", "1"]))
     assert (encoding.color_key, encoding.style_key) == ("optimizer.lr", "model")
     assert list(encoding.colors) == ["0.1", "0.2", "0.3"]

@@ -10,7 +10,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir, read_command
 
 
-def test_words_that_are_lost_are_one_sentence_with_what_to_type(tmp_path: Path) -> None:
+def test_a_sweep_whose_overrides_are_lost_is_refused_with_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(RefusedError) as error:
         read_command(SweepDir(tmp_path))
     why = "No such file or directory"

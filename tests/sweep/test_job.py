@@ -27,14 +27,14 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
     return warm_environ
 
 
-def test_a_job_that_cannot_write_its_last_words_ends_all_the_same(environ: dict[str, str]) -> None:
+def test_a_job_that_cannot_write_its_last_line_still_ends(environ: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.stdout, done.stderr) == ("3\n", "")
 
 
-def test_a_record_that_cannot_be_written_is_told_once_and_ends_no_sweep(
+def test_a_record_that_cannot_be_written_is_reported_once_and_ends_no_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = Record(SweepDir(tmp_path))

@@ -30,7 +30,7 @@ def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Swe
 
 
 @pytest.mark.slow
-def test_a_trial_that_fails_is_told_to_optuna_and_listed(sweeps: Sweeps) -> None:
+def test_a_trial_that_fails_is_reported_to_optuna_and_listed(sweeps: Sweeps) -> None:
     words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2",
         "hydra.sweeper.sampler.seed=1",
              "hydra.sweeper.max_failure_rate=1.0", "sweep.objective=eval/loss", "model._target_=points.Wide",
@@ -55,7 +55,7 @@ def test_a_study_in_which_every_trial_fails_is_a_failure_and_no_traceback(sweeps
     assert "Traceback" not in sweep.err
 
 
-def test_an_objective_that_no_job_reports_is_told_at_once_with_the_right_word(sweeps: Sweeps) -> None:
+def test_an_objective_that_no_job_reports_is_refused_at_once_with_the_right_metric(sweeps: Sweeps) -> None:
     sweep = sweeps("sweep.objective=eval/acuracy", "sweep.mode=max", "trainer.seed=0,1,2")
     assert sweep.code == 1
     assert sweep.statuses() == ["done"] * 3

@@ -166,7 +166,7 @@ ODD: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("jobs", ODD.values(), ids=ODD.keys())
-def test_odd_sweeps_are_drawn_without_a_word(tmp_path: Path, jobs: list[tuple[list[str], dict[str, Any]]]) -> None:
+def test_odd_sweeps_are_drawn_without_a_message(tmp_path: Path, jobs: list[tuple[list[str], dict[str, Any]]]) -> None:
     made = Made(tmp_path / "sweep")
     for words, facts in jobs:
         made.job(*words, **facts)
@@ -206,7 +206,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys:
     assert said.err.count("\n") == 1
 
 
-def test_wrong_words_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = sweep(tmp_path / "sweep", 1)
     for words in (
         [],

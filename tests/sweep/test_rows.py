@@ -157,7 +157,7 @@ def test_the_result_is_the_truth_where_the_record_speaks_too(tmp_path: Path) -> 
     assert [(row.status, row.objective, row.message) for row in rows_of(made.path)] == [("done", 0.5, None)] * 2
 
 
-def test_a_job_that_never_got_a_directory_has_the_records_word(tmp_path: Path) -> None:
+def test_a_job_that_never_got_a_directory_has_the_recorded_status(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     made.job("optimizer.lr=0.1", events=())
     made.add("started", job=0, attempt=1, slots=[0], gpus=[])
@@ -168,7 +168,7 @@ def test_a_job_that_never_got_a_directory_has_the_records_word(tmp_path: Path) -
     assert (row.status, row.message, row.seconds) == ("failed", r"optimizer.lr: \x1b[2J no", 0.4)
 
 
-def test_a_hopeless_job_is_stopped_and_not_only_interrupted(tmp_path: Path) -> None:
+def test_a_pruned_job_is_stopped_and_not_only_interrupted(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     made.job(status="interrupted", events=("started",))
     made.add(
@@ -337,7 +337,7 @@ def test_jobs_that_the_record_has_lost_are_found(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_record_that_is_too_large_is_said_to_be(tmp_path: Path) -> None:
+def test_a_record_that_is_too_large_is_reported(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     os.truncate(made.path / "sweep.jsonl", 1 << 40)
     row = one(made.path)
@@ -345,7 +345,7 @@ def test_a_record_that_is_too_large_is_said_to_be(tmp_path: Path) -> None:
     assert goal_of(made.path) == Goal()
 
 
-def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_run_is_refused_as_such(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     assert (one(tmp_path).status, one(tmp_path).message) == ("broken", "it is no run directory")
     assert one(tmp_path / "missing").status == "broken"
@@ -362,7 +362,7 @@ def test_sweeps_and_runs_are_found_in_folders(tmp_path: Path) -> None:
     assert list(directories(tmp_path / "outputs/empty")) == []
 
 
-def test_values_that_were_not_typed_come_from_the_configuration(tmp_path: Path) -> None:
+def test_values_that_were_not_overridden_come_from_the_configuration(tmp_path: Path) -> None:
     rows = [
         *rows_of(run(tmp_path / "a", ["optimizer.lr=0.1"])),
         *rows_of(run(tmp_path / "b", ["optimizer.nesterov=false", "model=x"])),

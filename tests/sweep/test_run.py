@@ -120,7 +120,7 @@ def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
     }  # fmt: skip
 
 
-def test_a_job_that_failed_is_started_again_and_goes_on_from_its_checkpoint(sweeps: Sweeps, tmp_path: Path) -> None:
+def test_a_job_that_failed_is_restarted_and_resumes_from_its_checkpoint(sweeps: Sweeps, tmp_path: Path) -> None:
     words = ("sweep.retries=1", "trainer.checkpoint_every=2", "trainer.seed=choice(3)")
     sweep = sweeps(*words, "task._target_=points.Once", environ={"MARKS": str(tmp_path)})
     assert sweep.code == 0, sweep.err
@@ -153,7 +153,7 @@ def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_s
     assert again.results()["0000_trainer.seed=0"]["weights_sha256"] == alone
 
 
-def test_a_job_that_refuses_to_go_on_says_why(sweeps: Sweeps) -> None:
+def test_a_job_that_refuses_to_resume_says_why(sweeps: Sweeps) -> None:
     process, path = sweeps.start(*PACED, "trainer.seed=0,1")
     wait_for(lambda: sum(len(file.read_text().splitlines()) > 2 for file in path.glob("*/metrics.jsonl")) == 2)
     process.send_signal(signal.SIGINT)
@@ -230,7 +230,7 @@ def test_a_sweep_that_is_done_does_nothing_more_and_takes_more_jobs(sweeps: Swee
     assert [path.name for path in more.jobs()] == ["0000_trainer.seed=0", "0001_trainer.seed=1", "0002_trainer.seed=2"]
 
 
-def test_a_finished_job_whose_configuration_is_another_now_is_told_and_left(sweeps: Sweeps) -> None:
+def test_a_finished_job_whose_configuration_has_changed_is_reported_and_left(sweeps: Sweeps) -> None:
     sweep = sweeps("trainer.seed=0,1")
     net = sweeps.recipe.folder / "conf/model/net.yaml"
     net.write_text(net.read_text().replace("hidden: 8", "hidden: 9"))
@@ -309,7 +309,7 @@ def test_settings_of_sweeps_without_a_sweep_are_refused(sweeps: Sweeps) -> None:
     assert (done.code, done.err) == (2, "ddpexp: sweep.slots=2 is for sweeps: add -m, or leave it out.\n")
 
 
-def test_two_sweeps_in_one_directory_are_refused_and_the_first_goes_on(sweeps: Sweeps) -> None:
+def test_two_sweeps_in_one_directory_are_refused_and_the_first_continues(sweeps: Sweeps) -> None:
     process, path = sweeps.start(*PACED, "trainer.seed=0,1")
     wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
     second = sweeps("trainer.seed=5,6", path=path)
@@ -341,7 +341,7 @@ def test_a_directory_of_something_else_is_refused(sweeps: Sweeps, tmp_path: Path
     assert [entry.name for entry in path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_sweeps_own_word_of_whose_code_runs_does_not_count(sweeps: Sweeps) -> None:
+def test_trusted_code_recorded_in_a_sweep_does_not_count(sweeps: Sweeps) -> None:
     sweep = sweeps("trainer.seed=0,1")
     refused = sweeps.again(sweep.path, trusted=False)
     assert refused.code == 2

@@ -8,7 +8,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.sweep.settings import settings_of
 
 
-def test_an_objective_with_its_mode_in_front_is_answered_with_both_keys() -> None:
+def test_for_an_objective_with_its_mode_in_front_the_error_gives_both_keys() -> None:
     with pytest.raises(RefusedError, match=r"^sweep\.objective=max:eval/accuracy is not the name of a metric: type "
                        r"sweep\.mode=max sweep\.objective=eval/accuracy\.$"):  # fmt: skip
         settings_of({"objective": "max:eval/accuracy"})

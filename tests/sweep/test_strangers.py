@@ -32,7 +32,7 @@ def given(path: Path, *words: str) -> SweepDir:
 
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("split", [True, False])
-def test_an_option_among_the_words_of_a_sweep_does_not_choose_the_code(
+def test_an_option_among_the_overrides_of_a_sweep_does_not_choose_the_code(
     sweeps: Sweeps, tmp_path: Path, split: bool
 ) -> None:
     conf = sweeps.recipe.folder / "conf"
@@ -60,7 +60,7 @@ def test_an_option_among_the_words_of_a_sweep_does_not_choose_the_code(
         "++run.init_from=x", "hydra.sweeper.params.launcher=slurm", "hydra.sweeper.params.run.init_from=a,b",
     ],
 )  # fmt: skip
-def test_words_that_say_what_runs_and_where_and_from_which_weights_are_typed_again(word: str) -> None:
+def test_overrides_that_say_what_runs_and_where_and_from_which_weights_must_be_restated(word: str) -> None:
     assert runs_code(word)
 
 
@@ -75,12 +75,12 @@ def test_words_that_say_what_runs_and_where_and_from_which_weights_are_typed_aga
         "hydra.sweeper.params.model.x=1,2",
     ],
 )  # fmt: skip
-def test_words_that_only_say_what_is_trained_are_not_typed_again(word: str) -> None:
+def test_overrides_that_only_say_what_is_trained_need_no_restating(word: str) -> None:
     assert not runs_code(word)
 
 
 @pytest.mark.fault("S4")
-def test_of_a_key_that_is_typed_again_nothing_else_counts(tmp_path: Path) -> None:
+def test_of_a_key_that_is_restated_nothing_else_counts(tmp_path: Path) -> None:
     folder = given(tmp_path / "theirs", *WORDS, "run.trust=[theirs]", "run.trust=[os]")
     swept = resumed([str(folder.path), "run.trust=[mine]"], ["ddpexp", "resume", str(folder.path), "run.trust=[mine]"])
     assert [word for word in swept.words if "trust" in word] == ["run.trust=[mine]"]
@@ -90,7 +90,7 @@ def test_of_a_key_that_is_typed_again_nothing_else_counts(tmp_path: Path) -> Non
 
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("word", ["launcher=slurm", "run.init_from=/home/me/secret.safetensors"])
-def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_typed_again(
+def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_restated(
     sweeps: Sweeps, tmp_path: Path, word: str
 ) -> None:
     folder = given(tmp_path / "theirs", *WORDS, word)
@@ -103,7 +103,7 @@ def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_typed_a
     assert [one for one in typed.words if one == word] == [word]
 
 
-def test_what_one_start_of_a_sweep_was_allowed_is_typed_again(tmp_path: Path) -> None:
+def test_what_one_start_of_a_sweep_was_allowed_must_be_restated(tmp_path: Path) -> None:
     folder = given(tmp_path / "mine", *WORDS, "run.allow_changes=[code]")
     typed = [str(folder.path)]
     assert "run.allow_changes=[code]" not in resumed(typed, ["ddpexp", "resume", *typed]).words

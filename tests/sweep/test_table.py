@@ -87,7 +87,7 @@ def seeded(values: dict[tuple[str, str], float | None], status: str = "done") ->
     ]
 
 
-def test_seeds_have_a_mean_and_a_sample_deviation() -> None:
+def test_seeds_have_a_mean_and_a_sample_standard_deviation() -> None:
     rows = seeded({("0.1", "0"): 0.5, ("0.2", "0"): 0.2, ("0.1", "1"): 0.1, ("0.2", "1"): 0.3, ("0.2", "2"): None})
     one, two = comparison.over_seeds(rows)
     assert (one.overrides, one.jobs) == ({"optimizer.lr": "0.1"}, 2)
@@ -104,7 +104,7 @@ def test_seeds_have_a_mean_and_a_sample_deviation() -> None:
     assert shown.count(" best") == 2  # of the jobs, and of the means: they need not be the same
 
 
-def test_a_mean_with_nan_is_nan_and_one_seed_has_no_deviation() -> None:
+def test_a_mean_with_nan_is_nan_and_one_seed_has_no_standard_deviation() -> None:
     rows = seeded({("0.1", "0"): math.nan, ("0.1", "1"): 0.1, ("0.2", "0"): 0.9})
     grid = table.seeds_grid(rows, LOSS)
     assert grid is not None
@@ -251,7 +251,7 @@ def mixed(jobs: int = 12, keys: int = 25) -> list[Row]:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
-def test_a_table_of_many_columns_has_those_that_tell_most_runs_apart(width: int) -> None:
+def test_a_table_of_many_columns_has_those_that_distinguish_most_runs(width: int) -> None:
     rows = mixed()
     keys = comparison.varying(rows)
     lines = text_of(table.render(rows, LOSS, again="ddpexp table X --all"), width).splitlines()

@@ -50,7 +50,7 @@ def test_the_table_of_a_real_sweep_is_printed_and_written(trained: Path) -> None
     assert (trained / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_another_metric_and_another_folder_can_be_typed(trained: Path, tmp_path: Path) -> None:
+def test_another_metric_and_another_folder_can_be_given(trained: Path, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in trained.iterdir()}
     done = ddpexp("table", trained, "sweep.objective=eval/accuracy", "--out", tmp_path / "new")
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def test_another_metric_and_another_folder_can_be_typed(trained: Path, tmp_path:
                                                      "sweep.mode=min").stdout  # fmt: skip
 
 
-def test_any_runs_make_a_table_with_what_was_not_typed_too(tmp_path: Path) -> None:
+def test_any_runs_make_a_table_with_keys_that_were_not_overridden_too(tmp_path: Path) -> None:
     outputs = tmp_path / "outputs/mnist"
     run(outputs / "a", ["optimizer.lr=0.1"], points=((1, 0.5),))
     run(outputs / "b", ["optimizer.nesterov=false"], points=((1, 0.25),))
@@ -101,7 +101,7 @@ def test_columns_can_be_named_and_csv_printed(
     assert lines[2:4] == [["0.5", "true", "30"], ["0.25", "true", "1"]]
 
 
-def test_a_directory_that_cannot_be_written_is_said_and_the_table_is_shown(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(tmp_path: Path) -> None:
     made = Made(tmp_path / "sweep")
     made.job("optimizer.lr=0.1")
     (tmp_path / "file").touch()
@@ -138,7 +138,7 @@ def test_a_directory_that_cannot_be_written_is_said_and_the_table_is_shown(tmp_p
         (["status", "."], "holds 2: name one, such as SWEEP"),
     ],
 )
-def test_wrong_words_are_refused_with_the_right_ones(
+def test_wrong_arguments_are_refused_with_the_right_ones(
     tmp_path: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Made(tmp_path / "SWEEP").job("optimizer.lr=0.1")
@@ -162,7 +162,7 @@ def test_a_refusal_is_one_line_and_exit_code_2() -> None:
 
 
 @pytest.mark.parametrize("verb", ["table", "status"])
-def test_help_says_what_is_typed(verb: str) -> None:
+def test_help_shows_the_usage(verb: str) -> None:
     done = ddpexp(verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: ddpexp {verb} DIR")

@@ -249,7 +249,7 @@ def test_sums_of_any_kinds_are_added_in_double_precision(values: tuple[Any, Any]
 
 
 @pytest.mark.parametrize(("every", "steps"), [("epoch", [4, 8, 10]), (5, [5, 10]), (7, [7, 10]), (0, [])])
-def test_evaluation_comes_when_asked_and_at_the_end(
+def test_evaluation_comes_when_due_and_at_the_end(
     points: Any, fit: Callable[..., Once], every: Any, steps: list[int]
 ) -> None:
     once = fit(points.Sides(), num_steps=10, eval_every=every)
@@ -499,7 +499,7 @@ def test_memory_that_a_step_frees_is_there_for_the_next_one(recipe: Recipe, tmp_
         assert max(after - before for before, after in itertools.pairwise(faults[2:])) < 2000  # of 4,096 pages
 
 
-def test_several_networks_train_by_hand_alike_at_every_world_size(
+def test_several_networks_under_manual_optimization_train_alike_at_every_world_size(
     points: Any, fit: Callable[..., Once], recipe: Recipe
 ) -> None:
     done = recipe(

@@ -73,7 +73,7 @@ def test_a_checkpoint_after_a_bad_step_is_refused_with_the_number_of_that_step(r
     assert steps(done.run) == []
 
 
-def test_an_average_that_is_asked_for_later_begins_with_the_weights_of_the_checkpoint(recipe: Recipe) -> None:
+def test_an_ema_that_is_enabled_later_begins_with_the_weights_of_the_checkpoint(recipe: Recipe) -> None:
     words = ("task._target_=points.Sides", "trainer.checkpoint_every=1", "trainer.keep_last=null")
     first = recipe(*words, "trainer.max_steps=4")
     assert first.code == 0, first.err

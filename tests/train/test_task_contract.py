@@ -226,7 +226,7 @@ def test_nothing_else_is_warned_of(fit: Callable[..., Once], caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("held", [nn.BatchNorm1d(2), [nn.Linear(1, 1)], {"a": object()}])
-def test_a_task_that_holds_more_than_plain_values_is_not_asked(fit: Callable[..., Once], held: Any) -> None:
+def test_a_task_that_holds_more_than_plain_values_is_not_called(fit: Callable[..., Once], held: Any) -> None:
     calls = []
 
     class Holds(Mean):

@@ -493,7 +493,7 @@ def test_the_optimizers_of_one_apply_step_together_or_not_at_all(
 @pytest.mark.parametrize(
     ("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_a_tasks_own_train_step_computes_in_the_precision_that_was_asked_for(
+def test_a_tasks_own_train_step_computes_in_the_configured_precision(
     points: Any, fit: Callable[..., Once], precision: str, kind: torch.dtype
 ) -> None:
     forwards, backwards = set(), set()

@@ -24,7 +24,7 @@ def prepared(folder: Path, **options: Any) -> dict[str, Any]:
     return prepare(str(folder), **{"mean": (0.5,), "std": (0.5,), **options})
 
 
-def test_what_is_found_is_said(folder: Path) -> None:
+def test_what_is_found_is_reported(folder: Path) -> None:
     found = prepared(folder, flip=True)
     assert (found["num_train"], found["num_test"], found["flip"], found["crop"]) == (20, 4, True, 0)
     assert found["note"] == f"20 + 4 images of 3 x 8 x 8, from files in {folder}"

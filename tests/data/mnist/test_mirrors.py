@@ -142,7 +142,7 @@ def test_auto_tries_a_failed_download_again_only_after_a_while(
     assert not note.exists()
 
 
-def test_download_is_tried_at_once_when_asked_for(small: Small, server: Server, tmp_path: Path) -> None:
+def test_download_is_tried_at_once_when_required(small: Small, server: Server, tmp_path: Path) -> None:
     prepare(tmp_path / "new", "auto", server, warn=lambda _: None)
     server.answers |= small.packed
     assert prepare(tmp_path / "new", "download", server)["source"] == "download"

@@ -66,7 +66,7 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])  # Source: proc(5), rchar
 
 
-def test_data_folder_comes_from_the_environment_when_none_is_typed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_folder_comes_from_the_environment_when_none_is_given(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPEXP_DATA", str(root))
     assert Path(prepare(None, "files")["folder"]).parent.parent == root
 
@@ -112,7 +112,7 @@ def test_files_that_are_absent_are_refused(tmp_path: Path, small: Small) -> None
 
 
 @pytest.mark.parametrize("source", ["auto", "files", "download"])
-def test_a_typed_folder_of_other_images_is_refused_and_mnist_does_not_stand_in_for_them(
+def test_a_given_folder_of_other_images_is_refused_and_mnist_does_not_replace_it(
     tmp_path: Path, small: Small, root: Path, source: str
 ) -> None:
     (tmp_path / "mine/train/cat").mkdir(parents=True)
@@ -162,7 +162,7 @@ def test_changed_file_is_checked_again(root: Path, small: Small, monkeypatch: py
     assert prepare(root, "files") == identity, "the new stamps were not kept"
 
 
-def test_cache_is_enough_once_the_files_are_gone_unless_files_are_asked_for(root: Path) -> None:
+def test_cache_is_enough_once_the_files_are_gone_unless_files_are_required(root: Path) -> None:
     identity = prepare(root, "files")
     for name in NAMES:
         (root / f"{name}.gz").unlink()

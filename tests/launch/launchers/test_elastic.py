@@ -109,7 +109,7 @@ def test_lost_workers_are_started_again_in_the_same_run_directory(recipe: Recipe
         (Phase.MEETS, AbsentError("one is gone"), 1, 1),
     ],
 )
-def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
+def test_a_rank_distinguishes_a_users_stop_from_a_restart(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     phase: Phase,
@@ -146,7 +146,7 @@ def test_a_rank_tells_a_users_stop_from_being_ended_to_be_started_again(
         assert board.codes() == [7, left][: 1 + bool(left)]
 
 
-def test_a_member_by_hand_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_started_manually_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DDPEXP_BOARD", raising=False)
     with pytest.raises(
         RefusedError, match=r"^DDPEXP_BOARD is not set: `ddpexp member` is for the agent that launcher=elastic"
@@ -223,7 +223,7 @@ def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals
         assert command.startswith(f"python -m ddpexp resume {run.name} --config-dir ")
 
 
-def test_a_signal_to_save_and_one_to_go_on_later_reach_the_ranks(recipe: Recipe) -> None:
+def test_a_signal_to_save_and_one_to_requeue_reach_the_ranks(recipe: Recipe) -> None:
     before = ddpexp_processes()
     words = (
         "launcher=elastic",

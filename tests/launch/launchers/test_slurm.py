@@ -217,7 +217,7 @@ def test_the_login_node_submits_says_how_to_follow_and_exits(recipe: Recipe, spa
     assert not (done.run / "error.json").exists()
 
 
-def test_a_failed_job_can_be_submitted_again_by_hand(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_failed_job_can_be_resubmitted_with_sbatch(recipe: Recipe, tmp_path: Path) -> None:
     marks = ("data._target_=points.load_when_there", f"+data.folder={tmp_path}")
     done = recipe(*WAIT, *TWO_BY_TWO, *marks)
     assert done.code == 1
@@ -354,7 +354,7 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
         ("partition=nosuch", "invalid partition specified: nosuch"),
     ],
 )
-def test_what_sbatch_refuses_is_2_with_its_words(recipe: Recipe, option: str, words: str) -> None:
+def test_what_sbatch_refuses_is_2_with_its_message(recipe: Recipe, option: str, words: str) -> None:
     done = recipe("launcher=slurm", f"launcher.{option}", "trainer.gpus=1", "trainer.device=cpu")
     assert (done.code, done.out) == (2, "")
     script = re.escape(str(done.run / "job.sbatch"))
@@ -452,7 +452,7 @@ def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.fault(70)
-def test_a_controller_that_is_down_is_2_with_slurms_words(recipe: Recipe, cluster: str, tmp_path: Path) -> None:
+def test_a_controller_that_is_down_ends_with_2_and_slurms_message(recipe: Recipe, cluster: str, tmp_path: Path) -> None:
     conf = tmp_path / "slurm.conf"
     conf.write_text(Path(cluster).read_text() + "SlurmctldPort=9\n")  # where nobody listens, as when it is down
     done = recipe("launcher=slurm", environ={"SLURM_CONF": str(conf)})
@@ -726,7 +726,7 @@ def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *
     return Done(code, out, "", run)
 
 
-def test_what_is_typed_in_a_pty_shell_is_inside_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
+def test_a_command_in_a_pty_shell_is_inside_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     done = in_pty(recipe, ["-N1"], lambda line: line, "trainer.gpus=2")
     assert done.code == 0, done.out
     assert done.result()["weights_sha256"] == spawned(2).result()["weights_sha256"]
@@ -783,9 +783,7 @@ def steps(run: Path) -> list[int]:
     return [line["step"] for line in lines if "train/loss" in line]
 
 
-def test_a_job_that_is_told_to_go_on_later_saves_is_requeued_once_and_ends_as_if_undisturbed(
-    recipe: Recipe, tmp_path: Path
-) -> None:
+def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recipe: Recipe, tmp_path: Path) -> None:
     words = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
     done = recipe("launcher=slurm", *words)
     job_id = job_of(done)
@@ -831,7 +829,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
     assert f"step-{done.result()['step']:08}" in [path.name for path in (done.run / "checkpoints").iterdir()]
 
 
-def test_a_job_may_save_and_go_on(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), "trainer.checkpoint_every=0", "trainer.epochs=20")
     wait_for(lambda: begun(tmp_path, 4))
     ask("scancel", "--signal=USR1", job_of(done))
@@ -841,7 +839,7 @@ def test_a_job_may_save_and_go_on(recipe: Recipe, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_users_own_srun_goes_on_in_the_directory_that_it_had(recipe: Recipe, tmp_path: Path) -> None:
+def test_the_users_own_srun_resumes_in_its_directory(recipe: Recipe, tmp_path: Path) -> None:
     typed, _ = recipe.words("launcher=slurm", "trainer.threads=1", *slow(tmp_path), "trainer.epochs=15")
     words = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])
     script, log = tmp_path / "own.sbatch", tmp_path / "own.log"

@@ -162,7 +162,7 @@ def test_the_script_of_an_array_starts_a_member_in_each_run_directory(monkeypatc
     )  # fmt: skip
 
 
-def test_the_number_of_jobs_at_once_is_said_to_slurm_and_to_nobody_else() -> None:
+def test_the_number_of_jobs_at_once_is_passed_to_slurm_and_to_nobody_else() -> None:
     assert "#SBATCH --array=0-0%3\n" in script(Slurm(array_parallelism=3), "/sweep/0000")
     assert "%3" not in Slurm(array_parallelism=3).script(job(), 1, Path("/run"))
     with pytest.raises(
@@ -201,7 +201,7 @@ def test_bash_hands_a_hostile_run_directory_to_srun_unchanged(tmp_path: Path, na
     assert "has no such task" in done.stderr
 
 
-def test_jobs_that_sbatch_is_told_the_same_of_share_arrays_of_a_size_that_slurm_takes() -> None:
+def test_jobs_with_the_same_sbatch_options_share_arrays_of_a_size_that_slurm_accepts() -> None:
     one, other = Kind((), (), "srun", None), Kind(("#SBATCH --time=5",), (), "srun", None)
     jobs = [job() for _ in range(5)]
     found = cut(by_kind([one, other, one, one, one], jobs), 3)
@@ -294,7 +294,7 @@ def programs(folder: Path, **texts: str) -> str:
 COUNTS = 'cd "${0%/*}"; echo >>count; n=$(wc -l <count)'  # how often this one was started
 
 
-def test_what_is_too_large_for_an_array_is_cut_and_said(
+def test_what_is_too_large_for_an_array_is_split_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = "echo 'MaxArraySize            = 5'; echo 'SchedulerParameters     = bf_interval=1,max_array_tasks=3'"
@@ -448,7 +448,7 @@ def test_jobs_of_one_node_and_of_two_go_into_two_arrays_and_end_the_same(sweep: 
 
 
 @pytest.mark.slurm
-def test_no_more_jobs_run_at_once_than_asked_and_what_never_began_is_told(sweep: Sweep) -> None:
+def test_no_more_jobs_run_at_once_than_configured_and_what_never_began_is_reported(sweep: Sweep) -> None:
     setup = "launcher.setup=['date +%s.%N','sleep 0.3','date +%s.%N','exit 3']"
     done = sweep([], [], [], [], [], common=[setup, "launcher.array_parallelism=2", "launcher.wait=true"])
     assert (done.code, done.err) == (0, "")
@@ -468,7 +468,7 @@ def test_no_more_jobs_run_at_once_than_asked_and_what_never_began_is_told(sweep:
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_a_task_that_is_requeued_goes_on_and_no_other_start_disturbs_it(sweep: Sweep, tmp_path: Path) -> None:
+def test_a_task_that_is_requeued_resumes_and_no_other_start_disturbs_it(sweep: Sweep, tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / str(number)).mkdir()
     process = sweep.start(

@@ -63,7 +63,7 @@ PTY = {**TASK, "SLURM_PTY_PORT": "40000"}
         "typed in a terminal that a task opened", "task of srun in a shell of srun --pty", "wrapped task of that",
     ],
 )  # fmt: skip
-def test_the_environment_tells_the_three_places_apart(
+def test_the_environment_distinguishes_the_three_places(
     environ: dict[str, str], pid: int, terminals: tuple[str, ...], place: str
 ) -> None:
     assert where(environ, pid, lambda process: process in terminals) == place
@@ -206,7 +206,7 @@ def test_every_option_has_its_line() -> None:
     ]  # fmt: skip
 
 
-def test_a_job_is_told_before_its_end_so_that_it_may_go_on_later() -> None:
+def test_a_job_is_signalled_before_its_end_so_that_it_can_resume_later() -> None:
     def found(launcher: Slurm, **asked: Any) -> list[str]:
         return [line[8:] for line in lines(launcher, job(**asked)) if "requeue" in line or "signal" in line]
 
@@ -272,7 +272,7 @@ def test_an_allocation_by_task_gives_the_step_all_its_gpus(each: str, tasks: str
 
 
 @pytest.mark.fault(70)
-def test_a_member_without_srun_is_told_what_to_type_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path) -> None:
+def test_a_member_without_srun_is_refused_with_the_command_and_writes_nothing(ddpexp: Ddpexp, tmp_path: Path) -> None:
     recipe = Recipe(ddpexp)
     # What a Slurm that refuses without a word would do, only to get a run directory that waits for srun.
     for name in ("sbatch", "srun"):

@@ -92,7 +92,7 @@ def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> No
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
-def test_a_restart_goes_on_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
+def test_a_restart_resumes_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
     words = ("task._target_=points.Breaks", f"+task.how={how}", "logger=tensorboard")
     process, run = start(recipe, *words, torchrun=("--nproc-per-node=2", "--max-restarts=2"))
     done = finish(process, run)
@@ -135,7 +135,7 @@ def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path)
     assert json.loads((run / "result.json").read_text())["status"] == "done"
 
 
-def test_a_typed_directory_that_holds_something_else_is_refused_and_untouched(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_dir_that_holds_something_else_is_refused_and_untouched(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
     process, run = start(recipe, f"run.dir={tmp_path}/mine")

@@ -287,7 +287,7 @@ def test_variables_that_contradict_are_named_with_their_values(
         (mpi, MPICH, "mpirun", 2, "MPI_LOCALNRANKS"),
     ],
 )
-def test_a_typed_number_of_workers_must_be_the_starters(
+def test_a_given_number_of_workers_must_be_the_starters(
     read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment],
     environ: dict[str, str],
     starter: str,
@@ -308,7 +308,7 @@ def test_a_typed_number_of_workers_must_be_the_starters(
     ("read", "environ", "starter", "nodes"),
     [(of_torchrun, TORCHRUN, "torchrun", 2), (of_slurm_task, SRUN, "srun", 2), (mpi, OPEN_MPI, "mpirun", 1)],
 )
-def test_a_typed_number_of_nodes_must_be_the_starters(
+def test_a_given_number_of_nodes_must_be_the_starters(
     read: Callable[[WorkerRequest, Mapping[str, str]], LaunchEnvironment],
     environ: dict[str, str],
     starter: str,
@@ -322,7 +322,7 @@ def test_a_typed_number_of_nodes_must_be_the_starters(
         read(WorkerRequest(nodes="1:4"), environ)
 
 
-def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
+def test_a_process_is_distinguished_from_a_later_one_with_its_pid() -> None:
     own = process_identity(os.getpid())
     assert own is not None
     assert own.startswith(f"{socket.gethostname()}:{os.getpid()}:")

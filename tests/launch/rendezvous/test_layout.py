@@ -44,7 +44,7 @@ def test_workers_are_gpus_where_there_are_some_and_cpu_workers_otherwise(
     assert (found.nodes, found.world_size, found.device, found.backend) == (1, workers, kind, backend)
 
 
-def test_a_typed_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     on_machine(monkeypatch, 2)
     assert resolve("auto", "auto", "gloo", "auto").backend == "gloo"
 

@@ -188,9 +188,7 @@ def test_one_that_gave_up_waiting_for_a_stopped_leader_is_not_counted_twice(
 
 @pytest.mark.variants(2)
 @pytest.mark.fault(25)
-def test_those_who_did_not_come_are_named_and_those_who_did_hear_of_it(
-    way: Rendezvous, background: ThreadPoolExecutor
-) -> None:
+def test_those_who_did_not_come_are_named_to_those_who_did(way: Rendezvous, background: ThreadPoolExecutor) -> None:
     leading = background.submit(lead, way, 4, 3.0, "node")
     joining = background.submit(join, way, handshake(2, 4), PATIENCE, "node")
     assert (

@@ -42,7 +42,7 @@ def test_a_store_that_rank_zero_opens_later_says_nothing_of_torchrun() -> None:
 @pytest.mark.parametrize(
     ("host", "port"), [("no-such-host.invalid", "29500"), ("", "29500"), ("127.0.0.1", "x"), ("127.0.0.1", "")]
 )
-def test_an_address_that_cannot_be_asked_says_nothing(host: str, port: str) -> None:
+def test_an_address_that_cannot_be_queried_says_nothing(host: str, port: str) -> None:
     assert not was_lost("torchrun", of_torchrun(port, host) if host else {**of_torchrun(port), "MASTER_ADDR": "\0"})
 
 

@@ -81,7 +81,7 @@ def test_deaths_come_before_own_errors_before_broken_connections_before_ends_of_
     assert weight(found) == expected
 
 
-def test_what_a_rank_has_said_itself_is_its_cause_however_it_ended(worker: Callable[..., Worker]) -> None:
+def test_what_a_rank_has_reported_itself_is_its_cause_however_it_ended(worker: Callable[..., Worker]) -> None:
     said = failure(rank=2)
     assert cause_of(worker(2, failure=said, code=-signal.SIGKILL, ended=True)) is said
 
@@ -116,7 +116,7 @@ def test_a_silent_end_is_named_by_its_exit_code(
     assert (cause.kind, cause.signal, cause.exit_code, cause.message) == (kind, signum, exit_code, message)
 
 
-def test_what_the_kernel_has_counted_is_said_of_a_kill(worker: Callable[..., Worker]) -> None:
+def test_what_the_kernel_has_counted_is_reported_of_a_kill(worker: Callable[..., Worker]) -> None:
     cause = cause_of(worker(code=-9, killed_for="the kernel has killed 1 process for lack of memory"))
     assert cause.message == "killed by SIGKILL: the kernel has killed 1 process for lack of memory"
 
@@ -149,7 +149,7 @@ def test_a_failure_seen_from_outside_has_its_place_and_the_last_lines_of_the_log
     ],
     ids=str,
 )
-def test_only_a_rank_that_is_done_or_has_left_as_asked_has_ended_well(
+def test_only_a_rank_that_is_done_or_has_left_as_requested_has_ended_well(
     worker: Callable[..., Worker], fields: dict[str, Any], well: bool
 ) -> None:
     one = worker(**fields)
@@ -191,7 +191,7 @@ def test_what_other_commands_report_is_ranked_among_this_ones(worker: Callable[.
     assert rank_causes([], []) == []
 
 
-def test_ranks_asked_to_leave_at_once_did_as_asked_unless_they_name_an_error(worker: Callable[..., Worker]) -> None:
+def test_ranks_that_must_exit_at_once_have_done_so_unless_they_name_an_error(worker: Callable[..., Worker]) -> None:
     killed = worker(0, code=-9, failed_at=1.0)
     named = worker(1, code=1, failure=failure(1), failed_at=2.0)
     lost = worker(2, code=1, failure=failure(2, kind="PeerError"), failed_at=1.5)

@@ -85,7 +85,7 @@ def test_two_containers_of_one_host_are_two_nodes_and_so_are_two_hosts_of_one_na
         assert (layout.nodes, places(assignments)) == (2, [(0, 1, 0, 1, 0), (1, 1, 0, 1, 1)])
 
 
-def test_three_ranks_on_two_hosts_keep_the_local_ranks_that_they_were_told() -> None:
+def test_three_ranks_on_two_hosts_keep_the_local_ranks_that_they_were_given() -> None:
     told = [rank(0, "a", 1), rank(1, "b", 0), rank(2, "a", 0)]
     layout, assignments = assign_ranks(told, "auto", "rank")
     assert (layout.nodes, layout.world_size) == (2, 3)
@@ -93,7 +93,7 @@ def test_three_ranks_on_two_hosts_keep_the_local_ranks_that_they_were_told() -> 
 
 
 @pytest.mark.parametrize("told", [(None, None, None), (0, 0, 0), (0, 0, 5), (0, None, 1)])
-def test_local_ranks_that_nobody_told_or_that_contradict_are_counted(told: tuple[int | None, ...]) -> None:
+def test_local_ranks_that_are_missing_or_contradict_are_counted(told: tuple[int | None, ...]) -> None:
     _, assignments = assign_ranks([rank(0, "a", told[0]), rank(1, "b", told[1]), rank(2, "a", told[2])], "auto", "rank")
     assert places(assignments) == [(0, 1, 0, 2, 0), (1, 1, 0, 1, 1), (2, 1, 1, 2, 0)]
 
@@ -258,7 +258,7 @@ def test_the_first_difference_of_two_trees_is_found(
 # ----------------------------------------------------------------------------------------------- what a worker is told
 
 
-def test_a_worker_is_told_its_place() -> None:
+def test_a_worker_gets_its_rank_and_world_size() -> None:
     layout = Layout(nodes=2, world_size=5, device="cpu", backend="gloo", threads=1)
     assert worker_environment(layout, RankAssignment(2, 3, 1, 4, 1, False, True), 2, ("127.0.0.1", 4711), "127.0.0.1") == {
         "RANK": "4", "LOCAL_RANK": "3", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
@@ -518,7 +518,7 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
         (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
     ],
 )  # fmt: skip
-def test_wrong_words_are_refused(recipe: Recipe, words: Sequence[str], sentence: str) -> None:
+def test_wrong_arguments_are_refused(recipe: Recipe, words: Sequence[str], sentence: str) -> None:
     done = recipe(*words)
     assert (done.code, done.err) == (2, f"ddpexp: {sentence.replace('HOST', socket.gethostname())}\n")
     assert not done.run.exists()

@@ -114,7 +114,7 @@ def test_nothing_is_agreed_on_before_rank_zero_knows_where_it_began(stack: ExitS
     assert alone.polls(0, 1, 1) == {1: "stop"}
 
 
-def test_nobody_who_asks_for_nothing_gets_an_agreement(stack: ExitStack) -> None:
+def test_without_a_request_there_is_no_agreement(stack: ExitStack) -> None:
     both = Commands(stack, [1, 1])
     both.at(3, 3)
     both.advance()
@@ -122,7 +122,7 @@ def test_nobody_who_asks_for_nothing_gets_an_agreement(stack: ExitStack) -> None
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_all_commands_save_at_the_latest_bound_in_whatever_order_their_words_come(stack: ExitStack, seed: int) -> None:
+def test_all_commands_save_at_the_latest_bound_in_whatever_order_messages_arrive(stack: ExitStack, seed: int) -> None:
     order = random.Random(seed)
     three = Commands(stack, [2, 1, 2])
     expected = []
@@ -201,7 +201,7 @@ def test_no_step_is_before_an_older_ones(stack: ExitStack) -> None:
     assert both.polls(0, 2, 9) == {9: "stop"}
 
 
-def test_a_late_word_about_an_older_agreement_counts_for_nothing(stack: ExitStack) -> None:
+def test_a_late_message_about_an_older_agreement_is_ignored(stack: ExitStack) -> None:
     three = Commands(stack, [1, 1, 1])
     three.at(1, 2, 3)
     three.lead.want("save")
@@ -251,7 +251,7 @@ def test_a_stop_while_a_save_is_on_its_way_comes_after_it(stack: ExitStack) -> N
     assert both.polls(0, 3, 6) == both.polls(1, 5, 6) == {5: "stop"}  # both at once, of which the stop saves anyway
 
 
-def test_a_stop_asked_for_before_a_save_has_begun_takes_its_place(stack: ExitStack) -> None:
+def test_a_stop_requested_before_a_save_has_begun_replaces_it(stack: ExitStack) -> None:
     alone = Commands(stack, [1])
     alone.lead.want("save")
     alone.lead.want("stop")

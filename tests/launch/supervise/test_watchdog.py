@@ -133,7 +133,7 @@ def test_a_rank_that_makes_no_progress_is_named_with_where_it_is(ranks: Ranks, d
     assert f"in {does}" in (found.traceback or "")
 
 
-def test_a_rank_that_comes_further_is_asked_nothing(ranks: Ranks) -> None:
+def test_a_rank_that_makes_progress_is_not_asked_for_its_stack(ranks: Ranks) -> None:
     ranks.add("sleeps")
     end = time.monotonic() + 5 * LIMITS.step_seconds
 
@@ -202,7 +202,7 @@ def test_a_rank_that_waits_for_a_processor_is_not_silent(ranks: Ranks) -> None:
     assert 0 < seen.seconds < 0.6 * (time.monotonic() - begin)
 
 
-def test_a_stopped_fork_server_is_named_where_a_rank_cannot_be_asked(ranks: Ranks) -> None:
+def test_a_stopped_fork_server_is_named_where_a_rank_cannot_report(ranks: Ranks) -> None:
     ranks.add("does_not_answer")
     ranks.add("does_not_answer")
     ranks.server.send_signal(signal.SIGSTOP)

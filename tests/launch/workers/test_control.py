@@ -40,7 +40,9 @@ def test_a_message_that_arrives_in_parts_is_put_together(ends: tuple[socket.sock
     assert lines.read() == ([{"kind": "phase"}], True)
 
 
-def test_the_end_of_the_other_side_is_told_after_its_last_words(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_the_end_of_the_other_side_is_reported_after_its_last_message(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
     lines, control = Lines(ends[0]), Control(ends[1])
     control.send("done")
     ends[1].close()

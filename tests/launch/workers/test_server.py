@@ -169,7 +169,7 @@ def test_a_preload_that_fails_is_refused_with_its_name(tmp_path: Path) -> None:
         Spawn().launch(Call("time:sleep", ["60"], tmp_path), server)
 
 
-def test_the_preload_list_asks_cuda_for_nothing(environ: dict[str, str]) -> None:
+def test_the_preload_list_does_not_initialize_cuda(environ: dict[str, str]) -> None:
     # No GPU is here to break: the questions themselves are made to fail, after torch's own import.
     program = """
 import importlib, sys, torch

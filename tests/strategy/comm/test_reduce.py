@@ -480,7 +480,7 @@ def test_when_one_rank_cannot_map_the_memory_none_does(folder: Path) -> None:
     works(folder, "fallback", 3)
 
 
-def test_a_typed_wish_for_memory_that_cannot_be_shared_is_refused_with_the_reason(folder: Path) -> None:
+def test_shared_memory_that_cannot_be_shared_is_refused_with_the_reason(folder: Path) -> None:
     with pytest.raises(RefusedError) as caught:
         run(folder, "impossible", 3)
     assert re.fullmatch(
@@ -505,7 +505,7 @@ def test_a_rank_that_is_silent_is_named_when_the_time_is_up(folder: Path) -> Non
     )
 
 
-def test_ranks_that_bring_different_gradients_are_told(folder: Path) -> None:
+def test_ranks_that_bring_different_gradients_are_refused(folder: Path) -> None:
     failure = fails(folder, "different", 2)
     assert re.match(r"rank \d brought \d+ bytes of gradients where rank \d brought \d+: ", failure.message)
 
@@ -517,7 +517,7 @@ def test_a_backward_pass_whose_gradient_no_worker_would_sum_is_refused(folder: P
     )
 
 
-def test_ranks_that_build_different_models_are_told(folder: Path) -> None:
+def test_ranks_that_build_different_models_are_refused(folder: Path) -> None:
     failure = fails(folder, "other_model", 3)
     assert re.match(
         r"rank [12] has built a different model than rank zero: its parameters or buffers have other names, ",

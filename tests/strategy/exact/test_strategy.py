@@ -414,7 +414,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any, int], Tensor], str]] 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_exact_sum_is_refused_in_words(name: str) -> None:
+def test_what_has_no_exact_sum_is_refused_in_a_sentence(name: str) -> None:
     factory, loss, message = REFUSED[name]
     with pytest.raises(DdpexpError, match=f"^{message}"):
         turn(alone(factory), loss)
@@ -602,7 +602,7 @@ def test_every_kind_of_task_and_data_has_them(recipe: Recipe, way: str) -> None:
         assert four == alone
 
 
-def test_a_run_goes_on_at_another_world_size_as_if_nothing_was(recipe: Recipe, exact: dict[int, Numbers]) -> None:
+def test_a_run_resumes_at_another_world_size_with_the_same_result(recipe: Recipe, exact: dict[int, Numbers]) -> None:
     typed, run = recipe.words(*DEEP, EXACT)
     for size, steps in ((2, 2), (4, 4)):
         process, _ = recipe.ddpexp.start(*typed, f"trainer.gpus={size}", f"trainer.max_steps={steps}")
