@@ -116,7 +116,7 @@ def tried(folder: Path, tests: list[str], seconds: float) -> str:
 
 
 def main() -> int:
-    """Try the mutants that the command line asks for; return how many survived."""
+    """Try the mutants that the command line selects; return how many survived."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutate", description="Try mutants of one file.")
     parser.add_argument("file", help="relative to the checkout")
     parser.add_argument("count", type=int)

@@ -138,7 +138,7 @@ class Recipe:
         return module
 
     def words(self, *words: str, run: Path | None = None) -> tuple[list[str], Path]:
-        """Return what is typed after `ddpexp`, and the run directory that it names.
+        """Return the arguments after `ddpexp`, and the run directory that they name.
 
         One of its own unless one is given.
         """
@@ -162,7 +162,7 @@ def weights(done: Done) -> dict[str, Tensor]:
 def session(pid: int) -> dict[int, int]:
     """Return the living processes of a command with this id, each with its parent's id; no other may run beside it.
 
-    Workers have sessions of their own, so what tells them is the tests' mark in their environment.
+    Workers have sessions of their own, so what identifies them is the tests' mark in their environment.
     """
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""What the documents tell people to type is taken by the real command's code as it stands.
+"""The command lines in the documents are accepted by the real command's code as they stand.
 
 What is quickly done is run.
 """
@@ -108,7 +108,7 @@ class Typed:
 
 
 def written(document: Path) -> Iterator[Typed]:
-    """Yield every line of the indented blocks, those that go on joined, and every piece of inline code."""
+    """Yield every line of the indented blocks, continued lines joined, and every piece of inline code."""
     text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
     name = str(document.relative_to(ROOT))
     for block in re.findall(r"(?:^    .*\n)+", text, flags=re.MULTILINE):
@@ -130,7 +130,7 @@ def command_of(text: str) -> list[str] | None:
 
 
 def is_overrides(text: str) -> bool:
-    """Tell whether a piece of inline code is nothing but words of a configuration."""
+    """Return whether a piece of inline code is nothing but overrides."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -236,7 +236,7 @@ def test_every_override_is_accepted_as_it_stands(typed: Typed, kept: Path, monke
 
 
 def launcher_with(words: Sequence[str]) -> list[str]:
-    """Return the word that chooses the launcher whose keys are typed."""
+    """Return the override that chooses the launcher whose keys are set."""
     keys = {word.partition("=")[0].removeprefix("launcher.") for word in words if word.startswith("launcher.")}
     for path in sorted((conf_folder() / "launcher").glob("*.yaml")):
         if keys and keys <= yaml.safe_load(path.read_text()).keys():

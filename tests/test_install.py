@@ -66,7 +66,7 @@ def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment made from nothing, with the wheel and what it asks for."""
+    """The Python of an environment made from nothing, with the wheel and its requirements."""
     folder = tmp_path_factory.mktemp("environment") / "venv"
     venv.create(folder, with_pip=True)
     found = folder / "bin/python"
@@ -136,7 +136,7 @@ def test_a_checkout_that_is_not_installed_works(checkout: Path, tmp_path: Path, 
 
 @pytest.fixture(scope="module")
 def editable(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment in which the clone is installed with -e; what it asks for is that of the tests."""
+    """The Python of an environment in which the clone is installed with -e; its requirements are those of the tests."""
     folder = tmp_path_factory.mktemp("editable") / "venv"
     venv.create(folder, with_pip=True)
     found = folder / "bin/python"

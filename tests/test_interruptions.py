@@ -1,4 +1,4 @@
-"""Promise 3: whatever ends a run, whenever, the same command goes on.
+"""Promise 3: whatever ends a run, whenever, the same command resumes it.
 
 And ends with the weights of the undisturbed run.
 """
@@ -63,7 +63,7 @@ def load_noisy(train=96, test=33):
 
 
 class Slow(Sides):
-    # Long enough to be interrupted in the middle of whatever it is asked for.
+    # Long enough to be interrupted in the middle of whatever it does.
     steps = 0
 
     def __init__(self, train_seconds=0.0, eval_seconds=0.0, mark=None):
@@ -71,7 +71,7 @@ class Slow(Sides):
 
     def step(self, model, batch):
         self.steps += model.training
-        evaluates = not model.training and self.steps != 1  # after its first step a task is asked whether it returns sums
+        evaluates = not model.training and self.steps != 1  # after its first step a task is checked for returning sums
         if evaluates and self.mark:
             open(self.mark, "w").close()
         time.sleep(self.train_seconds if model.training else self.eval_seconds * evaluates)

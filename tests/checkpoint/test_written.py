@@ -97,7 +97,7 @@ def test_records_and_shares_are_on_the_disk_before_a_checkpoint_counts_and_its_n
     records = [tmp_path / "metrics.jsonl", tmp_path / "events.out"]
     for path in records:
         path.write_text("{}\n")
-    gone = tmp_path / "removed"  # by hand, meanwhile
+    gone = tmp_path / "removed"  # by the user, meanwhile
     writer = Writer(folder, ALONE)
     positions = {"metrics.jsonl": 3, "rows": {"table": [1, 2]}}
     models = {"model": {"w": torch.ones(4)}}

@@ -62,7 +62,7 @@ def texts(typed: str) -> list[str]:
         (
             "trainer.gpu=2 model=nothere trainer.redu",
             ["trainer.reduction="],
-        ),  # what is wrong before the cursor is not asked
+        ),  # what is wrong before the cursor is not checked
         ("sweep.", []),
         ("-m sweep.mo", ["sweep.mode="]),
         ("-m sweep.mode=", ["min ", "max "]),

@@ -1,4 +1,4 @@
-"""Completion as it is typed: in a real bash, zsh and fish, on a terminal."""
+"""Completion as users see it: in a real bash, zsh and fish, on a terminal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Shell:
         self.process.expect_exact("> ")
 
     def line(self) -> str:
-        """Return what stands on the line, once all that was typed is dealt with."""
+        """Return what stands on the line, once all input is processed."""
         self._line.unlink(missing_ok=True)
         self.process.send(WRITE_LINE)
         self._wait(self._line.exists)

@@ -21,7 +21,7 @@ from tests.conftest import PATIENCE, ROOT
 
 @pytest.fixture
 def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Five runs, as far as their directories can be told, in outputs/mnist."""
+    """Five runs, as far as their directories show, in outputs/mnist."""
     for number in range(5):
         run = tmp_path / f"outputs/mnist/{number}"
         run.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Plain values become typed ones, or a sentence that names the key as typed."""
+"""Plain values become typed ones, or a sentence that names the key."""
 
 from __future__ import annotations
 

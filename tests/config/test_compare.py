@@ -1,4 +1,4 @@
-"""What two configurations differ in, and which of that a run can go on with."""
+"""What two configurations differ in, and with which differences a run can resume."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_option_of_a_group_counts_as_given_where_it_was_not_before(stored: di
     kinds = changes(stored, new, "scheduler=cosine")
     assert kinds["scheduler._target_"] == kinds["scheduler.warmup"] == kinds["scheduler.peak_at"] == "typed"
     assert set(kinds.values()) == {"typed"}
-    # The same word as before, and its file has changed since: nobody asked for that.
+    # The same override as before, and its file has changed since: nobody wanted that.
     assert set(changes(stored, new, "scheduler=cosine", before=["scheduler=cosine"]).values()) == {"untyped"}
 
 

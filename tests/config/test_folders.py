@@ -1,4 +1,4 @@
-"""The folder that is typed as --config-dir.
+"""The folder given as --config-dir.
 
 One of which nothing would be read is refused, with the one that is meant.
 """

@@ -41,7 +41,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# What is typed behind >, and in the next line how the answer begins.
+# The arguments after >, and in the next line how the error begins.
 BARE = """\
 > predict x
 predict is neither an override (key=value, for example trainer.gpus=2) nor a command. The commands are resume, evaluat

@@ -1,4 +1,4 @@
-"""What tells data from other data: lengths, and a few samples where they say something."""
+"""What distinguishes data from other data: lengths, and a few samples where they are informative."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def test_an_error_of_a_sample_ends_the_workers_with_it() -> None:
 
 @dataclass(frozen=True)
 class Leaves:
-    """Ends the process that asks for a second sample, once the file is there."""
+    """Ends the process that reads a second sample, once the file is there."""
 
     when: Path
 

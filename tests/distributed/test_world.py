@@ -68,7 +68,7 @@ def test_real_processes_meet_and_reduce(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_alone_every_method_gives_back_what_it_got() -> None:
-    world = World.join(Layout(1, 1, "cpu", "gloo", 1), environ=ALONE)  # no store is asked, so no port is there
+    world = World.join(Layout(1, 1, "cpu", "gloo", 1), environ=ALONE)  # no store is used, so no port is needed
     assert (world.rank, world.world_size, world.device) == (0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
     value = torch.tensor(3.0)

@@ -68,7 +68,7 @@ class Running:
 
 
 def trained(run: Path, steps: int) -> bool:
-    """Tell whether a run that records every step has come so far."""
+    """Return whether a run that records every step has come so far."""
     try:
         return len((run / "metrics.jsonl").read_text().splitlines()) >= steps
     except OSError:

@@ -248,7 +248,7 @@ CONFIGS: dict[str, Callable[[Place], object]] = {
 
 
 def of_a_run(place: Place) -> Iterator[tuple[str, ...]]:
-    """Yield what can be typed of a run directory."""
+    """Yield the command lines that read a run directory."""
     yield "evaluate", str(place.run)
     yield "resume", str(place.run), LONGER
     yield "status", str(place.run)
@@ -297,7 +297,7 @@ def plain(text: str) -> Callable[[Place], None]:
 
 
 def bomb_words(levels: int = 7) -> list[str]:
-    """Return words that are not typed again: keys of values, no sections."""
+    """Return overrides that need no restating: keys of values, no sections."""
     return ["+model.x0=lol", *(f"+model.x{n}={f'${{model.x{n - 1}}}' * 10}" for n in range(1, levels + 1))]
 
 
@@ -325,7 +325,7 @@ SWEEPS: dict[str, Callable[[Place], None]] = {
 
 
 def of_a_sweep(place: Place) -> Iterator[tuple[str, ...]]:
-    """Yield what can be typed of a sweep's directory."""
+    """Yield the command lines that read a sweep's directory."""
     yield "status", str(place.sweep)
     yield "table", str(place.sweep)
     yield "resume", str(place.sweep)
@@ -501,7 +501,7 @@ def test_a_module_of_the_current_folder_counts_where_it_is_trusted_by_name(place
     assert place.answers(*words).code == 0
     manifest = json.loads((place.folder / "one/manifest.json").read_text())
     assert {"mine", "beside"} <= set(manifest["inputs"]["code"]["modules"])
-    assert place.answers("resume", "one", LONGER).code == 2  # its place is typed again
+    assert place.answers("resume", "one", LONGER).code == 2  # its place must be restated
     assert place.answers("resume", "one", LONGER, "run.trust=[mine]").code == 0
 
 
@@ -572,7 +572,7 @@ def promised(place: Place) -> None:
 
 
 def promised_content(place: Place) -> None:
-    """What a file was is on a server, which git would ask for it to compare."""
+    """The former content of a file is on a server, from which git would fetch it to compare."""
     configured(
         **{
             "remote.o.promisor": "true",
@@ -718,6 +718,6 @@ def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
     wait_for(lambda: mark.exists() or process.poll() is not None)
     process.send_signal(number)
     done = finish(process, place.run)
-    assert done.code == 128 + number, done  # 2 where the bounds end it: the signal was not heard
+    assert done.code == 128 + number, done  # 2 where the bounds end it: the signal had no effect
     assert "Traceback" not in done.err
     assert not any((place.folder / name).exists() for name in ("one", "several"))

@@ -26,7 +26,7 @@ PROMISED = 5.0
 
 
 def is_command(pid: int) -> bool:
-    """Tell whether a process runs `python -m ddpexp`, and has begun to.
+    """Return whether a process runs `python -m ddpexp`, and has begun to.
 
     Before its exec it shows its starter's words.
     """
@@ -159,7 +159,7 @@ def test_a_starter_that_is_killed_in_the_first_second_leaves_nothing(
 
 
 def kill_shell(recipe: Recipe, moment: float) -> float:
-    """Kill a shell in whose terminal a command was typed."""
+    """Kill a shell in whose terminal a command was started."""
     before = ddpexp_processes()
     typed, _ = recipe.words("trainer.gpus=2", "trainer.threads=1", *LONG)
     terminal, theirs = os.openpty()

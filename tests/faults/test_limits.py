@@ -50,7 +50,7 @@ class Talks(Paced):
 
 
 class Grows(torch.optim.SGD):
-    # Keeps more than its class tells.
+    # Keeps more than its class shows.
     def step(self, closure=None):
         super().step(closure)
         for group in self.param_groups:

@@ -177,7 +177,7 @@ def test_output_that_goes_nowhere_does_not_end_the_run(ddpexp: Ddpexp, redirecti
         json.loads(line)
     # What was closed is not taken for something else: nothing but the worker's own words is in its log.
     assert len((ddpexp.folder / "run/ranks/0.log").read_text().splitlines()) < 20
-    code, _, err = opened(ddpexp, redirection, *SMALL, "run.dir=run")  # it is finished, and nobody hears it
+    code, _, err = opened(ddpexp, redirection, *SMALL, "run.dir=run")  # it is finished, and nobody reads its output
     assert (code, err) == (0, "")
 
 

@@ -27,7 +27,7 @@ from tests.launch.starters import DDPEXP, SPAWN, free_port, host
 from tests.points import ITEMS, Recipe, session, wait_for
 
 MACHINES = ("trainer.nodes=2", "launcher.node_rank=N", "launcher.master_addr=node0", "launcher.master_port=29810")
-"""Two machines by hand."""
+"""Two machines, started manually."""
 STEPS = (
     "trainer.epochs=null",
     "trainer.max_steps=120",
@@ -55,7 +55,7 @@ def undisturbed(recipe: Recipe, *words: str) -> Done:
 
 
 def shell(recipe: Recipe, run: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """Start one rank by hand, with the variables that a user exports."""
+    """Start one rank manually, with the variables that a user exports."""
     typed, _ = recipe.words("trainer.threads=1", "launcher=torchrun-env", *words, run=run)
     return subprocess.Popen(
         [*DDPEXP, *typed], cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,

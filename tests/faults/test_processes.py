@@ -180,7 +180,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
             ("trainer.max_steps=2", "task._target_=points.Slow", "data.test=960"), marks=pytest.mark.slow
         ),
     ],
-    ids=["accumulation", "rank zero", "building", "by hand", "data", "evaluation"],
+    ids=["accumulation", "rank zero", "building", "manual", "data", "evaluation"],
 )
 def test_a_rank_that_makes_progress_is_left_alone(recipe: Recipe, words: tuple[str, ...]) -> None:
     add(recipe, LONG)

@@ -77,7 +77,7 @@ TRAINING = ("trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0"
 
 
 def hears(pid: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal: a command makes that of SIGUSR2 last. Source.
+    """Return whether a process has a handler for a signal: a command makes that of SIGUSR2 last. Source.
 
     Proc(5), SigCgt.
     """

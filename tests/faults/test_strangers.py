@@ -154,7 +154,7 @@ def test_a_link_where_a_start_would_write_is_refused_and_not_followed(
             aside.rename(path)
         if made is not None:
             made.rmdir()
-    assert again(recipe, run, verb).code == 0  # without the links it goes on
+    assert again(recipe, run, verb).code == 0  # without the links it resumes
 
 
 def again(recipe: Recipe, run: Path, verb: str) -> Done:

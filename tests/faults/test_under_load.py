@@ -21,7 +21,7 @@ HERE = (
     "trainer.timeout.init_seconds=1",
 )  # by one command alone: several start as far apart as the machine has them start
 WORDS = ("trainer.log_every=1", "trainer.epochs=10", "trainer.checkpoint_every=5", "trainer.eval_every=3")
-KINDS = [  # how it is started, the number of ranks, what is typed
+KINDS = [  # how it is started, the number of ranks, its overrides
     ("spawn", 2, HERE),
     ("spawn", 3, (*HERE, *ITEMS)),
     ("spawn", 2, (*HERE, "trainer.micro_batch_size=4")),

@@ -22,7 +22,7 @@ Command = tuple[list[str], dict[str, str]]  # words, and variables beside the us
 
 @dataclass(frozen=True)
 class Starter:
-    """One way: the commands that a job of a size takes, typed after `python -m ddpexp WORDS run.dir=...`."""
+    """One way: the commands that a job of a size takes, started as `python -m ddpexp OVERRIDES run.dir=...`."""
 
     name: str
     commands: Callable[[list[str], int], list[Command]]

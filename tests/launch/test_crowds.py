@@ -159,7 +159,7 @@ class Started:
 
 
 class Watched:
-    """The watch of a leading command with one worker and many other commands, of which nothing is heard at first."""
+    """The watch of a leading command with one worker and many other commands, none of which sends anything at first."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(supervisor, "_TAIL_SECONDS", 0.001)

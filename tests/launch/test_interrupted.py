@@ -70,7 +70,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def stop(starter: Starter, started: Sequence[subprocess.Popen[str]], run: Path) -> None:
-    """Ask the job to end, as whoever has started it does."""
+    """Interrupt the job, as whoever has started it does."""
     if starter.name == "sbatch":
         [log] = run.glob("slurm-*.log")
         subprocess.run(["scancel", log.stem.removeprefix("slurm-")], check=True)
@@ -90,7 +90,7 @@ def last_line(starter: Starter, first: Done) -> str:
 
 
 def pasted(starter: Starter, recipe: Recipe, size: int, line: str, run: Path) -> Done:
-    """Run a line as it stands, wherever it says that it is typed."""
+    """Run a command line as it stands, wherever it says that it must be run."""
     environ = {"SLURM_CONF": os.environ["SLURM_CONF"]} if "SLURM_CONF" in os.environ else {}
     lines = [line]
     if starter.name in ("spawn on two machines", "torchrun on two machines"):
@@ -98,7 +98,7 @@ def pasted(starter: Starter, recipe: Recipe, size: int, line: str, run: Path) ->
         lines[1] = lines[1].replace("launcher.node_rank=0", "launcher.node_rank=1")
     elif starter.name == "variables in shells":
         lines = [line.replace("RANK=0", f"RANK={rank}") for rank in range(size)]
-    elif starter.name in ("sbatch", "salloc"):  # they submit, and do not wait unless they are told to
+    elif starter.name in ("sbatch", "salloc"):  # they submit, and wait only with an option
         lines = [f"{line} launcher.wait=true"]
     return starter.finish(
         [recipe.ddpexp.paste(one, recipe.folder, {**environ, "OMP_NUM_THREADS": "1"}) for one in lines], run

@@ -159,11 +159,11 @@ def signals(place, size, generator):
 
 
 LATER = 4.0
-"""Seconds after which a signal is another one: two, and what a busy machine may take to hear the first."""
+"""Seconds after which a signal is another one: two, and what a busy machine may take to notice the first."""
 
 
 class Polls:
-    """Commands whose workers only count steps and do what they are told."""
+    """Commands whose workers only count steps and follow instructions."""
 
     def __init__(self, folder: Path, environ: dict[str, str]) -> None:
         self.folder = folder
@@ -224,7 +224,7 @@ class Polls:
         return [finish(process, self.folder) for process in self.processes]
 
     def seen(self) -> list[str]:
-        """Return what the ranks were told and when, which was the same for all."""
+        """Return what the ranks were instructed to do and when, which was the same for all."""
         seen = [path.read_text().splitlines() for path in self.marks("seen")]
         assert len(seen) == self.size
         assert all(one == seen[0] for one in seen), seen
@@ -503,7 +503,7 @@ def test_no_step_is_named_before_rank_zero_has_done_one() -> None:
     ours, controls, poll = agreement(2)
     ours.want("save")
     ours.advance([])
-    assert [control.poll(1000) for control in controls] == [None, None]  # a start that goes on from step 999
+    assert [control.poll(1000) for control in controls] == [None, None]  # a start that resumes from step 999
     ours.advance([])
     assert poll(1001) == ["save"] * 2
 

@@ -40,7 +40,7 @@ class Rows(Null):
 
 
 class Counted(Null):
-    # Keeps what it needs to be cut back, which is no length of a file; the file says what it was asked for.
+    # Keeps what it needs to truncate its records, which is no length of a file; the file records its calls.
     def __init__(self, run_dir):
         self.path, self.count = run_dir / "counted.txt", 0
 

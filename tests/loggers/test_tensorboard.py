@@ -77,7 +77,7 @@ def test_the_hyperparameters_are_there_once_and_so_is_the_end(done: Done, board:
     assert session.hparams["model"].string_value == "Linear"
     assert session.hparams["optimizer.lr"].number_value == 0.1
     assert session.hparams["trainer.global_batch_size"].number_value == 128
-    assert session.hparams["data.embedded_train"].number_value == 640  # no usual one, but typed
+    assert session.hparams["data.embedded_train"].number_value == 640  # no usual one, but an override
     assert "trainer.epochs" not in session.hparams or session.hparams["trainer.epochs"].HasField("number_value")
     assert parts["session_end_info"].session_end_info.status == api_pb2.STATUS_SUCCESS
     assert session.start_time_secs < parts["session_end_info"].session_end_info.end_time_secs

@@ -1,4 +1,4 @@
-"""`ddpexp plan`: the arithmetic, what building without memory finds, and the verb as it is typed."""
+"""`ddpexp plan`: the arithmetic, what building without memory finds, and the command itself."""
 
 from __future__ import annotations
 

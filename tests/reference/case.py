@@ -96,7 +96,7 @@ class Case:
         return self.reduction == "fast" or self.accumulation == 1  # there it follows from the size of a micro-batch
 
     def words(self) -> list[str]:
-        """Return what is typed for it."""
+        """Return its overrides."""
         words = {
             "trainer.gpus": self.workers,
             "optimizer": self.optimizer,
@@ -211,7 +211,7 @@ def _pairs() -> Iterator[Pair]:
 
 
 def _extends(chosen: dict[str, Any]) -> bool:
-    """Tell whether a case with these values is allowed; a sparse embedding only needs an optimizer for it."""
+    """Return whether a case with these values is allowed; a sparse embedding only needs an optimizer for it."""
     if "optimizer" in chosen:
         return Case(**chosen).allowed
     return any(Case(**chosen, optimizer=optimizer).allowed for optimizer in VALUES["optimizer"])

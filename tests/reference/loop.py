@@ -182,7 +182,7 @@ class _Training:
     # ------------------------------------------------------------------------------------------------------------
 
     def step(self, step: int) -> bool:
-        """Take one step; tell whether everything was finite."""
+        """Take one step; return whether everything was finite."""
         batches = self.micro_batches(step)
         if self.case.task in ("Plain", "Groups"):
             return self.update(

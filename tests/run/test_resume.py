@@ -303,7 +303,7 @@ def test_never_refuses_and_require_wants_a_checkpoint(ddpexp: Ddpexp, stopped: P
     )
     refused(ddpexp(*SMALL, "--", "run.resume=require"), r"and run\.dir is not set\.\n$")
     assert not (ddpexp.folder / "new").exists()
-    # `never` was the word of the first command; `resume` is typed to go on.
+    # `never` was in the first command; the other one was given to resume.
     (stopped / "config.yaml").write_text((stopped / "config.yaml").read_text().replace("resume: auto", "resume: never"))
     assert resumed(ddpexp, "run").code == 0
 
@@ -366,7 +366,7 @@ def test_a_line_break_in_the_name_is_refused_before_anything_is_made(ddpexp: Ddp
     assert os.listdir(ddpexp.folder) == []
 
 
-# How an interrupted run is gone on with.
+# How an interrupted run is resumed.
 
 
 def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, environ: dict[str, str]) -> None:
@@ -422,7 +422,7 @@ SLURM = {
     "srun": "#!/bin/sh\n",
     "scontrol": "#!/bin/sh\necho '   JobState=PENDING Reason=None'\n",
 }
-"""Programs that answer as Slurm does: what is submitted twice can be told without a cluster."""
+"""Programs that answer as Slurm does: whether a job is submitted twice can be seen without a cluster."""
 
 
 def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp, stopped: Path) -> None:
@@ -442,7 +442,7 @@ def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp
         again(ddpexp, "optimizer.lr=0.02", environ=environ),
     ):
         refused(second, r"run was submitted as job 12, which is in the queue: wait for it, or scancel 12 first\.\n$")
-    # The job itself goes on, and its log says what was changed when it was submitted.
+    # The job itself continues, and its log says what was changed when it was submitted.
     step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
     words = [sys.executable, "-m", "ddpexp", "member", str(stopped)]
     job = subprocess.run(
@@ -658,7 +658,7 @@ def test_code_that_has_changed_is_refused_until_that_is_allowed(changing: Recipe
     inputs = json.loads((run / "checkpoints/step-00000008/checkpoint.json").read_text())["inputs"]
     assert inputs["code"]["modules"]["helpers"]["sha256"] == codes[1] != codes[0]
     assert inputs["config_sha256"] == second["inputs"]["config_sha256"] != first["inputs"]["config_sha256"]
-    # Ended before its first checkpoint, it is not asked again; other code than it was allowed to is.
+    # Ended before its first checkpoint, it needs no permission again; code other than what was allowed does.
     shutil.rmtree(run / "checkpoints")
     shutil.move(changing.folder / "checkpoints", run / "checkpoints")
     change(run / "result.json", status="interrupted")

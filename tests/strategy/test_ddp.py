@@ -1,4 +1,4 @@
-"""DistributedDataParallel with every option: real workers, and weights that tell what the option did."""
+"""DistributedDataParallel with every option: real workers, and weights that show what the option did."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def plain(recipe: Recipe) -> Done:
 def test_an_option_trains_to_nearly_the_same_weights(recipe: Recipe, plain: Done, words: str, tolerance: float) -> None:
     done = recipe(*words.split(), *["trainer.gpus=2"] * ("gpus" not in words))
     assert done.code == 0, done.err
-    assert "Warning" not in done.out + done.err  # DDP's, of options that were not typed
+    assert "Warning" not in done.out + done.err  # DDP's, of options that were not set
     assert near(weights(done), weights(plain), tolerance)
     same = done.result()["weights_sha256"] == plain.result()["weights_sha256"]
     assert not same or "comm_hook" not in words  # a hook that compresses leaves its mark

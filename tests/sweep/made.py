@@ -1,4 +1,4 @@
-"""Directories of sweeps as they are left, made by hand: hundreds of jobs, odd ones, broken ones."""
+"""Directories of sweeps as they are left, made by the test: hundreds of jobs, odd ones, broken ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs are hopeless: by the median of the others, by successive halving; and that they are stopped."""
+"""Which jobs are pruned: by the median of the others, by successive halving; and that they are stopped."""
 
 from __future__ import annotations
 

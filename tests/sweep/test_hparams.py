@@ -1,4 +1,4 @@
-"""TensorBoard's HParams tab over a sweep's directory, asked as the page asks it, after real runs."""
+"""TensorBoard's HParams tab over a sweep's directory, queried as the browser does, after real runs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Swe
     values = [result["metrics"]["eval/accuracy"] for result in sweep.results().values()]
     assert found["best_value"] == max(values)
     assert [event["objective"] for event in sorted(sweep.events("ended"), key=lambda event: event["job"])] == values
-    # The same command with a seed asks for the same trials, which are done.
+    # The same command with a seed suggests the same trials, which are done.
     again = sweeps(*OPTUNA, "hydra.sweeper.n_trials=8", path=sweep.path)
     assert again.code == 0, again.err
     assert len(again.events("started")) == 8

@@ -1,4 +1,4 @@
-"""Sweeps as typed: jobs side by side, each with the numbers of the same run alone; what fails, stops and goes on."""
+"""Whole sweeps: jobs side by side, each with the numbers of the same run alone; what fails, stops and resumes."""
 
 from __future__ import annotations
 

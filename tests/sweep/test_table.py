@@ -240,7 +240,7 @@ def test_a_live_table_of_a_thousand_jobs_fits_the_terminal(height: int, width: i
 
 
 def mixed(jobs: int = 12, keys: int = 25) -> list[Row]:
-    """Return runs of a folder that differ in many keys: the later a key, the fewer runs it tells apart."""
+    """Return runs of a folder that differ in many keys: the later a key, the fewer runs it distinguishes."""
     return [
         row(
             number, number / 100, path=Path(f"/data/outputs/{'ab'[number % 2]}/2026-11-21_12-00-{number:02d}"),

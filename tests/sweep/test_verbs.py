@@ -1,4 +1,4 @@
-"""`ddpexp table` and `ddpexp status`, as they are typed."""
+"""`ddpexp table` and `ddpexp status`, as commands."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_another_metric_and_another_folder_can_be_given(trained: Path, tmp_path:
     before = {path.name: path.stat().st_mtime_ns for path in trained.iterdir()}
     done = ddpexp("table", trained, "sweep.objective=eval/accuracy", "--out", tmp_path / "new")
     assert done.returncode == 0, done.stderr
-    assert "Best (highest eval/accuracy): " in done.stdout  # more of it is better, unless typed otherwise
+    assert "Best (highest eval/accuracy): " in done.stdout  # more of it is better, unless overridden
     assert "%" in done.stdout
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
     assert {path.name: path.stat().st_mtime_ns for path in trained.iterdir()} == before

@@ -127,7 +127,7 @@ assert not any("deferred" in type(finder).__module__ for finder in sys.meta_path
 assert all("deferred" not in type(module.__spec__.loader).__module__ for name, module in sys.modules.items()
            if name.startswith("torch") and getattr(module, "__spec__", None))
 step(torch.optim.SGD, torch.nn.Linear(3, 3))
-# torch asked the real compiler again about the functions that the stand-in had answered for
+# torch queried the real compiler again about the functions that the stand-in had handled
 kept_out = torch.optim.Optimizer.add_param_group.__wrapped__
 assert kept_out.__dict__["__dynamo_disable"] is not kept_out
 """

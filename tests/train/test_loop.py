@@ -109,7 +109,7 @@ class Broken(Sides):
 
 
 class Pair:
-    # Two networks and two optimizers by hand: `left` learns the labels, `right` learns to undo it.
+    # Two networks and two optimizers under manual optimization: `left` learns the labels, `right` learns to undo it.
     def optimizers(self, model, make):
         return {name: make(module.parameters()) for name, module in model.items()}
 

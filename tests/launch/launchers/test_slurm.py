@@ -92,7 +92,7 @@ class Shows(Sides):
 
 
 class Keeps(Sides):
-    # Writes down what it was told.
+    # Records the arguments it got.
     def __init__(self, folder, text):
         Path(folder, f"{RANK}.text").write_text(text)
 """
@@ -106,7 +106,7 @@ TWO_BY_TWO = ("trainer.nodes=2", "trainer.gpus=2")
 
 @pytest.fixture(scope="module")
 def cluster() -> str:
-    """The file that tells Slurm's commands where the cluster is."""
+    """The file in which Slurm's commands find the cluster."""
     conf = os.environ.get("SLURM_CONF")
     if not conf:
         pytest.skip("SLURM_CONF is not set: there is no Slurm cluster to run on")
@@ -153,7 +153,7 @@ def start(recipe: Recipe, program: Sequence[str], *words: str) -> tuple[subproce
 
 
 def ask(*words: str) -> str:
-    """Ask one of Slurm's commands."""
+    """Run one of Slurm's commands and return its output."""
     return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
@@ -755,7 +755,7 @@ def test_the_program_of_srun_pty_itself_is_a_task(recipe: Recipe, spawned: Calla
     assert "-m" in done.manifest()["command"] or done.manifest()["command"][0] != "ddpexp"  # no member of another step
 
 
-# A job that goes on later.
+# A job that is requeued.
 
 
 def restarts(job_id: str) -> int:

@@ -37,7 +37,7 @@ from pathlib import Path
 
 
 class Gated(Sides):
-    # Fifty milliseconds a step until it may go on, with a mark for every rank that has begun to train.
+    # Fifty milliseconds a step until it may run faster, with a mark for every rank that has begun to train.
     def __init__(self, folder):
         self.folder = folder
 
@@ -211,7 +211,7 @@ def test_jobs_with_the_same_sbatch_options_share_arrays_of_a_size_that_slurm_acc
         (other, [1]),
     ]
     assert [job for _, job in found[0][1]] == [jobs[0], jobs[2], jobs[3]]
-    # Run directories are no difference, what is typed for the job's size or time is.
+    # Run directories are no difference, the overrides for the job's size or time are.
     launchers = [Slurm(), Slurm(), Slurm(time=5)]
     assert len({launcher.kind(job(), 1, Path("/sweep")) for launcher in launchers}) == 2
     assert len({Slurm().kind(job(), nodes, Path("/sweep")) for nodes in (1, 2)}) == 2
@@ -362,7 +362,7 @@ def test_a_signal_while_sbatch_runs_loses_no_job(offline: Sweep, tmp_path: Path)
     assert (
         done.err.splitlines()[0] == "ddpexp: 3 of 4 jobs are submitted and keep running; cancel them with scancel 1 2"
     )
-    # Those that wait are not started twice, and what is new goes on.
+    # Those that wait are not started twice, and what is new is submitted.
     path = programs(tmp_path / "queue", scontrol="echo '   JobState=PENDING Reason=None'", sbatch="echo 9", srun="")
     again = offline(["launcher.time=10"], PATH=path)
     assert (again.code, said(again, "id")) == (2, {})

@@ -28,7 +28,7 @@ from ddpexp.system.job_schedulers.base import UNKNOWN, JobState
 from tests.conftest import PATIENCE, Call, Ddpexp
 from tests.points import Recipe
 
-# What Slurm 22.05 sets in each place, as far as it tells them apart.
+# What Slurm 22.05 sets in each place, as far as it distinguishes them.
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_JOB_NUM_NODES": "2"}
 BATCH = {**ALLOCATION, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_TASK_PID": "100"}
 TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
@@ -198,7 +198,7 @@ def test_every_option_has_its_line() -> None:
     assert found[found.index("#SBATCH --exclusive") + 1] == '#SBATCH "--comment=a b"'
     assert "#SBATCH --nodes=2" in found
     assert "#SBATCH --output=/runs/one/slurm-%j.log" in found
-    # None of them is there when it was not asked for; the name is the job's.
+    # None of them is there when it was not requested; the name is the job's.
     assert [line for line in lines(Slurm(), job()) if line.startswith("#SBATCH")] == [
         "#SBATCH --job-name=ddpexp", "#SBATCH --output=/runs/one/slurm-%j.log", "#SBATCH --open-mode=append",
         f"#SBATCH --chdir={quoted(str(Path.cwd()), 'chdir')}", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1",

@@ -59,7 +59,7 @@ def start(recipe: Recipe, *words: str, torchrun: tuple[str, ...] = ()) -> tuple[
 
 
 def shells(recipe: Recipe, *words: list[str], **variables: str) -> list[Done]:
-    """Run one command for each rank, with its own words, and variables as a user exports them by hand."""
+    """Run one command for each rank, with its own overrides, and the variables that a user exports."""
     port = str(free_port())
     started = []
     typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env")

@@ -1,4 +1,4 @@
-"""From what was asked to how many workers run on which devices."""
+"""From the configuration to how many workers run on which devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the commands of a job find one another: any order, with strangers at the door, and never without an end."""
+"""How the commands of a job find one another: any order, with strangers connecting, and never without an end."""
 
 from __future__ import annotations
 
@@ -589,7 +589,7 @@ if sys.argv[2] == "lead":
         print("here", flush=True)
         sys.stdin.read()
 else:
-    wire.is_same_user = lambda channel: True  # it does not ask
+    wire.is_same_user = lambda channel: True  # it does not check
     print("here", flush=True)
     try:
         meeting.join(way, {"index": 1, "size": 2, "host": "x"}, 1, "rank")

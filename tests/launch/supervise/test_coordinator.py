@@ -255,7 +255,7 @@ def test_the_first_difference_of_two_trees_is_found(
     assert first_difference(one, other) == difference
 
 
-# ----------------------------------------------------------------------------------------------- what a worker is told
+# ----------------------------------------------------------------------------------------------- what a worker gets as arguments
 
 
 def test_a_worker_gets_its_rank_and_world_size() -> None:
@@ -371,7 +371,7 @@ class Nodes:
         wait_for(lambda: (self.run / "metrics.jsonl").exists() and (self.run / "metrics.jsonl").read_text() != "")
 
     def has_met(self) -> bool:
-        """Tell whether a machine is connected to the first one."""
+        """Return whether a machine is connected to the first one."""
         port = f":{int(self.typed[-1].partition('=')[2]):04X}"
         lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         return any(line[1].endswith(port) and line[3] == "01" for line in lines)  # Source: proc(5), TCP_ESTABLISHED
@@ -411,7 +411,7 @@ def test_two_commands_train_as_one(recipe: Recipe) -> None:
 
 
 def test_machines_may_have_different_numbers_of_workers_when_each_says_so_itself(recipe: Recipe) -> None:
-    # A fake of machines with two GPUs and one: typed numbers are compared, what a machine shows is not.
+    # A fake of machines with two GPUs and one: configured numbers are compared, what a machine shows is not.
     done = Nodes(recipe, "task._target_=points.Places", "trainer.gpus=2").start(0, 1).finish()
     assert [one.code for one in done] == [0, 0]
     cores = len(os.sched_getaffinity(0))

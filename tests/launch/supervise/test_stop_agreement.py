@@ -58,13 +58,13 @@ class Commands:
         self.lead.advance(range(1, len(self.agreements)) if others is None else others)
 
     def deliver(self, sender: int, receiver: int) -> None:
-        """Have the next message of a link heard, and the leading command look, as its watch does."""
+        """Deliver the next message of a link, and have the leading command look, as its watch does."""
         self.agreements[receiver].on_message(self._mail[sender, receiver].popleft(), sender)
         if receiver == 0:
             self.advance()
 
     def deliver_all(self, order: random.Random) -> None:
-        """Have everything heard, the links in any order."""
+        """Deliver all messages, the links in any order."""
         for _ in range(100):
             links = [link for link, waiting in self._mail.items() if waiting]
             if not links:
@@ -233,7 +233,7 @@ def test_what_comes_after_a_stop_is_nothing_new(stack: ExitStack) -> None:
     assert alone.ranks[0].poll(3, save=True) == "stop"
     assert alone.ranks[0].poll(4, save=True) is None
     alone.advance()
-    assert len(alone.settled()) == 1  # nor is rank zero's wish
+    assert len(alone.settled()) == 1  # nor is rank zero's request
 
 
 def test_a_stop_while_a_save_is_on_its_way_comes_after_it(stack: ExitStack) -> None:

@@ -99,7 +99,7 @@ class Slow(Sides):
 
     def step(self, model, batch):
         self.steps += model.training
-        if model.training or self.steps > 1:  # after its first step a task is asked whether it returns sums
+        if model.training or self.steps > 1:  # after its first step a task is checked for returning sums
             open(f"{self.folder}/{'train' if model.training else 'eval'}{RANK}", "w").close()
         time.sleep(0.02)
         return super().step(model, batch)
@@ -288,7 +288,7 @@ def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_
 @pytest.mark.fault(11)
 def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
     process, run = slow(recipe, tmp_path)
-    wait_for((run / "ranks/1.log").exists)  # the command asks for workers, the server has still to import
+    wait_for((run / "ranks/1.log").exists)  # the command requests workers, the server has still to import
     process.send_signal(signal.SIGINT)
     wait_for(lambda: not session(process.pid))
     done = finish(process, run)

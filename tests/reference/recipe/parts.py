@@ -15,7 +15,7 @@ from ddpexp.data.datasets import Arrays, Splits
 from ddpexp.task import OptimizerStep, Sums
 
 BROKEN = 17
-"""The sample that is not a number where the data are asked to have one."""
+"""The sample that is not a number where the data are configured to have one."""
 
 _COLUMNS, _HIDDEN, _WORDS, _CLASSES = 6, 8, 10, 5
 _NUMBERS = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "complex": torch.float32}
@@ -92,7 +92,7 @@ def build(middle: str, weights: str, embedding: str, numbers: str, two: bool) ->
 
 
 def kept(ids: Tensor) -> Tensor:
-    """Tell which samples are not padding: another share of each micro-batch. Shapes: as `ids`, bool."""
+    """Return which samples are not padding: another share of each micro-batch. Shapes: as `ids`, bool."""
     return (ids % 5 != 0) & (ids % 7 > 1)
 
 
@@ -177,7 +177,7 @@ def groups(model: Net, make: Callable[[Iterable[Any]], Optimizer]) -> dict[str, 
 
 @dataclass(frozen=True)
 class Twice:
-    """A step by hand with two losses, each with a forward and a backward pass of its own in every micro-batch."""
+    """A manually optimized step with two losses, each with its own forward and backward pass in every micro-batch."""
 
     counts: str
 

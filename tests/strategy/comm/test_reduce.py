@@ -569,7 +569,7 @@ class Pair:
 
 
 class Marked(Sides):
-    # Tells which process is which rank.
+    # Records which process is which rank.
     def __init__(self, folder):
         open(f"{folder}/{RANK}-{os.getpid()}", "w").close()
 """

@@ -484,7 +484,7 @@ def pair(**options):
 
 
 class Pair:
-    # Two networks by hand, in two rounds of micro-batches a step, of which the first leaves `right` alone.
+    # Two networks under manual optimization, in two rounds of micro-batches a step, of which the first leaves `right` alone.
     def optimizers(self, model, make):
         return {name: make(module.parameters()) for name, module in model.items()}
 
@@ -587,7 +587,7 @@ def test_the_backend_gives_them(recipe: Recipe, exact: dict[int, Numbers]) -> No
 
 
 WAYS = {
-    "by hand": ("task._target_=points.Pair", "model._target_=points.pair"),
+    "manual": ("task._target_=points.Pair", "model._target_=points.pair"),
     "counts of the data": ("task._target_=points.Masked",),
     "augmented items": (*ITEMS, "data._target_=points.load_noisy"),
 }
@@ -598,7 +598,7 @@ WAYS = {
 def test_every_kind_of_task_and_data_has_them(recipe: Recipe, way: str) -> None:
     alone, four = (numbers(recipe, size, EXACT, *WAYS[way]) for size in (1, 4))
     assert four.weights_sha256 == alone.weights_sha256
-    if way != "by hand":  # whose training loss is what each rank says of all its micro-batches
+    if way != "manual":  # whose training loss is what each rank reports of all its micro-batches
         assert four == alone
 
 
