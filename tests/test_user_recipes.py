@@ -154,7 +154,7 @@ def test_the_default_run_directory_is_named_after_the_users_recipe_and_needs_the
     assert untrusted.code == 2
     said, command = untrusted.err.rsplit(": ", 1)
     assert said.endswith(
-        "names code of its own (data._target_=mine.load), which runs only when its place is typed again. If it is yours"
+        "names code of its own (data._target_=mine.load), which runs only when it is restated. If it is yours"
     )
     assert command == f"python -m ddpexp evaluate {run} --config-dir conf\n"
     pasted = finish(ddpexp.paste(command), run)

@@ -165,7 +165,7 @@ def test_run_trust_recorded_in_a_run_directory_is_ignored(ddpexp: Ddpexp, copied
     (copied / "config.yaml").write_text(text)
     refused(
         evaluate(ddpexp, copied),
-        r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when .* typed again",
+        r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when it is restated",
     )
     assert not (tmp_path / "imported").exists()
 

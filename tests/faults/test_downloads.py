@@ -157,7 +157,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "cut": (hang_up, "is cut off|broke off"),
     "503": (unavailable, "HTTP Error 503: Service Unavailable"),
     "slow": (stall, "stopped coming after 1,003 bytes"),
-    "bomb": (bomb(4 << 30), "goes on after 7,840,016 bytes|magic number 0"),
+    "bomb": (bomb(4 << 30), "continues after 7,840,016 bytes|magic number 0"),
 }
 
 

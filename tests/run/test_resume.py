@@ -386,7 +386,7 @@ def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, envir
 
 
 @pytest.mark.slow
-def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recipe: Recipe) -> None:
+def test_ranks_that_are_started_externally_are_restarted_in_the_same_way(recipe: Recipe) -> None:
     typed, run = recipe.words(*LONG, "launcher=torchrun-env")
     process = torchrun(recipe.ddpexp, *typed)
     wait_for(lambda: (run / "metrics.jsonl").is_file())
@@ -505,7 +505,7 @@ def test_code_of_ones_own_is_trusted_again_or_named(recipe: Recipe) -> None:
     refused(
         resumed(ddpexp, str(run)),
         re.escape(
-            f"{run} names code of its own (data._target_=points.load), which runs only when its place is typed again. "
+            f"{run} names code of its own (data._target_=points.load), which runs only when it is restated. "
             f"If it is yours: python -m ddpexp resume {run} --config-dir project/conf\n"
         ),
     )

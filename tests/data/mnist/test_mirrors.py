@@ -66,7 +66,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[bytes], Any], str]] = {
     "empty": (lambda content: b"", "is empty, not data"),
     "web page": (lambda content: b"<html>log in first</html>", "is a web page, not data"),
     "truncated": (lambda content: hang_up_early(gzip.compress(content)), "is cut off"),
-    "endless": (lambda content: endless, "goes on after 7,856 bytes"),
+    "endless": (lambda content: endless, "continues after 7,856 bytes"),
     "dripping": (lambda content: dripping, "came too slowly"),
     "stalling": (lambda content: stalling, "stopped coming after 3 bytes"),
     "silent": (lambda content: silent, "no answer from|timed out"),

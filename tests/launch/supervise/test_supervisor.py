@@ -157,7 +157,7 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(
     assert len(re.findall(r"^Traceback", shown, re.MULTILINE)) == len(
         re.findall(r"^Traceback", error["traceback"], re.MULTILINE)
     )
-    assert done.err.endswith("(rank 0 ended with it)\n")
+    assert done.err.endswith("(rank 0 terminated as a consequence)\n")
     assert "no luck" in (done.run / "ranks/1.log").read_text()
 
 
@@ -185,7 +185,7 @@ def test_a_death_of_one_rank_ends_the_run_with_its_cause(
     shown = done.out + done.err
     assert shown.count("recipe  points") == 1  # rank zero's words are not repeated
     assert shown.count("Segmentation fault") == (how == "SIGSEGV")  # faulthandler's
-    assert done.err.splitlines()[-1].endswith(f"(rank {1 - rank} ended with it)")
+    assert done.err.splitlines()[-1].endswith(f"(rank {1 - rank} terminated as a consequence)")
 
 
 def test_what_one_worker_refuses_is_one_sentence_and_2(recipe: Recipe) -> None:

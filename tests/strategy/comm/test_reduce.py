@@ -140,7 +140,7 @@ def plain(world):
             assert torch.equal(trained(model.train_model, model.micro_batch), expected), (through, cap)
 
 
-def carriers(world):
+def reducers(world):
     # What carries what: memory where it can, else gloo, and DDP alone where the order is no question.
     parameter = [torch.zeros(5)]
     assert isinstance(reduce.reducer_for(parameter, OPTIONS, world), SharedMemoryReducer)
@@ -462,7 +462,7 @@ def test_gradients_are_summed_in_the_order_of_the_ranks(folder: Path, size: int)
 @pytest.mark.variants(2)
 @pytest.mark.parametrize(
     ("case", "size"),
-    [("sparse", 3), ("two_models", 3), ("buffers", 2), ("plain", 2), ("carriers", 2), ("carriers", 3)],
+    [("sparse", 3), ("two_models", 3), ("buffers", 2), ("plain", 2), ("reducers", 2), ("reducers", 3)],
 )
 def test_it_carries(folder: Path, case: str, size: int) -> None:
     works(folder, case, size)
