@@ -53,19 +53,19 @@ class Commands:
         self.environ = {**environ, "XDG_CACHE_HOME": str(folder / "cache"), "no_proxy": "*"}
         self._count = 0
 
-    def start(self, address: str, *words: str, stall: float = 600.0) -> tuple[subprocess.Popen[str], Path]:
+    def start(self, address: str, *overrides: str, stall: float = 600.0) -> tuple[subprocess.Popen[str], Path]:
         self._count += 1
         run = self.folder / f"run{self._count}"
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, address, str(stall), *SHORT, f"data.root={self.root}", f"run.dir={run}",
-                *words],
+                *overrides],
             cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
         return process, run
 
-    def __call__(self, address: str, *words: str, stall: float = 600.0) -> Done:
-        return finish(*self.start(address, *words, stall=stall))
+    def __call__(self, address: str, *overrides: str, stall: float = 600.0) -> Done:
+        return finish(*self.start(address, *overrides, stall=stall))
 
 
 @pytest.fixture

@@ -136,14 +136,14 @@ def spawned(recipe: Recipe) -> Callable[[int], Done]:
     return run
 
 
-def typed(recipe: Recipe, program: Sequence[str], *words: str, timeout: float = PATIENCE) -> Done:
+def typed(recipe: Recipe, program: Sequence[str], *overrides: str, timeout: float = PATIENCE) -> Done:
     """Run the command as the last words of another program: salloc, srun."""
-    process, run = start(recipe, program, *words)
+    process, run = start(recipe, program, *overrides)
     return finish(process, run, timeout)
 
 
-def start(recipe: Recipe, program: Sequence[str], *words: str) -> tuple[subprocess.Popen[str], Path]:
-    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *words)
+def start(recipe: Recipe, program: Sequence[str], *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *overrides)
     process = subprocess.Popen(
         [*program, sys.executable, "-m", "ddpexp", *ours],
         cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -152,9 +152,9 @@ def start(recipe: Recipe, program: Sequence[str], *words: str) -> tuple[subproce
     return process, run
 
 
-def ask(*words: str) -> str:
+def ask(*overrides: str) -> str:
     """Run one of Slurm's commands and return its output."""
-    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    return subprocess.run(overrides, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def job_of(done: Done) -> str:
@@ -318,9 +318,9 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
         "partition": "main", "time": "1:02:00", "mem": "2G", "cpus_per_task": "3", "gres": "gpu:2", "nodelist": "node1",
         "account": "somebody", "job_name": "named",
     }  # fmt: skip
-    words = [f"launcher.{name}={value}" for name, value in options.items()]
+    overrides = [f"launcher.{name}={value}" for name, value in options.items()]
     done = recipe(
-        "launcher=slurm", *words, "launcher.sbatch_args=['--begin=now+1hour','--comment=two words']",
+        "launcher=slurm", *overrides, "launcher.sbatch_args=['--begin=now+1hour','--comment=two words']",
         "launcher.setup=['module() { echo \"loads $*\"; }','module load \"a b\"']", "launcher.srun_args=[--unbuffered]",
     )  # fmt: skip
     assert (done.code, done.err) == (0, "")
@@ -345,7 +345,7 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
 
 @pytest.mark.fault(70)
 @pytest.mark.parametrize(
-    ("option", "words"),
+    ("option", "overrides"),
     [
         ("constraint=nosuch", "Invalid feature specification"),
         ("reservation=nosuch", "Requested reservation is invalid"),
@@ -354,11 +354,11 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
         ("partition=nosuch", "invalid partition specified: nosuch"),
     ],
 )
-def test_what_sbatch_refuses_is_2_with_its_message(recipe: Recipe, option: str, words: str) -> None:
+def test_what_sbatch_refuses_is_2_with_its_message(recipe: Recipe, option: str, overrides: str) -> None:
     done = recipe("launcher=slurm", f"launcher.{option}", "trainer.gpus=1", "trainer.device=cpu")
     assert (done.code, done.out) == (2, "")
     script = re.escape(str(done.run / "job.sbatch"))
-    assert re.fullmatch(rf"ddpexp: sbatch did not take the job: .*{words}.* \({script}\)\n", done.err)
+    assert re.fullmatch(rf"ddpexp: sbatch did not take the job: .*{overrides}.* \({script}\)\n", done.err)
     assert done.result()["status"] == "failed"
 
 
@@ -426,19 +426,19 @@ def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: 
         "-x --wrap=y  \n$(touch pwned) `touch pwned`; touch pwned & 'one' \"two\": 100% # %j b\\s ünï☃ " + "long" * 75
     )
     quoted = text.replace("'", "\\'")
-    words = (
+    overrides = (
         "task._target_=points.Keeps",
         f"+task.folder={tmp_path}",
         f"+task.text='{quoted}'",
         "launcher.job_name=" + "n" * 300,
     )
     if where == "sbatch":
-        done = recipe(*WAIT, *TWO_BY_TWO, *words)
+        done = recipe(*WAIT, *TWO_BY_TWO, *overrides)
     else:
         done = typed(
             recipe,
             TWO_HOSTS if where == "salloc" else FOUR_TASKS,
-            *words,
+            *overrides,
             *(("trainer.gpus=2",) if where == "salloc" else ()),
         )
     assert done.code == 0, done.err
@@ -515,8 +515,10 @@ def listening() -> set[str]:
         for line in lines:
             if line[3] == "0A" and line[9] in inodes:  # Source: proc(5), TCP_LISTEN
                 raw = bytes.fromhex(line[1].partition(":")[0])
-                words = [raw[place : place + 4][::-1] for place in range(0, len(raw), 4)]
-                found.add(socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words)))
+                overrides = [raw[place : place + 4][::-1] for place in range(0, len(raw), 4)]
+                found.add(
+                    socket.inet_ntop(socket.AF_INET if len(overrides) == 1 else socket.AF_INET6, b"".join(overrides))
+                )
     return found
 
 
@@ -565,10 +567,10 @@ def test_an_allocation_of_two_hosts_runs_a_step_on_both(recipe: Recipe, spawned:
 
 
 def test_the_users_own_batch_script_is_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
-    words, run = recipe.words("launcher=slurm", "trainer.threads=1", "trainer.gpus=1")
+    overrides, run = recipe.words("launcher=slurm", "trainer.threads=1", "trainer.gpus=1")
     script = recipe.ddpexp.folder / "own.sbatch"
     script.write_text(
-        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *words])}\n"
+        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *overrides])}\n"
     )
     log = recipe.ddpexp.folder / "own.log"
     done = subprocess.run(
@@ -610,7 +612,7 @@ def parent(pid: int) -> int:
 def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None:
     done = typed(recipe, TWO_HOSTS, "launcher.dry_run=true", "launcher.cpus_per_task=2", "trainer.gpus=3")
     assert (done.code, done.err) == (0, "")
-    words = shlex.split(done.out)
+    command = shlex.split(done.out)
     options = [
         "--disable-status",
         "--nodes=2",
@@ -619,8 +621,8 @@ def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None
         "--kill-on-bad-exit=1",
         "--cpus-per-task=6",
     ]
-    assert words[:7] == ["srun", *options]
-    assert words[7:-1] == [sys.executable, "-m", "ddpexp", "member"]
+    assert command[:7] == ["srun", *options]
+    assert command[7:-1] == [sys.executable, "-m", "ddpexp", "member"]
     assert not done.run.exists()
 
 
@@ -681,8 +683,8 @@ def test_each_task_sees_the_gpu_that_srun_gave_it(recipe: Recipe, tmp_path: Path
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_one_failed_task_ends_the_step(recipe: Recipe, how: str) -> None:
-    words = ("task._target_=points.Act", f"+task.how='{how}'", "+task.rank=3", "trainer.epochs=50000")
-    done = typed(recipe, FOUR_TASKS, *words)
+    overrides = ("task._target_=points.Act", f"+task.how='{how}'", "+task.rank=3", "trainer.epochs=50000")
+    done = typed(recipe, FOUR_TASKS, *overrides)
     assert done.code == 1
     error = error_of(done.run)
     assert (error["rank"], error["host"], done.result()["status"]) == (3, "node1", "failed")
@@ -708,9 +710,9 @@ def test_what_contradicts_the_step_is_refused(recipe: Recipe, word: str, sentenc
 # Shells of srun --pty.
 
 
-def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *words: str) -> Done:
+def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *overrides: str) -> Done:
     """Type one line in a shell that `srun --pty` opened, and leave it."""
-    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *words)
+    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *overrides)
     command = line(shlex.join([sys.executable, "-m", "ddpexp", *ours]))
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb", "PS1": "$ "}
     shell = pexpect.spawn(
@@ -745,8 +747,10 @@ def test_a_wrapped_task_of_a_step_from_a_pty_shell_is_a_task(recipe: Recipe, spa
 def test_the_program_of_srun_pty_itself_is_a_task(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     ours, run = recipe.words("launcher=slurm", "trainer.threads=1")
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
-    words = ["-Q", "--pty", sys.executable, "-m", "ddpexp", *ours]
-    child = pexpect.spawn("srun", words, env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE)
+    options = ["-Q", "--pty", sys.executable, "-m", "ddpexp", *ours]
+    child = pexpect.spawn(
+        "srun", options, env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE
+    )
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0, child.before
@@ -784,8 +788,8 @@ def steps(run: Path) -> list[int]:
 
 
 def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recipe: Recipe, tmp_path: Path) -> None:
-    words = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
-    done = recipe("launcher=slurm", *words)
+    overrides = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
+    done = recipe("launcher=slurm", *overrides)
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
     ask("scancel", "--signal=USR2", job_id)
@@ -841,10 +845,12 @@ def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_users_own_srun_resumes_in_its_directory(recipe: Recipe, tmp_path: Path) -> None:
     typed, _ = recipe.words("launcher=slurm", "trainer.threads=1", *slow(tmp_path), "trainer.epochs=15")
-    words = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])
+    command = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])
     script, log = tmp_path / "own.sbatch", tmp_path / "own.log"
     # Two of them: the second is another run, and has the first one's words.
-    script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --open-mode=append\nsrun {words}\nsrun {words}\n")
+    script.write_text(
+        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --open-mode=append\nsrun {command}\nsrun {command}\n"
+    )
     submitted = subprocess.run(
         ["sbatch", "--parsable", f"--output={log}", str(script)],
         cwd=tmp_path, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
@@ -862,14 +868,14 @@ def test_the_users_own_srun_resumes_in_its_directory(recipe: Recipe, tmp_path: P
 
 @pytest.mark.slow
 def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
-    words = (
+    overrides = (
         "launcher.time=2",
         "launcher.signal_seconds=30",
         "trainer.gpus=2",
         *slow(tmp_path),
         "trainer.epochs=100000",
     )
-    done = recipe("launcher=slurm", *words)
+    done = recipe("launcher=slurm", *overrides)
     job_id = job_of(done)
     wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)
     assert done.result()["status"] == "interrupted"

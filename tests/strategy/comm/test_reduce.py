@@ -589,8 +589,8 @@ WAYS = {
 }
 
 
-def digest(recipe: Recipe, *words: str) -> str:
-    done = recipe(*words, "trainer.threads=1")
+def digest(recipe: Recipe, *overrides: str) -> str:
+    done = recipe(*overrides, "trainer.threads=1")
     assert done.code == 0, done.err
     found: str = done.result()["weights_sha256"]
     return found
@@ -609,13 +609,13 @@ def digest(recipe: Recipe, *words: str) -> str:
 def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(
     recipe: Recipe, way: str, size: int
 ) -> None:
-    words = (*WAYS[way].split(), f"trainer.gpus={size}")
+    overrides = (*WAYS[way].split(), f"trainer.gpus={size}")
     small = "strategy.bucket_cap_mb=0.001"
-    found = digest(recipe, *words, "strategy.reduce_through=shared_memory")
-    assert digest(recipe, *words, "strategy.reduce_through=backend", small) == found
+    found = digest(recipe, *overrides, "strategy.reduce_through=shared_memory")
+    assert digest(recipe, *overrides, "strategy.reduce_through=backend", small) == found
     if way == "layers":
-        assert digest(recipe, *words, "strategy.reduce_through=shared_memory", small) == found
-        assert digest(recipe, *words, "strategy.reduce_through=backend") == found
+        assert digest(recipe, *overrides, "strategy.reduce_through=shared_memory", small) == found
+        assert digest(recipe, *overrides, "strategy.reduce_through=backend") == found
 
 
 @pytest.mark.variants(1)
