@@ -26,7 +26,7 @@ from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.workers import client
 from ddpexp.system.programs import python
 from tests.warm.forks import constructor
-from tests.warm.state import SOCKET, ignored_signals
+from tests.warm.state import SOCKET, VARIABLES, ignored_signals, state
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 150.0
@@ -300,14 +300,20 @@ def shown(pid: int) -> str:
     return f"process {pid} ({words.strip()[:200]})"
 
 
+def inheritable() -> list[Any]:
+    """Return what commands inherit from this process; of variables they get those of their fixture."""
+    return [entry for number, entry in enumerate(state(ignored_signals())) if number != VARIABLES]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left_behind() -> Iterator[None]:
-    """Fail a test that leaves one of our processes alive, or what would keep this process from its end.
+    """Fail a test that leaves one of our processes alive, or changes this process for the tests after it.
 
-    A child, a thread.
+    A child, a thread, a limit, a variable, an ignored signal.
     """
-    processes, threads = all_processes(), lasting_threads()
+    processes, threads, inherited = all_processes(), lasting_threads(), inheritable()
     yield
+    assert inheritable() == inherited, "commands of later tests would inherit what this test has changed"
     deadline = time.monotonic() + LEFT_SECONDS
     while (left := ddpexp_processes(but=processes) | children() - processes) or lasting_threads() - threads:
         if time.monotonic() > deadline:

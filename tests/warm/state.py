@@ -14,6 +14,8 @@ SOCKET = "DDPEXP_TESTS_ZYGOTE"
 """The variable with the path of the zygote's socket."""
 MOST_BYTES = 1 << 20
 """Of a request to the zygote."""
+VARIABLES = 2
+"""Position of the environment's variables among what `state` returns."""
 
 # Read once by Python, torch and other libraries, when they are loaded.
 _VARIABLES = (
