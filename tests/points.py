@@ -115,16 +115,16 @@ class Recipe:
             path.write_text(text)
 
     def __call__(
-        self, *words: str, timeout: float = PATIENCE, environ: dict[str, str] | None = None, run: Path | None = None
+        self, *overrides: str, timeout: float = PATIENCE, environ: dict[str, str] | None = None, run: Path | None = None
     ) -> Done:
-        process, run = self.start(*words, environ=environ, run=run)
+        process, run = self.start(*overrides, environ=environ, run=run)
         return finish(process, run, timeout)
 
     def start(
-        self, *words: str, environ: dict[str, str] | None = None, run: Path | None = None
+        self, *overrides: str, environ: dict[str, str] | None = None, run: Path | None = None
     ) -> tuple[subprocess.Popen[str], Path]:
         """Start the command, in a run directory of its own or in that of a run before."""
-        typed, run = self.words(*words, run=run)
+        typed, run = self.words(*overrides, run=run)
         process, _ = self.ddpexp.start(*typed, environ=environ)
         return process, run
 
@@ -137,7 +137,7 @@ class Recipe:
         spec.loader.exec_module(module)
         return module
 
-    def words(self, *words: str, run: Path | None = None) -> tuple[list[str], Path]:
+    def words(self, *overrides: str, run: Path | None = None) -> tuple[list[str], Path]:
         """Return the arguments after `ddpexp`, and the run directory that they name.
 
         One of its own unless one is given.
@@ -145,7 +145,7 @@ class Recipe:
         if run is None:
             self._count += 1
             run = self.ddpexp.folder / f"points{self._count}"
-        return ["--config-dir", str(self.folder / "conf"), "recipe=points", f"run.dir={run}", *words], run
+        return ["--config-dir", str(self.folder / "conf"), "recipe=points", f"run.dir={run}", *overrides], run
 
 
 def weights(done: Done) -> dict[str, Tensor]:

@@ -39,8 +39,8 @@ print(*names)
 
 
 def watched(code: str, *argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", WATCHED + code, *argv]
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    command = [sys.executable, "-c", WATCHED + code, *argv]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 def test_importing_any_module_starts_no_process_and_opens_no_socket(tmp_path: Path) -> None:

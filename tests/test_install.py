@@ -20,7 +20,7 @@ from tests.test_user_recipes import CODE, CONFIGS, write
 pytestmark = pytest.mark.timeout(600)
 
 
-def run(*words: str | Path, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(*overrides: str | Path, cwd: Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command with as little of our environment as can be."""
     kept = {
         key: value
@@ -28,7 +28,7 @@ def run(*words: str | Path, cwd: Path, environ: dict[str, str] | None = None) ->
         if not key.startswith(("DDPEXP_", "HYDRA_", "PYTHON", "VIRTUAL_ENV"))
     }
     return subprocess.run(
-        list(map(str, words)),
+        list(map(str, overrides)),
         cwd=cwd,
         env={**kept, **(environ or {})},
         capture_output=True,
@@ -88,9 +88,9 @@ def test_the_wheel_holds_every_file_that_a_run_needs_and_no_tests(wheel: Path) -
 
 
 def test_an_installed_wheel_runs_from_any_folder(python: Path, tmp_path: Path) -> None:
-    asked = run(python.with_name("ddpexp"), "--help", cwd=tmp_path)
-    assert (asked.returncode, asked.stderr) == (0, "")
-    assert "\nrecipe=mnist: Classify handwritten digits" in asked.stdout
+    shown = run(python.with_name("ddpexp"), "--help", cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "\nrecipe=mnist: Classify handwritten digits" in shown.stdout
     done = run(
         python, "-m", "ddpexp", *SMALL, "trainer.gpus=2", "run.dir=run", cwd=tmp_path, environ=with_cache(tmp_path)
     )
@@ -111,11 +111,11 @@ def test_an_installed_wheel_runs_a_users_recipe(python: Path, tmp_path: Path) ->
 
 
 def test_an_installed_wheel_runs_from_inside_a_checkout(python: Path, checkout: Path, tmp_path: Path) -> None:
-    words = (*SMALL, "trainer.gpus=2")
+    overrides = (*SMALL, "trainer.gpus=2")
     commands: list[list[str | Path]] = [[python.with_name("ddpexp")], [python, "-m", "ddpexp"]]
     for number, command in enumerate(commands):
         folder = tmp_path / f"run{number}"
-        done = run(*command, *words, f"run.dir={folder}", cwd=checkout, environ=with_cache(tmp_path))
+        done = run(*command, *overrides, f"run.dir={folder}", cwd=checkout, environ=with_cache(tmp_path))
         assert done.returncode == 0, done.stderr
         assert (folder / "result.json").is_file()
 
@@ -126,9 +126,9 @@ def test_a_checkout_that_is_not_installed_works(checkout: Path, tmp_path: Path, 
     cwd = checkout if inside else tmp_path
     where = run(sys.executable, "-c", "import ddpexp; print(ddpexp.__file__)", cwd=cwd, environ=environ)
     assert where.stdout.strip() == str(checkout / "ddpexp/__init__.py")
-    asked = run(sys.executable, "-m", "ddpexp", "--cfg", "job", cwd=cwd, environ=environ)
-    assert (asked.returncode, asked.stderr) == (0, "")
-    assert "_target_: ddpexp.recipes.mnist.LeNet" in asked.stdout
+    shown = run(sys.executable, "-m", "ddpexp", "--cfg", "job", cwd=cwd, environ=environ)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "_target_: ddpexp.recipes.mnist.LeNet" in shown.stdout
     environ |= with_cache(tmp_path)
     done = run(sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={tmp_path}/run", cwd=cwd, environ=environ)
     assert done.returncode == 0, done.stderr
@@ -157,8 +157,8 @@ def test_a_clone_named_as_the_package_works_from_the_folder_above_it(
         editable, "-c", "import ddpexp, ddpexp.task; print(ddpexp.__file__)", cwd=above
     )  # as in a notebook there
     assert (where.stdout.strip(), where.stderr) == (str(checkout / "ddpexp/__init__.py"), "")
-    words = (*SMALL, "trainer.gpus=2", f"run.dir={tmp_path}/run")
-    done = run(editable, "-m", "ddpexp", *words, cwd=above, environ=with_cache(tmp_path))
+    overrides = (*SMALL, "trainer.gpus=2", f"run.dir={tmp_path}/run")
+    done = run(editable, "-m", "ddpexp", *overrides, cwd=above, environ=with_cache(tmp_path))
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "run/result.json").read_text())["world_size"] == 2
 

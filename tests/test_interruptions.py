@@ -129,11 +129,11 @@ def undisturbed(recipe: Recipe) -> Callable[..., Done]:
     """Return the run that nothing interrupts, made once for each set of words."""
     known: dict[Sequence[str], Done] = {}
 
-    def run(*words: str) -> Done:
-        if words not in known:
-            known[words] = recipe(*words, environ=OWN_SERVER)
-            assert known[words].code == 0, known[words].err
-        return known[words]
+    def run(*overrides: str) -> Done:
+        if overrides not in known:
+            known[overrides] = recipe(*overrides, environ=OWN_SERVER)
+            assert known[overrides].code == 0, known[overrides].err
+        return known[overrides]
 
     return run
 
@@ -195,7 +195,7 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("world_size", "overrides"),
     [
         (2, (*SGD, "task._target_=points.Drawing")),
         pytest.param(2, (*ADAMW, "trainer.precision=bf16", "trainer.ema_decay=0.9"), marks=pytest.mark.slow),
@@ -207,18 +207,18 @@ def has_steps(run: Path, count: int) -> Callable[[], bool]:
     ],
 )
 def test_killed_twice_and_restarted_the_run_ends_with_the_same_result(
-    recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, words: tuple[str, ...]
+    recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, overrides: tuple[str, ...]
 ) -> None:
-    words = (*DEEP, *LONG, f"trainer.gpus={world_size}", *words, "logger=tensorboard")
-    expected = undisturbed(*words)
-    process, run = recipe.start(*words, environ={"PACE": "0.05"})
+    overrides = (*DEEP, *LONG, f"trainer.gpus={world_size}", *overrides, "logger=tensorboard")
+    expected = undisturbed(*overrides)
+    process, run = recipe.start(*overrides, environ={"PACE": "0.05"})
     wait_for(has_steps(run, 10), process)
     kill_everything(process, run)
-    process, run = recipe.start(*words, run=run, environ={"PACE": "0.05"})
+    process, run = recipe.start(*overrides, run=run, environ={"PACE": "0.05"})
     wait_for(has_steps(run, 30), process)
     process.kill()  # the command alone: the ranks go with it
     process.communicate(timeout=PATIENCE)
-    done = recipe(*words, run=run)
+    done = recipe(*overrides, run=run)
     same(done, expected)
     assert "resumed after step" in done.out
     found = points_of_tensorboard(run)
@@ -239,15 +239,15 @@ POINTS = [
 def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
     recipe: Recipe, undisturbed: Callable[..., Done], place: str, rank: int
 ) -> None:
-    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=1")
-    expected = undisturbed(*words)
-    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:4"})
+    overrides = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=1")
+    expected = undisturbed(*overrides)
+    process, run = recipe.start(*overrides, environ={"DDPEXP_FAULT": f"checkpoint.{place}:kill:{rank}:4"})
     killed = finish(process, run)
     assert killed.code == 1, killed.err
     assert f"rank {rank} on" in killed.err
     assert "SIGKILL" in killed.err
     assert complete_checkpoints(run / "checkpoints")
-    done = recipe(*words, run=run)
+    done = recipe(*overrides, run=run)
     same(done, expected)
     assert "resumed after step" in done.out
 
@@ -258,28 +258,34 @@ def test_a_rank_killed_at_any_point_of_a_save_loses_no_checkpoint(
 def test_a_save_that_ends_with_the_command_loses_no_checkpoint(
     recipe: Recipe, undisturbed: Callable[..., Done], tmp_path: Path, place: str, what: str
 ) -> None:
-    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=1")
+    overrides = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=1")
     mark = tmp_path / "mark"
-    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": f"checkpoint.{place}:pause={mark}:0:3"})
+    process, run = recipe.start(*overrides, environ={"DDPEXP_FAULT": f"checkpoint.{place}:pause={mark}:0:3"})
     wait_for(mark.exists, process)
     if what == "command":
         process.kill()
         process.communicate(timeout=PATIENCE)
     else:
         kill_everything(process, run)
-    same(recipe(*words, run=run), undisturbed(*words))
+    same(recipe(*overrides, run=run), undisturbed(*overrides))
 
 
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("number", [*range(3), *(pytest.param(one, marks=pytest.mark.slow) for one in range(3, 6))])
 def test_killed_at_a_random_moment(recipe: Recipe, undisturbed: Callable[..., Done], number: int) -> None:
     chance = random.Random(number)
-    words = (*DEEP, *LONG, *(SGD, ADAMW)[number % 2], f"trainer.gpus={2 + number % 3}", "task._target_=points.Drawing")
-    expected = undisturbed(*words)
-    process, run = recipe.start(*words)
+    overrides = (
+        *DEEP,
+        *LONG,
+        *(SGD, ADAMW)[number % 2],
+        f"trainer.gpus={2 + number % 3}",
+        "task._target_=points.Drawing",
+    )
+    expected = undisturbed(*overrides)
+    process, run = recipe.start(*overrides)
     time.sleep(chance.uniform(0.6, 1.6))
     kill_everything(process, run)
-    same(recipe(*words, run=run), expected)
+    same(recipe(*overrides, run=run), expected)
 
 
 SOAKED = [
@@ -303,17 +309,17 @@ SOAKED = [
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("world_size", "words", "most"), SOAKED, ids=["2", "3", "4"])
+@pytest.mark.parametrize(("world_size", "overrides", "most"), SOAKED, ids=["2", "3", "4"])
 def test_killed_at_random_moments_again_and_again(
-    recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, words: tuple[str, ...], most: int
+    recipe: Recipe, undisturbed: Callable[..., Done], world_size: int, overrides: tuple[str, ...], most: int
 ) -> None:
     """Kill the command, the fork server, a rank, a loader's worker, everything, or a rank within a write.
 
     All runs end equal.
     """
     chance = random.Random(world_size)
-    words = (*LONG, *words, "trainer.max_steps=400", f"trainer.gpus={world_size}")
-    expected = undisturbed(*words)
+    overrides = (*LONG, *overrides, "trainer.max_steps=400", f"trainer.gpus={world_size}")
+    expected = undisturbed(*overrides)
     kinds: Counter[str] = Counter()
     rounds = 0
     while kinds.total() < most:
@@ -329,7 +335,7 @@ def test_killed_at_random_moments_again_and_again(
                 else {}
             )
             faulty = fault if kinds.total() < most else {}
-            process, run = recipe.start(*words, run=run, environ={**faulty, **OWN_SERVER})
+            process, run = recipe.start(*overrides, run=run, environ={**faulty, **OWN_SERVER})
             if chance.random() < 0.8:  # else while it starts
                 while process.poll() is None and not ranks_of(process):
                     time.sleep(0.01)
@@ -383,8 +389,8 @@ KILLS: dict[str, Callable[[subprocess.Popen[str], Path], None]] = {
 
 @pytest.mark.parametrize(("step", "loss"), [(8, True), (10, False)])
 def test_weights_that_are_not_finite_are_never_kept(recipe: Recipe, step: int, loss: bool) -> None:
-    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "trainer.log_every=1000", "trainer.eval_every=0")
-    done = recipe(*words, "task._target_=points.Diverges", f"+task.step={step}", f"+task.loss={loss}")
+    overrides = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "trainer.log_every=1000", "trainer.eval_every=0")
+    done = recipe(*overrides, "task._target_=points.Diverges", f"+task.step={step}", f"+task.loss={loss}")
     assert done.code == 1
     named = f"train/loss is nan at step {step}" if loss else f"train/grad_norm is nan at step {step}"
     assert named in done.err
@@ -419,36 +425,36 @@ def damage(path: Path) -> None:
 def test_a_damaged_checkpoint_is_not_taken_but_the_one_before(
     recipe: Recipe, undisturbed: Callable[..., Done], harm: Callable[[Path], Any], word: str
 ) -> None:
-    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150")
-    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:1:5"})
+    overrides = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150")
+    process, run = recipe.start(*overrides, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:1:5"})
     assert finish(process, run).code == 1
     newest, before = complete_checkpoints(run / "checkpoints")
     harm(newest)
     (run / "checkpoints/notes.txt").write_text("mine")
-    required = recipe(*words, "run.resume=require", run=run)
+    required = recipe(*overrides, "run.resume=require", run=run)
     assert required.code == 2
     assert "the newest checkpoint in " in required.err
     assert f"({newest.name}: " in required.err
     assert newest.is_dir()  # what is refused changes nothing
     (run / "checkpoints/step-00009999").mkdir()  # without a manifest
-    done = recipe(*words, run=run)
+    done = recipe(*overrides, run=run)
     assert done.code == 0, done.err
     assert word in done.out + done.err
     assert "step-00009999.damaged" in done.out
     assert f"it is kept as {newest.name}.damaged" in done.out
     assert [one.problem() for one in scan(run / "checkpoints").complete] == [None, None]
     assert f"resumed after step {int(before.name[5:])} " in done.out
-    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
-    assert records(run) == records(undisturbed(*words).run)
+    assert done.result()["weights_sha256"] == undisturbed(*overrides).result()["weights_sha256"]
+    assert records(run) == records(undisturbed(*overrides).run)
 
 
 def test_a_model_of_other_shapes_is_refused_and_the_finished_run_stays_as_it_was(recipe: Recipe) -> None:
-    words = (*LONG, "trainer.gpus=2", "trainer.max_steps=10")
-    first = recipe(*words, "model.hidden=8")
+    overrides = (*LONG, "trainer.gpus=2", "trainer.max_steps=10")
+    first = recipe(*overrides, "model.hidden=8")
     assert first.code == 0, first.err
     watched = ("*.json", "*.yaml", "metrics.jsonl", "checkpoints/*/*")
     before = {path: path.read_bytes() for pattern in watched for path in first.run.glob(pattern)}
-    other = recipe(*words, "model.hidden=9", "trainer.max_steps=20", run=first.run)
+    other = recipe(*overrides, "model.hidden=9", "trainer.max_steps=20", run=first.run)
     assert other.code == 2
     text = (
         "the checkpoint of step 10 (model.safetensors) holds the weights of another model: 0.weight is (8, 4) of "
@@ -459,14 +465,14 @@ def test_a_model_of_other_shapes_is_refused_and_the_finished_run_stays_as_it_was
 
 
 def test_a_checkpoint_of_a_newer_ddpexp_is_refused(recipe: Recipe) -> None:
-    words = (*LONG, "trainer.gpus=1")
-    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:0:5"})
+    overrides = (*LONG, "trainer.gpus=1")
+    process, run = recipe.start(*overrides, environ={"DDPEXP_FAULT": "checkpoint.begun:kill:0:5"})
     assert finish(process, run).code == 1
     path = complete_checkpoints(run / "checkpoints")[0] / "checkpoint.json"
     manifest = json.loads(path.read_text())
     del manifest["sha256"]
     path.write_bytes(seal({**manifest, "format": 99, "ddpexp": "9.9"}))
-    done = recipe(*words, run=run)
+    done = recipe(*overrides, run=run)
     assert done.code == 2
     assert "was written by ddpexp 9.9 (format 99)" in done.err
 
@@ -477,14 +483,16 @@ def test_a_checkpoint_of_a_newer_ddpexp_is_refused(recipe: Recipe) -> None:
 def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
     recipe: Recipe, tmp_path: Path, way: tuple[int, int, int]
 ) -> None:
-    words = (*LONG, "trainer.micro_batch_size=3", "trainer.checkpoint_every=4", "task._target_=points.Writes")
+    overrides = (*LONG, "trainer.micro_batch_size=3", "trainer.checkpoint_every=4", "task._target_=points.Writes")
     seen: list[list[int]] = []
     run, last = None, 0
     for number, size in enumerate(way):
         folder = tmp_path / str(number)
         folder.mkdir()
         environ = {"DDPEXP_FAULT": f"checkpoint.renamed:kill:0:{3 + number}"} if number < 2 else {}
-        process, run = recipe.start(*words, f"+task.folder={folder}", f"trainer.gpus={size}", run=run, environ=environ)
+        process, run = recipe.start(
+            *overrides, f"+task.folder={folder}", f"trainer.gpus={size}", run=run, environ=environ
+        )
         done = finish(process, run)
         assert done.code == (1 if number < 2 else 0), done.err
         if number:
@@ -507,7 +515,7 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
         last = int(complete_checkpoints(run / "checkpoints")[0].name[5:])
     alone = tmp_path / "alone"
     alone.mkdir()
-    expected = recipe(*words, f"+task.folder={alone}", "trainer.gpus=1")
+    expected = recipe(*overrides, f"+task.folder={alone}", "trainer.gpus=1")
     [lines] = [path.read_text().splitlines() for path in alone.iterdir()]
     micro = [json.loads(line) for line in lines]
     assert seen == [[index for part in micro[step * 8 : (step + 1) * 8] for index in part] for step in range(60)]
@@ -516,10 +524,10 @@ def test_another_number_of_workers_sees_the_same_samples_in_the_same_order(
 
 
 def test_the_size_of_a_micro_batch_may_follow_the_number_of_workers(recipe: Recipe) -> None:
-    words = (*LONG, *SGD, "trainer.micro_batch_size=auto")
-    process, run = recipe.start(*words, "trainer.gpus=2", environ={"DDPEXP_FAULT": "checkpoint.renamed:kill:0:3"})
+    overrides = (*LONG, *SGD, "trainer.micro_batch_size=auto")
+    process, run = recipe.start(*overrides, "trainer.gpus=2", environ={"DDPEXP_FAULT": "checkpoint.renamed:kill:0:3"})
     assert finish(process, run).code == 1
-    done = recipe(*words, "trainer.gpus=3", run=run)
+    done = recipe(*overrides, "trainer.gpus=3", run=run)
     assert done.code == 0, done.err
     assert done.result()["step"] == 60
     assert [record["step"] for record in records(run) if "train/loss" in record] == [*range(7, 60, 7), 60]
@@ -530,10 +538,10 @@ def test_the_size_of_a_micro_batch_may_follow_the_number_of_workers(recipe: Reci
 def test_a_stop_in_the_middle_of_an_evaluation_saves_and_the_next_start_evaluates(
     recipe: Recipe, undisturbed: Callable[..., Done], tmp_path: Path, world_size: int
 ) -> None:
-    words = (*DEEP, *LONG, *ADAMW, f"trainer.gpus={world_size}", "task._target_=points.Slow")
-    quick = (*words, "+task.eval_seconds=0", "+task.mark=null")
+    overrides = (*DEEP, *LONG, *ADAMW, f"trainer.gpus={world_size}", "task._target_=points.Slow")
+    quick = (*overrides, "+task.eval_seconds=0", "+task.mark=null")
     mark = tmp_path / "mark"
-    process, run = recipe.start(*words, "+task.eval_seconds=4", f"+task.mark={mark}")
+    process, run = recipe.start(*overrides, "+task.eval_seconds=4", f"+task.mark={mark}")
     wait_for(mark.exists, process)
     process.terminate()
     stopped = finish(process, run)
@@ -547,20 +555,20 @@ def test_a_stop_in_the_middle_of_an_evaluation_saves_and_the_next_start_evaluate
 def test_the_last_line_of_an_interrupted_run_is_the_command_that_resumes_it(
     recipe: Recipe, undisturbed: Callable[..., Done]
 ) -> None:
-    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "task._target_=points.Drawing")
-    process, run = recipe.start(*words, environ={"PACE": "0.1"})
+    overrides = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "task._target_=points.Drawing")
+    process, run = recipe.start(*overrides, environ={"PACE": "0.1"})
     wait_for(has_steps(run, 10), process)
     process.send_signal(signal.SIGINT)
     stopped = finish(process, run)
     assert stopped.code == 130
     done = finish(recipe.ddpexp.paste(stopped.err.splitlines()[-1]), run)
     assert done.code == 0, done.err
-    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
-    assert records(run) == records(undisturbed(*words).run)
+    assert done.result()["weights_sha256"] == undisturbed(*overrides).result()["weights_sha256"]
+    assert records(run) == records(undisturbed(*overrides).run)
 
 
 def test_usr1_saves_and_continues(recipe: Recipe, undisturbed: Callable[..., Done]) -> None:
-    words = (
+    overrides = (
         *DEEP,
         *LONG,
         *SGD,
@@ -569,7 +577,7 @@ def test_usr1_saves_and_continues(recipe: Recipe, undisturbed: Callable[..., Don
         "trainer.checkpoint_every=0",
         "trainer.keep_last=null",
     )
-    process, run = recipe.start(*words, "+task.train_seconds=0.06")
+    process, run = recipe.start(*overrides, "+task.train_seconds=0.06")
     wait_for(lambda: (run / "metrics.jsonl").exists() and records(run), process)
     process.send_signal(signal.SIGUSR1)
     done = finish(process, run)
@@ -577,11 +585,11 @@ def test_usr1_saves_and_continues(recipe: Recipe, undisturbed: Callable[..., Don
     last, between = complete_checkpoints(run / "checkpoints")
     assert last.name == "step-00000060"
     assert 7 <= int(between.name[5:]) < 60
-    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
+    assert done.result()["weights_sha256"] == undisturbed(*overrides).result()["weights_sha256"]
 
 
 def test_time_alone_may_trigger_checkpoints(recipe: Recipe) -> None:
-    words = (
+    overrides = (
         *LONG,
         *SGD,
         "trainer.gpus=3",
@@ -589,7 +597,7 @@ def test_time_alone_may_trigger_checkpoints(recipe: Recipe) -> None:
         "+task.train_seconds=0.02",
         "trainer.keep_last=null",
     )
-    done = recipe(*words, "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=0.3")
+    done = recipe(*overrides, "trainer.checkpoint_every=0", "trainer.checkpoint_every_seconds=0.3")
     assert done.code == 0, done.err
     steps = [int(path.name[5:]) for path in complete_checkpoints(done.run / "checkpoints")]
     assert steps[0] == 60
@@ -597,13 +605,20 @@ def test_time_alone_may_trigger_checkpoints(recipe: Recipe) -> None:
 
 
 def test_the_best_checkpoint_stays_and_a_metric_that_is_none_is_refused(recipe: Recipe) -> None:
-    words = (*LONG, *SGD, "trainer.gpus=2", "trainer.checkpoint_every=0", "trainer.eval_every=5", "trainer.keep_last=1")
-    done = recipe(*words, "trainer.keep_best=min:eval/loss")
+    overrides = (
+        *LONG,
+        *SGD,
+        "trainer.gpus=2",
+        "trainer.checkpoint_every=0",
+        "trainer.eval_every=5",
+        "trainer.keep_last=1",
+    )
+    done = recipe(*overrides, "trainer.keep_best=min:eval/loss")
     assert done.code == 0, done.err
     losses = {record["step"]: record["eval/loss"] for record in records(done.run) if "eval/loss" in record}
     best = min(losses, key=lambda step: losses[step])
     assert {int(path.name[5:]) for path in complete_checkpoints(done.run / "checkpoints")} == {best, 60}
-    wrong = recipe(*words, "trainer.keep_best=max:eval/acc")
+    wrong = recipe(*overrides, "trainer.keep_best=max:eval/acc")
     assert wrong.code == 1
     assert (
         "trainer.keep_best=max:eval/acc names no metric of the evaluation: there are eval/loss, eval/accuracy."
@@ -636,18 +651,26 @@ def test_the_average_of_the_weights_is_what_is_evaluated_and_kept(recipe: Recipe
 def test_a_write_that_fails_for_a_moment_is_tried_again(
     recipe: Recipe, undisturbed: Callable[..., Done], world_size: int
 ) -> None:
-    words = (*DEEP, *LONG, *SGD, f"trainer.gpus={world_size}", "model.hidden=150")
-    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": "checkpoint.written:eio:1:2"})
-    same(finish(process, run), undisturbed(*words))
+    overrides = (*DEEP, *LONG, *SGD, f"trainer.gpus={world_size}", "model.hidden=150")
+    process, run = recipe.start(*overrides, environ={"DDPEXP_FAULT": "checkpoint.written:eio:1:2"})
+    same(finish(process, run), undisturbed(*overrides))
 
 
 @pytest.mark.slow
 def test_a_disk_without_room_ends_the_run_and_keeps_what_was_saved(
     recipe: Recipe, undisturbed: Callable[..., Done], small_disk: Path
 ) -> None:
-    words = (*DEEP, *LONG, *SGD, "trainer.gpus=2", "model.hidden=150", "trainer.keep_last=null", "logger=tensorboard")
+    overrides = (
+        *DEEP,
+        *LONG,
+        *SGD,
+        "trainer.gpus=2",
+        "model.hidden=150",
+        "trainer.keep_last=null",
+        "logger=tensorboard",
+    )
     run = small_disk / "run"
-    full = recipe(*words, run=run)
+    full = recipe(*overrides, run=run)
     assert full.code == 1
     kept = complete_checkpoints(run / "checkpoints")
     assert kept
@@ -656,24 +679,26 @@ def test_a_disk_without_room_ends_the_run_and_keeps_what_was_saved(
     )
     assert json.loads((run / "error.json").read_text())["kind"] == "CheckpointError"
     fewer = recipe(
-        *words, "trainer.keep_last=1", "trainer.checkpoint_every=25", "trainer.on_save_error=continue", run=run
+        *overrides, "trainer.keep_last=1", "trainer.checkpoint_every=25", "trainer.on_save_error=continue", run=run
     )
     assert "Training continues (trainer.on_save_error=continue)." in fewer.out
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
-    done = recipe(*words, run=run)
+    done = recipe(*overrides, run=run)
     assert done.code == 0, done.err
-    assert done.result()["weights_sha256"] == undisturbed(*words).result()["weights_sha256"]
-    assert records(run) == records(undisturbed(*words).run)
+    assert done.result()["weights_sha256"] == undisturbed(*overrides).result()["weights_sha256"]
+    assert records(run) == records(undisturbed(*overrides).run)
 
 
 def test_a_directory_that_cannot_be_written_is_refused(recipe: Recipe, small_disk: Path) -> None:
-    words = (*LONG, "trainer.gpus=2", "trainer.max_steps=10")
-    process, run = recipe.start(*words, run=small_disk / "run", environ={"DDPEXP_FAULT": "checkpoint.renamed:kill:0:1"})
+    overrides = (*LONG, "trainer.gpus=2", "trainer.max_steps=10")
+    process, run = recipe.start(
+        *overrides, run=small_disk / "run", environ={"DDPEXP_FAULT": "checkpoint.renamed:kill:0:1"}
+    )
     assert finish(process, run).code == 1
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     for place in (run, small_disk / "other"):
-        done = recipe(*words, run=place)
+        done = recipe(*overrides, run=place)
         assert done.code == 2
         assert "Read-only file system" in done.err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before

@@ -30,8 +30,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(content)
     options = "-q --no-index --no-deps --no-build-isolation --disable-pip-version-check --target".split()
-    words = [sys.executable, "-m", "pip", "install", *options, str(target), str(source)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE)
+    command = [sys.executable, "-m", "pip", "install", *options, str(target), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return target
 
@@ -87,13 +87,13 @@ def test_its_parts_are_listed_checked_and_unknown_without_it(ddpexp: Ddpexp, ins
         "launcher.niceness=5 a whole number",
     ):  # fmt: skip
         assert line.split() in lines, shown.out
-    for words, sentence in (
+    for overrides, sentence in (
         (("recipe=side",), "recipe=side is not a known option. Did you mean recipe=sides?"),
         (("logger=row",), "logger=row is not a known option. Did you mean logger=rows?"),
         (("recipe=sides", "model.hidden=big"), "model.hidden=big is not a number (its default is 8)."),
         (("scheduler=stable", "scheduler.decay=a"), "scheduler.decay=a is not a number (its default is 0.5)."),
     ):
-        done = ddpexp(*words, environ=seeing(installed))
+        done = ddpexp(*overrides, environ=seeing(installed))
         assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
     for word in PARTS[2:]:
         assert ddpexp(word).err.startswith(f"ddpexp: {word} is not a known option. ")

@@ -93,27 +93,27 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def train(ddpexp: Ddpexp, configs: Path, recipe: str, *words: str, environ: dict[str, str] | None = None) -> Done:
+def train(ddpexp: Ddpexp, configs: Path, recipe: str, *overrides: str, environ: dict[str, str] | None = None) -> Done:
     run = ddpexp.folder / "run"
     shutil.rmtree(run, ignore_errors=True)
-    done = ddpexp("--config-dir", str(configs), f"recipe={recipe}", f"run.dir={run}", *words, environ=environ)
+    done = ddpexp("--config-dir", str(configs), f"recipe={recipe}", f"run.dir={run}", *overrides, environ=environ)
     return replace(done, run=run)
 
 
 def test_a_users_model_data_and_task_train_with_and_without_loader_workers(ddpexp: Ddpexp, project: Path) -> None:
-    words = ("trainer.gpus=2", "trainer.threads=1")
-    alone = train(ddpexp, project / "conf", "mine", *words)
+    overrides = ("trainer.gpus=2", "trainer.threads=1")
+    alone = train(ddpexp, project / "conf", "mine", *overrides)
     assert alone.code == 0, alone.err
     assert "recipe  mine" in alone.out
     result = alone.result()
     assert (result["step"], set(result["metrics"])) == (8, {"eval/loss", "eval/accuracy"})
     assert yaml.safe_load((alone.run / "config.yaml").read_text())["run"]["code"] == str(project)
-    helped = train(ddpexp, project / "conf", "mine", *words, "data.num_workers=2")
+    helped = train(ddpexp, project / "conf", "mine", *overrides, "data.num_workers=2")
     assert helped.code == 0, helped.err
     assert helped.result()["weights_sha256"] == result["weights_sha256"]
     assert helped.result()["metrics"] == result["metrics"]
     write(project / "conf/experiment/other.yaml", "# @package _global_\ntrainer: {seed: 1}\n")
-    other = train(ddpexp, project / "conf", "mine", *words, "+experiment=other")
+    other = train(ddpexp, project / "conf", "mine", *overrides, "+experiment=other")
     assert "recipe  mine +experiment=other\n" in other.out
     assert other.result()["weights_sha256"] != result["weights_sha256"]
 
@@ -131,12 +131,12 @@ trainer: {epochs: 2, global_batch_size: 16}
 
 
 def test_a_recipe_in_one_file_trains_the_same(ddpexp: Ddpexp, project: Path) -> None:
-    words = ("trainer.gpus=1", "trainer.threads=1")
-    expected = train(ddpexp, project / "conf", "mine", *words).result()["weights_sha256"]
+    overrides = ("trainer.gpus=1", "trainer.threads=1")
+    expected = train(ddpexp, project / "conf", "mine", *overrides).result()["weights_sha256"]
     for group in ("model", "data"):
         shutil.rmtree(project / "conf" / group)
     write(project / "conf/recipe/mine.yaml", WHOLE)
-    done = train(ddpexp, project / "conf", "mine", *words)
+    done = train(ddpexp, project / "conf", "mine", *overrides)
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == expected
 
@@ -154,7 +154,7 @@ def test_the_default_run_directory_is_named_after_the_users_recipe_and_needs_the
     assert untrusted.code == 2
     said, command = untrusted.err.rsplit(": ", 1)
     assert said.endswith(
-        "names code of its own (data._target_=mine.load), which runs only when its place is typed again. If it is yours"
+        "names code of its own (data._target_=mine.load), which runs only when it is restated. If it is yours"
     )
     assert command == f"python -m ddpexp evaluate {run} --config-dir conf\n"
     pasted = finish(ddpexp.paste(command), run)
@@ -348,10 +348,10 @@ class Late(Sides):
 
 
 def test_a_recipe_may_import_any_module_of_torch_at_its_top_and_late(ddpexp: Ddpexp, project: Path) -> None:
-    words = ("trainer.gpus=2", "trainer.threads=1", "trainer.max_steps=3")
-    plain = train(ddpexp, project / "conf", "mine", *words).result()
+    overrides = ("trainer.gpus=2", "trainer.threads=1", "trainer.max_steps=3")
+    plain = train(ddpexp, project / "conf", "mine", *overrides).result()
     write(project / "mine.py", CODE + IMPORTS)
     write(project / "conf/model/net.yaml", CONFIGS["model/net.yaml"].replace("mine.Net", "mine.Deep"))
-    done = train(ddpexp, project / "conf", "mine", *words, "task._target_=mine.Late")
+    done = train(ddpexp, project / "conf", "mine", *overrides, "task._target_=mine.Late")
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == plain["weights_sha256"]

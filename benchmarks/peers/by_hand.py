@@ -105,15 +105,15 @@ def shared(network: nn.Module, rank: int, workers: int) -> Callable[[], None]:
 
     world = World(rank, rank, 0, workers, workers, torch.device("cpu"))
     options = DDPOptions("ddp", False, False, True, 25, True, "shared_memory", "none", 1, False)
-    carrier = reducer_for(list(network.parameters()), options, world)
-    assert isinstance(carrier, SharedMemoryReducer)
-    bucket = Bucket(dict(network.named_parameters()), carrier, world)
+    reducer = reducer_for(list(network.parameters()), options, world)
+    assert isinstance(reducer, SharedMemoryReducer)
+    bucket = Bucket(dict(network.named_parameters()), reducer, world)
     bucket.last = True
 
     @torch.no_grad()
     def reduce() -> None:
         bucket.fill()
-        carrier.finish()
+        reducer.finish()
         bucket.assign()
 
     return reduce

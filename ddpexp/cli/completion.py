@@ -157,7 +157,7 @@ def _written(word: Word, line: Line, shell: str) -> str:
 
 
 def candidates(words: Sequence[str], current: str) -> list[Word]:
-    """Return what can stand at the cursor, behind the words; nothing where that cannot be told."""
+    """Return what can stand at the cursor, after `words`; nothing where that cannot be determined."""
     try:
         found = [
             word

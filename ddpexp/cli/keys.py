@@ -124,7 +124,7 @@ class Catalogue:
         try:
             values = load_yaml(_text(self._file(group, name)))
         except (ValueError, yaml.YAMLError):
-            values = None  # whoever chooses it is told
+            values = None  # choosing it reports the error
         values = values if isinstance(values, dict) else {}
         keys: list[Key] = []
         for section, inner in _sections(_place(group, comments), values):
@@ -214,7 +214,7 @@ def _comments(path: Path | None) -> Comments:
     try:
         return comments_of(_text(path))
     except (ValueError, yaml.YAMLError):
-        return _NONE  # whoever chooses it is told
+        return _NONE  # choosing it reports the error
 
 
 def _bases(path: Path | None) -> list[str]:

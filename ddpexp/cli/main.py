@@ -286,7 +286,7 @@ def _open_standard_streams() -> None:
 
 
 def run() -> None:
-    """Leave with the exit code of `main`, without the interpreter's slow farewell."""
+    """Leave with the exit code of `main`, without the interpreter's slow shutdown."""
     _open_standard_streams()
     code = main()
     for stream in (sys.stdout, sys.stderr):

@@ -172,8 +172,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
                 shlex.quote(word) for word in [*command[1:], *(word for word in recorded if word not in command)]
             )
             raise RefusedError(
-                f"{run.path} names code of its own ({key}={target}), which runs only when its place is typed again. If "
-                "it is "
+                f"{run.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
                 f"yours: python -m ddpexp {words}"
             )
 
@@ -190,8 +189,7 @@ def _check_words_are_typed(run: RunDir, launcher: Launcher, typed: Sequence[str]
         words = " ".join(shlex.quote(word) for word in [*command[1:], *missing])
         raise RefusedError(
             f"{run.path} says itself what its launcher runs or connects to ({missing[0]}), which counts only when it "
-            "is typed "
-            f"again. If it is yours: python -m ddpexp {words}"
+            f"is restated. If it is yours: python -m ddpexp {words}"
         )
 
 

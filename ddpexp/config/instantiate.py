@@ -130,7 +130,7 @@ def check_target(target: Any, trust: Trust, key: str) -> None:
 
 
 def _advice(target: str, trust: Trust, key: str) -> str:
-    """Say what the user may have meant, or how to trust the module; silent where trusting it would be folly."""
+    """Say what the user may have meant, or how to trust the module; silent where trusting it would be unsafe."""
     head, _, name = target.rpartition(".")
     root, _, rest = target.partition(".")
     where = key.removesuffix("._target_")

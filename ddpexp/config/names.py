@@ -32,7 +32,7 @@ def named(values: Mapping[str, Any]) -> dict[str, Any]:
 def check_present(values: Mapping[str, Any], trust: Trust) -> None:
     """Look for what a configuration names of the code that is trusted beside ours and torch's.
 
-    What cannot be told from the files passes: the workers, who import it, see it then.
+    What the files do not show passes: the workers import it and fail then.
 
     Raises:
         RefusedError: a module is not there, or does not define the name.

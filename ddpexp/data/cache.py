@@ -1,4 +1,4 @@
-"""An atomic cache folder of memory-mappable `.npy` files: complete or not there, whatever process dies."""
+"""An atomic cache folder of memory-mappable `.npy` files: complete or absent, whatever process dies."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Logger(Protocol):
 
 @runtime_checkable
 class Truncatable(Protocol):
-    """A logger whose records are cut back when a run resumes, so that every step is recorded once.
+    """A logger whose records are truncated when a run resumes, so that every step is recorded once.
 
     `ddpexp.loggers.append_file` does both for a file that only grows.
     """
@@ -139,12 +139,12 @@ class Many:
             logger.done()
 
     def position(self) -> Mapping[str, Any]:
-        """Flush each that can be cut back; return the positions of all."""
+        """Flush each that can be truncated; return the positions of all."""
         can = [logger for logger in self._loggers if isinstance(logger, Truncatable)]
         return {name: value for logger in can for name, value in logger.position().items()}
 
     def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
-        """Cut back each that can be."""
+        """Truncate each that can be."""
         for logger in self._loggers:
             if isinstance(logger, Truncatable):
                 logger.truncate(position, step)

@@ -70,7 +70,7 @@ class Outcome:
     def step(self) -> Step | str:
         """Return the time of a step, or why it is left out."""
         traffic = self.traffic()
-        alone = traffic.carrier == "none"
+        alone = traffic.transport == "none"
         if self.costs is None:
             more = "" if alone else ", --alpha_us and --bandwidth_gbps"
             return f"left out: give --compute_ms{more}, or measure with --calibrate"
@@ -112,7 +112,7 @@ class Outcome:
             "resumes": self.resumes is not None,
             **self._requests(),
             "parameters": sum(parameter.num_elements for parameter in self.facts.parameters),
-            "reduction": self.traffic().carrier,
+            "reduction": self.traffic().transport,
             "buckets": [asdict(bucket) for bucket in cut],
             "memory": {
                 "rank_bytes": self.rank_bytes(on_host=False),
@@ -159,6 +159,6 @@ def place_of(assumed: Assumed, experiment: Experiment, facts: Facts) -> Place:
         workers=assumed.workers,
         threads=layout.threads,
         cores=0 if layout.device == "cuda" else assumed.cores,
-        way=experiment.strategy.traffic(facts, experiment.trainer, layout).carrier,
+        way=experiment.strategy.traffic(facts, experiment.trainer, layout).transport,
         by_nccl=layout.backend == "nccl",
     )

@@ -16,7 +16,7 @@ from ddpexp.system.text import one_line
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_CARRIERS = {
+_TRANSPORTS = {
     "none": "", "shared_memory": ", gradients through shared memory", "in_rank_order": (
         ", gradients in the order of the ranks"
     ),
@@ -67,7 +67,7 @@ def _lines(outcome: Outcome) -> dict[str, str]:
         "recipe": experiment.recipe.name,
         "data": f"{data}; {outcome.facts.num_samples:,} samples to train",
         "model": f"{model}, {parameters:,} parameters, {experiment.trainer.precision}",
-        "world": f"{workers} ({layout.backend}{_CARRIERS[outcome.traffic().carrier]}), {threads} each{crowded}",
+        "world": f"{workers} ({layout.backend}{_TRANSPORTS[outcome.traffic().transport]}), {threads} each{crowded}",
         "batch": f"{batch.global_batch_size:,} = {batch.formula()}",
         "steps": f"{outcome.num_steps:,}: {epochs}, each leaves out {outcome.dropped_samples:,} samples",
         "folder": outcome.folder + (", which is resumed" if outcome.resumes else ""),

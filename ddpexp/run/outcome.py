@@ -144,7 +144,7 @@ def _first_cause(error: WorkerError) -> str:
     if error.others:
         ranks, more = ", ".join(map(str, error.others[:_NAMED])), len(error.others) - _NAMED
         also = f" and {more:,} others" if more > 0 else ""
-        summary += f" (rank{'s' if len(error.others) > 1 else ''} {ranks}{also} ended with it)"
+        summary += f" (rank{'s' if len(error.others) > 1 else ''} {ranks}{also} terminated as a consequence)"
     return "\n".join([*lines, summary])
 
 

@@ -56,7 +56,7 @@ def keeps_buckets(trainer: TrainerOptions, options: DDPOptions, layout: Layout) 
     return (options.find_unused_parameters or fixed) and not options.static_graph
 
 
-def carrier(
+def transport(
     trainer: TrainerOptions, options: DDPOptions, layout: Layout
 ) -> Literal["none", "shared_memory", "in_rank_order", "backend"]:
     """Return what carries the gradients: see `ddpexp.strategy.comm.reduce`, and `exchange` for the exact reduction."""

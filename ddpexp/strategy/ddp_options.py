@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.ddp_memory import buckets, carrier, exchange_bytes, keeps_buckets
+from ddpexp.strategy.ddp_memory import buckets, exchange_bytes, keeps_buckets, transport
 from ddpexp.strategy.memory import Bucket, Facts, Part, Traffic
 from ddpexp.strategy.options import Options, TrainerOptions
 from ddpexp.system.limits import human
@@ -41,7 +41,7 @@ class DDPOptions(Options):
             raise RefusedError(f"strategy.bucket_cap_mb={self.bucket_cap_mb}: use a number above 0.")
         if self.reduce_through == "shared_memory" and self.comm_hook != "none":
             raise RefusedError(
-                f"strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
+                f"strategy.reduce_through=shared_memory leaves nothing to compress, so it is incompatible with "
                 f"strategy.comm_hook={self.comm_hook}. Use strategy.reduce_through=auto or strategy.comm_hook=none."
             )
         if self.powersgd_rank < 1:
@@ -66,11 +66,12 @@ class DDPOptions(Options):
         why = "trainer.reduction=exact"
         if self.comm_hook != "none":
             raise RefusedError(
-                f"{why} does not go with strategy.comm_hook={self.comm_hook}, which rounds each worker's sum. Use none."
+                f"{why} is incompatible with strategy.comm_hook={self.comm_hook}, which rounds each worker's sum. "
+                "Use none."
             )
         if self.sync_batchnorm:
             raise RefusedError(
-                f"{why} does not go with strategy.sync_batchnorm=true: its statistics are those of all workers' "
+                f"{why} is incompatible with strategy.sync_batchnorm=true: its statistics are those of all workers' "
                 "micro-batches of a pass, which another number of workers cuts in another way. Use "
                 "strategy.sync_batchnorm=false."
             )
@@ -87,8 +88,8 @@ class DDPOptions(Options):
         """Check what depends on the workers; see `Options.check_layout`."""
         if self.static_graph and gradient_accumulation_steps > 1:
             raise RefusedError(
-                f"strategy.static_graph=true does not go with {gradient_accumulation_steps} accumulated passes a step: "
-                "torch would reduce other passes than it planned. Use strategy.static_graph=false or a larger "
+                f"strategy.static_graph=true is incompatible with {gradient_accumulation_steps} accumulated passes a "
+                "step: torch would reduce other passes than it planned. Use strategy.static_graph=false or a larger "
                 "trainer.micro_batch_size."
             )
         if self.comm_hook == "bf16" and layout.backend == "gloo":
@@ -136,7 +137,7 @@ class DDPOptions(Options):
         parts.append(optimizer)
         if trainer.reduction == "exact":
             parts.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
-        way, local = carrier(trainer, self, layout), layout.world_size // layout.nodes
+        way, local = transport(trainer, self, layout), layout.world_size // layout.nodes
         if way == "shared_memory":
             note = f"{human(facts.shared_bytes)} for {local} workers"
             parts.append(Part("shared memory", facts.shared_bytes // local, note))
@@ -151,7 +152,7 @@ class DDPOptions(Options):
 
     def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step; compressed gradients as they travel."""
-        way = carrier(trainer, self, layout)
+        way = transport(trainer, self, layout)
         if way == "none":
             return Traffic(way)
         cut = self._buckets(facts, trainer, layout)
@@ -177,7 +178,7 @@ class DDPOptions(Options):
 
         exact = trainer.reduction == "exact"
         sums = sums_bytes([*trained, *buffers], num_leaves) if exact else 0
-        if carrier(trainer, self, layout) != "shared_memory":
+        if transport(trainer, self, layout) != "shared_memory":
             return sums, 0
         tensors, leaves = ([*trained, *buffers], num_leaves) if exact else (trained, 0)
         return sums, shared_bytes(tensors, leaves, layout.world_size)

@@ -60,7 +60,7 @@ class Part:
 class Traffic:
     """What the ranks send one another in a step."""
 
-    carrier: Literal["none", "shared_memory", "in_rank_order", "backend"]
+    transport: Literal["none", "shared_memory", "in_rank_order", "backend"]
     num_bytes: Sequence[int] = ()  # of the messages, in the order in which they are ready
     buckets: Sequence[Bucket] = ()  # of DDP
     bucket_cap_mb: float = 0.0

@@ -32,7 +32,7 @@ class Group:
         return sum(self.values) / len(self.values) if self.values else None
 
     @property
-    def deviation(self) -> float | None:
+    def std(self) -> float | None:
         """Return the sample standard deviation; None for a single value."""
         if len(self.values) < 2:
             return None

@@ -20,7 +20,7 @@ STATUSES: dict[str, str] = {
     "done": "it has reached its last step",
     "stopped": "early stopping ended it",
     "interrupted": "a signal ended it, and its state is saved",
-    "killed": "its command ended without recording a result, as after SIGKILL or a power cut",
+    "killed": "its command ended without a result, as after SIGKILL",
     "failed": "it ended with an error",
     "broken": "its files cannot be read",
 }

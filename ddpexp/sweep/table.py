@@ -113,7 +113,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
         [
             *map(cell_text, groups[place].overrides.values()),
             shown(goal.metric, groups[place].mean),
-            shown(goal.metric, groups[place].deviation, "-"),
+            shown(goal.metric, groups[place].std, "-"),
             _count(groups[place]),
             "best" if place == best else "",
         ]
@@ -121,7 +121,7 @@ def seeds_grid(rows: Sequence[Row], goal: Goal) -> Grid | None:
     ]
     keys = list(groups[0].overrides)
     numeric = [all(_is_number(group.overrides[key]) for group in groups) for key in keys]
-    header = [*keys, f"mean {goal.metric}", "deviation", "seeds", ""]
+    header = [*keys, f"mean {goal.metric}", "std", "seeds", ""]
     place = order.index(best) if best is not None else None
     leaves = sorted(range(len(keys)), key=lambda place: (num_distinguished_pairs(groups, keys[place]), -place))[:-1]
     return Grid(

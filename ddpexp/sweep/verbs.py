@@ -39,8 +39,8 @@ _TABLE = f"""{commands.of("table").usage}
 Show what is in directories as a table, the best first: a sweep, runs, or a
 folder that holds some, such as outputs/mnist. Columns are the values that
 differ, then the metric (sweep.mode=max: more is better). With seeds among them
-a second table has their mean and deviation. A terminal gets as many columns as
-it is wide, those that tell most runs apart; a file or a pipe gets all of them.
+a second table has their mean and std. A terminal gets as many columns as fit,
+those that distinguish most runs; a file or a pipe gets all of them.
 Of one sweep it also writes sweep.csv, sweep.md and sweep.png into its
 directory, of anything into the FOLDER behind --out.
 

@@ -124,7 +124,7 @@ def shown(value: Any) -> str:
 def mean_for_a_sum(
     task: Task, model: Any, modules: Mapping[str, nn.Module], batch: Any, precision: Precision, device: torch.device
 ) -> str | None:
-    """Tell, in a sentence, whether a task seems to return the mean of the loss where its sum belongs.
+    """Return a warning if a task seems to return the mean of the loss where its sum belongs, otherwise None.
 
     The loss of a batch is compared with those of its halves, in evaluation mode, of the bare `model`. Nothing is
     changed:

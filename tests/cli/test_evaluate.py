@@ -55,15 +55,15 @@ def listing(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def evaluate(ddpexp: Ddpexp, *words: object) -> Done:
-    return ddpexp("evaluate", *map(str, words))
+def evaluate(ddpexp: Ddpexp, *arguments: object) -> Done:
+    return ddpexp("evaluate", *map(str, arguments))
 
 
 def metrics(done: Done) -> dict[str, float]:
     assert done.code == 0, done.err
     line = next(line for line in done.out.splitlines() if line.startswith("eval/"))
-    words = line.split()
-    return {name: float(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    fields = line.split()
+    return {name: float(value) for name, value in zip(fields[::2], fields[1::2], strict=True)}
 
 
 def refused(done: Done, sentence: str) -> None:
@@ -86,8 +86,8 @@ def test_a_checkpoint_and_its_file_give_the_same_numbers_at_any_number_of_worker
     ddpexp: Ddpexp, trained: Done
 ) -> None:
     checkpoint = trained.run / "checkpoints/step-00000010"
-    for words in ((checkpoint, "trainer.gpus=1"), (checkpoint / "model.safetensors", "trainer.gpus=4")):
-        assert metrics(evaluate(ddpexp, *words)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
+    for arguments in ((checkpoint, "trainer.gpus=1"), (checkpoint / "model.safetensors", "trainer.gpus=4")):
+        assert metrics(evaluate(ddpexp, *arguments)) == pytest.approx(trained.result()["metrics"], rel=1e-5)
 
 
 def test_bare_weights_are_evaluated_with_the_overrides_of_a_recipe(
@@ -165,7 +165,7 @@ def test_run_trust_recorded_in_a_run_directory_is_ignored(ddpexp: Ddpexp, copied
     (copied / "config.yaml").write_text(text)
     refused(
         evaluate(ddpexp, copied),
-        r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when .* typed again",
+        r"names code of its own \(model\._target_=stranger\.Linear\), which runs only when it is restated",
     )
     assert not (tmp_path / "imported").exists()
 
@@ -206,8 +206,8 @@ def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> N
     done = evaluate(ddpexp)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("ddpexp: evaluate what?\nusage: ddpexp evaluate RUN_DIR_OR_WEIGHTS")
-    asked = evaluate(ddpexp, "--help")
-    assert (asked.code, asked.out, asked.err) == (0, done.err.removeprefix("ddpexp: evaluate what?\n"), "")
+    shown = evaluate(ddpexp, "--help")
+    assert (shown.code, shown.out, shown.err) == (0, done.err.removeprefix("ddpexp: evaluate what?\n"), "")
 
 
 @pytest.mark.parametrize(
@@ -248,8 +248,8 @@ def test_a_file_of_torch_save_is_named_with_a_line_that_converts_it(
     ) as caught:
         find(tmp_path / name, "run.init_from=x", pytest.fail)
     assert "\n" not in str(caught.value)
-    words = shlex.split(str(caught.value).rpartition(": python ")[2])
-    subprocess.run([sys.executable, *words], cwd=tmp_path, check=True, timeout=PATIENCE)
+    command = shlex.split(str(caught.value).rpartition(": python ")[2])
+    subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, timeout=PATIENCE)
     found = find((tmp_path / name).with_suffix(".safetensors"), "run.init_from=x", pytest.fail)
     other = Tied()
     load_weights({"model": other}, found, "run.init_from=x")

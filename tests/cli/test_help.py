@@ -130,7 +130,7 @@ def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("words", "shown", "hidden"),
+    ("arguments", "shown", "hidden"),
     [
         (
             "trainer.reduction",
@@ -162,15 +162,15 @@ def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> 
         ("optimizer=adamw optimizer.lr", "  optimizer.lr=0.001 ", "mnist_sgd"),
     ],
 )
-def test_help_explains_one_part(words: str, shown: str, hidden: str) -> None:
-    text = answer(words.split(), by_name=True)
+def test_help_explains_one_part(arguments: str, shown: str, hidden: str) -> None:
+    text = answer(arguments.split(), by_name=True)
     assert shown in text
     assert hidden not in text
     assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("arguments", "sentence"),
     [
         ("nonsense", "help nonsense: there is no such command, group, option or key. ddpexp --help shows all."),
         ("traner", "help traner: there is no such command, group, option or key. Did you mean ddpexp help trainer?"),
@@ -183,9 +183,9 @@ def test_help_explains_one_part(words: str, shown: str, hidden: str) -> None:
         ("--config-dir=/not/there x", "--config-dir /not/there is not a directory."),
     ],
 )
-def test_what_help_does_not_know_is_refused_with_the_nearest(words: str, sentence: str) -> None:
+def test_what_help_does_not_know_is_refused_with_the_nearest(arguments: str, sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        answer(words.split(), by_name=True)
+        answer(arguments.split(), by_name=True)
     assert str(caught.value) == sentence
 
 
@@ -220,13 +220,13 @@ def test_the_table_of_commands_is_what_is_dispatched() -> None:
 
 @pytest.mark.parametrize("name", commands.NAMES)
 def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = []
-    for words in ([name, "--help"], [name, "-h"], ["help", name]):
-        assert main._COMMANDS[words[0]](words, None) == 0
-        asked.append(capsys.readouterr().out)
-    assert asked[0] == asked[1] == asked[2]
-    assert asked[0].startswith(f"{commands.of(name).usage}\n\n")
-    assert max(map(len, asked[0].splitlines())) <= 80
+    outputs = []
+    for arguments in ([name, "--help"], [name, "-h"], ["help", name]):
+        assert main._COMMANDS[arguments[0]](arguments, None) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0].startswith(f"{commands.of(name).usage}\n\n")
+    assert max(map(len, outputs[0].splitlines())) <= 80
 
 
 @pytest.mark.parametrize(
@@ -294,11 +294,11 @@ def test_a_command_without_arguments_says_what_to_type_first(ddpexp: Ddpexp) -> 
 
 
 def test_a_reader_that_goes_away_is_no_trouble(ddpexp: Ddpexp) -> None:
-    for words in (["--help"], ["help", "launcher"]):
+    for arguments in (["--help"], ["help", "launcher"]):
         reader, writer = os.pipe()
         assert fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096) == 4096  # less than is printed
         with subprocess.Popen(
-            [sys.executable, "-m", "ddpexp", *words],
+            [sys.executable, "-m", "ddpexp", *arguments],
             env=ddpexp.environ,
             stdout=writer,
             stderr=subprocess.PIPE,
@@ -309,4 +309,4 @@ def test_a_reader_that_goes_away_is_no_trouble(ddpexp: Ddpexp) -> None:
             assert os.read(reader, 1)
             os.close(reader)
             assert process.stderr is not None
-            assert (process.wait(PATIENCE), process.stderr.read()) == (0, ""), words
+            assert (process.wait(PATIENCE), process.stderr.read()) == (0, ""), arguments

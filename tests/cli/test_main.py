@@ -25,18 +25,18 @@ def test_one_command_trains_and_leaves_a_result(ddpexp: Ddpexp) -> None:
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_both_start_methods_give_the_same_weights(ddpexp: Ddpexp, start_method: str) -> None:
-    words = [*SMALL, "trainer.gpus=2", "trainer.threads=1"]
-    once = ddpexp(*words).result()["weights_sha256"]
-    assert ddpexp(*words, f"launcher.start_method={start_method}").result()["weights_sha256"] == once
+    arguments = [*SMALL, "trainer.gpus=2", "trainer.threads=1"]
+    once = ddpexp(*arguments).result()["weights_sha256"]
+    assert ddpexp(*arguments, f"launcher.start_method={start_method}").result()["weights_sha256"] == once
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
 def test_a_member_of_another_users_run_is_refused(ddpexp: Ddpexp) -> None:
     done = ddpexp(*SMALL)
     os.chown(done.run / "config.yaml", 65534, 65534)
-    words = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
+    command = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
     refused = subprocess.run(
-        words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+        command, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr == (
@@ -44,15 +44,17 @@ def test_a_member_of_another_users_run_is_refused(ddpexp: Ddpexp) -> None:
     )
 
 
-@pytest.mark.parametrize("words", [SMALL, [*SMALL, "-m", "trainer.seed=1,2"], ["evaluate", "run"], ["resume", "run"]])
+@pytest.mark.parametrize(
+    "arguments", [SMALL, [*SMALL, "-m", "trainer.seed=1,2"], ["evaluate", "run"], ["resume", "run"]]
+)
 def test_several_commands_that_would_each_run_alone_are_refused(
-    ddpexp: Ddpexp, tmp_path: Path, words: list[str]
+    ddpexp: Ddpexp, tmp_path: Path, arguments: list[str]
 ) -> None:
-    if words[0] in ("evaluate", "resume"):
-        words = [words[0], str(ddpexp(*SMALL).run)]
+    if arguments[0] in ("evaluate", "resume"):
+        arguments = [arguments[0], str(ddpexp(*SMALL).run)]
     before = sorted(tmp_path.rglob("*"))
-    done = ddpexp(*words, environ={"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
-    would = "each would run the whole sweep" if "-m" in words else "launcher=spawn would run each alone"
-    advice = "type the command without torchrun" if "-m" in words else "add launcher=torchrun-env"
+    done = ddpexp(*arguments, environ={"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    would = "each would run the whole sweep" if "-m" in arguments else "launcher=spawn would run each alone"
+    advice = "type the command without torchrun" if "-m" in arguments else "add launcher=torchrun-env"
     assert (done.code, done.err) == (2, f"ddpexp: torchrun has started 2 of these commands, and {would}: {advice}.\n")
     assert sorted(tmp_path.rglob("*")) == before

@@ -40,11 +40,11 @@ def written(folder: Path) -> list[str]:
 
 
 @pytest.mark.fault(63, 65)
-@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[words.split()[0] for words, _ in REFUSED])
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[overrides.split()[0] for overrides, _ in REFUSED])
 def test_a_wrong_override_ends_the_command_with_2_one_sentence_and_nothing_written(
-    ddpexp: Ddpexp, tmp_path: Path, words: str, sentence: str
+    ddpexp: Ddpexp, tmp_path: Path, overrides: str, sentence: str
 ) -> None:
-    done = ddpexp(*words.split(), environ={"CUDA_VISIBLE_DEVICES": ""})
+    done = ddpexp(*overrides.split(), environ={"CUDA_VISIBLE_DEVICES": ""})
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"ddpexp: {sentence}")
     assert done.err.count("\n") == 1

@@ -61,8 +61,8 @@ SOURCES = [
 
 @pytest.mark.parametrize(("typed", "says"), SOURCES)
 def test_for_a_run_named_another_way_the_error_gives_its_name(outputs: Path, typed: str, says: str) -> None:
-    name, *words = typed.split()
-    assert refused({"evaluate": evaluate, "resume": resume}[name], words, typed.split()) == f"{typed}: {says}"
+    name, *overrides = typed.split()
+    assert refused({"evaluate": evaluate, "resume": resume}[name], overrides, typed.split()) == f"{typed}: {says}"
 
 
 PLANS = [
@@ -74,9 +74,9 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "sentence"), PLANS)
-def test_what_a_plan_does_not_accept_is_refused(outputs: Path, words: Sequence[str], sentence: str) -> None:
-    assert refused(PlanArguments.of, words).startswith(sentence)
+@pytest.mark.parametrize(("overrides", "sentence"), PLANS)
+def test_what_a_plan_does_not_accept_is_refused(outputs: Path, overrides: Sequence[str], sentence: str) -> None:
+    assert refused(PlanArguments.of, overrides).startswith(sentence)
 
 
 def test_what_a_table_does_not_accept_is_refused(outputs: Path) -> None:

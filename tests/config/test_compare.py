@@ -14,8 +14,8 @@ from ddpexp.config.compose import compose
 from ddpexp.errors import RefusedError
 
 
-def tree(*words: str) -> dict[str, Any]:
-    composed = compose(["recipe=mnist", *words])
+def tree(*overrides: str) -> dict[str, Any]:
+    composed = compose(["recipe=mnist", *overrides])
     assert composed is not None
     found: dict[str, Any] = yaml.safe_load(composed.text)
     return found
@@ -50,9 +50,9 @@ def refused(old: dict[str, Any], new: dict[str, Any], *typed: str, before: Seque
 
 
 def test_the_same_overrides_differ_in_nothing(stored: dict[str, Any]) -> None:
-    words = ("optimizer.lr=0.02", "+model.x=1", "scheduler=cosine")
+    overrides = ("optimizer.lr=0.02", "+model.x=1", "scheduler=cosine")
     assert compare(stored, tree(), (), ()) == []
-    assert compare(tree(*words), tree(*words), words, words) == []
+    assert compare(tree(*overrides), tree(*overrides), overrides, overrides) == []
     assert compare(stored, tree("run.dir=x"), ["run.dir=x"], ()) == []  # another path to the same directory
 
 

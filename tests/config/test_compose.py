@@ -26,19 +26,19 @@ from ddpexp.config.versions import register_resolver
 from ddpexp.errors import RefusedError, StoppedError
 
 
-def composed(*words: str) -> Composed:
-    found = compose(list(words))
+def composed(*overrides: str) -> Composed:
+    found = compose(list(overrides))
     assert found is not None
     return found
 
 
-def experiment(*words: str) -> Experiment:
-    return parse(composed(*words).values)
+def experiment(*overrides: str) -> Experiment:
+    return parse(composed(*overrides).values)
 
 
-def refusal(*words: str) -> str:
+def refusal(*overrides: str) -> str:
     with pytest.raises(RefusedError) as caught:
-        parse(composed(*words).values)
+        parse(composed(*overrides).values)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -128,7 +128,7 @@ def test_a_recipe_that_names_no_model_or_no_data_is_refused(mine: Path) -> None:
 
 def test_loggers_are_chosen_as_a_list_and_the_former_key_still_counts() -> None:
     board = {"tensorboard": Node("tensorboard", {})}
-    for words, expected in (
+    for overrides, expected in (
         ([], board),
         (["logger=[tensorboard,none]"], board),
         (["logger=[]"], {}),
@@ -138,8 +138,8 @@ def test_loggers_are_chosen_as_a_list_and_the_former_key_still_counts() -> None:
         (["logger.kind=none"], {}),
         (["logger=none", "logger.kind=tensorboard"], board),
     ):
-        made = composed(*words)
-        assert parse(made.values).logger == load(made.text).logger == expected, words
+        made = composed(*overrides)
+        assert parse(made.values).logger == load(made.text).logger == expected, overrides
 
 
 # Nothing is composed wrongly
@@ -173,7 +173,7 @@ GENERAL = {"validation_fraction": 0.0, "num_workers": 0, "on_device": False}
 
 
 @pytest.mark.parametrize(
-    ("words", "section", "expected"),
+    ("overrides", "section", "expected"),
     [
         ("model._target_=zoo.resnet", "model", {}),
         ("model.classes=10 model._target_=zoo.resnet +model.width=8", "model", {"classes": 10, "width": 8}),
@@ -197,9 +197,9 @@ GENERAL = {"validation_fraction": 0.0, "num_workers": 0, "on_device": False}
     ],
 )
 def test_an_overridden_target_inherits_no_keys_of_another_one(
-    words: str, section: str, expected: Any, capsys: pytest.CaptureFixture[str]
+    overrides: str, section: str, expected: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    typed = ["run.trust=[zoo]", *words.split()]
+    typed = ["run.trust=[zoo]", *overrides.split()]
     made = composed(*typed)
     if expected == "as in the file":
         expected = {"lr": 0.1, "momentum": 0, "nesterov": True, "weight_decay": 5e-4}
@@ -271,8 +271,8 @@ def test_the_parsed_experiment_cannot_be_changed() -> None:
 
 
 def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
-    words = ["optimizer.lr=interval(0,1)", "trainer.seed=tag(a,b,interval(2,3))", "model.hidden=choice(3,4)"]
-    assert compose_sweep(words).intervals == tuple(words[:2])
+    overrides = ["optimizer.lr=interval(0,1)", "trainer.seed=tag(a,b,interval(2,3))", "model.hidden=choice(3,4)"]
+    assert compose_sweep(overrides).intervals == tuple(overrides[:2])
     params = "hydra: {sweeper: {params: {optimizer.lr: 'interval(0.1,0.2)', trainer.seed: '1,2'}}}\n"
     write(tmp_path / "conf/recipe/searched.yaml", f"# @package _global_\n{params}")
     assert compose_sweep([f"--config-dir={tmp_path}/conf", "recipe=searched"]).intervals == (
@@ -284,7 +284,7 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         ("trainer.gpu=2", "trainer.gpu is not a known key. Did you mean trainer.gpus?"),
         ("optimizer.lrr=1", "optimizer.lrr is not a known key. Did you mean optimizer.lr?"),
@@ -374,8 +374,8 @@ def test_ranges_of_values_are_known_wherever_they_stand(tmp_path: Path) -> None:
         ("+hydra.x._target_=os.system", "+hydra.x._target_=os.system: Hydra's own settings have no effect here."),
     ],
 )
-def test_for_a_wrong_argument_one_sentence_suggests_the_right_one(words: str, sentence: str) -> None:
-    assert refusal(*words.split()).startswith(sentence)
+def test_for_a_wrong_argument_one_sentence_suggests_the_right_one(overrides: str, sentence: str) -> None:
+    assert refusal(*overrides.split()).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -404,17 +404,17 @@ def test_a_config_file_that_is_no_text_is_refused(mine: Path) -> None:
 
 
 def test_the_users_options_get_their_types_from_their_own_defaults(mine: Path) -> None:
-    words = (f"--config-dir={mine}", "recipe=mine")
-    assert refusal(*words, "model.hidden=big") == "model.hidden=big is not a number (its default is 8)."
-    assert refusal(*words, "model.inner.depth=deep") == "model.inner.depth=deep is not a number (its default is 2)."
-    assert refusal(*words, "task.weight=heavy") == "task.weight=heavy is not a number (its default is 1.5)."
-    fine = experiment(*words, "model.rate=1", "model.words=[c]", "model.hidden=null")
+    overrides = (f"--config-dir={mine}", "recipe=mine")
+    assert refusal(*overrides, "model.hidden=big") == "model.hidden=big is not a number (its default is 8)."
+    assert refusal(*overrides, "model.inner.depth=deep") == "model.inner.depth=deep is not a number (its default is 2)."
+    assert refusal(*overrides, "task.weight=heavy") == "task.weight=heavy is not a number (its default is 1.5)."
+    fine = experiment(*overrides, "model.rate=1", "model.words=[c]", "model.hidden=null")
     assert dict(fine.model.kwargs)["words"] == ("c",)
 
 
 def test_a_value_that_a_recipe_sets_can_be_any_of_its_keys_values(mine: Path) -> None:
-    words = (f"--config-dir={mine}", "recipe=mine")
-    made = experiment(*words, "trainer.micro_batch_size=auto", "trainer.clip_grad_norm=0.5")
+    overrides = (f"--config-dir={mine}", "recipe=mine")
+    made = experiment(*overrides, "trainer.micro_batch_size=auto", "trainer.clip_grad_norm=0.5")
     assert (made.trainer.micro_batch_size, made.trainer.clip_grad_norm) == ("auto", 0.5)
 
 
@@ -433,10 +433,10 @@ def test_for_an_unknown_users_option_the_nearest_of_both_folders_is_suggested(mi
 
 def test_a_file_cannot_trust_itself(mine: Path) -> None:
     write(mine / "recipe/sly.yaml", MINE + "run:\n  trust: [os]\n")
-    words = (f"--config-dir={mine}", "recipe=sly")
-    assert refusal(*words) == "run.trust=['os'] is set in a file, and counts only on the command line."
-    assert refusal(*words, "trainer.seed=1").startswith("run.trust=['os'] is set in a file")
-    assert experiment(*words, "run.trust=[mine]").run.trust == ("mine",)
+    overrides = (f"--config-dir={mine}", "recipe=sly")
+    assert refusal(*overrides) == "run.trust=['os'] is set in a file, and counts only on the command line."
+    assert refusal(*overrides, "trainer.seed=1").startswith("run.trust=['os'] is set in a file")
+    assert experiment(*overrides, "run.trust=[mine]").run.trust == ("mine",)
 
 
 def test_a_file_cannot_name_the_folder_of_its_code(mine: Path) -> None:
@@ -445,8 +445,8 @@ def test_a_file_cannot_name_the_folder_of_its_code(mine: Path) -> None:
 
 
 def test_typing_the_config_folder_is_what_trusts_the_code_beside_it(mine: Path) -> None:
-    for words in ((f"--config-dir={mine}",), ("--config-dir", str(mine)), ("-cd", str(mine))):
-        made = experiment(*words, "recipe=mine")
+    for overrides in ((f"--config-dir={mine}",), ("--config-dir", str(mine)), ("-cd", str(mine))):
+        made = experiment(*overrides, "recipe=mine")
         assert made.trust.code == mine.parent
     assert "model._target_=mine.Net is not allowed" in refusal("model._target_=mine.Net")
 
@@ -476,7 +476,7 @@ def roundtrip(made: Composed, folder: Path) -> Experiment:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         (),
         ("optimizer=adamw", "optimizer.eps=1e-05", "optimizer.betas=[0.5,1e-3]"),
@@ -490,8 +490,8 @@ def roundtrip(made: Composed, folder: Path) -> Experiment:
         ("+model.literal='\\${trainer.seed}'",),
     ],
 )
-def test_what_is_written_reads_back_as_the_same_experiment(tmp_path: Path, words: tuple[str, ...]) -> None:
-    made = composed(*words)
+def test_what_is_written_reads_back_as_the_same_experiment(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    made = composed(*overrides)
     assert roundtrip(made, tmp_path) == parse(made.values)
 
 

@@ -37,21 +37,21 @@ def recipe(folder: Path, text: str, name: str = "mine") -> list[str]:
     return ["--config-dir", str(folder / "conf"), f"recipe={name}"]
 
 
-def one(words: list[str]) -> Composed:
-    found = compose_command(words)
+def one(overrides: list[str]) -> Composed:
+    found = compose_command(overrides)
     assert isinstance(found, Composed)
     return found
 
 
-def sweep(words: list[str]) -> Swept:
-    found = compose_command(words)
+def sweep(overrides: list[str]) -> Swept:
+    found = compose_command(overrides)
     assert isinstance(found, Swept)
     return found
 
 
-def refusal(words: list[str]) -> str:
+def refusal(overrides: list[str]) -> str:
     with pytest.raises(RefusedError) as caught:
-        compose_command(words)
+        compose_command(overrides)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -75,37 +75,37 @@ IGNORED = [
 def test_a_setting_of_hydras_that_would_have_no_effect_is_refused_in_a_file(
     tmp_path: Path, text: str, said: str, advice: str
 ) -> None:
-    words = recipe(tmp_path, text)
-    assert refusal(words).startswith(f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT} {advice}")
-    assert refusal([*words, "-m", "trainer.seed=1,2"]).startswith(
+    overrides = recipe(tmp_path, text)
+    assert refusal(overrides).startswith(f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT} {advice}")
+    assert refusal([*overrides, "-m", "trainer.seed=1,2"]).startswith(
         f"{tmp_path}/conf/recipe/mine.yaml sets {said}: {NO_EFFECT}"
     )
 
 
 def test_so_is_one_that_an_option_of_another_group_or_a_package_header_sets(tmp_path: Path) -> None:
-    words = recipe(tmp_path, "")
+    overrides = recipe(tmp_path, "")
     write(tmp_path / "conf/experiment/big.yaml", "# @package hydra.run\ndir: elsewhere\n")
     write(
         tmp_path / "conf/experiment/wide.yaml",
         "# @package _global_\ndefaults:\n  - override /hydra/job_logging: stdout\n",
     )
-    assert refusal([*words, "+experiment=big"]).startswith(
+    assert refusal([*overrides, "+experiment=big"]).startswith(
         f"{tmp_path}/conf/experiment/big.yaml sets hydra.run.dir=elsewhere"
     )
-    assert refusal([*words, "+experiment=wide"]).startswith(
+    assert refusal([*overrides, "+experiment=wide"]).startswith(
         f"{tmp_path}/conf/experiment/wide.yaml chooses hydra/job_logging=stdout: {NO_EFFECT}"
     )
     write(
         tmp_path / "conf/experiment/wide.yaml", "# @package _global_\ndefaults:\n  - override /hydra/launcher: joblib\n"
     )
-    assert refusal([*words, "+experiment=wide"]).startswith(
+    assert refusal([*overrides, "+experiment=wide"]).startswith(
         f"hydra/launcher=joblib: {NO_EFFECT} ddpexp starts the jobs"
     )
     write(tmp_path / "conf/experiment/wide.yaml", "# @package _global_\nhydra: {launcher: {n_jobs: 4}}\n")
-    assert refusal([*words, "+experiment=wide"]).startswith(
+    assert refusal([*overrides, "+experiment=wide"]).startswith(
         f"experiment/wide.yaml sets hydra.launcher.n_jobs: {NO_EFFECT}"
     )
-    assert one(words).values["model"]["_target_"] == "ddpexp.recipes.mnist.Linear"
+    assert one(overrides).values["model"]["_target_"] == "ddpexp.recipes.mnist.Linear"
 
 
 def test_what_a_file_says_as_it_is_anyway_is_no_reason_to_refuse(tmp_path: Path) -> None:
@@ -117,12 +117,12 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
     def called() -> NoReturn:
         raise AssertionError("what Hydra's section holds here is no longer what ddpexp expects of it")
 
-    words = recipe(tmp_path, "")
+    overrides = recipe(tmp_path, "")
     monkeypatch.setattr(
         "ddpexp.config.hydra_tree.check_nothing_ignored", lambda cfg, *_: check_nothing_ignored(cfg, called, called)
     )
-    one(words)
-    sweep([*words, "-m", "trainer.seed=1,2"])
+    one(overrides)
+    sweep([*overrides, "-m", "trainer.seed=1,2"])
 
 
 # A sweep by a config file
@@ -130,65 +130,71 @@ def test_nothing_is_composed_twice_for_that(tmp_path: Path, monkeypatch: pytest.
 
 def test_sweep_params_in_a_file_make_the_sweep_that_the_overrides_make_with_m(tmp_path: Path) -> None:
     text = "hydra: {mode: MULTIRUN, sweeper: {params: {optimizer.lr: '0.1,0.2', trainer.seed: 'range(3)'}}}\n"
-    words = recipe(tmp_path, text)
-    found = sweep([*words, "trainer.epochs=1"])
+    overrides = recipe(tmp_path, text)
+    found = sweep([*overrides, "trainer.epochs=1"])
     assert found.keys == {"optimizer.lr", "trainer.seed"}
-    assert found.words == (f"recipe={words[-1].partition('=')[2]}", "trainer.epochs=1")
+    assert found.words == (f"recipe={overrides[-1].partition('=')[2]}", "trainer.epochs=1")
     assert found.folder is None
-    assert sweep([*words, "model.x=1,2", "+model.y=3"]).keys == {"optimizer.lr", "trainer.seed", "model.x"}
-    assert sweep([*words, "trainer.gpus=1,2", "sweep.slots=2"]).settings["slots"] == 2
-    assert sweep([*words, "hydra.sweep.dir=mine"]).folder == "mine"
+    assert sweep([*overrides, "model.x=1,2", "+model.y=3"]).keys == {"optimizer.lr", "trainer.seed", "model.x"}
+    assert sweep([*overrides, "trainer.gpus=1,2", "sweep.slots=2"]).settings["slots"] == 2
+    assert sweep([*overrides, "hydra.sweep.dir=mine"]).folder == "mine"
     assert refusal([*recipe(tmp_path, "", "plain"), "hydra.sweep.dir=mine"]) == (
         "hydra.sweep.dir=mine is for sweeps: add -m, or leave it out."
     )
-    typed = sweep(["-m", *words, "trainer.epochs=1"])
+    typed = sweep(["-m", *overrides, "trainer.epochs=1"])
     assert (typed.keys, typed.words) == (found.keys, found.words)
 
 
 def test_a_run_given_on_the_command_line_is_one_run_whatever_the_file_says(tmp_path: Path) -> None:
-    words = recipe(tmp_path, "hydra: {mode: MULTIRUN}\n")
-    made = one([*words, "hydra.mode=RUN"])
-    assert made.overrides == (words[-1],)
+    overrides = recipe(tmp_path, "hydra: {mode: MULTIRUN}\n")
+    made = one([*overrides, "hydra.mode=RUN"])
+    assert made.overrides == (overrides[-1],)
     assert (
-        refusal([*words, "hydra.mode=RUN", "-m"]) == "hydra.mode=RUN is one run, and -m a sweep: leave one of them out."
+        refusal([*overrides, "hydra.mode=RUN", "-m"])
+        == "hydra.mode=RUN is one run, and -m a sweep: leave one of them out."
     )
     with pytest.raises(
         SweepInFileError, match=r"A config file sets hydra\.mode=MULTIRUN, .*: add hydra\.mode=RUN for one run\."
     ):
-        compose(words)  # `ddpexp plan`, for one
+        compose(overrides)  # `ddpexp plan`, for one
 
 
 def test_params_without_the_mode_are_for_sweeps_alone_which_is_reported(tmp_path: Path) -> None:
-    words = recipe(tmp_path, "hydra: {sweeper: {params: {trainer.seed: 'range(3)'}}}\n")
-    assert one(words).warnings == ("hydra.sweeper.params in a config file is for sweeps: add -m",)
-    assert sweep(["-m", *words]).keys == {"trainer.seed"}
+    overrides = recipe(tmp_path, "hydra: {sweeper: {params: {trainer.seed: 'range(3)'}}}\n")
+    assert one(overrides).warnings == ("hydra.sweeper.params in a config file is for sweeps: add -m",)
+    assert sweep(["-m", *overrides]).keys == {"trainer.seed"}
 
 
 def test_a_file_names_the_directory_of_a_sweep_as_the_command_line_does(tmp_path: Path) -> None:
-    words = ["-m", "trainer.seed=1,2"]
-    assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n")]).folder == "mine"
-    assert sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: 'all/${hydra:job.name}'}}\n")]).folder == "all/ddpexp"
+    overrides = ["-m", "trainer.seed=1,2"]
+    assert sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n")]).folder == "mine"
     assert (
-        sweep([*words, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n"), "hydra.sweep.dir=other"]).folder == "other"
+        sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: 'all/${hydra:job.name}'}}\n")]).folder
+        == "all/ddpexp"
     )
-    assert sweep([*words, "hydra.sweep.dir='a b'"]).folder == "a b"
-    assert sweep(words).folder is None
+    assert (
+        sweep([*overrides, *recipe(tmp_path, "hydra: {sweep: {dir: mine}}\n"), "hydra.sweep.dir=other"]).folder
+        == "other"
+    )
+    assert sweep([*overrides, "hydra.sweep.dir='a b'"]).folder == "a b"
+    assert sweep(overrides).folder is None
 
 
 def test_a_file_cannot_have_a_sweeper_run_what_nobody_trusts(tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
-    words = ["-m", "trainer.seed=1,2"]
+    overrides = ["-m", "trainer.seed=1,2"]
     sly = "hydra: {sweeper: {sampler: {_target_: subprocess.Popen}}}\n"
     optuna = RECIPE.replace(
         "  - override /model: linear\n", "  - override /model: linear\n  - override /hydra/sweeper: optuna\n"
     )
     write(tmp_path / "conf/recipe/sly.yaml", optuna + sly)
     chosen = ["--config-dir", str(tmp_path / "conf"), "recipe=sly"]
-    assert refusal([*words, *chosen]).startswith("hydra.sweeper.sampler._target_=subprocess.Popen is not allowed: ")
+    assert refusal([*overrides, *chosen]).startswith("hydra.sweeper.sampler._target_=subprocess.Popen is not allowed: ")
     write(tmp_path / "conf/recipe/fine.yaml", optuna + "hydra: {sweeper: {n_trials: 3}}\n")
-    assert sweep([*words, *chosen[:2], "recipe=fine"]).cfg.hydra.sweeper.n_trials == 3
+    assert sweep([*overrides, *chosen[:2], "recipe=fine"]).cfg.hydra.sweeper.n_trials == 3
     assert (
-        sweep([*words, "hydra/sweeper=optuna", "hydra/sweeper/sampler=random"]).cfg.hydra.sweeper.sampler.seed is None
+        sweep([*overrides, "hydra/sweeper=optuna", "hydra/sweeper/sampler=random"]).cfg.hydra.sweeper.sampler.seed
+        is None
     )
 
 

@@ -65,9 +65,9 @@ def test_an_installed_packages_recipe_trains_and_is_evaluated_without_run_trust(
     again = ddpexp("evaluate", str(done.run), environ=seeing(installed))
     assert (again.code, again.err) == (0, "")
     shown = ddpexp("--help", environ=seeing(installed))
-    words = [line.split() for line in shown.out.splitlines()]
+    fields = [line.split() for line in shown.out.splitlines()]
     for line in ("recipe mnist*, shapes", "model lenet*, linear, sides", "data images, mnist*, shapes"):
-        assert line.split() in words
+        assert line.split() in fields
     without = ddpexp("evaluate", str(done.run))
     assert (without.code, "data._target_=shapes.nets.load" in without.err) == (2, True)
 
@@ -86,15 +86,15 @@ for word in sys.argv[1:]:
 
 
 def test_only_what_its_own_configs_name_is_trusted_by_just_that_name(installed: Path, environ: dict[str, str]) -> None:
-    words = [
+    overrides = [
         "trainer.seed=1",
         "model._target_=shapes.nets.secret",
         "task._target_=shapes.nets.Sidess",
         "run.trust=[shapes.nets]",
     ]
     done = subprocess.run(
-        [sys.executable, "-c", COMPOSED, *words], env={**environ, **seeing(installed)}, capture_output=True, text=True,
-        timeout=PATIENCE,
+        [sys.executable, "-c", COMPOSED, *overrides], env={**environ, **seeing(installed)}, capture_output=True,
+        text=True, timeout=PATIENCE,
     )  # fmt: skip
     plain, secret, typo, typed = done.stdout.splitlines()
     assert plain == "('shapes.nets.Net', 'shapes.nets.Sides', 'shapes.nets.load')"

@@ -130,7 +130,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         )),
         (
             {"strategy__reduce_through": "shared_memory", "strategy__comm_hook": "fp16"},
-            "strategy.reduce_through=shared_memory leaves nothing to compress, so it does not go with "
+            "strategy.reduce_through=shared_memory leaves nothing to compress, so it is incompatible with "
             "strategy.comm_hook=fp16. Use",
         ),
         ({"strategy__powersgd_rank": 0}, "strategy.powersgd_rank=0: use 1 or more."),

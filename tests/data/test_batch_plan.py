@@ -61,12 +61,12 @@ def test_every_size_that_a_refusal_names_splits() -> None:
                 try:
                     cut = plan_batches(total, micro, size)
                 except RefusedError as error:
-                    words = str(error)
-                    better = int(words.split("for example trainer.global_batch_size=")[1].split(".")[0])
+                    message = str(error)
+                    better = int(message.split("for example trainer.global_batch_size=")[1].split(".")[0])
                     assert plan_batches(better, micro, size).gradient_accumulation_steps >= 1
-                    if " Or use " in words:
+                    if " Or use " in message:
                         for other in (
-                            words.split(" Or use ")[1].removesuffix(" workers.").replace(" or ", ", ").split(", ")
+                            message.split(" Or use ")[1].removesuffix(" workers.").replace(" or ", ", ").split(", ")
                         ):
                             assert plan_batches(total, micro, int(other)).global_batch_size == total
                 else:

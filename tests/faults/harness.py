@@ -52,9 +52,9 @@ class Ended:
 class Running:
     """A run that trains, for faults that come from outside."""
 
-    def __init__(self, recipe: Recipe, *words: str, environ: dict[str, str] | None = None, steps: int = 3) -> None:
+    def __init__(self, recipe: Recipe, *overrides: str, environ: dict[str, str] | None = None, steps: int = 3) -> None:
         """Start it, and return when it has trained for some steps."""
-        self.process, self.run = recipe.start(*words, environ=environ)
+        self.process, self.run = recipe.start(*overrides, environ=environ)
         if steps:
             wait_for(lambda: self.process.poll() is not None or trained(self.run, steps))
 
@@ -108,9 +108,9 @@ def processes_of(rank: int) -> dict[int, int]:
     return found
 
 
-def faulted(recipe: Recipe, fault: str, *words: str, environ: dict[str, str] | None = None) -> Ended:
+def faulted(recipe: Recipe, fault: str, *overrides: str, environ: dict[str, str] | None = None) -> Ended:
     """Run with an injected fault."""
-    return Ended(recipe(*words, environ={"DDPEXP_FAULT": fault, **(environ or {})}))
+    return Ended(recipe(*overrides, environ={"DDPEXP_FAULT": fault, **(environ or {})}))
 
 
 def name(pid: int) -> str:

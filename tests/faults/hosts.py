@@ -67,10 +67,15 @@ class Both:
     """One command on each of two hosts, with words and variables of its own."""
 
     def __init__(
-        self, recipe: Recipe, words: Sequence[str], *, own: Sequence[dict[str, str]] = NOTHING, run: Path | None = None
+        self,
+        recipe: Recipe,
+        overrides: Sequence[str],
+        *,
+        own: Sequence[dict[str, str]] = NOTHING,
+        run: Path | None = None,
     ) -> None:
         """Start them; `words` in which N stands for the host's number."""
-        typed, self.run = recipe.words("trainer.threads=1", *words, run=run)
+        typed, self.run = recipe.words("trainer.threads=1", *overrides, run=run)
         environ = {**recipe.ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]}
         self.processes = [
             subprocess.Popen(
@@ -86,8 +91,8 @@ class Both:
         return [finish(process, self.run, timeout) for process in self.processes]
 
 
-def _run(*words: str) -> str:
-    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
+def _run(*overrides: str) -> str:
+    return subprocess.run(overrides, check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
 
 
 def _name(pid: str) -> str:

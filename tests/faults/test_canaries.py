@@ -76,27 +76,27 @@ class Place:
         path.chmod(mode)
         return path
 
-    def start(self, *words: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    def start(self, *overrides: str, environ: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Start the console script, from which Python does not look in the current folder."""
         script = self.canaries.parent / "bin/ddpexp"
         return subprocess.Popen(
-            [sys.executable, str(script), *words], cwd=self.folder, env={**self.environ, **(environ or {})},
+            [sys.executable, str(script), *overrides], cwd=self.folder, env={**self.environ, **(environ or {})},
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
 
-    def answers(self, *words: str) -> Done:
+    def answers(self, *overrides: str) -> Done:
         """Run a command to its end, and see that it was an answer, soon, and that nothing of the stranger's ran.
 
         Soon by its own work: the machine may be busy. It is forked, for there are hundreds of them.
         """
-        done, seconds = self._forked(*words)
-        assert list(self.canaries.iterdir()) == [], words
-        assert done.code in (0, 2), (words, done)
-        assert "Traceback" not in done.err, (words, done.err)
-        assert seconds < SECONDS, (words, seconds)
+        done, seconds = self._forked(*overrides)
+        assert list(self.canaries.iterdir()) == [], overrides
+        assert done.code in (0, 2), (overrides, done)
+        assert "Traceback" not in done.err, (overrides, done.err)
+        assert seconds < SECONDS, (overrides, seconds)
         return done
 
-    def _forked(self, *words: str) -> tuple[Done, float]:
+    def _forked(self, *overrides: str) -> tuple[Done, float]:
         """Be the command in a fork of this process, with a fork for its fork server (`tests.warm`).
 
         A server imports the same whatever the stranger has configured; from a folder of modules of the stranger's it
@@ -107,7 +107,7 @@ class Place:
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the command does not use
             pid = os.fork()
             if pid == 0:
-                self._be(words, to.fileno(), to_err.fileno())
+                self._be(overrides, to.fileno(), to_err.fileno())
         deadline = time.monotonic() + 120
         while True:
             ended, status, used = os.wait4(pid, os.WNOHANG)
@@ -116,13 +116,13 @@ class Place:
             if time.monotonic() > deadline:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                pytest.fail(f"no end: {words}")
+                pytest.fail(f"no end: {overrides}")
             time.sleep(0.01)
         return Done(
             os.waitstatus_to_exitcode(status), out.read_text(), err.read_text(), self.run
         ), used.ru_utime + used.ru_stime
 
-    def _be(self, words: Sequence[str], out: int, err: int) -> NoReturn:
+    def _be(self, overrides: Sequence[str], out: int, err: int) -> NoReturn:
         try:
             os.setsid()
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -135,7 +135,7 @@ class Place:
             os.environ.update({**self.environ, **self.warm})
             if self.warm:
                 forks.change(client, ignored_signals())
-            sys.argv = ["ddpexp", *words]
+            sys.argv = ["ddpexp", *overrides]
             __main__.run()
         except BaseException:
             traceback.print_exc()
@@ -266,19 +266,19 @@ def test_no_verb_runs_the_code_of_a_run_directory_or_reads_it_for_long(place: Pl
     place.write("stranger.py", place.code("stranger"))
     place.environ |= {"PAYLOAD": "os.system"}
     place.starts_members_otherwise = name == "poison: rendezvous"
-    for words in of_a_run(place):
-        place.answers(*words)
+    for overrides in of_a_run(place):
+        place.answers(*overrides)
     assert not list(place.folder.rglob("canary"))
 
 
 # --- Sweeps ---
 
 
-def asked(*words: str, options: tuple[str, ...] = ()) -> Callable[[Place], None]:
+def sweep_with(*overrides: str, options: tuple[str, ...] = ()) -> Callable[[Place], None]:
     """Return what makes a sweep of such words."""
 
     def apply(place: Place) -> None:
-        place.write("sweep/sweep.yaml", yaml.safe_dump({"words": list(words), "options": list(options)}))
+        place.write("sweep/sweep.yaml", yaml.safe_dump({"words": list(overrides), "options": list(options)}))
         place.write("sweep/sweep.jsonl", '{"event": "sweep", "time": 1}\n')
 
     return apply
@@ -286,7 +286,7 @@ def asked(*words: str, options: tuple[str, ...] = ()) -> Callable[[Place], None]
 
 def recorded(made: Callable[[Place], object]) -> Callable[[Place], None]:
     def apply(place: Place) -> None:
-        asked(*TINY, "trainer.seed=0,1")(place)
+        sweep_with(*TINY, "trainer.seed=0,1")(place)
         made(place)
 
     return apply
@@ -302,20 +302,20 @@ def bomb_words(levels: int = 7) -> list[str]:
 
 
 SWEEPS: dict[str, Callable[[Place], None]] = {
-    "texts of texts": asked(*TINY, *bomb_words(), "trainer.seed=0,1"),
-    "its name of texts of texts": asked(*TINY, *bomb_words(), "sweep.objective=${model.x7}", "trainer.seed=0,1"),
-    "code beside configs": asked("recipe=stranger", "trainer.seed=0,1", options=("--config-dir", "conf")),
-    "trusted code": asked(*TINY, "run.trust=[stranger]", "task._target_=stranger.Task", "trainer.seed=0,1"),
-    "slurm": asked(*TINY, "launcher=slurm", "launcher.setup=[touch canary]", "trainer.seed=0,1"),
-    "slurm alone": asked(*TINY, "launcher=slurm", "trainer.seed=0,1"),
-    "weights elsewhere": asked(*TINY, "run.init_from=/etc/passwd", "trainer.seed=0,1"),
-    "another folder of configs": asked(*TINY, "hydra.searchpath=[file:///tmp]", "trainer.seed=0,1"),
-    "a sweeper's storage": asked(*TINY, "hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///canary",
+    "texts of texts": sweep_with(*TINY, *bomb_words(), "trainer.seed=0,1"),
+    "its name of texts of texts": sweep_with(*TINY, *bomb_words(), "sweep.objective=${model.x7}", "trainer.seed=0,1"),
+    "code beside configs": sweep_with("recipe=stranger", "trainer.seed=0,1", options=("--config-dir", "conf")),
+    "trusted code": sweep_with(*TINY, "run.trust=[stranger]", "task._target_=stranger.Task", "trainer.seed=0,1"),
+    "slurm": sweep_with(*TINY, "launcher=slurm", "launcher.setup=[touch canary]", "trainer.seed=0,1"),
+    "slurm alone": sweep_with(*TINY, "launcher=slurm", "trainer.seed=0,1"),
+    "weights elsewhere": sweep_with(*TINY, "run.init_from=/etc/passwd", "trainer.seed=0,1"),
+    "another folder of configs": sweep_with(*TINY, "hydra.searchpath=[file:///tmp]", "trainer.seed=0,1"),
+    "a sweeper's storage": sweep_with(*TINY, "hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///canary",
         "trainer.seed=0,1"),
-    "a billion jobs": asked(*TINY, "trainer.seed=range(1000000000)"),
-    "a word of 100,000 characters": asked(*TINY, f"trainer.seed={','.join(map(str, range(20_000)))}"),
-    "deep brackets": asked(*TINY, f"+x={'[' * 2000}", "trainer.seed=0,1"),
-    "100,000 threads": asked(*TINY, "trainer.threads=100000", "trainer.seed=0,1"),
+    "a billion jobs": sweep_with(*TINY, "trainer.seed=range(1000000000)"),
+    "a word of 100,000 characters": sweep_with(*TINY, f"trainer.seed={','.join(map(str, range(20_000)))}"),
+    "deep brackets": sweep_with(*TINY, f"+x={'[' * 2000}", "trainer.seed=0,1"),
+    "100,000 threads": sweep_with(*TINY, "trainer.threads=100000", "trainer.seed=0,1"),
     "a python object": plain("words: !!python/object/apply:os.system ['touch canary']\noptions: []\n"),
     "aliases": plain(RAW["laughs"]),
     "a deep record": recorded(lambda place: place.write("sweep/sweep.jsonl", '{"event":' * 50_000)),
@@ -340,18 +340,20 @@ def test_no_verb_runs_the_code_of_a_sweep_or_reads_it_for_long(place: Place, nam
     SWEEPS[name](place)
     place.write("stranger.py", place.code("stranger"))
     place.write("conf/recipe/stranger.yaml", "task:\n  _target_: stranger.Task\n")
-    for words in of_a_sweep(place):
+    for overrides in of_a_sweep(place):
         # A sweep whose words are ordinary is resumed: it may train, which is no reading.
-        ordinary = name in ("a deep record", "the run of a stranger") and words[0] == "resume"
-        finish(place.start(*words), place.sweep, 90) if ordinary else place.answers(*words)
+        ordinary = name in ("a deep record", "the run of a stranger") and overrides[0] == "resume"
+        finish(place.start(*overrides), place.sweep, 90) if ordinary else place.answers(*overrides)
     assert list(place.canaries.iterdir()) == []
     assert not list(place.folder.rglob("canary"))
 
 
 @pytest.mark.fault("S17")
-@pytest.mark.parametrize("words", [[], ["-m", "trainer.seed=0,1"], ["--cfg=job", "--resolve"], ["plan"]], ids=" ".join)
-def test_overrides_that_stand_for_more_than_there_is_are_refused(place: Place, words: list[str]) -> None:
-    done = place.answers(*words[:1], *TINY, *bomb_words(), *words[1:])
+@pytest.mark.parametrize(
+    "overrides", [[], ["-m", "trainer.seed=0,1"], ["--cfg=job", "--resolve"], ["plan"]], ids=" ".join
+)
+def test_overrides_that_stand_for_more_than_there_is_are_refused(place: Place, overrides: list[str]) -> None:
+    done = place.answers(*overrides[:1], *TINY, *bomb_words(), *overrides[1:])
     assert done.code == 2
     assert "refers to itself with ${...} so often" in done.err
     assert sorted(path.name for path in place.folder.iterdir()) == ["run"]  # nothing was begun
@@ -462,11 +464,11 @@ def everything(place: Place) -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize("name", FOLDERS)
 def test_no_verb_runs_the_code_of_the_current_folder(place: Place, name: str) -> None:
     FOLDERS[name](place)
-    for words in everything(place):
-        done = finish(place.start(*words), place.run, 120)
-        assert sorted(path.name for path in place.canaries.iterdir()) == [], (words, done)
-        assert done.code in (0, 2), (words, done)
-        assert "Traceback" not in done.err, (words, done.err)
+    for overrides in everything(place):
+        done = finish(place.start(*overrides), place.run, 120)
+        assert sorted(path.name for path in place.canaries.iterdir()) == [], (overrides, done)
+        assert done.code in (0, 2), (overrides, done)
+        assert "Traceback" not in done.err, (overrides, done.err)
     assert (place.folder / "several/sweep.png").exists()  # what draws has found its own modules
 
 
@@ -482,8 +484,8 @@ def test_the_module_leaves_the_current_folder_before_it_imports_anything(place: 
     ).stdout.split()
     for name in modules() - set(own):
         place.write(f"{name}.py", place.code(name))
-    for words in (("--help",), TINY):
-        command = [sys.executable, "-m", "ddpexp", *words, *(["run.dir=one"] if words == TINY else [])]
+    for overrides in (("--help",), TINY):
+        command = [sys.executable, "-m", "ddpexp", *overrides, *(["run.dir=one"] if overrides == TINY else [])]
         done = subprocess.run(command, cwd=place.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE)
         assert sorted(path.name for path in place.canaries.iterdir()) == [], done
         assert done.returncode == 0, done
@@ -497,8 +499,8 @@ def test_a_module_of_the_current_folder_counts_where_it_is_trusted_by_name(place
     place.write("beside.py", "")
     place.write("json.py", place.code("json"))
     place.warm.clear()
-    words = (*TINY, "run.dir=one", "task._target_=mine.Task", "run.trust=[mine]")
-    assert place.answers(*words).code == 0
+    overrides = (*TINY, "run.dir=one", "task._target_=mine.Task", "run.trust=[mine]")
+    assert place.answers(*overrides).code == 0
     manifest = json.loads((place.folder / "one/manifest.json").read_text())
     assert {"mine", "beside"} <= set(manifest["inputs"]["code"]["modules"])
     assert place.answers("resume", "one", LONGER).code == 2  # its place must be restated
@@ -510,8 +512,8 @@ def test_a_module_of_the_current_folder_counts_where_it_is_trusted_by_name(place
 IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "protocol.file.allow=always")
 
 
-def git(folder: Path, *words: str) -> str:
-    return subprocess.run(["git", *IDENTITY, *words], cwd=folder, check=True, capture_output=True, text=True).stdout
+def git(folder: Path, *overrides: str) -> str:
+    return subprocess.run(["git", *IDENTITY, *overrides], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
 def repository(folder: Path) -> None:
@@ -689,7 +691,7 @@ def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
 ) -> None:
     """The bounds are taken away, for they would end it first."""
     added(bomb(12))(place)
-    asked(*TINY, *bomb_words(12), "trainer.seed=0,1")(place)
+    sweep_with(*TINY, *bomb_words(12), "trainer.seed=0,1")(place)
     early, mark = place.canaries.parent / "early", place.canaries.parent / "resolves"
     early.mkdir()
     (early / "sitecustomize.py").write_text(
@@ -707,12 +709,12 @@ def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
         "    Container.resolve_parse_tree = counted\n"
     )
     weights = shutil.copy(next(place.run.rglob("model*.safetensors")), place.folder / "weights.safetensors")
-    words = [*TINY, *bomb_words(12)]
+    overrides = [*TINY, *bomb_words(12)]
     typed = {
-        "evaluate": ["evaluate", "run"], "resume": ["resume", "run", LONGER], "train": [*words, "run.dir=one"],
-        "resume a sweep": ["resume", "sweep"], "sweep": ["-m", *words, "trainer.seed=0,1", "hydra.sweep.dir=several"],
-        "plan": ["plan", *words],
-        "weights": ["evaluate", str(weights), *words], "member": ["member", "run"],
+        "evaluate": ["evaluate", "run"], "resume": ["resume", "run", LONGER], "train": [*overrides, "run.dir=one"],
+        "resume a sweep": ["resume", "sweep"], "sweep": ["-m", *overrides, "trainer.seed=0,1", "hydra.sweep.dir=several"],
+        "plan": ["plan", *overrides],
+        "weights": ["evaluate", str(weights), *overrides], "member": ["member", "run"],
     }  # fmt: skip
     process = place.start(*typed[verb], environ={"PYTHONPATH": f"{early}:{ROOT}"})
     wait_for(lambda: mark.exists() or process.poll() is not None)

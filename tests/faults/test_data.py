@@ -129,8 +129,8 @@ def _code(recipe: Recipe) -> None:
     )
 
 
-def troubled(recipe: Recipe, *words: str, environ: dict[str, str] | None = None) -> Ended:
-    return faulted(recipe, "", "data=trouble", *EVERY, *words, environ={"PACE": "0", **(environ or {})})
+def troubled(recipe: Recipe, *overrides: str, environ: dict[str, str] | None = None) -> Ended:
+    return faulted(recipe, "", "data=trouble", *EVERY, *overrides, environ={"PACE": "0", **(environ or {})})
 
 
 # --- DataLoader workers ---
@@ -151,8 +151,8 @@ def test_a_dataloader_worker_that_is_killed_ends_the_run_with_its_rank_and_signa
 
 @pytest.mark.fault(54)
 def test_what_a_task_catches_does_not_hide_the_death_of_a_dataloader_worker(recipe: Recipe) -> None:
-    words = ("trainer.epochs=10000", "task._target_=points.Careless", "trainer.timeout.data_seconds=600")
-    running = Running(recipe, *EVERY, *ITEMS, *words)
+    overrides = ("trainer.epochs=10000", "task._target_=points.Careless", "trainer.timeout.data_seconds=600")
+    running = Running(recipe, *EVERY, *ITEMS, *overrides)
     wait_for(lambda: len(loader_workers(1)) == 2)
     victim = loader_workers(1)[0]
     os.kill(victim, signal.SIGKILL)
@@ -208,9 +208,9 @@ RAISES = [
 
 
 @pytest.mark.fault(61)
-@pytest.mark.parametrize(("words", "says"), RAISES, ids=[words for words, _ in RAISES])
-def test_a_sample_that_raises_is_named_and_the_error_stays_the_users(recipe: Recipe, words: str, says: str) -> None:
-    ended = troubled(recipe, "data.train=raises", *words.split())
+@pytest.mark.parametrize(("overrides", "says"), RAISES, ids=[overrides for overrides, _ in RAISES])
+def test_a_sample_that_raises_is_named_and_the_error_stays_the_users(recipe: Recipe, overrides: str, says: str) -> None:
+    ended = troubled(recipe, "data.train=raises", *overrides.split())
     error = ended.failed(rank=int(ended.error["rank"]), says=says, step=False)
     assert error["kind"] == "ValueError"
     assert 'raise ValueError("no luck")' in error["traceback"]
@@ -262,23 +262,25 @@ REFUSED = [
 
 
 @pytest.mark.fault(60)
-@pytest.mark.parametrize(("words", "sentence"), REFUSED, ids=[words for words, _ in REFUSED])
-def test_data_that_cannot_be_divided_is_refused_by_all_ranks_at_once(recipe: Recipe, words: str, sentence: str) -> None:
-    done = recipe("data=trouble", "trainer.gpus=3", "trainer.threads=1", *words.split())
+@pytest.mark.parametrize(("overrides", "sentence"), REFUSED, ids=[overrides for overrides, _ in REFUSED])
+def test_data_that_cannot_be_divided_is_refused_by_all_ranks_at_once(
+    recipe: Recipe, overrides: str, sentence: str
+) -> None:
+    done = recipe("data=trouble", "trainer.gpus=3", "trainer.threads=1", *overrides.split())
     assert (done.code, done.err.splitlines()[-1]) == (2, f"ddpexp: {sentence}")
     assert "Traceback" not in done.err
 
 
 @pytest.mark.fault(62)
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         "data.num_workers=1",
         *(pytest.param(word, marks=pytest.mark.slow) for word in ("data.num_workers=0", "data.kind=Gathered")),
     ],
 )
-def test_a_nan_on_one_rank_stops_all_or_is_skipped_by_all(recipe: Recipe, words: str) -> None:
-    three = ("trainer.gpus=3", "data.train=poison", *words.split())
+def test_a_nan_on_one_rank_stops_all_or_is_skipped_by_all(recipe: Recipe, overrides: str) -> None:
+    three = ("trainer.gpus=3", "data.train=poison", *overrides.split())
     stopped = troubled(recipe, *three, "trainer.nonfinite=stop", "trainer.log_every=4")
     error = stopped.error
     assert (stopped.done.code, error["kind"]) == (1, "NonFiniteError")
@@ -298,14 +300,14 @@ def test_a_nan_on_one_rank_stops_all_or_is_skipped_by_all(recipe: Recipe, words:
 # --- Shared memory ---
 
 
-def in_little_shared_memory(recipe: Recipe, *words: str) -> Done:
+def in_little_shared_memory(recipe: Recipe, *overrides: str) -> Done:
     """Run where /dev/shm has one mebibyte, in a mount namespace of its own."""
     try:
         subprocess.run(["unshare", "--mount", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("a small /dev/shm needs a mount namespace, which only root may make")
-    typed, run = recipe.words("data=trouble", "data.kind=Large", "task._target_=points.LargeTask", *EVERY, *words)
-    full = "head -c 1048576 /dev/zero > /dev/shm/full &&" if "data.train=full" in words else ""
+    typed, run = recipe.words("data=trouble", "data.kind=Large", "task._target_=points.LargeTask", *EVERY, *overrides)
+    full = "head -c 1048576 /dev/zero > /dev/shm/full &&" if "data.train=full" in overrides else ""
     mounted = f'mount -t tmpfs -o size=1m tmpfs /dev/shm && {full} exec "$@"'
     process = subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-m", "ddpexp", *typed],

@@ -53,19 +53,19 @@ class Commands:
         self.environ = {**environ, "XDG_CACHE_HOME": str(folder / "cache"), "no_proxy": "*"}
         self._count = 0
 
-    def start(self, address: str, *words: str, stall: float = 600.0) -> tuple[subprocess.Popen[str], Path]:
+    def start(self, address: str, *overrides: str, stall: float = 600.0) -> tuple[subprocess.Popen[str], Path]:
         self._count += 1
         run = self.folder / f"run{self._count}"
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, address, str(stall), *SHORT, f"data.root={self.root}", f"run.dir={run}",
-                *words],
+                *overrides],
             cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
         return process, run
 
-    def __call__(self, address: str, *words: str, stall: float = 600.0) -> Done:
-        return finish(*self.start(address, *words, stall=stall))
+    def __call__(self, address: str, *overrides: str, stall: float = 600.0) -> Done:
+        return finish(*self.start(address, *overrides, stall=stall))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "cut": (hang_up, "is cut off|broke off"),
     "503": (unavailable, "HTTP Error 503: Service Unavailable"),
     "slow": (stall, "stopped coming after 1,003 bytes"),
-    "bomb": (bomb(4 << 30), "goes on after 7,840,016 bytes|magic number 0"),
+    "bomb": (bomb(4 << 30), "continues after 7,840,016 bytes|magic number 0"),
 }
 
 
@@ -182,34 +182,34 @@ def test_of_several_commands_without_data_one_downloads_and_all_train(commands: 
     several = [commands.start(mirror.address, "data.source=download") for _ in range(3)]
     ends = [finish(*one) for one in several]
     assert [done.code for done in ends] == [0, 0, 0], [done.err for done in ends]
-    assert sorted(mirror.asked) == sorted(NAMES), "each file once"
+    assert sorted(mirror.requests) == sorted(NAMES), "each file once"
     assert len({done.result()["weights_sha256"] for done in ends}) == 1
 
 
 @pytest.mark.fault(59)
 def test_a_command_killed_in_its_download_does_not_hold_the_next_one_up(commands: Commands, mirror: Server) -> None:
-    asked = threading.Event()
-    goes_on = threading.Event()
+    requested = threading.Event()
+    continues = threading.Event()
     content = mirror.answers[NAMES[0]]
     assert isinstance(content, bytes)
     answer = b"HTTP/1.0 200 OK\r\n\r\n" + content
 
     def wait(handler: BaseHTTPRequestHandler) -> None:
-        if asked.is_set():
+        if requested.is_set():
             handler.wfile.write(answer)
             return
-        asked.set()
-        goes_on.wait(PATIENCE)
+        requested.set()
+        continues.wait(PATIENCE)
 
     mirror.answers[NAMES[0]] = wait
     process, run = commands.start(mirror.address, "data.source=download")
-    assert asked.wait(PATIENCE)
+    assert requested.wait(PATIENCE)
     other, others_run = commands.start(mirror.address, "data.source=download")
     assert other.stderr is not None
     assert other.stderr.readline() == "ddpexp: waiting for another command, which is downloading the data\n"
     process.send_signal(signal.SIGKILL)
     done = finish(other, others_run)
-    goes_on.set()
+    continues.set()
     assert done.code == 0, done.err
     assert finish(process, run).code == -signal.SIGKILL
-    assert mirror.asked.count(NAMES[1]) == 1
+    assert mirror.requests.count(NAMES[1]) == 1

@@ -31,13 +31,13 @@ def is_command(pid: int) -> bool:
     Before its exec it shows its starter's words.
     """
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        overrides = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
     return (
-        b"ddpexp" in words[2:4]
-        and words[words.index(b"ddpexp") - 1] == b"-m"
-        and set(words[1:3]) <= {b"-u", b"-m", b"ddpexp"}
+        b"ddpexp" in overrides[2:4]
+        and overrides[overrides.index(b"ddpexp") - 1] == b"-m"
+        and set(overrides[1:3]) <= {b"-u", b"-m", b"ddpexp"}
     )
 
 
@@ -83,14 +83,14 @@ while True:
 
 
 Wrap = Callable[[list[str]], list[str]]
-ADOPTED: Wrap = lambda words: [sys.executable, "-c", ADOPTER, *words]  # noqa: E731
+ADOPTED: Wrap = lambda overrides: [sys.executable, "-c", ADOPTER, *overrides]  # noqa: E731
 
 
 def under(wrap: Wrap, starter: Starter) -> Starter:
     """Return a starter whose words are wrapped in others."""
     ways = starter.commands
     return dataclasses.replace(
-        starter, commands=lambda typed, size: [(wrap(words), more) for words, more in ways(typed, size)]
+        starter, commands=lambda typed, size: [(wrap(overrides), more) for overrides, more in ways(typed, size)]
     )
 
 
@@ -212,12 +212,12 @@ def test_a_command_that_is_killed_in_its_first_seconds_leaves_nothing(recipe: Re
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc")
 # Ways in which a starter that is well has another parent than usual, or its commands have.
 BETWEEN: dict[str, Wrap] = {
-    "as process 1": lambda words: [*CONTAINER, *words],
-    "under a shell as process 1": lambda words: [*CONTAINER, "bash", "-c", '"$@"; exit $?', "-", *words],
+    "as process 1": lambda overrides: [*CONTAINER, *overrides],
+    "under a shell as process 1": lambda overrides: [*CONTAINER, "bash", "-c", '"$@"; exit $?', "-", *overrides],
     "under a subreaper": ADOPTED,
-    "in a session of its own": lambda words: ["setsid", "--wait", "nohup", *words],
-    "with a script between": lambda words: [
-        part for word in words for part in (("bash", "-c", '"$@"; exit $?', "-",
+    "in a session of its own": lambda overrides: ["setsid", "--wait", "nohup", *overrides],
+    "with a script between": lambda overrides: [
+        part for word in overrides for part in (("bash", "-c", '"$@"; exit $?', "-",
             word) if word == DDPEXP[0] else (word,))
     ],
 }  # fmt: skip

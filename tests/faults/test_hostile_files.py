@@ -144,7 +144,7 @@ def test_code_in_place_of_a_checkpoints_file_is_refused(
 @pytest.mark.fault("S1")
 def test_code_in_place_of_weights_is_refused(ddpexp: Ddpexp, run: Path, canary: Path, tmp_path: Path) -> None:
     weights = tmp_path / "weights.safetensors"
-    for content, words in zip(
+    for content, overrides in zip(
         bombs(canary, tmp_path),
         [
             ("evaluate", str(weights), *(word for word in SMALL if not word.startswith("trainer."))),
@@ -153,7 +153,7 @@ def test_code_in_place_of_weights_is_refused(ddpexp: Ddpexp, run: Path, canary: 
         strict=True,
     ):
         weights.write_bytes(content)
-        refused(ddpexp(*words), "weights.safetensors cannot be read as safetensors")
+        refused(ddpexp(*overrides), "weights.safetensors cannot be read as safetensors")
     (newest(run) / "model.safetensors").write_bytes(weights.read_bytes())
     rehash(newest(run))
     refused(ddpexp("evaluate", str(run)), "model.safetensors cannot be read as safetensors")

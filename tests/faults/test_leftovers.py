@@ -147,9 +147,9 @@ sys.exit(started[0].wait())
 def by_thread(recipe: Recipe, size: int, *own: str) -> tuple[subprocess.Popen[str], Path]:
     typed, run = recipe.words("launcher=mpi", *own)
     variables = {"PMI_RANK": "0", "PMI_SIZE": str(size), "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": str(size)}
-    words = [sys.executable, "-c", STARTER, str(run / "metrics.jsonl"), *DDPEXP, *typed]
+    command = [sys.executable, "-c", STARTER, str(run / "metrics.jsonl"), *DDPEXP, *typed]
     process = subprocess.Popen(
-        words, cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
+        command, cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     return process, run
@@ -163,8 +163,8 @@ def test_the_end_of_the_thread_that_started_a_command_is_not_its_starters_end(re
 
 def meeting_names() -> set[str]:
     """Return the names at which ranks of this host meet now."""
-    words = Path("/proc/net/unix").read_text().split()
-    return {word for word in words if word.startswith("@ddpexp-")}
+    fields = Path("/proc/net/unix").read_text().split()
+    return {word for word in fields if word.startswith("@ddpexp-")}
 
 
 @pytest.mark.fault(7)

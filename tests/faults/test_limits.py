@@ -75,9 +75,9 @@ def recipe(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def start(recipe: Recipe, shell: str, *words: str) -> tuple[subprocess.Popen[str], Path]:
+def start(recipe: Recipe, shell: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     """Start the command from a shell that sets limits first."""
-    typed, run = recipe.words(*words)
+    typed, run = recipe.words(*overrides)
     script = f'{shell} && exec "$0" "$@"'
     process = subprocess.Popen(
         ["bash", "-c", script, sys.executable, "-m", "ddpexp", *typed],
@@ -87,8 +87,8 @@ def start(recipe: Recipe, shell: str, *words: str) -> tuple[subprocess.Popen[str
     return process, run
 
 
-def limited(recipe: Recipe, shell: str, *words: str) -> Ended:
-    return Ended(finish(*start(recipe, shell, *words)))
+def limited(recipe: Recipe, shell: str, *overrides: str) -> Ended:
+    return Ended(finish(*start(recipe, shell, *overrides)))
 
 
 def group_of(controller: str) -> Path:
@@ -128,8 +128,13 @@ def memory() -> Iterator[Path]:
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("victim", ["rank", "server"])
 def test_out_of_memory_is_reported_with_the_limit(recipe: Recipe, memory: Path, tmp_path: Path, victim: str) -> None:
-    words = ("task._target_=points.Hogs", f"+task.when={tmp_path}/now", "trainer.epochs=50000", "trainer.log_every=1")
-    process, run = start(recipe, f"echo $$ > {memory}/cgroup.procs", *words, "trainer.gpus=2")
+    overrides = (
+        "task._target_=points.Hogs",
+        f"+task.when={tmp_path}/now",
+        "trainer.epochs=50000",
+        "trainer.log_every=1",
+    )
+    process, run = start(recipe, f"echo $$ > {memory}/cgroup.procs", *overrides, "trainer.gpus=2")
     wait_for(lambda: process.poll() is not None or trained(run, 3))
     if victim == "server":
         [server] = [pid for pid in children(process.pid) if children(pid)]
@@ -237,9 +242,9 @@ def test_too_few_files_for_the_workers_are_refused_before_work(recipe: Recipe) -
 
 
 @pytest.mark.fault(23)
-@pytest.mark.parametrize("words", [("task._target_=points.Opens",), ITEMS], ids=["task", "loader"])
-def test_a_rank_that_runs_out_of_files_names_the_limit(recipe: Recipe, words: tuple[str, ...]) -> None:
-    ended = limited(recipe, "ulimit -n 44", *EVERY, *words)
+@pytest.mark.parametrize("overrides", [("task._target_=points.Opens",), ITEMS], ids=["task", "loader"])
+def test_a_rank_that_runs_out_of_files_names_the_limit(recipe: Recipe, overrides: tuple[str, ...]) -> None:
+    ended = limited(recipe, "ulimit -n 44", *EVERY, *overrides)
     assert ended.done.code == 1, ended.done
     assert "this shell allows 44 open files (ulimit -n): raise that limit" in ended.done.err.splitlines()[-1]
     assert "this shell allows 44 open files" in ended.error["message"]
@@ -258,7 +263,7 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
 
 @pytest.mark.fault(23)
 @pytest.mark.parametrize(
-    ("words", "rank"),
+    ("overrides", "rank"),
     [
         pytest.param(
             ("optimizer._target_=points.Grows", "optimizer.lr=0.05"), 0, marks=pytest.mark.slow, id="checkpoint"
@@ -266,8 +271,8 @@ def test_a_checkpoint_that_is_larger_than_a_file_may_be_is_refused_before_the_fi
         pytest.param(("task._target_=points.Talks",), 1, id="log"),
     ],
 )
-def test_a_file_that_grows_too_large_names_the_limit(recipe: Recipe, words: tuple[str, ...], rank: int) -> None:
-    ended = limited(recipe, "ulimit -f 1024", *EVERY, *words)
+def test_a_file_that_grows_too_large_names_the_limit(recipe: Recipe, overrides: tuple[str, ...], rank: int) -> None:
+    ended = limited(recipe, "ulimit -f 1024", *EVERY, *overrides)
     error = ended.failed(rank=rank, says="File too large", step=False)
     assert "this shell allows 1,024 KiB a file (ulimit -f): raise that limit" in error["message"]
 
@@ -291,8 +296,8 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(
     recipe: Recipe, disk: Path, every: str
 ) -> None:
     (disk / "full").write_bytes(bytes(14 << 20))
-    words = ("model._target_=points.Big", f"trainer.checkpoint_every={every}")
-    done = recipe(*EVERY, *words, run=disk / "run")
+    overrides = ("model._target_=points.Big", f"trainer.checkpoint_every={every}")
+    done = recipe(*EVERY, *overrides, run=disk / "run")
     assert done.code == 2, done
     wanted = (
         r"ddpexp: a checkpoint takes 8\.39 MB and \S+/disk/run has 6\.\d\d MB free, so that nothing of this run "
@@ -302,7 +307,7 @@ def test_a_disk_that_holds_no_checkpoint_is_refused_before_the_first_step(
     assert not (disk / "run/metrics.jsonl").exists() or not (disk / "run/metrics.jsonl").read_text()
     (disk / "full").unlink()
     assert (
-        recipe(*EVERY, *words, "trainer.keep_last=1", run=disk / "run").code == 0
+        recipe(*EVERY, *overrides, "trainer.keep_last=1", run=disk / "run").code == 0
     )  # the same command, when there is room
 
 
@@ -358,8 +363,8 @@ def test_a_full_disk_is_refused_with_one_sentence(recipe: Recipe, disk: Path) ->
 def test_a_place_that_cannot_be_written_is_refused_at_once(recipe: Recipe, disk: Path) -> None:
     assert recipe("trainer.max_steps=4", run=disk / "run").code == 0
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    for run, words in ((disk / "run", ("trainer.max_steps=8",)), (disk / "other", ())):
-        done = recipe(*words, run=run)
+    for run, overrides in ((disk / "run", ("trainer.max_steps=8",)), (disk / "other", ())):
+        done = recipe(*overrides, run=run)
         assert done.code == 2, done
         assert "Read-only file system" in done.err
         assert done.err.count("\n") == 1
@@ -375,14 +380,14 @@ def test_more_workers_than_cores_are_reported_in_the_headline(recipe: Recipe) ->
 
 
 def test_a_disk_that_will_not_hold_all_that_are_kept_is_warned_of_once(recipe: Recipe, disk: Path) -> None:
-    words = ("model._target_=points.Big", "trainer.epochs=1")
-    done = recipe("trainer.gpus=2", *words, run=disk / "run")
+    overrides = ("model._target_=points.Big", "trainer.epochs=1")
+    done = recipe("trainer.gpus=2", *overrides, run=disk / "run")
     assert done.code == 0, done
     assert (
         done.out.count("and 3 checkpoints of 8.39 MB exist at the same time (trainer.keep_last=2): saving will fail")
         == 1
     )
-    assert "saving will fail" not in recipe("trainer.gpus=2", *words).out
+    assert "saving will fail" not in recipe("trainer.gpus=2", *overrides).out
 
 
 @pytest.fixture

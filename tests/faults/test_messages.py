@@ -151,9 +151,9 @@ def test_an_error_of_any_kind_is_reported_in_short(
     assert len((done.run / "ranks/1.log").read_bytes()) < 100 << 10
 
 
-def opened(ddpexp: Ddpexp, redirection: str, *words: str) -> tuple[int, str, str]:
+def opened(ddpexp: Ddpexp, redirection: str, *overrides: str) -> tuple[int, str, str]:
     """Run a shell line; return the command's exit code, and what was on the shell's own output and errors."""
-    script = f"set -o pipefail; {sys.executable} -m ddpexp {' '.join(words)} {redirection}"
+    script = f"set -o pipefail; {sys.executable} -m ddpexp {' '.join(overrides)} {redirection}"
     done = subprocess.run(
         ["bash", "-c", script], cwd=ddpexp.folder, env=ddpexp.environ, stdin=subprocess.DEVNULL, capture_output=True,
         text=True,
@@ -219,7 +219,7 @@ class Unread:
     ],
 )
 def test_a_terminal_that_nobody_reads_does_not_hold_up_the_watch(recipe: Recipe, kind: str, streams: str) -> None:
-    words, run = recipe.words(
+    overrides, run = recipe.words(
         "trainer.gpus=2",
         "trainer.epochs=400000",
         "trainer.log_every=1",
@@ -229,7 +229,7 @@ def test_a_terminal_that_nobody_reads_does_not_hold_up_the_watch(recipe: Recipe,
     )
     unread = Unread(kind)
     process = subprocess.Popen(
-        [sys.executable, "-m", "ddpexp", *words], cwd=recipe.ddpexp.folder, stdin=subprocess.DEVNULL, text=True,
+        [sys.executable, "-m", "ddpexp", *overrides], cwd=recipe.ddpexp.folder, stdin=subprocess.DEVNULL, text=True,
         env={**recipe.ddpexp.environ, "PACE": "0.0", "TERM": "xterm-256color"}, start_new_session=True,
         stdout=unread.writing, stderr=unread.writing if streams == "both" else subprocess.PIPE,
     )  # fmt: skip

@@ -47,16 +47,16 @@ def hosts() -> Iterator[Hosts]:
     found.restore()
 
 
-def undisturbed(recipe: Recipe, *words: str) -> Done:
+def undisturbed(recipe: Recipe, *overrides: str) -> Done:
     """Run without a fault and without a pace; what else is different is the launcher."""
-    done = SPAWN(recipe, 2, *words, "task._target_=points.Sides")
+    done = SPAWN(recipe, 2, *overrides, "task._target_=points.Sides")
     assert done.code == 0, done.err
     return done
 
 
-def shell(recipe: Recipe, run: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+def shell(recipe: Recipe, run: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
     """Start one rank manually, with the variables that a user exports."""
-    typed, _ = recipe.words("trainer.threads=1", "launcher=torchrun-env", *words, run=run)
+    typed, _ = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides, run=run)
     return subprocess.Popen(
         [*DDPEXP, *typed], cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -106,8 +106,13 @@ def test_a_port_that_another_program_has_is_refused_by_all_ranks_in_seconds(reci
 @pytest.mark.slurm
 def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts: Hosts) -> None:
     address = "203.0.113.7"  # of documents, of no host
-    words = ("trainer.nodes=2", "launcher.node_rank=1", f"launcher.master_addr={address}", "launcher.master_port=29811")
-    typed, run = recipe.words("trainer.timeout.init_seconds=2", *words)
+    overrides = (
+        "trainer.nodes=2",
+        "launcher.node_rank=1",
+        f"launcher.master_addr={address}",
+        "launcher.master_port=29811",
+    )
+    typed, run = recipe.words("trainer.timeout.init_seconds=2", *overrides)
     done = subprocess.run(
         [*host(1), *DDPEXP, *typed],
         cwd=recipe.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
@@ -270,13 +275,13 @@ def test_junk_in_every_port_of_a_run_harms_nothing(recipe: Recipe, hosts: Hosts)
     wait_for(lambda: trained(both.run, 10))
     places = [place for number in (0, 1) for place in hosts.listening(number, before[number])]
     assert {address for address, _ in places} <= {socket.gethostbyname(name) for name in ("node0", "node1")}
-    words = [f"{address}:{port}" for address, port in places]
-    assert words
+    addresses = [f"{address}:{port}" for address, port in places]
+    assert addresses
     with subprocess.Popen(
-        [*host(1), sys.executable, "-c", JUNK, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*host(1), sys.executable, "-c", JUNK, *addresses], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as stranger:
         assert stranger.stdout is not None
-        assert int(stranger.stdout.readline()) > len(words)
+        assert int(stranger.stdout.readline()) > len(addresses)
         done = both.finish()
         stranger.communicate("")
     assert [one.code for one in done] == [0, 0], done[0].err
@@ -398,8 +403,10 @@ def test_another_host_reaches_no_port_of_a_run_on_one_host(recipe: Recipe, hosts
     head = socket.gethostbyname("ddp-head")
     with socket.create_server((head, 0)) as control:
         shown = str(control.getsockname()[1])
-        words = [*host(0), sys.executable, "-c", KNOCK, head, *ports, shown]
-        said = subprocess.run(words, capture_output=True, text=True, check=True, timeout=PATIENCE).stdout.splitlines()
+        overrides = [*host(0), sys.executable, "-c", KNOCK, head, *ports, shown]
+        said = subprocess.run(
+            overrides, capture_output=True, text=True, check=True, timeout=PATIENCE
+        ).stdout.splitlines()
     process.terminate()
     assert finish(process, run).code == 143
     assert said == [*(f"refused {port}" for port in ports), f"open {shown}"]

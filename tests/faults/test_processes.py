@@ -159,7 +159,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
 @pytest.mark.variants(1)
 @pytest.mark.fault(5)
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         (
             "trainer.micro_batch_size=2",
@@ -182,19 +182,24 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(recipe: Recipe, fault
     ],
     ids=["accumulation", "rank zero", "building", "manual", "data", "evaluation"],
 )
-def test_a_rank_that_makes_progress_is_left_alone(recipe: Recipe, words: tuple[str, ...]) -> None:
+def test_a_rank_that_makes_progress_is_left_alone(recipe: Recipe, overrides: tuple[str, ...]) -> None:
     add(recipe, LONG)
     done = recipe("trainer.gpus=2", "trainer.epochs=1", "trainer.timeout.step_seconds=3",
         "trainer.timeout.init_seconds=4",
-                  "trainer.timeout.data_seconds=10", "trainer.timeout.save_seconds=20", *words)  # fmt: skip
+                  "trainer.timeout.data_seconds=10", "trainer.timeout.save_seconds=20", *overrides)  # fmt: skip
     assert (done.code, done.err) == (0, "")
 
 
 @pytest.mark.slow
 @pytest.mark.fault(5)
 def test_a_rank_whose_checkpoint_takes_long_holds_up_nobody_before_its_time(recipe: Recipe, tmp_path: Path) -> None:
-    words = (*EVERY, "trainer.checkpoint_every=1", "trainer.timeout.step_seconds=4", "trainer.timeout.save_seconds=10")
-    ended = faulted(recipe, f"checkpoint.share:pause={tmp_path}/here:1:2", *words)
+    overrides = (
+        *EVERY,
+        "trainer.checkpoint_every=1",
+        "trainer.timeout.step_seconds=4",
+        "trainer.timeout.save_seconds=10",
+    )
+    ended = faulted(recipe, f"checkpoint.share:pause={tmp_path}/here:1:2", *overrides)
     error = ended.failed(rank=1, says=r"Hang: .*save_seconds=10")
     assert error["phase"] == "save"
 
@@ -235,8 +240,8 @@ def test_ranks_that_wait_for_one_another_are_all_named(recipe: Recipe) -> None:
 )
 def test_a_rank_with_a_collective_too_many_is_named(recipe: Recipe, size: int, workers: int, says: str) -> None:
     add(recipe, LONG)
-    words = (f"trainer.gpus={workers}", "trainer.global_batch_size=12", "strategy.reduce_through=backend")
-    done = recipe(*words, *SOON, "task._target_=points.Extra", f"+task.size={size}")
+    overrides = (f"trainer.gpus={workers}", "trainer.global_batch_size=12", "strategy.reduce_through=backend")
+    done = recipe(*overrides, *SOON, "task._target_=points.Extra", f"+task.size={size}")
     assert done.code == 1
     where = r"rank 1 in extra \(\S+points.py:\d+\)"
     assert re.search(rf"^ddpexp: rank 1 on \S+ failed \(train at step 2\): {says}.*{where}", done.err, re.MULTILINE), (

@@ -90,8 +90,8 @@ FAULTS: tuple[Callable[[random.Random, subprocess.Popen[str]], None], ...] = (
 )
 def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> None:
     chance = random.Random(seed)
-    words = (*WORDS, "trainer.gpus=3", f"trainer.max_steps={count * 60}")
-    quick = recipe(*words, environ={"PACE": "0"}, timeout=300)
+    overrides = (*WORDS, "trainer.gpus=3", f"trainer.max_steps={count * 60}")
+    quick = recipe(*overrides, environ={"PACE": "0"}, timeout=300)
     assert quick.code == 0, quick.err
     seen: Counter[str] = Counter()
     run: Path | None = None
@@ -99,7 +99,7 @@ def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> 
         planned = chance.random() < 0.3  # a rank dies at a point of a checkpoint's write
         fault = f"checkpoint.{chance.choice(POINTS)}:kill:0:{chance.randrange(1, 3)}"
         process, run = recipe.start(
-            *words, run=run, environ={"PACE": "0.03", **({"DDPEXP_FAULT": fault} if planned else {})}
+            *overrides, run=run, environ={"PACE": "0.03", **({"DDPEXP_FAULT": fault} if planned else {})}
         )
         before, deadline = steps(run), time.monotonic() + 30
         while process.poll() is None and steps(run) <= before and time.monotonic() < deadline:
@@ -118,7 +118,7 @@ def test_random_faults_change_nothing(recipe: Recipe, seed: int, count: int) -> 
         if done.code == 0:
             break
     print(dict(seen), "faults,", steps(run) if run else 0, "steps")
-    done = recipe(*words, run=run, environ={"PACE": "0"}, timeout=300)
+    done = recipe(*overrides, run=run, environ={"PACE": "0"}, timeout=300)
     assert done.code == 0, done.err
     assert seen.total() >= count, "the run ended before all faults had come"
     assert done.result()["weights_sha256"] == quick.result()["weights_sha256"]

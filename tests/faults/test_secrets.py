@@ -86,8 +86,8 @@ def is_kept(done: Done, canary: str = CANARY) -> None:
             assert not path.is_file() or form not in path.read_bytes(), path
 
 
-def verb(recipe: Recipe, run: Path, *words: str, environ: dict[str, str] | None = None) -> Done:
-    process, _ = recipe.ddpexp.start(*words, "--config-dir", str(recipe.folder / "conf"), environ=environ)
+def verb(recipe: Recipe, run: Path, *overrides: str, environ: dict[str, str] | None = None) -> Done:
+    process, _ = recipe.ddpexp.start(*overrides, "--config-dir", str(recipe.folder / "conf"), environ=environ)
     return finish(process, run)
 
 
@@ -154,12 +154,12 @@ def test_a_value_that_the_shell_has_put_in_is_written_as_a_reference(recipe: Rec
 
 @pytest.mark.fault("S10")
 def test_a_refusal_that_shows_a_value_does_not_show_a_secret(recipe: Recipe) -> None:
-    for words in (
+    for overrides in (
         ["trainer.seed=${oc.env:TOKEN}"],
         ["model.hidden=${oc.env:TOKEN}"],
         ["trainer.precision=${oc.env:TOKEN}"],
     ):
-        done = recipe(*words)
+        done = recipe(*overrides)
         assert (done.code, done.run.exists()) == (2, False)
         assert "${TOKEN}" in done.err
         is_kept(done)
@@ -335,7 +335,7 @@ def test_a_tree_is_masked_with_its_keys(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_only_values_of_overrides_become_references() -> None:
     environ = {"A_KEY": "abcdefgh"}
-    words = ["resume", "runs/abcdefgh", "+data.url=https://me:abcdefgh@host", "--config-dir=abcdefgh", "model.x=1"]
-    changed, said = referenced(words, environ)
-    assert changed == [*words[:2], "+data.url=https://me:${oc.env:A_KEY}@host", *words[3:]]
+    command = ["resume", "runs/abcdefgh", "+data.url=https://me:abcdefgh@host", "--config-dir=abcdefgh", "model.x=1"]
+    changed, said = referenced(command, environ)
+    assert changed == [*command[:2], "+data.url=https://me:${oc.env:A_KEY}@host", *command[3:]]
     assert said == ["data.url is written as ${oc.env:A_KEY}"]

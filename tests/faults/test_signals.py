@@ -25,8 +25,8 @@ LONG = ("trainer.gpus=2", "trainer.epochs=10000", "trainer.log_every=1", "traine
 @pytest.mark.fault(12)
 @pytest.mark.parametrize("point", ["written", "recorded", "renamed"])
 def test_a_stop_while_a_checkpoint_is_written_waits_for_it(recipe: Recipe, tmp_path: Path, point: str) -> None:
-    words = (*LONG, "trainer.checkpoint_every=3")
-    process, run = recipe.start(*words, environ={"DDPEXP_FAULT": f"checkpoint.{point}:late={tmp_path}/here:0:2"})
+    overrides = (*LONG, "trainer.checkpoint_every=3")
+    process, run = recipe.start(*overrides, environ={"DDPEXP_FAULT": f"checkpoint.{point}:late={tmp_path}/here:0:2"})
     wait_for((tmp_path / "here").exists)
     process.send_signal(signal.SIGTERM)
     done = finish(process, run)
@@ -76,7 +76,7 @@ TIMES = int(os.environ.get("DDPEXP_TEST_TIMES", "40"))
 TRAINING = ("trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0", "trainer.checkpoint_every=0")
 
 
-def hears(pid: int, number: int) -> bool:
+def has_handler(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal: a command makes that of SIGUSR2 last. Source.
 
     Proc(5), SigCgt.
@@ -87,14 +87,14 @@ def hears(pid: int, number: int) -> bool:
 
 
 def signal_command(
-    recipe: Recipe, number: int, wait: Callable[[subprocess.Popen[str], Path], object], *words: str
+    recipe: Recipe, number: int, wait: Callable[[subprocess.Popen[str], Path], object], *overrides: str
 ) -> str:
     """Send a signal when a command has come so far, check its end, and say what that was."""
     before = ddpexp_processes()
-    process, run = recipe.start("trainer.gpus=2", "trainer.threads=1", *words)
+    process, run = recipe.start("trainer.gpus=2", "trainer.threads=1", *overrides)
     with ended(before, process):
         wait(process, run)
-        ours = process.poll() is None and hears(process.pid, signal.SIGUSR2)
+        ours = process.poll() is None and has_handler(process.pid, signal.SIGUSR2)
         process.send_signal(number)
         out, err = process.communicate(timeout=PATIENCE)
         gone(before, [process], f"{signal.Signals(number).name}")
@@ -121,7 +121,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def test_a_signal_to_a_command_that_is_starting_ends_it_with_one_sentence(
     recipe: Recipe, number: signal.Signals
 ) -> None:
-    wait = lambda process, _run: wait_for(lambda: hears(process.pid, signal.SIGUSR2))  # noqa: E731
+    wait = lambda process, _run: wait_for(lambda: has_handler(process.pid, signal.SIGUSR2))  # noqa: E731
     assert signal_command(recipe, number, wait, *TRAINING) == "stopped"
 
 
@@ -184,6 +184,6 @@ def test_a_signal_while_a_run_ends_gives_its_exit_code(recipe: Recipe) -> None:
             wait_for(lambda: process.poll() is not None or trained(run, 1))
             time.sleep(moment)
 
-        words = ("trainer.epochs=2", "trainer.log_every=1", "trainer.eval_every=0")
-        found.append(signal_command(recipe, draw.choice(SIGNALS), wait, *words))
+        overrides = ("trainer.epochs=2", "trainer.log_every=1", "trainer.eval_every=0")
+        found.append(signal_command(recipe, draw.choice(SIGNALS), wait, *overrides))
     counts(found)

@@ -184,9 +184,9 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_waits_for_nobody(recipe: R
 STEERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]|\r(?!\n)")
 
 
-def shown(recipe: Recipe, *words: str) -> tuple[int, str, Path]:
+def shown(recipe: Recipe, *overrides: str) -> tuple[int, str, Path]:
     """Run on a terminal that cannot redraw a line, and return the exit code and all that it received."""
-    typed, run = recipe.words(*words)
+    typed, run = recipe.words(*overrides)
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
     child = pexpect.spawn(
         sys.executable, ["-m", "ddpexp", *typed], env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8",

@@ -50,10 +50,10 @@ def _busy() -> Iterator[None]:
 def test_no_healthy_run_is_ended(recipe: Recipe) -> None:
     starters = {str(one): one for one in (SPAWN, *STARTERS)}
     end, ended = time.monotonic() + 60 * MINUTES, Counter[str]()
-    for name, size, words in itertools.cycle(KINDS):
+    for name, size, overrides in itertools.cycle(KINDS):
         skip_without(starters[name])
-        done = starters[name](recipe, size, *WORDS, *SECOND, *words, timeout=600)
-        assert done.code == 0, f"after {ended}: {name} {words}\n{done.err}"
+        done = starters[name](recipe, size, *WORDS, *SECOND, *overrides, timeout=600)
+        assert done.code == 0, f"after {ended}: {name} {overrides}\n{done.err}"
         assert done.result()["status"] == "done"
         ended[name] += 1
         if time.monotonic() > end:

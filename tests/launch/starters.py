@@ -35,17 +35,17 @@ class Starter:
         return self.name
 
     def __call__(
-        self, recipe: Recipe, size: int, *words: str, timeout: float = PATIENCE, run: Path | None = None
+        self, recipe: Recipe, size: int, *overrides: str, timeout: float = PATIENCE, run: Path | None = None
     ) -> Done:
         """Run the job and return how its first command ended, with the output of all."""
-        started, run = self.start(recipe, size, *words, run=run)
+        started, run = self.start(recipe, size, *overrides, run=run)
         return self.finish(started, run, timeout)
 
     def start(
-        self, recipe: Recipe, size: int, *words: str, run: Path | None = None
+        self, recipe: Recipe, size: int, *overrides: str, run: Path | None = None
     ) -> tuple[list[subprocess.Popen[str]], Path]:
         """Start the job, in a run directory of its own or in that of a run before."""
-        typed, run = recipe.words("trainer.threads=1", *words, run=run)
+        typed, run = recipe.words("trainer.threads=1", *overrides, run=run)
         environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
         if "SLURM_CONF" in os.environ:
             environ["SLURM_CONF"] = os.environ["SLURM_CONF"]
@@ -79,15 +79,15 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _plain(*words: str) -> Callable[[list[str], int], list[Command]]:
-    return lambda typed, size: [([*DDPEXP, *typed, f"trainer.gpus={size}", *words], {})]
+def _plain(*overrides: str) -> Callable[[list[str], int], list[Command]]:
+    return lambda typed, size: [([*DDPEXP, *typed, f"trainer.gpus={size}", *overrides], {})]
 
 
 def _behind(*before: str) -> Callable[[list[str], int], list[Command]]:
     """Put `python -m ddpexp WORDS` behind words in which SIZE stands for the number of ranks."""
-    *words, launcher = before
+    *overrides, launcher = before
     return lambda typed, size: [
-        ([word.replace("SIZE", str(size)) for word in words] + [*DDPEXP, *typed, f"launcher={launcher}"], {})
+        ([word.replace("SIZE", str(size)) for word in overrides] + [*DDPEXP, *typed, f"launcher={launcher}"], {})
     ]
 
 
@@ -114,32 +114,41 @@ def _shells(typed: list[str], size: int) -> list[Command]:
 
 
 def _machines(typed: list[str], size: int) -> list[Command]:
-    words = [
+    overrides = [
         *typed,
         "trainer.nodes=2",
         f"trainer.gpus={size // 2}",
         "launcher.master_addr=node0",
         "launcher.master_port=29710",
     ]
-    return [([*host(node), *DDPEXP, *words, f"launcher.node_rank={node}"], {}) for node in (0, 1)]
+    return [([*host(node), *DDPEXP, *overrides, f"launcher.node_rank={node}"], {}) for node in (0, 1)]
 
 
 def _two_torchruns(typed: list[str], size: int) -> list[Command]:
-    words = [
+    overrides = [
         "--nnodes=2",
         f"--nproc-per-node={size // 2}",
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=node0:29720",
         f"--rdzv-id=t{size}",
     ]
-    program = [sys.executable, "-m", "torch.distributed.run", *words, "-m", "ddpexp", *typed, "launcher=torchrun-env"]
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *overrides,
+        "-m",
+        "ddpexp",
+        *typed,
+        "launcher=torchrun-env",
+    ]
     return [([*host(node), *program], {}) for node in (0, 1)]
 
 
 def _submitted(typed: list[str], size: int) -> list[Command]:
     nodes = 1 if size % 2 else 2
-    words = [f"trainer.nodes={nodes}", f"trainer.gpus={size // nodes}", "launcher=slurm", "launcher.wait=true"]
-    return [([*DDPEXP, *typed, *words], {})]
+    overrides = [f"trainer.nodes={nodes}", f"trainer.gpus={size // nodes}", "launcher=slurm", "launcher.wait=true"]
+    return [([*DDPEXP, *typed, *overrides], {})]
 
 
 def _allocated(typed: list[str], size: int) -> list[Command]:

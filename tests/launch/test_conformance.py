@@ -53,9 +53,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
     return recipe
 
 
-def run(recipe: Recipe, starter: Starter, size: int, folder: Path, *words: str) -> Done:
+def run(recipe: Recipe, starter: Starter, size: int, folder: Path, *overrides: str) -> Done:
     folder.mkdir()
-    return starter(recipe, size, *WORDS, f"+task.folder={folder}", *words)
+    return starter(recipe, size, *WORDS, f"+task.folder={folder}", *overrides)
 
 
 def order(folder: Path, size: int) -> list[list[int]]:
@@ -117,11 +117,11 @@ def test_a_failing_rank_ends_all_with_its_cause(
     error = json.loads((done.run / "error.json").read_text())
     assert (error["rank"], error["step"], error["phase"], error["exit_code"]) == (1, 2, "train", code)
     assert done.result()["status"] == "failed"
-    words = "ValueError: rank 1 has had enough" if how == "raise" else "sys.exit(7)"
-    assert words in (done.out + done.err)
+    overrides = "ValueError: rank 1 has had enough" if how == "raise" else "sys.exit(7)"
+    assert overrides in (done.out + done.err)
     assert f"ddpexp: rank 1 on {error['host']} failed (train at step 2)" in done.out + done.err
     if how == "raise":
-        assert words in (done.run / "ranks/1.log").read_text()
+        assert overrides in (done.run / "ranks/1.log").read_text()
 
 
 @pytest.mark.slow

@@ -65,10 +65,10 @@ print(said)
 """
 
 
-def refused(*words: str, before: str = "", most: int = 1000) -> str:
+def refused(*overrides: str, before: str = "", most: int = 1000) -> str:
     """Start processes until one is refused; return what is said of that."""
     program = SLEEPERS.format(root=str(ROOT), most=most, before=before)
-    done = subprocess.run([*words, sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run([*overrides, sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

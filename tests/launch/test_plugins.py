@@ -39,7 +39,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, content in files:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(content)
-    words = [
+    overrides = [
         "-q",
         "--no-index",
         "--no-deps",
@@ -50,7 +50,7 @@ def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
         source,
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *map(str, words)], capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, "-m", "pip", "install", *map(str, overrides)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return target
@@ -68,21 +68,21 @@ def niceness(done: Done) -> list[str]:
 
 
 def test_an_installed_launcher_runs_an_experiment(recipe: Recipe, example: Path) -> None:
-    words = ("trainer.gpus=2", "trainer.threads=1", "task._target_=points.Tells")
-    ours = recipe(*words)
-    done = recipe(*words, "launcher=polite", environ=seeing(example))
+    overrides = ("trainer.gpus=2", "trainer.threads=1", "task._target_=points.Tells")
+    ours = recipe(*overrides)
+    done = recipe(*overrides, "launcher=polite", environ=seeing(example))
     assert (done.code, done.err) == (0, "")
     assert done.result()["weights_sha256"] == ours.result()["weights_sha256"]
     assert (niceness(ours), niceness(done)) == (["0", "0"], ["10", "10"])
-    again = recipe(*words, "launcher=polite", "launcher.niceness=3", environ=seeing(example))
+    again = recipe(*overrides, "launcher=polite", "launcher.niceness=3", environ=seeing(example))
     assert (again.code, niceness(again)) == (0, ["3", "3"])
 
 
 def test_its_run_is_evaluated_with_and_without_it(recipe: Recipe, example: Path) -> None:
     done = recipe("launcher=polite", environ=seeing(example))
-    words = ("evaluate", str(done.run), "--config-dir", str(recipe.folder / "conf"))
-    without = recipe.ddpexp(*words)
-    again = recipe.ddpexp(*words, "launcher=polite", environ=seeing(example))
+    overrides = ("evaluate", str(done.run), "--config-dir", str(recipe.folder / "conf"))
+    without = recipe.ddpexp(*overrides)
+    again = recipe.ddpexp(*overrides, "launcher=polite", environ=seeing(example))
     assert (without.code, again.code, again.out) == (0, 0, without.out), again.err
 
 
@@ -102,8 +102,8 @@ def test_an_unknown_name_and_the_help_list_it(recipe: Recipe, example: Path) -> 
     ):
         done = recipe(f"launcher={word}", environ=seeing(example))
         assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
-    asked = recipe.ddpexp("--help", environ=seeing(example))
-    assert "\n  launcher   elastic, mpi, polite, slurm, spawn*, torchrun-env\n" in asked.out
+    shown = recipe.ddpexp("--help", environ=seeing(example))
+    assert "\n  launcher   elastic, mpi, polite, slurm, spawn*, torchrun-env\n" in shown.out
     without = recipe("launcher=polite")
     assert (without.code, without.err) == (2, f"ddpexp: launcher=polite is not a known option. Available: {OURS}.\n")
 

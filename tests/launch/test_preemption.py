@@ -188,10 +188,10 @@ class Polls:
         wait_for(lambda: len(self.marks("builds" if "builds" in how else "trains")) == self.size)
         return self
 
-    def run(self, function: str, words: list[object]) -> subprocess.Popen[str]:
+    def run(self, function: str, overrides: list[object]) -> subprocess.Popen[str]:
         import json
 
-        program = [sys.executable, "-c", f"import command; command.{function}()", json.dumps(words)]
+        program = [sys.executable, "-c", f"import command; command.{function}()", json.dumps(overrides)]
         process = subprocess.Popen(
             program, cwd=self.folder, env=self.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -114,11 +114,11 @@ def lines(done: Done) -> list[tuple[int, str]]:
 
 
 def test_interrupted_and_resumed_each_of_two_loggers_has_every_step_once(recipe: Recipe) -> None:
-    words = (*STEPS, "logger=[tensorboard,rows]", "logger.rows.file=mine.csv")
-    killed = recipe(*words, environ=KILLED)
+    overrides = (*STEPS, "logger=[tensorboard,rows]", "logger.rows.file=mine.csv")
+    killed = recipe(*overrides, environ=KILLED)
     assert killed.code == 1
     assert max(step for step, _ in rows(killed.run, "mine.csv")) > 6 - 2
-    done = recipe(*words, run=killed.run)
+    done = recipe(*overrides, run=killed.run)
     assert done.code == 0, done.err
     assert "resumed after step" in done.out
     expected = lines(done)
@@ -128,11 +128,11 @@ def test_interrupted_and_resumed_each_of_two_loggers_has_every_step_once(recipe:
 
 
 def test_a_logger_that_a_start_leaves_out_is_truncated_when_it_is_back(recipe: Recipe) -> None:
-    words = (*STEPS, "trainer.epochs=3")
-    killed = recipe(*words, "logger=[tensorboard,rows]", environ=KILLED)
-    again = recipe(*words, "logger=none", run=killed.run, environ={"DDPEXP_FAULT": "backward:kill:0:3"})
+    overrides = (*STEPS, "trainer.epochs=3")
+    killed = recipe(*overrides, "logger=[tensorboard,rows]", environ=KILLED)
+    again = recipe(*overrides, "logger=none", run=killed.run, environ={"DDPEXP_FAULT": "backward:kill:0:3"})
     assert (killed.code, again.code) == (1, 1)
-    done = recipe(*words, "logger=[tensorboard,rows]", run=killed.run)
+    done = recipe(*overrides, "logger=[tensorboard,rows]", run=killed.run)
     assert done.code == 0, done.err
     steps = [step for step, name in rows(done.run) if name == "train/loss"]
     assert steps == sorted(set(steps))
@@ -166,7 +166,7 @@ def test_a_switched_off_logger_records_nothing(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (["logger=[rows,tb]"], "logger=tb is not a known option. Did you mean logger=tensorboard?"),
         (["logger=[tensorboard,rwos]"], "logger=rwos is not a known option. Did you mean logger=rows?"),
@@ -176,8 +176,8 @@ def test_a_switched_off_logger_records_nothing(recipe: Recipe) -> None:
         (["logger=rows", "logger.rows._target_=os.system"], "logger.rows._target_=os.system is not allowed: "),
     ],
 )
-def test_what_is_no_choice_of_loggers_is_refused(recipe: Recipe, words: list[str], sentence: str) -> None:
-    done = recipe(*words)
+def test_what_is_no_choice_of_loggers_is_refused(recipe: Recipe, overrides: list[str], sentence: str) -> None:
+    done = recipe(*overrides)
     assert (done.code, done.run.exists()) == (2, False)
     assert done.err.startswith(f"ddpexp: {sentence}"), done.err
 

@@ -47,7 +47,7 @@ from ddpexp.run.prepare import prepare
 from ddpexp.run.training import Training
 from ddpexp.strategy.comm.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
 from ddpexp.strategy.comm.shared_memory import size_of
-from ddpexp.strategy.ddp_memory import _GATHERED, buckets, carrier, exchange_bytes, keeps_buckets
+from ddpexp.strategy.ddp_memory import _GATHERED, buckets, exchange_bytes, keeps_buckets, transport
 from ddpexp.strategy.ddp_options import DDPOptions as Strategy
 from ddpexp.strategy.memory import Bucket, Facts, Parameter
 from ddpexp.strategy.reserved import most_blocks
@@ -137,7 +137,7 @@ def test_each_model_has_buckets_of_its_own() -> None:
 )
 def test_what_carries_the_gradients(nodes: int, workers: int, device: str, words: list[str], expected: str) -> None:
     found = experiment(*words)
-    assert carrier(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
+    assert transport(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
 
 
 def test_ddp_keeps_its_first_buckets_where_they_order_a_sum() -> None:

@@ -54,14 +54,14 @@ def test_images_without_contrast_are_drawn_too() -> None:
 
 
 def test_the_shipped_network_learns_drawn_digits_in_seconds(ddpexp: Ddpexp) -> None:
-    words = (
+    overrides = (
         "data.source=embedded",
         "data.embedded_train=4000",
         "data.embedded_test=500",
         "trainer.gpus=2",
         "logger=none",
     )
-    done = ddpexp(*words, "trainer.micro_batch_size=32", "trainer.threads=1")
+    done = ddpexp(*overrides, "trainer.micro_batch_size=32", "trainer.threads=1")
     assert done.code == 0, done.err
     result = done.result()
     assert (result["data"], result["step"], result["samples"]) == ("embedded-digits", 62, 62 * 128)

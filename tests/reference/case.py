@@ -97,7 +97,7 @@ class Case:
 
     def words(self) -> list[str]:
         """Return its overrides."""
-        words = {
+        overrides = {
             "trainer.gpus": self.workers,
             "optimizer": self.optimizer,
             "trainer.micro_batch_size": self.micro_batch_size,
@@ -122,7 +122,7 @@ class Case:
         plain = {None: "null", True: "true", False: "false"}
         return [
             f"{key}={plain[value] if value is None or isinstance(value, bool) else value}"
-            for key, value in words.items()
+            for key, value in overrides.items()
         ]
 
     def __str__(self) -> str:

@@ -70,8 +70,8 @@ def refused(folder: Path) -> str:
 @pytest.fixture
 def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock of the folder, and writes nothing into it."""
-    words = [sys.executable, "-c", HOLDS, str(folder / "lock")]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", HOLDS, str(folder / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()
         yield process
@@ -196,11 +196,11 @@ def test_a_second_command_in_the_directory_of_a_living_one_is_refused_at_once(dd
     process, run = recipe.start(*WAITS)
     wait_for(lambda: (run / "metrics.jsonl").exists())
     before = {path: path.read_bytes() for path in run.glob("*.*") if path.suffix in (".yaml", ".json")}
-    for words in (
+    for overrides in (
         (*recipe.words(*WAITS)[0], f"run.dir={run}"),
         ("resume", str(run), "--config-dir", str(recipe.folder / "conf")),
     ):
-        second = finish(*ddpexp.start(*words))
+        second = finish(*ddpexp.start(*overrides))
         assert second.code == 2
         assert f"is in use by process {process.pid} on {os.uname().nodename} since" in second.err
         assert second.err.count("\n") == 1, second.err  # a command that waits says so after a second

@@ -13,8 +13,8 @@ from ddpexp.run.repository import DIFF_BYTES, snapshot
 IDENTITY = ("-c", "user.name=a", "-c", "user.email=a@example.org")
 
 
-def git(folder: Path, *words: str, text: bytes | None = None) -> str:
-    done = subprocess.run(["git", *IDENTITY, *words], cwd=folder, check=True, capture_output=True, input=text)
+def git(folder: Path, *overrides: str, text: bytes | None = None) -> str:
+    done = subprocess.run(["git", *IDENTITY, *overrides], cwd=folder, check=True, capture_output=True, input=text)
     return done.stdout.decode()
 
 

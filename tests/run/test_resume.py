@@ -75,13 +75,13 @@ def change(path: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def again(ddpexp: Ddpexp, *words: str, environ: dict[str, str] | None = None) -> Done:
+def again(ddpexp: Ddpexp, *overrides: str, environ: dict[str, str] | None = None) -> Done:
     """Type the command of the run again."""
-    return ddpexp(*SMALL, "trainer.gpus=2", "run.dir=run", *words, environ=environ)
+    return ddpexp(*SMALL, "trainer.gpus=2", "run.dir=run", *overrides, environ=environ)
 
 
-def resumed(ddpexp: Ddpexp, *words: str, environ: dict[str, str] | None = None) -> Done:
-    return ddpexp("resume", *words, environ=environ)
+def resumed(ddpexp: Ddpexp, *overrides: str, environ: dict[str, str] | None = None) -> Done:
+    return ddpexp("resume", *overrides, environ=environ)
 
 
 def refused(done: Done, sentence: str) -> None:
@@ -90,17 +90,17 @@ def refused(done: Done, sentence: str) -> None:
     assert "Traceback" not in done.err
 
 
-def torchrun(ddpexp: Ddpexp, *words: str) -> subprocess.Popen[str]:
+def torchrun(ddpexp: Ddpexp, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*TORCHRUN, *words], cwd=ddpexp.folder, env={**ddpexp.environ, "OMP_NUM_THREADS": "1"},
+        [*TORCHRUN, *overrides], cwd=ddpexp.folder, env={**ddpexp.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
-def interrupted(recipe: Recipe, *words: str, number: int = signal.SIGTERM) -> tuple[Done, Path]:
+def interrupted(recipe: Recipe, *overrides: str, number: int = signal.SIGTERM) -> tuple[Done, Path]:
     """Return how a long run ended that got a signal in its middle."""
-    process, run = recipe.start(*LONG, *words)
+    process, run = recipe.start(*LONG, *overrides)
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(number)
     return finish(process, run), run
@@ -386,15 +386,15 @@ def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, envir
 
 
 @pytest.mark.slow
-def test_ranks_that_somebody_else_starts_are_started_again_in_the_same_way(recipe: Recipe) -> None:
+def test_ranks_that_are_started_externally_are_restarted_in_the_same_way(recipe: Recipe) -> None:
     typed, run = recipe.words(*LONG, "launcher=torchrun-env")
     process = torchrun(recipe.ddpexp, *typed)
     wait_for(lambda: (run / "metrics.jsonl").is_file())
     process.send_signal(signal.SIGTERM)
     done = finish(process, run)
-    words = f"resume {run.name} --config-dir {recipe.folder / 'conf'} launcher=torchrun-env"
-    assert re.search(f"; resume it with:\n\\S+ -m torch.distributed.run .*-m ddpexp {re.escape(words)}\n", done.err)
-    again = finish(torchrun(recipe.ddpexp, *words.split(), *SHORTER), run, 60)
+    overrides = f"resume {run.name} --config-dir {recipe.folder / 'conf'} launcher=torchrun-env"
+    assert re.search(f"; resume it with:\n\\S+ -m torch.distributed.run .*-m ddpexp {re.escape(overrides)}\n", done.err)
+    again = finish(torchrun(recipe.ddpexp, *overrides.split(), *SHORTER), run, 60)
     assert again.code == 0, again.err
     assert again.out.count("changed: trainer.epochs 200 -> 25, task._target_ points.Slow -> points.Sides\n") == 1
     assert again.result()["status"] == "done"
@@ -444,16 +444,16 @@ def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp
         refused(second, r"run was submitted as job 12, which is in the queue: wait for it, or scancel 12 first\.\n$")
     # The job itself continues, and its log says what was changed when it was submitted.
     step = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_NODEID": "0"}
-    words = [sys.executable, "-m", "ddpexp", "member", str(stopped)]
+    command = [sys.executable, "-m", "ddpexp", "member", str(stopped)]
     job = subprocess.run(
-        words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"}, capture_output=True,
-        text=True,
+        command, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"},
+        capture_output=True, text=True,
         timeout=PATIENCE,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
     assert "changed: optimizer.lr 0.1 -> 0.02\n" in job.stdout
     assert json.loads((stopped / "result.json").read_text())["status"] == "done"
-    assert subprocess.run(words, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"},
+    assert subprocess.run(command, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"},
                           timeout=PATIENCE, capture_output=True).returncode == 0  # fmt: skip
 
 
@@ -470,7 +470,7 @@ def test_resume_says_how_it_is_used(ddpexp: Ddpexp) -> None:
 
 def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> None:
     (ddpexp.folder / "empty").mkdir()
-    for words, sentence in {
+    for overrides, sentence in {
         ("nowhere",): r"^ddpexp: resume nowhere: there is no such directory\.\n$",
         ("empty",): r"^ddpexp: resume empty: it is no run directory\.\n$",
         ("run/config.yaml",): r"^ddpexp: resume run/config\.yaml: it is no run directory\. Did you mean run\?\n$",
@@ -495,7 +495,7 @@ def test_what_is_no_run_is_refused_with_its_name(ddpexp: Ddpexp, run: Path) -> N
         ("run", "launcher=mpi"): r"launcher=mpi is a process that mpirun starts",
         ("run", "launcher=mpl"): r"Did you mean launcher=mpi\?\n$",
     }.items():
-        refused(resumed(ddpexp, *words), sentence)
+        refused(resumed(ddpexp, *overrides), sentence)
 
 
 def test_code_of_ones_own_is_trusted_again_or_named(recipe: Recipe) -> None:
@@ -505,7 +505,7 @@ def test_code_of_ones_own_is_trusted_again_or_named(recipe: Recipe) -> None:
     refused(
         resumed(ddpexp, str(run)),
         re.escape(
-            f"{run} names code of its own (data._target_=points.load), which runs only when its place is typed again. "
+            f"{run} names code of its own (data._target_=points.load), which runs only when it is restated. "
             f"If it is yours: python -m ddpexp resume {run} --config-dir project/conf\n"
         ),
     )
@@ -541,9 +541,9 @@ def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp:
         "from pathlib import Path\n"
         "_read_configuration(RunDir(Path('run')), '0' * 64)"
     )
-    words = [sys.executable, "-c", program]
+    argv = [sys.executable, "-c", program]
     found = subprocess.run(
-        words, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
+        argv, cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert "RefusedError: run/config.yaml has changed since the command read it" in found.stderr
 
@@ -552,8 +552,8 @@ def test_a_configuration_that_changes_while_a_run_starts_is_not_believed(ddpexp:
 def test_a_run_resumes_from_the_login_node_and_in_the_users_own_srun(ddpexp: Ddpexp, stopped: Path) -> None:
     if "SLURM_CONF" not in os.environ:
         pytest.skip("no Slurm cluster: SLURM_CONF is not set")
-    words = ("launcher=slurm", "launcher.wait=true", "trainer.nodes=2", "trainer.gpus=1", "optimizer.lr=0.02")
-    done = resumed(ddpexp, "run", *words)
+    overrides = ("launcher=slurm", "launcher.wait=true", "trainer.nodes=2", "trainer.gpus=1", "optimizer.lr=0.02")
+    done = resumed(ddpexp, "run", *overrides)
     assert (done.code, done.err) == (0, "ddpexp: resuming run\n")
     assert "changed: optimizer.lr 0.1 -> 0.02\n" in done.out
     assert [len(start["hosts"]) for start in starts_of(stopped)] == [1, 2]
@@ -613,9 +613,9 @@ def changing(ddpexp: Ddpexp) -> Recipe:
     return recipe
 
 
-def more(recipe: Recipe, run: Path, *words: str) -> Done:
+def more(recipe: Recipe, run: Path, *overrides: str) -> Done:
     """Resume the run of a recipe."""
-    return resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), *words)
+    return resumed(recipe.ddpexp, run.name, "--config-dir", str(recipe.folder / "conf"), *overrides)
 
 
 def edit(path: Path, old: str, new: str) -> None:

@@ -109,7 +109,7 @@ def plain(recipe: Recipe) -> Done:
 
 @pytest.mark.variants(2)
 @pytest.mark.parametrize(
-    ("words", "tolerance"),
+    ("overrides", "tolerance"),
     [
         ("strategy.comm_hook=fp16 trainer.gpus=3", 1e-3),
         ("strategy.comm_hook=powersgd", 0.2),
@@ -121,13 +121,15 @@ def plain(recipe: Recipe) -> Done:
     ],
     ids=["fp16", "powersgd", "buckets", "static"],
 )
-def test_an_option_trains_to_nearly_the_same_weights(recipe: Recipe, plain: Done, words: str, tolerance: float) -> None:
-    done = recipe(*words.split(), *["trainer.gpus=2"] * ("gpus" not in words))
+def test_an_option_trains_to_nearly_the_same_weights(
+    recipe: Recipe, plain: Done, overrides: str, tolerance: float
+) -> None:
+    done = recipe(*overrides.split(), *["trainer.gpus=2"] * ("gpus" not in overrides))
     assert done.code == 0, done.err
     assert "Warning" not in done.out + done.err  # DDP's, of options that were not set
     assert near(weights(done), weights(plain), tolerance)
     same = done.result()["weights_sha256"] == plain.result()["weights_sha256"]
-    assert not same or "comm_hook" not in words  # a hook that compresses leaves its mark
+    assert not same or "comm_hook" not in overrides  # a hook that compresses leaves its mark
 
 
 def test_a_hook_that_gloo_does_not_have_is_refused(recipe: Recipe) -> None:
@@ -145,15 +147,15 @@ TRANSPORTS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "overrides"),
     [
         pytest.param(kind, f"trainer.gpus={gpus} strategy.{options}", marks=[pytest.mark.slow] * (number > 0))
         for number, (options, gpus, kind) in enumerate(product(TRANSPORTS, [2, 3], ["Sometimes", "Unused"]))
     ],
 )
-def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, kind: str, words: str) -> None:
+def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, kind: str, overrides: str) -> None:
     """`Sometimes` uses it in the first micro-batch of a step and not in the second."""
-    typed = (f"model._target_=points.{kind}", *words.split(), "trainer.micro_batch_size=4")
+    typed = (f"model._target_=points.{kind}", *overrides.split(), "trainer.micro_batch_size=4")
     done = recipe(*typed)
     assert done.code == 1
     assert "Traceback" not in done.err
@@ -228,7 +230,7 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
 
 
 @pytest.mark.parametrize(
-    ("size", "words", "wrapped"),
+    ("size", "overrides", "wrapped"),
     [
         (1, "", "Pictures"),
         (2, "strategy.static_graph=true", "DistributedDataParallel"),
@@ -236,10 +238,10 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
     ],
 )
 def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(
-    recipe: Recipe, size: int, words: str, wrapped: str
+    recipe: Recipe, size: int, overrides: str, wrapped: str
 ) -> None:
     done = recipe(
-        *words.split(),
+        *overrides.split(),
         "task._target_=points.Looks", "model._target_=points.Pictures", "trainer.channels_last=true",
         "trainer.deterministic=true",
         "trainer.threads=2", f"trainer.gpus={size}", "trainer.max_steps=4",

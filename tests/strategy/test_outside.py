@@ -22,28 +22,28 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
     return Recipe(Ddpexp(tmp_path_factory.mktemp("outside"), environ))
 
 
-def sharded(recipe: Recipe, *words: str, run: Path | None = None) -> dict[str, object]:
-    done = recipe(*WORDS, "strategy=sharded", *words, environ=SHARDED, run=run)
+def sharded(recipe: Recipe, *overrides: str, run: Path | None = None) -> dict[str, object]:
+    done = recipe(*WORDS, "strategy=sharded", *overrides, environ=SHARDED, run=run)
     assert (done.code, done.err) == (0, ""), done
     return done.result()
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [("strategy.children=true",), ("trainer.ema_decay=0.9",)],
     ids=["plain", "averaged"],
 )
-def test_it_trains_to_the_weights_of_replicas(recipe: Recipe, words: tuple[str, ...]) -> None:
-    ours = recipe(*WORDS, *(word for word in words if not word.startswith("strategy."))).result()
-    theirs = sharded(recipe, *words)
+def test_it_trains_to_the_weights_of_replicas(recipe: Recipe, overrides: tuple[str, ...]) -> None:
+    ours = recipe(*WORDS, *(word for word in overrides if not word.startswith("strategy."))).result()
+    theirs = sharded(recipe, *overrides)
     assert theirs["weights_sha256"] == ours["weights_sha256"]
     assert theirs["metrics"] == ours["metrics"]
 
 
 def test_it_clips_by_the_norm_of_all_rows(recipe: Recipe) -> None:
-    words = ("trainer.clip_grad_norm=0.1",)
+    overrides = ("trainer.clip_grad_norm=0.1",)
     ours, theirs = (
-        recipe(*WORDS, *words, strategy, environ=SHARDED).run for strategy in ("strategy=ddp", "strategy=sharded")
+        recipe(*WORDS, *overrides, strategy, environ=SHARDED).run for strategy in ("strategy=ddp", "strategy=sharded")
     )
     one, other = (json.loads((run / "metrics.jsonl").read_text().splitlines()[0]) for run in (ours, theirs))
     assert other["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-5)
@@ -52,8 +52,8 @@ def test_it_clips_by_the_norm_of_all_rows(recipe: Recipe) -> None:
 
 
 def test_its_checkpoints_are_those_of_replicas(recipe: Recipe) -> None:
-    words = ("trainer.ema_decay=0.9",)
-    ours, theirs = recipe(*WORDS, *words).run, recipe(*WORDS, *words, "strategy=sharded", environ=SHARDED).run
+    overrides = ("trainer.ema_decay=0.9",)
+    ours, theirs = recipe(*WORDS, *overrides).run, recipe(*WORDS, *overrides, "strategy=sharded", environ=SHARDED).run
     folders = [_newest(run) for run in (ours, theirs)]
     for name in ("model.safetensors", "model.ema.safetensors", "state.optimizers.safetensors"):
         one, other = (load_file(folder / name) for folder in folders)
@@ -87,9 +87,9 @@ def test_what_it_cannot_do_is_refused(recipe: Recipe) -> None:
 
 
 def test_a_plan_counts_its_shares(recipe: Recipe) -> None:
-    words = ("plan", "--json", "--num_samples", "96", "--config-dir", str(recipe.folder / "conf"), "recipe=points")
+    overrides = ("plan", "--json", "--num_samples", "96", "--config-dir", str(recipe.folder / "conf"), "recipe=points")
     plans = [
-        json.loads(recipe.ddpexp(*words, *WORDS, strategy, environ=SHARDED).out)
+        json.loads(recipe.ddpexp(*overrides, *WORDS, strategy, environ=SHARDED).out)
         for strategy in ("strategy=ddp", "strategy=sharded")
     ]
     whole, share = ({part["name"]: part["num_bytes"] for part in plan["memory"]["parts"]} for plan in plans)
@@ -116,7 +116,7 @@ def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: R
         (tmp_path / name).write_text(content)
     seeing = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     weights = [
-        recipe(*WORDS, *words, environ=seeing).result()["weights_sha256"]
-        for words in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))
+        recipe(*WORDS, *overrides, environ=seeing).result()["weights_sha256"]
+        for overrides in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))
     ]
     assert weights[0] == weights[1] == weights[2]  # a sum of two is the same in either order

@@ -103,39 +103,43 @@ class Sweeps:
         self.recipe = recipe
         self._count = 0
 
-    def words(self, *words: str, path: Path | None = None) -> tuple[list[str], Path]:
+    def words(self, *overrides: str, path: Path | None = None) -> tuple[list[str], Path]:
         if path is None:
             self._count += 1
             path = self.recipe.ddpexp.folder / f"sweep{self._count}"
-        folder = [] if any(word.startswith("hydra.sweep.dir") for word in words) else [f"hydra.sweep.dir={path}"]
+        folder = [] if any(word.startswith("hydra.sweep.dir") for word in overrides) else [f"hydra.sweep.dir={path}"]
         conf = ["--config-dir", str(self.recipe.folder / "conf")]
-        return ["-m", *conf, "recipe=points", *folder, "sweep.slots=2", "sweep.picture=false", *words], path
+        return ["-m", *conf, "recipe=points", *folder, "sweep.slots=2", "sweep.picture=false", *overrides], path
 
     def start(
-        self, *words: str, path: Path | None = None, environ: dict[str, str] | None = None
+        self, *overrides: str, path: Path | None = None, environ: dict[str, str] | None = None
     ) -> tuple[subprocess.Popen[str], Path]:
-        typed, path = self.words(*words, path=path)
+        typed, path = self.words(*overrides, path=path)
         return self.recipe.ddpexp.start(*typed, environ=environ)[0], path
 
     def __call__(
-        self, *words: str, path: Path | None = None, timeout: float = PATIENCE, environ: dict[str, str] | None = None
+        self,
+        *overrides: str,
+        path: Path | None = None,
+        timeout: float = PATIENCE,
+        environ: dict[str, str] | None = None,
     ) -> SweepDone:
-        process, path = self.start(*words, path=path, environ=environ)
+        process, path = self.start(*overrides, path=path, environ=environ)
         return SweepDone(finish(process, path, timeout), path)
 
     def hurry(self) -> None:
         """Have paced tasks wait no more."""
         (self.recipe.folder / "hurry").touch()
 
-    def again(self, path: Path, *words: str, trusted: bool = True) -> SweepDone:
+    def again(self, path: Path, *overrides: str, trusted: bool = True) -> SweepDone:
         """Go on with `ddpexp resume`."""
         options = ["--config-dir", str(self.recipe.folder / "conf")] if trusted else []
-        process, _ = self.recipe.ddpexp.start("resume", str(path), *options, *words)
+        process, _ = self.recipe.ddpexp.start("resume", str(path), *options, *overrides)
         return SweepDone(finish(process, path), path)
 
-    def solo(self, *words: str) -> str:
+    def solo(self, *overrides: str) -> str:
         """Train one run alone, with the threads that a slot's worker has, and return the hash of its weights."""
-        done = self.recipe("trainer.threads=1", *words, environ=OWN_SERVER)
+        done = self.recipe("trainer.threads=1", *overrides, environ=OWN_SERVER)
         assert done.code == 0, done.err
         return str(done.result()["weights_sha256"])
 
@@ -184,12 +188,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -
     sweep.path.mkdir()
     record = Record(sweep)
     record.add("sweep", words=["-m"], slots=1, kind="cpu", objective="eval/loss", mode="min")
-    names = [job_name(number, words) for number, words in enumerate(JOBS)]
-    for number, words in enumerate(JOBS):
-        record.add("planned", job=number, name=names[number], overrides=words)
-    for number, words in enumerate(JOBS):
+    names = [job_name(number, overrides) for number, overrides in enumerate(JOBS)]
+    for number, overrides in enumerate(JOBS):
+        record.add("planned", job=number, name=names[number], overrides=overrides)
+    for number, overrides in enumerate(JOBS):
         record.add("started", job=number, attempt=1, slots=[0], gpus=[])
-        done = recipe(*words, "logger=tensorboard", "trainer.gpus=1", run=sweep.path / "run")
+        done = recipe(*overrides, "logger=tensorboard", "trainer.gpus=1", run=sweep.path / "run")
         assert done.code == (1 if number == 2 else 0), done.err
         done.run.rename(sweep.path / names[number])
         if number < 2:

@@ -33,18 +33,18 @@ class Made:
         record.close()
 
     def job(
-        self, *words: str, status: str | None = "done", points: Sequence[tuple[int, float]] = POINTS,
+        self, *overrides: str, status: str | None = "done", points: Sequence[tuple[int, float]] = POINTS,
         name: str = "eval/loss",
         events: Sequence[str] = ("started", "ended"), seconds: float = 12.5, **result: Any,
     ) -> Path:  # fmt: skip
         """Make one job: its events, and with a status its run directory too; None leaves the run without a result."""
         number = self._count
         self._count += 1
-        path = self.path / job_name(number, words)
-        self.add("planned", job=number, name=path.name, overrides=list(words))
+        path = self.path / job_name(number, overrides)
+        self.add("planned", job=number, name=path.name, overrides=list(overrides))
         if "started" in events:
             self.add("started", job=number, attempt=1, slots=[0], gpus=[])
-            run(path, ["recipe=points", *words], status, points, name, seconds=seconds, **result)
+            run(path, ["recipe=points", *overrides], status, points, name, seconds=seconds, **result)
         if "ended" in events:
             self.add("ended", job=number, status=status, exit_code=0, seconds=seconds,
                 objective=points[-1][1] if points else None,
@@ -53,12 +53,12 @@ class Made:
 
 
 def run(
-    path: Path, words: Sequence[str] = (), status: str | None = "done", points: Sequence[tuple[int, float]] = POINTS,
+    path: Path, overrides: Sequence[str] = (), status: str | None = "done", points: Sequence[tuple[int, float]] = POINTS,
     name: str = "eval/loss", **result: Any,
 ) -> Path:  # fmt: skip
     """Make a run directory as a run leaves it."""
     path.mkdir(parents=True)
-    (path / "overrides.yaml").write_text(yaml.safe_dump(list(words)))
+    (path / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
     (path / "config.yaml").write_text(
         yaml.safe_dump({"optimizer": {"lr": 0.5, "nesterov": True}, "trainer": {"seed": 0}})
     )

@@ -85,7 +85,7 @@ def test_a_pruned_job_saves_exits_with_all_its_ranks_and_stays_pruned(sweeps: Sw
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("overrides", "says"),
     [
         (
             ("sweep.early_stop=median",),
@@ -99,6 +99,6 @@ def test_a_pruned_job_saves_exits_with_all_its_ranks_and_stays_pruned(sweeps: Sw
         (("sweep.objective=eval/loss", "sweep.early_stop=halving", "sweep.early_stop_after=0"), r"use a step from 1"),
     ],
 )
-def test_wrong_arguments_are_refused(sweeps: Sweeps, words: tuple[str, ...], says: str) -> None:
-    sweep = sweeps(*words, "trainer.seed=0,1")
+def test_wrong_arguments_are_refused(sweeps: Sweeps, overrides: tuple[str, ...], says: str) -> None:
+    sweep = sweeps(*overrides, "trainer.seed=0,1")
     assert (sweep.code, re.search(says, sweep.err) is not None) == (2, True), sweep.err

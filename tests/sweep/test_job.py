@@ -88,8 +88,8 @@ run()
 def test_a_job_that_cannot_be_started_waits_for_those_that_run_and_else_fails(
     sweeps: Sweeps, refused: str, code: int
 ) -> None:
-    words, path = sweeps.words("trainer.seed=0,1")
-    program = [sys.executable, "-c", SCARCE, refused, *words]
+    overrides, path = sweeps.words("trainer.seed=0,1")
+    program = [sys.executable, "-c", SCARCE, refused, *overrides]
     folder, environ = sweeps.recipe.ddpexp.folder, sweeps.recipe.ddpexp.environ
     done = subprocess.run(program, cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == code, done.stderr

@@ -50,19 +50,19 @@ def test_what_is_submitted_is_not_counted_as_done(sweeps: Sweeps) -> None:
 
 @pytest.mark.slurm
 def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: Sweeps) -> None:
-    words = ("launcher=slurm", "launcher.array_parallelism=1", "model._target_=points.Wide",
+    overrides = ("launcher=slurm", "launcher.array_parallelism=1", "model._target_=points.Wide",
         "task._target_=points.Paced",
              "trainer.epochs=4", "model.hidden=13,8", "launcher.wait=true")  # fmt: skip
-    process, path = sweeps.start(*words)
+    process, path = sweeps.start(*overrides)
     wait_for(lambda: (path / "0001_model.hidden=8" / "metrics.jsonl").is_file())
-    second = sweeps(*words[:-1], path=path)
+    second = sweeps(*overrides[:-1], path=path)
     assert second.code == 2, "the first command waits, and has the directory"
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, out + err
     assert re.search(r"^  0000_model\.hidden=13: rank 0: ValueError: 13 units bring bad luck$", err, re.MULTILINE)
     sweep = SweepDone(second.done, path)
     assert sweep.statuses() == ["failed", "done"]
-    again = sweeps(*words, path=path)
+    again = sweeps(*overrides, path=path)
     assert again.code == 1
     assert [event["job"] for event in again.events("submitted")] == [0, 1, 0]
 
@@ -71,8 +71,8 @@ def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: 
 @pytest.mark.slurm
 def test_in_an_allocation_the_jobs_are_steps_one_after_another(sweeps: Sweeps) -> None:
     typed, path = sweeps.words("launcher=slurm", "trainer.gpus=1", "trainer.seed=0,1", "trainer.threads=1")
-    words = ["salloc", "-N2", "--quiet", sys.executable, "-m", "ddpexp", *typed]
-    done = subprocess.run(words, cwd=sweeps.recipe.folder, env={**sweeps.recipe.ddpexp.environ}, capture_output=True,
+    command = ["salloc", "-N2", "--quiet", sys.executable, "-m", "ddpexp", *typed]
+    done = subprocess.run(command, cwd=sweeps.recipe.folder, env={**sweeps.recipe.ddpexp.environ}, capture_output=True,
         text=True,
                           timeout=PATIENCE, stdin=subprocess.DEVNULL)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -94,7 +94,7 @@ def test_a_dry_run_shows_the_array_and_leaves_nothing(sweeps: Sweeps) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("overrides", "says"),
     [
         (
             ("sweep.retries=1",),
@@ -110,7 +110,7 @@ def test_a_dry_run_shows_the_array_and_leaves_nothing(sweeps: Sweeps) -> None:
         ),
     ],
 )
-def test_what_a_submitted_job_cannot_have_is_refused(sweeps: Sweeps, words: tuple[str, ...], says: str) -> None:
-    sweep = sweeps("launcher=slurm", "trainer.seed=0,1", *words)
+def test_what_a_submitted_job_cannot_have_is_refused(sweeps: Sweeps, overrides: tuple[str, ...], says: str) -> None:
+    sweep = sweeps("launcher=slurm", "trainer.seed=0,1", *overrides)
     assert (sweep.code, re.search(says, sweep.err) is not None) == (2, True), sweep.err
     assert not Path(sweep.path).exists()

@@ -31,11 +31,11 @@ def test_optuna_gets_the_objectives_and_runs_its_trials_side_by_side(sweeps: Swe
 
 @pytest.mark.slow
 def test_a_trial_that_fails_is_reported_to_optuna_and_listed(sweeps: Sweeps) -> None:
-    words = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2",
+    overrides = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.n_jobs=2",
         "hydra.sweeper.sampler.seed=1",
              "hydra.sweeper.max_failure_rate=1.0", "sweep.objective=eval/loss", "model._target_=points.Wide",
              "model.hidden=choice(8,13)")  # fmt: skip
-    sweep = sweeps(*words)
+    sweep = sweeps(*overrides)
     assert sweep.code == 1
     assert sorted({event["status"] for event in sweep.events("ended")}) == ["done", "failed"]
     assert "1 of 2 jobs failed:" in sweep.err  # a trial that was had before is not run again
@@ -43,13 +43,13 @@ def test_a_trial_that_fails_is_reported_to_optuna_and_listed(sweeps: Sweeps) -> 
 
 
 def test_a_study_in_which_every_trial_fails_is_a_failure_and_no_traceback(sweeps: Sweeps) -> None:
-    words = (
+    overrides = (
         "hydra/sweeper=optuna",
         "hydra.sweeper.n_trials=2",
         "hydra.sweeper.max_failure_rate=1",
         "sweep.objective=eval/loss",
     )
-    sweep = sweeps(*words, "model._target_=points.Wide", "model.hidden=13", "optimizer.lr=interval(0.1,0.2)")
+    sweep = sweeps(*overrides, "model._target_=points.Wide", "model.hidden=13", "optimizer.lr=interval(0.1,0.2)")
     assert sweep.code == 1
     assert "ddpexp: 2 of 2 jobs failed:" in sweep.err
     assert "Traceback" not in sweep.err
@@ -70,7 +70,7 @@ def test_an_objective_that_no_job_reports_is_refused_at_once_with_the_right_metr
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("overrides", "says"),
     [
         (
             ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=0", "sweep.objective=eval/loss"),
@@ -85,7 +85,9 @@ def test_an_objective_that_no_job_reports_is_refused_at_once_with_the_right_metr
         (("hydra/sweeper=optuma", "sweep.objective=eval/loss"), r"hydra/sweeper=optuma is not a known option"),
     ],
 )  # fmt: skip
-def test_a_sweeper_that_has_nothing_to_choose_by_is_refused(sweeps: Sweeps, words: tuple[str, ...], says: str) -> None:
-    sweep = sweeps(*words, "optimizer.lr=interval(0.001,0.5)")
+def test_a_sweeper_that_has_nothing_to_choose_by_is_refused(
+    sweeps: Sweeps, overrides: tuple[str, ...], says: str
+) -> None:
+    sweep = sweeps(*overrides, "optimizer.lr=interval(0.001,0.5)")
     assert (sweep.code, re.search(says, sweep.err) is not None) == (2, True), sweep.err
     assert not sweep.path.exists()

@@ -27,9 +27,9 @@ from tests.sweep.made import Made
 from tests.test_layering import loaded_by, tops
 
 
-def process(*words: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def process(*overrides: str | Path, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ddpexp.sweep.picture", *map(str, words)], cwd=ROOT, env={**os.environ,
+        [sys.executable, "-m", "ddpexp.sweep.picture", *map(str, overrides)], cwd=ROOT, env={**os.environ,
             **(environ or {})},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
@@ -168,8 +168,8 @@ ODD: dict[str, list[tuple[list[str], dict[str, Any]]]] = {
 @pytest.mark.parametrize("jobs", ODD.values(), ids=ODD.keys())
 def test_odd_sweeps_are_drawn_without_a_message(tmp_path: Path, jobs: list[tuple[list[str], dict[str, Any]]]) -> None:
     made = Made(tmp_path / "sweep")
-    for words, facts in jobs:
-        made.job(*words, **facts)
+    for overrides, facts in jobs:
+        made.job(*overrides, **facts)
     picture.draw(rows_of(made.path), "eval/loss", "min", made.path / "sweep.png")
     width, _ = size(made.path / "sweep.png")
     assert width == 1500
@@ -208,14 +208,14 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path, capsys:
 
 def test_wrong_arguments_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = sweep(tmp_path / "sweep", 1)
-    for words in (
+    for overrides in (
         [],
         [str(tmp_path / "none")],
         ["--what"],
         [str(made.path), "sweep.mode=least"],
         [str(made.path), "--out"],
     ):
-        assert picture.main(words) == 2
+        assert picture.main(overrides) == 2
         said = capsys.readouterr()
         assert said.out == ""
         assert said.err.startswith("sweep.png cannot be drawn: ")

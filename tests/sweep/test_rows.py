@@ -252,7 +252,7 @@ def test_rows_are_read_again_only_where_something_has_changed(tmp_path: Path, mo
     first, second = made.job("optimizer.lr=0.1"), made.job("optimizer.lr=0.2")
     reader, read = Reader(made.path), []
     whole = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda self, *words: read.append(self) or whole(self, *words))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(Path, "read_text", lambda self, *overrides: read.append(self) or whole(self, *overrides))  # type: ignore[func-returns-value]
     assert [row.objective for row in reader.rows()] == [0.5, 0.5]
     assert read
     read.clear()

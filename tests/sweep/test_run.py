@@ -55,15 +55,15 @@ def test_a_config_file_makes_a_command_a_sweep(sweeps: Sweeps) -> None:
     text = "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {trainer.seed: 'range(2)'}}}\n"
     (sweeps.recipe.folder / "conf/experiment").mkdir(exist_ok=True)
     (sweeps.recipe.folder / "conf/experiment/searched.yaml").write_text(text)
-    words, path = sweeps.words("+experiment=searched")
-    assert words[0] == "-m"
-    process, _ = sweeps.recipe.ddpexp.start(*words[1:])
+    overrides, path = sweeps.words("+experiment=searched")
+    assert overrides[0] == "-m"
+    process, _ = sweeps.recipe.ddpexp.start(*overrides[1:])
     sweep = SweepDone(finish(process, path), path)
     assert sweep.code == 0, sweep.err
     assert [name.partition("_")[2] for name in sweep.results()] == ["trainer.seed=0", "trainer.seed=1"]
     assert sweep.statuses() == ["done"] * 2
     assert sweeps.again(path).code == 0
-    plan = sweeps.recipe.ddpexp("plan", *words[1:5], "+experiment=searched")
+    plan = sweeps.recipe.ddpexp("plan", *overrides[1:5], "+experiment=searched")
     assert (plan.code, "add hydra.mode=RUN for one run" in plan.err) == (2, True)
 
 
@@ -121,8 +121,8 @@ def test_with_on_failure_stop_no_more_jobs_are_started(sweeps: Sweeps) -> None:
 
 
 def test_a_job_that_failed_is_restarted_and_resumes_from_its_checkpoint(sweeps: Sweeps, tmp_path: Path) -> None:
-    words = ("sweep.retries=1", "trainer.checkpoint_every=2", "trainer.seed=choice(3)")
-    sweep = sweeps(*words, "task._target_=points.Once", environ={"MARKS": str(tmp_path)})
+    overrides = ("sweep.retries=1", "trainer.checkpoint_every=2", "trainer.seed=choice(3)")
+    sweep = sweeps(*overrides, "task._target_=points.Once", environ={"MARKS": str(tmp_path)})
     assert sweep.code == 0, sweep.err
     assert [event["status"] for event in sweep.events("ended")] == ["failed", "done"]
     assert "resuming " in (sweep.path / "logs" / "0000.log").read_text()
@@ -137,8 +137,8 @@ def test_a_job_that_failed_is_restarted_and_resumes_from_its_checkpoint(sweeps: 
 def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_same_weights(
     sweeps: Sweeps, number: int
 ) -> None:
-    words = (*PACED, "trainer.seed=range(3)")
-    process, path = sweeps.start(*words)
+    overrides = (*PACED, "trainer.seed=range(3)")
+    process, path = sweeps.start(*overrides)
     wait_for(lambda: len(list(path.glob("*/metrics.jsonl"))) == 2)
     process.send_signal(number)
     stopped = SweepDone(finish(process, path), path)
@@ -146,7 +146,7 @@ def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_s
     assert stopped.err.splitlines()[-1].startswith(f"python -m ddpexp resume {path.name} --config-dir ")
     assert stopped.statuses() == ["interrupted", "interrupted"]
     sweeps.hurry()
-    again = sweeps.again(path) if number == signal.SIGINT else sweeps(*words, path=path)
+    again = sweeps.again(path) if number == signal.SIGINT else sweeps(*overrides, path=path)
     assert again.code == 0, again.err
     assert again.statuses() == ["done"] * 3
     alone = sweeps.solo(*PACED[1:], "trainer.seed=0")
@@ -182,9 +182,9 @@ def test_a_signal_before_the_first_job_leaves_nothing_and_promises_nothing(sweep
 
 @pytest.mark.fault(67)
 def test_after_sigkill_nothing_lives_and_no_finished_job_is_run_again(sweeps: Sweeps) -> None:
-    words = (*PACED, "trainer.epochs=1,200", "trainer.seed=0,1")
+    overrides = (*PACED, "trainer.epochs=1,200", "trainer.seed=0,1")
     before = ddpexp_processes()
-    process, path = sweeps.start(*words)
+    process, path = sweeps.start(*overrides)
     wait_for(lambda: len([1 for result in path.glob("*/result.json") if '"done"' in result.read_text()]) == 2)
     wait_for(lambda: len(list(path.glob("000[23]*/metrics.jsonl"))) == 2)
     process.kill()
@@ -192,7 +192,7 @@ def test_after_sigkill_nothing_lives_and_no_finished_job_is_run_again(sweeps: Sw
     wait_for(lambda: ddpexp_processes() == before)
     sweeps.hurry()
     finished = {path: os.stat(path / "result.json").st_mtime_ns for path in path.glob("000[01]*")}
-    again = sweeps(*words, path=path)
+    again = sweeps(*overrides, path=path)
     assert again.code == 0, again.err
     assert again.statuses() == ["done"] * 4
     assert {path: os.stat(path / "result.json").st_mtime_ns for path in finished} == finished
@@ -284,11 +284,11 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("words", "says"), BAD, ids=[" ".join(words) for words, _ in BAD])
+@pytest.mark.parametrize(("overrides", "says"), BAD, ids=[" ".join(overrides) for overrides, _ in BAD])
 def test_what_is_wrong_is_refused_before_anything_starts_and_leaves_nothing(
-    sweeps: Sweeps, words: tuple[str, ...], says: str
+    sweeps: Sweeps, overrides: tuple[str, ...], says: str
 ) -> None:
-    sweep = sweeps(*words)
+    sweep = sweeps(*overrides)
     assert (sweep.code, sweep.out) == (2, "")
     assert re.search(says, sweep.err), sweep.err
     assert "Traceback" not in sweep.err
@@ -322,9 +322,9 @@ def test_two_sweeps_in_one_directory_are_refused_and_the_first_continues(sweeps:
 
 @pytest.mark.fault(68)
 def test_two_sweeps_of_one_second_get_two_directories(sweeps: Sweeps) -> None:
-    words, _ = sweeps.words("hydra.sweep.dir=null", "trainer.seed=choice(0)")
-    words.remove("hydra.sweep.dir=null")
-    both = [sweeps.recipe.ddpexp.start(*words)[0] for _ in range(2)]
+    overrides, _ = sweeps.words("hydra.sweep.dir=null", "trainer.seed=choice(0)")
+    overrides.remove("hydra.sweep.dir=null")
+    both = [sweeps.recipe.ddpexp.start(*overrides)[0] for _ in range(2)]
     for process in both:
         assert finish(process, sweeps.recipe.ddpexp.folder).code == 0
     found = sorted((sweeps.recipe.ddpexp.folder / "outputs" / "sweeps").iterdir())

@@ -21,11 +21,11 @@ from tests.sweep.conftest import Sweeps
 WORDS = (*SMALL, "trainer.gpus=1", "trainer.seed=0,1", "sweep.slots=2", "sweep.picture=false")
 
 
-def given(path: Path, *words: str) -> SweepDir:
+def given(path: Path, *overrides: str) -> SweepDir:
     """Make a sweep's directory as somebody else could have left it."""
     folder = SweepDir(path)
     path.mkdir()
-    folder.command.write_text(yaml.safe_dump({"words": list(words), "options": []}))
+    folder.command.write_text(yaml.safe_dump({"words": list(overrides), "options": []}))
     folder.record.write_text('{"event": "sweep", "time": 1}\n')
     return folder
 
@@ -203,10 +203,10 @@ def test_a_record_that_no_run_writes_is_no_point_of_a_curve(tmp_path: Path, line
 
 
 @pytest.mark.parametrize(
-    "words", [["trainer.seed=range(100000000000)"], ["trainer.seed=range(1000)", "optimizer.lr=range(0.1,99,0.1)"]]
+    "overrides", [["trainer.seed=range(100000000000)"], ["trainer.seed=range(1000)", "optimizer.lr=range(0.1,99,0.1)"]]
 )
-def test_a_grid_larger_than_memory_is_refused_at_once(sweeps: Sweeps, words: list[str]) -> None:
-    done = sweeps(*words)
+def test_a_grid_larger_than_memory_is_refused_at_once(sweeps: Sweeps, overrides: list[str]) -> None:
+    done = sweeps(*overrides)
     assert done.code == 2
-    assert f"{words[-1]} makes this a sweep of more than 100,000 jobs" in done.err
+    assert f"{overrides[-1]} makes this a sweep of more than 100,000 jobs" in done.err
     assert not done.path.exists()

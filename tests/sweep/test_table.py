@@ -92,12 +92,12 @@ def test_seeds_have_a_mean_and_a_sample_standard_deviation() -> None:
     one, two = comparison.over_seeds(rows)
     assert (one.overrides, one.jobs) == ({"optimizer.lr": "0.1"}, 2)
     assert one.mean == pytest.approx(0.3)
-    assert one.deviation == pytest.approx(statistics.stdev([0.5, 0.1]))
+    assert one.std == pytest.approx(statistics.stdev([0.5, 0.1]))
     assert (two.overrides, two.jobs, len(two.values)) == ({"optimizer.lr": "0.2"}, 3, 2)
     assert two.mean == pytest.approx(0.25)
     grid = table.seeds_grid(rows, LOSS)
     assert grid is not None
-    assert grid.header == ["optimizer.lr", "mean eval/loss", "deviation", "seeds", ""]
+    assert grid.header == ["optimizer.lr", "mean eval/loss", "std", "seeds", ""]
     assert grid.lines == [["0.2", "0.25", "0.07071", "2 of 3", "best"], ["0.1", "0.3", "0.2828", "2", ""]]
     shown = text_of(table.render(rows, LOSS))
     assert "mean eval/loss" in shown

@@ -17,10 +17,10 @@ from tests.sweep.made import Made, hold, hold_dead, run
 
 
 def ddpexp(
-    *words: str | Path, cwd: Path = ROOT, environ: dict[str, str] | None = None
+    *overrides: str | Path, cwd: Path = ROOT, environ: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ddpexp", *map(str, words)], cwd=cwd,
+        [sys.executable, "-m", "ddpexp", *map(str, overrides)], cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **(environ or {})},
         capture_output=True, text=True, timeout=PATIENCE, check=False,
     )  # fmt: skip
@@ -113,7 +113,7 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "said"),
     [
         (["table"], "table of what?"),
         (["table", "SWEEP", "sweep.objectve=eval/loss"], "Did you mean sweep.objective?"),
@@ -143,14 +143,14 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
     ],
 )
 def test_wrong_arguments_are_refused_with_the_right_ones(
-    tmp_path: Path, words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, overrides: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Made(tmp_path / "SWEEP").job("optimizer.lr=0.1")
     run(tmp_path / "RUN")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RefusedError) as error:
-        {"table": verbs.table, "status": verbs.status}[words[0]](words[1:])
+        {"table": verbs.table, "status": verbs.status}[overrides[0]](overrides[1:])
     assert said in str(error.value)
     assert "\n" not in str(error.value)
     assert capsys.readouterr().out == ""

@@ -19,11 +19,11 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HEADLINE = ["recipe", "data", "model", "world", "batch", "steps", "folder"]
 
 
-def shown(ddpexp: Ddpexp, *words: str, **environ: str) -> str:
+def shown(ddpexp: Ddpexp, *overrides: str, **environ: str) -> str:
     """Run on a terminal of 100 columns and return all that it received."""
     variables: Any = {**ddpexp.environ, "TERM": "xterm-256color", **environ}
     child = pexpect.spawn(
-        sys.executable, ["-m", "ddpexp", *SMALL, *words, f"run.dir={ddpexp.folder}/run"],
+        sys.executable, ["-m", "ddpexp", *SMALL, *overrides, f"run.dir={ddpexp.folder}/run"],
         env=variables, cwd=str(ddpexp.folder), encoding="utf-8", dimensions=(40, 100), timeout=PATIENCE,
     )  # fmt: skip
     child.expect(pexpect.EOF)
@@ -98,10 +98,10 @@ def test_a_command_that_was_stopped_for_a_while_shows_everything_in_order(ddpexp
 @pytest.mark.fault(22)
 def test_a_reader_that_leaves_does_not_end_the_run(ddpexp: Ddpexp) -> None:
     run = ddpexp.folder / "run"
-    words = [sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={run}"]
+    command = [sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={run}"]
     reading, writing = os.pipe()
     process = subprocess.Popen(
-        words, cwd=ddpexp.folder, env=ddpexp.environ, stdout=writing, stderr=subprocess.PIPE, text=True
+        command, cwd=ddpexp.folder, env=ddpexp.environ, stdout=writing, stderr=subprocess.PIPE, text=True
     )
     os.close(writing)
     os.read(reading, 1)

@@ -54,10 +54,10 @@ SharedMemory.sum = counted(SharedMemory.sum)
 SharedMemory.broadcast = counted(SharedMemory.broadcast)
 
 
-def counting(carrier, finish=reduce.SharedMemoryReducer.finish):
+def counting(reducer, finish=reduce.SharedMemoryReducer.finish):
     global reductions
     reductions += 1
-    finish(carrier)
+    finish(reducer)
 
 
 reduce.SharedMemoryReducer.finish = counting

@@ -74,10 +74,10 @@ def test_a_checkpoint_after_a_bad_step_is_refused_with_the_number_of_that_step(r
 
 
 def test_an_ema_that_is_enabled_later_begins_with_the_weights_of_the_checkpoint(recipe: Recipe) -> None:
-    words = ("task._target_=points.Sides", "trainer.checkpoint_every=1", "trainer.keep_last=null")
-    first = recipe(*words, "trainer.max_steps=4")
+    overrides = ("task._target_=points.Sides", "trainer.checkpoint_every=1", "trainer.keep_last=null")
+    first = recipe(*overrides, "trainer.max_steps=4")
     assert first.code == 0, first.err
-    done = recipe(*words, "trainer.max_steps=5", "trainer.ema_decay=0.99999", run=first.run)
+    done = recipe(*overrides, "trainer.max_steps=5", "trainer.ema_decay=0.99999", run=first.run)
     assert done.code == 0, done.err
     then, since = (load_file(first.run / f"checkpoints/step-0000000{number}/model.safetensors") for number in (4, 5))
     average = load_file(first.run / "checkpoints/step-00000005/model.ema.safetensors")

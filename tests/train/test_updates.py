@@ -128,14 +128,14 @@ def test_sparse_gradients_are_measured_clipped_and_checked_as_dense_ones(
 def test_sparse_gradients_train_at_every_world_size(
     points: Any, fit: Callable[..., Once], recipe: Recipe, size: int
 ) -> None:
-    words = (
+    overrides = (
         "task._target_=points.Reads",
         "model._target_=points.Words",
         "~model.hidden",
         "~model.dropout",
         "scheduler=cosine",
     )
-    done = recipe(*words, f"trainer.gpus={size}", "trainer.log_every=1", "trainer.clip_grad_norm=0.3")
+    done = recipe(*overrides, f"trainer.gpus={size}", "trainer.log_every=1", "trainer.clip_grad_norm=0.3")
     assert done.code == 0, done.err
     alone = fit(points.Reads(), factory=points.Words, log_every=1, clip_grad_norm=0.3)
     assert near(weights(done), alone.weights, 1e-5)
@@ -416,11 +416,11 @@ def test_a_step_that_is_left_out_leaves_no_trace(points: Any, fit: Callable[...,
 
 @pytest.mark.parametrize("reduction", ["fast", "exact"])
 def test_a_step_that_is_left_out_leaves_no_trace_on_any_of_two_workers(recipe: Recipe, reduction: str) -> None:
-    words = ("model._target_=points.Normed", "trainer.gpus=2", "trainer.micro_batch_size=6",
+    overrides = ("model._target_=points.Normed", "trainer.gpus=2", "trainer.micro_batch_size=6",
         f"trainer.reduction={reduction}",
              "trainer.max_steps=60", "trainer.epochs=null", "trainer.nonfinite=skip",
              "trainer.ema_decay=0.9")  # fmt: skip
-    found, expected = (recipe(*words, f"task._target_=points.{task}") for task in ("Poisoned", "LeavesOut"))
+    found, expected = (recipe(*overrides, f"task._target_=points.{task}") for task in ("Poisoned", "LeavesOut"))
     assert (found.code, expected.code) == (0, 0), found.err + expected.err
     assert found.result()["weights_sha256"] == expected.result()["weights_sha256"]
     kept = weights(found)

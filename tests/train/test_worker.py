@@ -139,8 +139,14 @@ def test_the_result_has_every_field_and_its_hash_is_that_of_the_saved_weights(do
 
 
 def test_a_run_repeated_gives_the_same_weights_to_the_bit(recipe: Recipe) -> None:
-    words = ("trainer.gpus=2", "trainer.micro_batch_size=6", "task._target_=points.Random", "model.dropout=0.5", *NOISY)
-    once, again = recipe(*words), recipe(*words, environ=OWN_SERVER)
+    overrides = (
+        "trainer.gpus=2",
+        "trainer.micro_batch_size=6",
+        "task._target_=points.Random",
+        "model.dropout=0.5",
+        *NOISY,
+    )
+    once, again = recipe(*overrides), recipe(*overrides, environ=OWN_SERVER)
     assert once.code == 0, once.err
     assert again.result()["weights_sha256"] == once.result()["weights_sha256"]
     assert again.result()["metrics"] == once.result()["metrics"]
@@ -174,7 +180,7 @@ def test_a_task_without_metrics_has_its_loss_alone(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (
             "data._target_=points.load_list",
@@ -183,19 +189,19 @@ def test_a_task_without_metrics_has_its_loss_alone(recipe: Recipe) -> None:
         ("data._target_=points.load_nothing", "data._target_=points.load_nothing returned no samples for `eval`."),
     ],
 )
-def test_data_that_cannot_be_used_is_refused(recipe: Recipe, words: str, sentence: str) -> None:
-    done = recipe(*words.split(), "trainer.gpus=2")
+def test_data_that_cannot_be_used_is_refused(recipe: Recipe, overrides: str, sentence: str) -> None:
+    done = recipe(*overrides.split(), "trainer.gpus=2")
     assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
 
 
 @pytest.mark.parametrize(
-    ("asked", "code"),
+    ("status", "code"),
     [(None, 1), (0, 1), (1, 1), (2, 1), (3, 3), (125, 125), (126, 1), (-9, 1), ("that was all", 1)],
 )
 def test_a_recipe_that_leaves_in_the_middle_has_failed_with_its_own_code_where_it_is_free(
-    asked: object, code: int
+    status: object, code: int
 ) -> None:
-    assert _exit_code(SystemExit(asked)) == code
+    assert _exit_code(SystemExit(status)) == code
 
 
 def test_the_saved_weights_are_trained(done: Done) -> None:
@@ -204,24 +210,24 @@ def test_the_saved_weights_are_trained(done: Done) -> None:
 
 
 def test_a_schedule_of_ones_own_is_followed(recipe: Recipe) -> None:
-    words = (
+    overrides = (
         "scheduler._target_=points.Stable",
         "scheduler.decay=0.5",
         "optimizer.lr=0.1",
         "trainer.log_every=1",
         "logger=tensorboard",
     )
-    done = recipe(*words, "trainer.gpus=2")
+    done = recipe(*overrides, "trainer.gpus=2")
     assert done.code == 0, done.err
     rates = [line["train/lr"] for line in done.metrics() if "train/lr" in line]
     assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.1, 0.075, 0.05, 0.025])
     assert "points.Stable" in done.manifest()["inputs"]["code"]["targets"]
-    again = recipe("trainer.max_steps=10", "trainer.epochs=null", *words, run=done.run)
+    again = recipe("trainer.max_steps=10", "trainer.epochs=null", *overrides, run=done.run)
     assert again.code == 0, again.err
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (
             "scheduler._target_=points.Net",
@@ -239,10 +245,10 @@ def test_a_schedule_of_ones_own_is_followed(recipe: Recipe) -> None:
     ],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused(
-    recipe: Recipe, words: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, overrides: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "points", recipe.module())
-    typed = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *words.split()]
+    typed = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *overrides.split()]
     made = compose(typed)
     assert made is not None
     with pytest.raises(RefusedError, match=rf"^scheduler.*{re.escape(sentence)}"):

@@ -181,7 +181,7 @@ def _receive(answer: Answer, file: IdxFile, end: float) -> bytes:
             while chunk := answer.response.read1(_CHUNK):
                 content += chunk
                 if len(content) > file.size:
-                    raise WrongError(f"goes on after {file.size:,} bytes")
+                    raise WrongError(f"continues after {file.size:,} bytes")
                 if time.monotonic() > end:
                     raise WrongError(f"came too slowly: {len(content):,} bytes when time was up")
         except TimeoutError:

@@ -1,7 +1,7 @@
 """Detect that the launcher which started this command died before the command could record its parent.
 
 A process whose parent ends is adopted by another one: init, a subreaper, or in a container any program. Such a parent
-cannot be told from the original one, so the evidence is what launchers pass to their processes, in a state that is
+cannot be distinguished from the original, so the evidence is what launchers pass to their processes, in a state that is
 impossible while they live. Without such evidence the command keeps running: a healthy run is never ended on a guess.
 """
 

@@ -48,7 +48,7 @@ class Account:
 
 
 def verdict(accounts: Sequence[Account], on_gpus: bool = False) -> Failure | None:
-    """Return which rank holds the others up, from the accounts of all commands.
+    """Return which rank blocks the others, from the accounts of all commands.
 
     None while it may be a rank that is still within its limit.
     """

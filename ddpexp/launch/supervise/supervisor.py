@@ -37,7 +37,7 @@ from ddpexp.system.process import exit_code, is_stopped
 from ddpexp.system.terminal import Terminal
 
 _TAIL_SECONDS = 0.1
-_FAREWELL_SECONDS = 10.0  # for the other commands to end, when this one's workers have
+_SHUTDOWN_SECONDS = 10.0  # for the other commands to end, when this one's workers have
 _KILL_SECONDS = 2.0  # for the fork server to kill its workers; after that it is killed itself, and they with it
 
 
@@ -180,7 +180,7 @@ class Supervisor:
         if not self._peers.all:
             return
         ended_badly = self._end.failed_at is not None or self._end.stop is not None
-        seconds = _FAREWELL_SECONDS
+        seconds = _SHUTDOWN_SECONDS
         if self._peers.leads:
             while self._peers.living and self._end.may_learn_cause():
                 self._poll()

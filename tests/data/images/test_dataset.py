@@ -201,19 +201,19 @@ def test_a_run_on_augmented_images_ends_with_the_same_weights_at_other_world_siz
     for part, count in (("train", 70), ("test", 16)):
         np.save(tmp_path / f"{part}-images.npy", draw.integers(0, 256, (count, 28, 28), dtype=np.uint8))
         np.save(tmp_path / f"{part}-labels.npy", draw.integers(0, 10, count))
-    words = ("recipe=mnist", "model=linear", "scheduler=constant", "logger=none", "data=images",
+    overrides = ("recipe=mnist", "model=linear", "scheduler=constant", "logger=none", "data=images",
         f"data.root={tmp_path}",
              "data.flip=true", "trainer.reduction=exact", "trainer.global_batch_size=16", "trainer.micro_batch_size=4",
              "trainer.epochs=null", "trainer.eval_every=0")  # fmt: skip
-    whole = ddpexp(*words, "data.crop=3", "trainer.gpus=1", "trainer.max_steps=9")
+    whole = ddpexp(*overrides, "data.crop=3", "trainer.gpus=1", "trainer.max_steps=9")
     assert whole.code == 0, whole.err
     assert "70 + 16 images of 28 x 28, from files in" in whole.out
     run = tmp_path / "parts"
     for size, steps, there in ((2, 5, "true"), (1, 9, "false")):  # the first part ends in the second epoch
         others = (f"run.dir={run}", f"trainer.gpus={size}", f"trainer.max_steps={steps}", f"data.on_device={there}")
-        process, _ = ddpexp.start(*words, "data.crop=3", *others)
+        process, _ = ddpexp.start(*overrides, "data.crop=3", *others)
         done = finish(process, run)
         assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
-    plain = ddpexp(*words, "trainer.gpus=2", "trainer.max_steps=9")
+    plain = ddpexp(*overrides, "trainer.gpus=2", "trainer.max_steps=9")
     assert plain.result()["weights_sha256"] != whole.result()["weights_sha256"]

@@ -52,10 +52,17 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if shutil.which("etcd") is None:
         pytest.skip("etcd is not installed")
     client, peer = f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}"
-    words = ["etcd", "--enable-v2", "--data-dir", str(tmp_path_factory.mktemp("etcd")), "--log-level", "error"]
-    words += ["--listen-client-urls", client, "--advertise-client-urls", client]
-    words += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"]
-    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["etcd", "--enable-v2", "--data-dir", str(tmp_path_factory.mktemp("etcd")), "--log-level", "error"]
+    command += ["--listen-client-urls", client, "--advertise-client-urls", client]
+    command += [
+        "--listen-peer-urls",
+        peer,
+        "--initial-advertise-peer-urls",
+        peer,
+        "--initial-cluster",
+        f"default={peer}",
+    ]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = client.removeprefix("http://")
     wait_for(lambda: subprocess.run(["curl", "-sf", f"{client}/version"], capture_output=True).returncode == 0)
     yield address
@@ -64,14 +71,14 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_etcd_leads_the_ranks_together(recipe: Recipe, etcd: str) -> None:
-    words = (
+    overrides = (
         "launcher=elastic",
         "trainer.gpus=2",
         "launcher.rdzv_backend=etcd-v2",
         f"launcher.rdzv_endpoint={etcd}",
         "launcher.rdzv_id=a",
     )
-    done = recipe(*words, "trainer.threads=1")
+    done = recipe(*overrides, "trainer.threads=1")
     assert (done.code, done.err) == (0, ""), done.err
     assert done.result()["weights_sha256"] == recipe("trainer.gpus=2", "trainer.threads=1").result()["weights_sha256"]
 
@@ -155,8 +162,8 @@ def test_a_member_started_manually_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_agent_gives_up_after_max_restarts(recipe: Recipe) -> None:
-    words = ("launcher=elastic", "launcher.max_restarts=1", "trainer.gpus=2", "trainer.threads=1")
-    done = recipe(*words, "task._target_=points.Breaks", "+task.how=raise", "+task.each=true")
+    overrides = ("launcher=elastic", "launcher.max_restarts=1", "trainer.gpus=2", "trainer.threads=1")
+    done = recipe(*overrides, "task._target_=points.Breaks", "+task.how=raise", "+task.each=true")
     assert done.code == 1
     assert done.err.count("ddpexp: rank 1 on") == 2
     assert (done.run / "error.json").is_file()
@@ -171,7 +178,7 @@ def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         (("trainer.nodes=1:3", "trainer.gpus=2", "trainer.global_batch_size=16", "launcher.rdzv_endpoint=localhost:1"),
          "with 3 of trainer.nodes=1:3: trainer.global_batch_size=16"),
@@ -185,9 +192,9 @@ def test_a_refusal_is_not_tried_again(recipe: Recipe) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_anything_starts(
-    recipe: Recipe, words: tuple[str, ...], sentence: str
+    recipe: Recipe, overrides: tuple[str, ...], sentence: str
 ) -> None:
-    done = recipe("launcher=elastic", *words)
+    done = recipe("launcher=elastic", *overrides)
     assert done.code == 2
     assert done.err.startswith(f"ddpexp: {sentence}"), done.err
     assert done.err.count("\n") == 1
@@ -225,14 +232,14 @@ def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals
 
 def test_a_signal_to_save_and_one_to_requeue_reach_the_ranks(recipe: Recipe) -> None:
     before = ddpexp_processes()
-    words = (
+    overrides = (
         "launcher=elastic",
         "trainer.gpus=2",
         "task._target_=points.Sleeps",
         "trainer.epochs=500",
         "trainer.checkpoint_every=0",
     )
-    process, run = recipe.start(*words)
+    process, run = recipe.start(*overrides)
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(signal.SIGUSR1)
     wait_for(lambda: any((run / "checkpoints").glob("step-*/checkpoint.json")))
@@ -269,8 +276,8 @@ class Machines:
 
     def start(self) -> subprocess.Popen[str]:
         """Start a machine; the first keeps the list of them."""
-        words = ("launcher=elastic", "launcher.max_restarts=10", f"launcher.rdzv_endpoint={self.endpoint}", QUICK)
-        typed = (*words, "trainer.gpus=1", "trainer.nodes=1:2", *LONG, f"+task.gate={self.gate}")
+        overrides = ("launcher=elastic", "launcher.max_restarts=10", f"launcher.rdzv_endpoint={self.endpoint}", QUICK)
+        typed = (*overrides, "trainer.gpus=1", "trainer.nodes=1:2", *LONG, f"+task.gate={self.gate}")
         process, _ = self.recipe.start(*typed, run=self.run)
         self.started.append(process)
         return process

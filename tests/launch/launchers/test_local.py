@@ -57,8 +57,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
 
 @pytest.fixture(scope="module")
 def runs(recipe: Recipe) -> dict[int, Done]:
-    words = ("task._target_=points.Speaks", "trainer.threads=1")
-    return {size: recipe(*words, f"trainer.gpus={size}", environ=PLAIN) for size in (1, 2, 4, 8)}
+    overrides = ("task._target_=points.Speaks", "trainer.threads=1")
+    return {size: recipe(*overrides, f"trainer.gpus={size}", environ=PLAIN) for size in (1, 2, 4, 8)}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -153,8 +153,8 @@ OUR_TENSORBOARD = ("torch.utils.tensorboard", "ddpexp.loggers.tensorboard")
 def test_training_imports_nothing_heavy_after_the_fork(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("trainer.gpus=2", "trainer.clip_grad_norm=1.0", "logger=tensorboard")
-    done = recipe("task._target_=points.Lists", f"+task.folder={tmp_path}", *words)
+    overrides = ("trainer.gpus=2", "trainer.clip_grad_norm=1.0", "logger=tensorboard")
+    done = recipe("task._target_=points.Lists", f"+task.folder={tmp_path}", *overrides)
     assert done.code == 1  # there is no module `begins` on its path
     # The launcher as a library: the same work in the same processes, with an entry that looks around first.
     again = directory.RunDir(tmp_path / "again")

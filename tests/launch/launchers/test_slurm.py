@@ -136,14 +136,14 @@ def spawned(recipe: Recipe) -> Callable[[int], Done]:
     return run
 
 
-def typed(recipe: Recipe, program: Sequence[str], *words: str, timeout: float = PATIENCE) -> Done:
+def typed(recipe: Recipe, program: Sequence[str], *overrides: str, timeout: float = PATIENCE) -> Done:
     """Run the command as the last words of another program: salloc, srun."""
-    process, run = start(recipe, program, *words)
+    process, run = start(recipe, program, *overrides)
     return finish(process, run, timeout)
 
 
-def start(recipe: Recipe, program: Sequence[str], *words: str) -> tuple[subprocess.Popen[str], Path]:
-    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *words)
+def start(recipe: Recipe, program: Sequence[str], *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *overrides)
     process = subprocess.Popen(
         [*program, sys.executable, "-m", "ddpexp", *ours],
         cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -152,9 +152,9 @@ def start(recipe: Recipe, program: Sequence[str], *words: str) -> tuple[subproce
     return process, run
 
 
-def ask(*words: str) -> str:
+def slurm_output(*overrides: str) -> str:
     """Run one of Slurm's commands and return its output."""
-    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
+    return subprocess.run(overrides, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
 
 def job_of(done: Done) -> str:
@@ -164,7 +164,7 @@ def job_of(done: Done) -> str:
 
 
 def shown_job(job_id: str) -> str:
-    return ask("scontrol", "show", "job", job_id)
+    return slurm_output("scontrol", "show", "job", job_id)
 
 
 def state_of(job_id: str) -> tuple[str, str]:
@@ -209,7 +209,7 @@ def test_the_login_node_submits_says_how_to_follow_and_exits(recipe: Recipe, spa
     assert "done    eval/loss" in log.read_text()
     # A finished run stays as it is when somebody submits it again.
     before = {path.name: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
-    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("COMPLETED", "0:0")
     text = (done.run / f"slurm-{again}.log").read_text()
     assert "is finished at step" in text
@@ -224,7 +224,7 @@ def test_a_failed_job_can_be_resubmitted_with_sbatch(recipe: Recipe, tmp_path: P
     assert done.result()["status"] == "failed"
     assert error_of(done.run)["message"] == "nothing is there"
     (tmp_path / "there").touch()
-    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("COMPLETED", "0:0")
     assert done.result()["status"] == "done"
     assert not (done.run / "error.json").exists()  # why it failed is kept beside
@@ -318,9 +318,9 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
         "partition": "main", "time": "1:02:00", "mem": "2G", "cpus_per_task": "3", "gres": "gpu:2", "nodelist": "node1",
         "account": "somebody", "job_name": "named",
     }  # fmt: skip
-    words = [f"launcher.{name}={value}" for name, value in options.items()]
+    overrides = [f"launcher.{name}={value}" for name, value in options.items()]
     done = recipe(
-        "launcher=slurm", *words, "launcher.sbatch_args=['--begin=now+1hour','--comment=two words']",
+        "launcher=slurm", *overrides, "launcher.sbatch_args=['--begin=now+1hour','--comment=two words']",
         "launcher.setup=['module() { echo \"loads $*\"; }','module load \"a b\"']", "launcher.srun_args=[--unbuffered]",
     )  # fmt: skip
     assert (done.code, done.err) == (0, "")
@@ -333,7 +333,7 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
     ):  # fmt: skip
         assert f"{shown}\n" in text or f"{shown} " in text, (shown, text)
     assert "TresPerNode=gres:gpu:2\n" in text
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)
     assert (done.run / "job.sbatch").read_text().splitlines()[-4:] == [
         "",
         'module() { echo "loads $*"; }',
@@ -345,7 +345,7 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
 
 @pytest.mark.fault(70)
 @pytest.mark.parametrize(
-    ("option", "words"),
+    ("option", "overrides"),
     [
         ("constraint=nosuch", "Invalid feature specification"),
         ("reservation=nosuch", "Requested reservation is invalid"),
@@ -354,11 +354,11 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
         ("partition=nosuch", "invalid partition specified: nosuch"),
     ],
 )
-def test_what_sbatch_refuses_is_2_with_its_message(recipe: Recipe, option: str, words: str) -> None:
+def test_what_sbatch_refuses_is_2_with_its_message(recipe: Recipe, option: str, overrides: str) -> None:
     done = recipe("launcher=slurm", f"launcher.{option}", "trainer.gpus=1", "trainer.device=cpu")
     assert (done.code, done.out) == (2, "")
     script = re.escape(str(done.run / "job.sbatch"))
-    assert re.fullmatch(rf"ddpexp: sbatch did not take the job: .*{words}.* \({script}\)\n", done.err)
+    assert re.fullmatch(rf"ddpexp: sbatch did not take the job: .*{overrides}.* \({script}\)\n", done.err)
     assert done.result()["status"] == "failed"
 
 
@@ -413,7 +413,7 @@ def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Reci
     done = recipe(*WAIT, *TWO_BY_TWO, f"launcher.job_name='{quoted}'", f"run.dir='{recipe.ddpexp.folder}/{quoted}/run'")
     assert (done.code, done.err) == (0, "")
     assert json.loads((run / "result.json").read_text())["status"] == "done"
-    assert f"JobName={hostile} UserId" in ask("scontrol", "show", "job", "-o", job_of(done))
+    assert f"JobName={hostile} UserId" in slurm_output("scontrol", "show", "job", "-o", job_of(done))
     assert "done    eval/loss" in (run / "slurm.log").read_text()
     assert not list(recipe.ddpexp.folder.rglob("pwned"))
 
@@ -426,19 +426,19 @@ def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: 
         "-x --wrap=y  \n$(touch pwned) `touch pwned`; touch pwned & 'one' \"two\": 100% # %j b\\s ünï☃ " + "long" * 75
     )
     quoted = text.replace("'", "\\'")
-    words = (
+    overrides = (
         "task._target_=points.Keeps",
         f"+task.folder={tmp_path}",
         f"+task.text='{quoted}'",
         "launcher.job_name=" + "n" * 300,
     )
     if where == "sbatch":
-        done = recipe(*WAIT, *TWO_BY_TWO, *words)
+        done = recipe(*WAIT, *TWO_BY_TWO, *overrides)
     else:
         done = typed(
             recipe,
             TWO_HOSTS if where == "salloc" else FOUR_TASKS,
-            *words,
+            *overrides,
             *(("trainer.gpus=2",) if where == "salloc" else ()),
         )
     assert done.code == 0, done.err
@@ -447,7 +447,7 @@ def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: 
     }
     assert not [*recipe.ddpexp.folder.rglob("pwned"), *tmp_path.rglob("pwned"), *Path.cwd().glob("pwned")]
     if where == "sbatch":
-        assert f"JobName={'n' * 300} " in ask("scontrol", "show", "job", "-o", job_of(done))
+        assert f"JobName={'n' * 300} " in slurm_output("scontrol", "show", "job", "-o", job_of(done))
 
 
 @pytest.mark.slow
@@ -488,7 +488,7 @@ def test_a_running_job_listens_on_its_hosts_own_addresses_alone_and_scancel_leav
     found = listening()
     assert found  # the store, and gloo's connections
     assert found <= {"127.0.0.1", *map(socket.gethostbyname, NODES)}
-    ask("scancel", job_of(done))
+    slurm_output("scancel", job_of(done))
     wait_for(quiet)
     assert state_of(job_of(done))[0] == "CANCELLED"
     assert done.result()["status"] == "interrupted"
@@ -515,8 +515,10 @@ def listening() -> set[str]:
         for line in lines:
             if line[3] == "0A" and line[9] in inodes:  # Source: proc(5), TCP_LISTEN
                 raw = bytes.fromhex(line[1].partition(":")[0])
-                words = [raw[place : place + 4][::-1] for place in range(0, len(raw), 4)]
-                found.add(socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words)))
+                overrides = [raw[place : place + 4][::-1] for place in range(0, len(raw), 4)]
+                found.add(
+                    socket.inet_ntop(socket.AF_INET if len(overrides) == 1 else socket.AF_INET6, b"".join(overrides))
+                )
     return found
 
 
@@ -530,7 +532,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
     assert done.err == f"ddpexp: job {job_id} keeps running; cancel it with scancel {job_id}\n"
     assert not (run / "result.json").exists()
     assert re.search(r"JobState=RUNNING", shown_job(job_id))
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)
     wait_for(quiet)
     assert done.result()["status"] == "interrupted"
 
@@ -538,7 +540,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
 def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
     wait_for(lambda: begun(tmp_path, 4))
-    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("FAILED", "2:0")
     text = (done.run / f"slurm-{again}.log").read_text()
     assert f"ddpexp: job {job_of(done)} still runs in {done.run}: wait for its end" in text
@@ -547,7 +549,7 @@ def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: R
     records = done.run / "metrics.jsonl"
     size = records.stat().st_size
     wait_for(lambda: records.stat().st_size > size)
-    ask("scancel", job_of(done))
+    slurm_output("scancel", job_of(done))
     wait_for(quiet)
     assert done.result()["status"] == "interrupted"
 
@@ -565,10 +567,10 @@ def test_an_allocation_of_two_hosts_runs_a_step_on_both(recipe: Recipe, spawned:
 
 
 def test_the_users_own_batch_script_is_an_allocation(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
-    words, run = recipe.words("launcher=slurm", "trainer.threads=1", "trainer.gpus=1")
+    overrides, run = recipe.words("launcher=slurm", "trainer.threads=1", "trainer.gpus=1")
     script = recipe.ddpexp.folder / "own.sbatch"
     script.write_text(
-        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *words])}\n"
+        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1\n{shlex.join([sys.executable, '-m', 'ddpexp', *overrides])}\n"
     )
     log = recipe.ddpexp.folder / "own.log"
     done = subprocess.run(
@@ -610,7 +612,7 @@ def parent(pid: int) -> int:
 def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None:
     done = typed(recipe, TWO_HOSTS, "launcher.dry_run=true", "launcher.cpus_per_task=2", "trainer.gpus=3")
     assert (done.code, done.err) == (0, "")
-    words = shlex.split(done.out)
+    command = shlex.split(done.out)
     options = [
         "--disable-status",
         "--nodes=2",
@@ -619,8 +621,8 @@ def test_a_dry_run_in_an_allocation_prints_the_srun_line(recipe: Recipe) -> None
         "--kill-on-bad-exit=1",
         "--cpus-per-task=6",
     ]
-    assert words[:7] == ["srun", *options]
-    assert words[7:-1] == [sys.executable, "-m", "ddpexp", "member"]
+    assert command[:7] == ["srun", *options]
+    assert command[7:-1] == [sys.executable, "-m", "ddpexp", "member"]
     assert not done.run.exists()
 
 
@@ -681,8 +683,8 @@ def test_each_task_sees_the_gpu_that_srun_gave_it(recipe: Recipe, tmp_path: Path
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_one_failed_task_ends_the_step(recipe: Recipe, how: str) -> None:
-    words = ("task._target_=points.Act", f"+task.how='{how}'", "+task.rank=3", "trainer.epochs=50000")
-    done = typed(recipe, FOUR_TASKS, *words)
+    overrides = ("task._target_=points.Act", f"+task.how='{how}'", "+task.rank=3", "trainer.epochs=50000")
+    done = typed(recipe, FOUR_TASKS, *overrides)
     assert done.code == 1
     error = error_of(done.run)
     assert (error["rank"], error["host"], done.result()["status"]) == (3, "node1", "failed")
@@ -708,9 +710,9 @@ def test_what_contradicts_the_step_is_refused(recipe: Recipe, word: str, sentenc
 # Shells of srun --pty.
 
 
-def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *words: str) -> Done:
+def in_pty(recipe: Recipe, options: Sequence[str], line: Callable[[str], str], *overrides: str) -> Done:
     """Type one line in a shell that `srun --pty` opened, and leave it."""
-    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *words)
+    ours, run = recipe.words("launcher=slurm", "trainer.threads=1", *overrides)
     command = line(shlex.join([sys.executable, "-m", "ddpexp", *ours]))
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb", "PS1": "$ "}
     shell = pexpect.spawn(
@@ -745,8 +747,10 @@ def test_a_wrapped_task_of_a_step_from_a_pty_shell_is_a_task(recipe: Recipe, spa
 def test_the_program_of_srun_pty_itself_is_a_task(recipe: Recipe, spawned: Callable[[int], Done]) -> None:
     ours, run = recipe.words("launcher=slurm", "trainer.threads=1")
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
-    words = ["-Q", "--pty", sys.executable, "-m", "ddpexp", *ours]
-    child = pexpect.spawn("srun", words, env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE)
+    options = ["-Q", "--pty", sys.executable, "-m", "ddpexp", *ours]
+    child = pexpect.spawn(
+        "srun", options, env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8", timeout=PATIENCE
+    )
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0, child.before
@@ -768,13 +772,13 @@ def is_requeued(job_id: str) -> bool:
     return "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1
 
 
-def go_on_now(*job_ids: str) -> None:
+def requeue_now(*job_ids: str) -> None:
     """Wait until jobs are in the queue again, and spare them the two minutes that Slurm has them wait."""
     for job_id in job_ids:
         wait_for(partial(is_requeued, job_id))
     time.sleep(2.1)  # a start in the second of the end is taken for the old one
     for job_id in job_ids:
-        ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+        slurm_output("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
 
 def steps(run: Path) -> list[int]:
@@ -784,12 +788,12 @@ def steps(run: Path) -> list[int]:
 
 
 def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recipe: Recipe, tmp_path: Path) -> None:
-    words = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
-    done = recipe("launcher=slurm", *words)
+    overrides = (*TWO_BY_TWO, *slow(tmp_path), "trainer.threads=1", "trainer.epochs=15")
+    done = recipe("launcher=slurm", *overrides)
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", "--signal=USR2", job_id)
-    go_on_now(job_id)
+    slurm_output("scancel", "--signal=USR2", job_id)
+    requeue_now(job_id)
     assert done.result()["status"] == "interrupted"
     stopped = done.result()["step"]
     assert 0 < stopped < 60
@@ -808,7 +812,7 @@ def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: P
     done = recipe("launcher=slurm", *TWO_BY_TWO, "data._target_=points.load_never", f"+data.folder={tmp_path}")
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", "--signal=USR2", job_id)
+    slurm_output("scancel", "--signal=USR2", job_id)
     assert state_of(job_id) == ("FAILED", "140:0")
     text = (done.run / f"slurm-{job_id}.log").read_text()
     assert (
@@ -822,7 +826,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)
     assert state_of(job_id)[0] == "CANCELLED"
     wait_for(quiet)
     assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
@@ -832,7 +836,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
 def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), "trainer.checkpoint_every=0", "trainer.epochs=20")
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", "--signal=USR1", job_of(done))
+    slurm_output("scancel", "--signal=USR1", job_of(done))
     wait_for(lambda: any((done.run / "checkpoints").glob("step-*/checkpoint.json")))
     assert state_of(job_of(done)) == ("COMPLETED", "0:0")
     assert steps(done.run) == list(range(1, 81))
@@ -841,18 +845,20 @@ def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_users_own_srun_resumes_in_its_directory(recipe: Recipe, tmp_path: Path) -> None:
     typed, _ = recipe.words("launcher=slurm", "trainer.threads=1", *slow(tmp_path), "trainer.epochs=15")
-    words = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])
+    command = shlex.join([sys.executable, "-m", "ddpexp", *(word for word in typed if not word.startswith("run.dir="))])
     script, log = tmp_path / "own.sbatch", tmp_path / "own.log"
     # Two of them: the second is another run, and has the first one's words.
-    script.write_text(f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --open-mode=append\nsrun {words}\nsrun {words}\n")
+    script.write_text(
+        f"#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --open-mode=append\nsrun {command}\nsrun {command}\n"
+    )
     submitted = subprocess.run(
         ["sbatch", "--parsable", f"--output={log}", str(script)],
         cwd=tmp_path, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     job_id = submitted.stdout.strip()
     wait_for(lambda: begun(tmp_path, 2))
-    ask("scancel", "--signal=USR2", job_id)
-    go_on_now(job_id)
+    slurm_output("scancel", "--signal=USR2", job_id)
+    requeue_now(job_id)
     assert state_of(job_id) == ("COMPLETED", "0:0"), log.read_text()
     runs = sorted((tmp_path / "outputs/points").iterdir())
     assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["done", "done"]
@@ -862,15 +868,15 @@ def test_the_users_own_srun_resumes_in_its_directory(recipe: Recipe, tmp_path: P
 
 @pytest.mark.slow
 def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
-    words = (
+    overrides = (
         "launcher.time=2",
         "launcher.signal_seconds=30",
         "trainer.gpus=2",
         *slow(tmp_path),
         "trainer.epochs=100000",
     )
-    done = recipe("launcher=slurm", *words)
+    done = recipe("launcher=slurm", *overrides)
     job_id = job_of(done)
     wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)
     assert done.result()["status"] == "interrupted"
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)

@@ -24,7 +24,7 @@ from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_array import Kind, by_kind, cut, follow, submit
 from ddpexp.system.job_schedulers.slurm import SLURM, array_size
 from tests.conftest import PATIENCE, Call, Ddpexp, Done, finish
-from tests.launch.launchers.test_slurm import ask, begun, go_on_now, state_of, steps
+from tests.launch.launchers.test_slurm import begun, requeue_now, slurm_output, state_of, steps
 from tests.points import Recipe, wait_for
 
 
@@ -99,9 +99,9 @@ class Sweep:
             "launcher=slurm",
             "trainer.threads=1",
         ]
-        words = json.dumps([[*first, *common, *own] for own in jobs])
+        overrides = json.dumps([[*first, *common, *own] for own in jobs])
         return subprocess.Popen(
-            [sys.executable, "-c", DRIVER, str(self.folder), words],
+            [sys.executable, "-c", DRIVER, str(self.folder), overrides],
             cwd=self.recipe.ddpexp.folder, env={**self.recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
@@ -409,8 +409,8 @@ def test_jobs_of_an_array_end_with_the_weights_of_jobs_alone(recipe: Recipe, tmp
     sweep = Sweep(recipe, tmp_path / HOSTILE)
     seeds = [[f"trainer.seed={seed}"] for seed in range(4)]
     # Each has a host of its own.
-    words = ("trainer.gpus=1", "launcher.wait=true", "launcher.sbatch_args=[--exclusive]")
-    done = sweep(*seeds, common=words)
+    overrides = ("trainer.gpus=1", "launcher.wait=true", "launcher.sbatch_args=[--exclusive]")
+    done = sweep(*seeds, common=overrides)
     assert (done.code, done.err) == (0, "")
     ids = list(said(done, "id").values())
     array = ids[0].partition("_")[0]
@@ -486,12 +486,12 @@ def test_a_task_that_is_requeued_resumes_and_no_other_start_disturbs_it(sweep: S
         f"{array}_0": "RUNNING", f"{array}_1": "RUNNING", array: "RUNNING", "99999999": "FORGOTTEN", "7_x": "UNKNOWN",
     }  # fmt: skip
     assert (SLURM.is_over(f"{array}_1"), SLURM.is_over(f"{array}_2")) == (False, True)
-    again = ask("sbatch", "--parsable", str(sweep.folder / "array.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(sweep.folder / "array.sbatch")).strip()
     assert [state_of(f"{again}_{number}") for number in range(2)] == [("FAILED", "2:0")] * 2
     # By what Slurm does when it takes a job's nodes, and by what it sends before the end of its time.
-    ask("scontrol", "requeue", f"{array}_0")
-    ask("scancel", "--signal=USR2", f"{array}_1")
-    go_on_now(f"{array}_0", f"{array}_1")
+    slurm_output("scontrol", "requeue", f"{array}_0")
+    slurm_output("scancel", "--signal=USR2", f"{array}_1")
+    requeue_now(f"{array}_0", f"{array}_1")
     for number in range(2):
         (tmp_path / f"{number}/go").touch()
     for number in range(2):
@@ -510,8 +510,8 @@ def test_a_task_that_is_requeued_resumes_and_no_other_start_disturbs_it(sweep: S
 @pytest.mark.slurm
 @pytest.mark.fault(70)
 def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submitted_twice(sweep: Sweep) -> None:
-    words = [["launcher.partition=main"], ["launcher.partition=main"], ["launcher.partition=nosuch"]]
-    done = sweep(*words, common=["launcher.sbatch_args=[--hold]"])
+    overrides = [["launcher.partition=main"], ["launcher.partition=main"], ["launcher.partition=nosuch"]]
+    done = sweep(*overrides, common=["launcher.sbatch_args=[--hold]"])
     assert done.code == 2
     ids = list(said(done, "id").values())
     array = ids[0].partition("_")[0]
@@ -528,17 +528,17 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     assert sweep.result(2)["status"] == "failed"
     assert state_names(ids) == dict.fromkeys(ids, "PENDING")
     assert SLURM.is_over(ids[1]) is False
-    again = sweep(*words[:2])
+    again = sweep(*overrides[:2])
     assert (again.code, said(again, "id")) == (2, {})
     assert (
         f"was submitted as job {array}_0, which is in the queue: wait for it, or scancel {array}_0 first." in again.err
     )
-    ask("scancel", f"{array}_0")
+    slurm_output("scancel", f"{array}_0")
     assert state_names(ids) == {
         ids[0]: "FORGOTTEN",
         ids[1]: "PENDING",
     }  # Slurm keeps no record of a task that it never made a job of
-    ask("scancel", array)
+    slurm_output("scancel", array)
     ends: list[tuple[int, str, int]] = []
     follow([*ids, "99999999"], lambda *end: ends.append(end))
     assert ends == [(0, "FORGOTTEN", 0), (1, "CANCELLED", 1), (2, "FORGOTTEN", 0)]

@@ -257,7 +257,7 @@ def test_the_container_and_its_python_are_passed_to_srun() -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "tasks", "nodes", "words"),
+    ("each", "tasks", "nodes", "overrides"),
     [
         ("", "4", 1, []),
         ("1", "4(x2)", 2, ["--gpus=8"]),
@@ -266,9 +266,11 @@ def test_the_container_and_its_python_are_passed_to_srun() -> None:
         ("a100:1", "2", 1, ["--gpus=a100:2"]),
     ],
 )
-def test_an_allocation_by_task_gives_the_step_all_its_gpus(each: str, tasks: str, nodes: int, words: list[str]) -> None:
+def test_an_allocation_by_task_gives_the_step_all_its_gpus(
+    each: str, tasks: str, nodes: int, overrides: list[str]
+) -> None:
     environ = {**ALLOCATION, "SLURM_GPUS_PER_TASK": each, "SLURM_TASKS_PER_NODE": tasks}
-    assert gpus_of_all_tasks(environ, nodes) == words
+    assert gpus_of_all_tasks(environ, nodes) == overrides
 
 
 @pytest.mark.fault(70)
@@ -280,8 +282,8 @@ def test_a_member_without_srun_is_refused_with_the_command_and_writes_nothing(dd
     done = recipe("launcher=slurm", environ={"PATH": str(tmp_path)})
     assert (done.code, done.err) == (2, f"ddpexp: sbatch did not take the job: 1 ({done.run}/job.sbatch)\n")
     before = {path: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
-    words = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
-    again = subprocess.run(words, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
+    command = [sys.executable, "-m", "ddpexp", "member", str(done.run)]
+    again = subprocess.run(command, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE)
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr == f"ddpexp: {done.run} waits for srun: type sbatch {done.run}/job.sbatch\n"
     assert {path: path.read_bytes() for path in done.run.iterdir() if path.is_file()} == before

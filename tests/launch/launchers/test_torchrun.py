@@ -47,8 +47,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
     return Recipe(Ddpexp(tmp_path_factory.mktemp("torchrun"), environ), CODE)
 
 
-def start(recipe: Recipe, *words: str, torchrun: tuple[str, ...] = ()) -> tuple[subprocess.Popen[str], Path]:
-    typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env", *words)
+def start(recipe: Recipe, *overrides: str, torchrun: tuple[str, ...] = ()) -> tuple[subprocess.Popen[str], Path]:
+    typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides)
     options = torchrun or ("--nproc-per-node=2",)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, "-m", "ddpexp", *typed]
     process = subprocess.Popen(
@@ -58,13 +58,13 @@ def start(recipe: Recipe, *words: str, torchrun: tuple[str, ...] = ()) -> tuple[
     return process, run
 
 
-def shells(recipe: Recipe, *words: list[str], **variables: str) -> list[Done]:
+def shells(recipe: Recipe, *overrides: list[str], **variables: str) -> list[Done]:
     """Run one command for each rank, with its own overrides, and the variables that a user exports."""
     port = str(free_port())
     started = []
     typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env")
-    for rank, own in enumerate(words):
-        fixed = {"RANK": str(rank), "WORLD_SIZE": str(len(words)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for rank, own in enumerate(overrides):
+        fixed = {"RANK": str(rank), "WORLD_SIZE": str(len(overrides)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         environ = {**recipe.ddpexp.environ, **fixed, **variables}
         started.append(
             subprocess.Popen(
@@ -93,8 +93,8 @@ def test_torchrun_shows_our_error_for_every_rank(recipe: Recipe, how: str) -> No
 @pytest.mark.variants(1)
 @pytest.mark.parametrize("how", ["raise", "SIGKILL"])
 def test_a_restart_resumes_in_the_same_run_directory(recipe: Recipe, how: str) -> None:
-    words = ("task._target_=points.Breaks", f"+task.how={how}", "logger=tensorboard")
-    process, run = start(recipe, *words, torchrun=("--nproc-per-node=2", "--max-restarts=2"))
+    overrides = ("task._target_=points.Breaks", f"+task.how={how}", "logger=tensorboard")
+    process, run = start(recipe, *overrides, torchrun=("--nproc-per-node=2", "--max-restarts=2"))
     done = finish(process, run)
     assert done.code == 0, done.err
     assert done.result()["status"] == "done"
@@ -115,7 +115,7 @@ def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path)
     typed, _ = recipe.words(
         "trainer.threads=1", "launcher=torchrun-env", "task._target_=points.Breaks", "+task.how=raise"
     )
-    words = [word for word in typed if not word.startswith("run.dir=")]
+    overrides = [word for word in typed if not word.startswith("run.dir=")]
     program = [
         sys.executable,
         "-m",
@@ -128,7 +128,7 @@ def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path)
     ]
     environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*program, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE
+        [*program, *overrides], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "outputs/points").iterdir()
@@ -211,10 +211,10 @@ def test_a_killed_rank_command_is_the_cause(recipe: Recipe) -> None:
 def command(pid: int, name: str) -> str | None:
     """Return a variable from the environment that a process was started with."""
     try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        overrides = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    return next((word.partition(b"=")[2].decode() for word in words if word.startswith(f"{name}=".encode())), None)
+    return next((word.partition(b"=")[2].decode() for word in overrides if word.startswith(f"{name}=".encode())), None)
 
 
 def parent(pid: int) -> int:
@@ -226,10 +226,10 @@ def test_evaluate_runs_under_torchrun_too(recipe: Recipe) -> None:
     process, run = start(recipe)
     assert finish(process, run).code == 0
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "ddpexp"]
-    words = ["evaluate", str(run), "--config-dir", str(recipe.folder / "conf"), "launcher=torchrun-env"]
+    command = ["evaluate", str(run), "--config-dir", str(recipe.folder / "conf"), "launcher=torchrun-env"]
     environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*program, *words], cwd=recipe.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE
+        [*program, *command], cwd=recipe.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE
     )
     assert done.returncode == 0, done.stderr
     metrics = json.loads((run / "result.json").read_text())["metrics"]

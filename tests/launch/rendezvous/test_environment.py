@@ -341,7 +341,7 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
 
 @pytest.mark.fault(27)
 @pytest.mark.parametrize(
-    ("words", "environ", "sentence"),
+    ("overrides", "environ", "sentence"),
     [
         ("launcher=torchrun-env", {}, "launcher=torchrun-env is a worker that torchrun starts, and no RANK is set: type "
          "`torchrun --nproc-per-node 2 -m ddpexp recipe=... launcher=torchrun-env`, or use launcher=spawn, which needs "
@@ -360,9 +360,9 @@ def alone(ddpexp: Ddpexp) -> Ddpexp:
     ],
 )  # fmt: skip
 def test_the_command_refuses_before_any_socket_opens(
-    alone: Ddpexp, tmp_path: Path, words: str, environ: dict[str, str], sentence: str
+    alone: Ddpexp, tmp_path: Path, overrides: str, environ: dict[str, str], sentence: str
 ) -> None:
-    done = alone(*SMALL, *words.split(), environ=environ)
+    done = alone(*SMALL, *overrides.split(), environ=environ)
     assert (done.code, done.out, done.err) == (2, "", f"ddpexp: {sentence}\n")
     # A meeting would have waited for the others, trainer.timeout.init_seconds=300, and said so.
     assert sorted(tmp_path.iterdir()) == []

@@ -128,9 +128,9 @@ print(json.dumps(met.peers[0].receive(time.monotonic() + 600)))
 
 def test_other_processes_meet_a_late_leader_through_a_file(tmp_path: Path) -> None:
     way = Published(tmp_path / "meeting")
-    words = [sys.executable, "-c", OTHER, str(way.path)]
+    command = [sys.executable, "-c", OTHER, str(way.path)]
     others = [
-        subprocess.Popen([*words, str(index)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for index in range(1, 5)
+        subprocess.Popen([*command, str(index)], stdout=subprocess.PIPE, text=True, cwd=ROOT) for index in range(1, 5)
     ]
     time.sleep(0.5)
     found, _ = lead(way, 5, PATIENCE, "rank")
@@ -604,17 +604,17 @@ def test_another_user_is_neither_let_in_nor_followed(does: str) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can become another user")
     way = Named.after(f"other user {does}")
-    words = [sys.executable, "-c", OTHER_USER, way.name, does]
+    command = [sys.executable, "-c", OTHER_USER, way.name, does]
     pipe = subprocess.PIPE
     if does == "lead":
-        with subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as other:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == "here\n"
             with pytest.raises(RefusedError, match="what answers on this host is not it"):
                 join(way, handshake(1), 2, "rank")
             other.communicate("", timeout=PATIENCE)
     else:
-        with subprocess.Popen(words, stdout=pipe, text=True, cwd=ROOT) as other:
+        with subprocess.Popen(command, stdout=pipe, text=True, cwd=ROOT) as other:
             assert other.stdout is not None
             assert other.stdout.readline() == "here\n"
             with pytest.raises(RefusedError, match="rank 1 of 2 did not join"):

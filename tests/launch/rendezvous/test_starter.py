@@ -76,8 +76,8 @@ subprocess.run([sys.executable, "-c", code, str(ours.fileno())], pass_fds=[ours.
 
 
 def test_mpich_lives_while_its_proxy_is_above_whatever_has_become_of_the_connection() -> None:
-    words = [sys.executable, "-c", UNDER_PROXY, "--control-port", "node0:40001"]
-    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout == "False\n"
+    command = [sys.executable, "-c", UNDER_PROXY, "--control-port", "node0:40001"]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout == "False\n"
 
 
 TASK = """\

@@ -343,12 +343,12 @@ class Nodes:
     def __init__(
         self,
         recipe: Recipe,
-        *words: str,
+        *overrides: str,
         nodes: int = 2,
         own: dict[int, Sequence[str]] | None = None,
         environ: dict[str, str] | None = None,
     ) -> None:
-        typed, self.run = recipe.words(*words)
+        typed, self.run = recipe.words(*overrides)
         self.recipe, self.own, self.environ = recipe, own or {}, environ
         self.typed = [
             *typed,
@@ -360,8 +360,8 @@ class Nodes:
 
     def start(self, *ranks: int) -> Nodes:
         for number in ranks:
-            words = [*self.typed, f"launcher.node_rank={number}", *self.own.get(number, ())]
-            self.processes[number], _ = self.recipe.ddpexp.start(*words, environ=self.environ)
+            overrides = [*self.typed, f"launcher.node_rank={number}", *self.own.get(number, ())]
+            self.processes[number], _ = self.recipe.ddpexp.start(*overrides, environ=self.environ)
         return self
 
     def finish(self, timeout: float = PATIENCE) -> list[Done]:
@@ -423,15 +423,15 @@ def test_machines_may_have_different_numbers_of_workers_when_each_says_so_itself
 
 @pytest.mark.fault(33)
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         ("trainer.seed=1", "trainer.seed is 0 on node 0 (HOST) and 1 on node 1 (HOST)"),
         ("trainer.gpus=2", "trainer.gpus is auto on node 0 (HOST) and 2 on node 1 (HOST)"),
         ("model.hidden=9", "model.hidden is 8 on node 0 (HOST) and 9 on node 1 (HOST)"),
     ],
 )
-def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, words: str, sentence: str) -> None:
-    both = Nodes(recipe, own={1: [words]})
+def test_configurations_that_differ_are_refused_by_both(recipe: Recipe, overrides: str, sentence: str) -> None:
+    both = Nodes(recipe, own={1: [overrides]})
     one, other = both.start(0, 1).finish()
     said = sentence.replace("HOST", socket.gethostname())
     assert (one.code, other.code) == (2, 2)
@@ -491,7 +491,7 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
 @pytest.mark.variants(4)
 @pytest.mark.fault(26, 27)
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("overrides", "sentence"),
     [
         ((*FOUR, "launcher.node_rank=2"), "launcher.node_rank=2, but trainer.nodes=2: it goes from 0 to 1."),
         ((*FOUR, "launcher.node_rank=-1"), "launcher.node_rank=-1, but trainer.nodes=2: it goes from 0 to 1."),
@@ -518,8 +518,8 @@ FOUR = ("trainer.nodes=2", "launcher.node_rank=0", "launcher.master_addr=127.0.0
         (("trainer.nodes=1:2",), "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_refused(recipe: Recipe, words: Sequence[str], sentence: str) -> None:
-    done = recipe(*words)
+def test_wrong_arguments_are_refused(recipe: Recipe, overrides: Sequence[str], sentence: str) -> None:
+    done = recipe(*overrides)
     assert (done.code, done.err) == (2, f"ddpexp: {sentence.replace('HOST', socket.gethostname())}\n")
     assert not done.run.exists()
 
@@ -662,12 +662,12 @@ def test_two_hosts_train_as_one_and_listen_on_the_interface_between_them_alone(r
     )
     alone = recipe("trainer.gpus=4", *typed)
     place = ("launcher.master_addr=node0", f"launcher.master_port={free_port()}")
-    words, run = recipe.words("trainer.gpus=2", "trainer.nodes=2", *place, *typed)
+    overrides, run = recipe.words("trainer.gpus=2", "trainer.nodes=2", *place, *typed)
     addresses = {host: socket.gethostbyname(host) for host in words_of}
     before = {host: listening(host) for host in addresses}
     processes = [
         subprocess.Popen(
-            [*words_of[host], sys.executable, "-m", "ddpexp", *words, f"launcher.node_rank={number}"],
+            [*words_of[host], sys.executable, "-m", "ddpexp", *overrides, f"launcher.node_rank={number}"],
             cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, start_new_session=True,
         )

@@ -111,8 +111,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
     return Recipe(Ddpexp(tmp_path_factory.mktemp("supervise"), environ), CODE)
 
 
-def act(recipe: Recipe, how: str, *words: str) -> tuple[Done, dict[str, Any]]:
-    done = recipe("task._target_=points.Act", f"+task.how='{how}'", "trainer.gpus=2", *words)
+def act(recipe: Recipe, how: str, *overrides: str) -> tuple[Done, dict[str, Any]]:
+    done = recipe("task._target_=points.Act", f"+task.how='{how}'", "trainer.gpus=2", *overrides)
     return done, failed(done)
 
 
@@ -131,7 +131,7 @@ def failed(done: Done) -> dict[str, Any]:
 @pytest.mark.fault(1)
 @pytest.mark.fault(1, 2, 61)
 @pytest.mark.parametrize(
-    ("words", "phase", "step"),
+    ("overrides", "phase", "step"),
     [
         ("model._target_=points.Breaks", "build", None),
         ("data._target_=points.load_broken", "build", None),
@@ -143,9 +143,9 @@ def failed(done: Done) -> dict[str, Any]:
     ids=["model", "data", "item", "loader", "step", "eval"],
 )
 def test_an_error_in_one_rank_is_shown_once_with_its_rank(
-    recipe: Recipe, words: str, phase: str, step: int | None
+    recipe: Recipe, overrides: str, phase: str, step: int | None
 ) -> None:
-    done = recipe(*words.split(), "trainer.gpus=2")
+    done = recipe(*overrides.split(), "trainer.gpus=2")
     error = failed(done)
     assert done.code == 1
     assert (error["rank"], error["kind"], error["phase"], error["signal"]) == (1, "ValueError", phase, None)
@@ -157,7 +157,7 @@ def test_an_error_in_one_rank_is_shown_once_with_its_rank(
     assert len(re.findall(r"^Traceback", shown, re.MULTILINE)) == len(
         re.findall(r"^Traceback", error["traceback"], re.MULTILINE)
     )
-    assert done.err.endswith("(rank 0 ended with it)\n")
+    assert done.err.endswith("(rank 0 terminated as a consequence)\n")
     assert "no luck" in (done.run / "ranks/1.log").read_text()
 
 
@@ -185,7 +185,7 @@ def test_a_death_of_one_rank_ends_the_run_with_its_cause(
     shown = done.out + done.err
     assert shown.count("recipe  points") == 1  # rank zero's words are not repeated
     assert shown.count("Segmentation fault") == (how == "SIGSEGV")  # faulthandler's
-    assert done.err.splitlines()[-1].endswith(f"(rank {1 - rank} ended with it)")
+    assert done.err.splitlines()[-1].endswith(f"(rank {1 - rank} terminated as a consequence)")
 
 
 def test_what_one_worker_refuses_is_one_sentence_and_2(recipe: Recipe) -> None:
@@ -194,10 +194,10 @@ def test_what_one_worker_refuses_is_one_sentence_and_2(recipe: Recipe) -> None:
     assert done.err == "ddpexp: data.train=96 is not to my taste: use another number.\n"
 
 
-def slow(recipe: Recipe, folder: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
+def slow(recipe: Recipe, folder: Path, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     """Start a run that lasts until it is ended, and may take its time then."""
     task = ("task._target_=points.Slow", f"+task.folder={folder}", "trainer.epochs=50000", "trainer.gpus=2", GRACE)
-    return recipe.start(*task, "trainer.log_every=1", "trainer.eval_every=10", "logger=tensorboard", *words)
+    return recipe.start(*task, "trainer.log_every=1", "trainer.eval_every=10", "logger=tensorboard", *overrides)
 
 
 GRACE = "trainer.grace_seconds=600"
@@ -299,13 +299,13 @@ def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe
 
 @pytest.mark.fault(14)
 def test_ctrl_c_in_a_terminal_ends_the_run_cleanly(recipe: Recipe, tmp_path: Path) -> None:
-    words, run = recipe.words(
+    overrides, run = recipe.words(
         "task._target_=points.Slow", f"+task.folder={tmp_path}", "trainer.epochs=50000", "trainer.gpus=2", GRACE
     )
     environ: Any = recipe.ddpexp.environ
     child = pexpect.spawn(
         sys.executable,
-        ["-m", "ddpexp", *words, "trainer.log_every=1", "logger=tensorboard"],
+        ["-m", "ddpexp", *overrides, "trainer.log_every=1", "logger=tensorboard"],
         env=environ,
         encoding="utf-8",
     )

@@ -109,8 +109,8 @@ class _started:
 
     def __init__(self, does: str, output: int = subprocess.DEVNULL, pinned: int | None = None) -> None:
         begin = None if pinned is None else lambda: os.sched_setaffinity(0, [pinned])
-        words = [sys.executable, "-S", "-c", PROGRAM, does]
-        self.process = subprocess.Popen(words, stdout=output, stderr=subprocess.PIPE, text=True, preexec_fn=begin)
+        command = [sys.executable, "-S", "-c", PROGRAM, does]
+        self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, preexec_fn=begin)
         assert self.process.stderr is not None
         for line in ("ready", "blocked") if does == "does_not_answer" else ("ready",):
             assert self.process.stderr.readline().strip() == line

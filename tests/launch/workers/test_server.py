@@ -38,10 +38,10 @@ def recipe(ddpexp: Ddpexp, tmp_path: Path) -> Recipe:
     return Recipe(ddpexp, CODE)
 
 
-def start(recipe: Recipe, *words: str, **environ: str) -> tuple[subprocess.Popen[str], Path]:
+def start(recipe: Recipe, *overrides: str, **environ: str) -> tuple[subprocess.Popen[str], Path]:
     """Start a run of 2 workers that trains until it is ended."""
     task = ("task._target_=points.Marks", f"+task.folder={recipe.ddpexp.folder}/marks")
-    return recipe.start(*task, "trainer.gpus=2", "trainer.epochs=50000", *words, environ=environ)
+    return recipe.start(*task, "trainer.gpus=2", "trainer.epochs=50000", *overrides, environ=environ)
 
 
 def trains(recipe: Recipe) -> bool:
@@ -148,9 +148,9 @@ def inet_addresses(pid: int) -> set[str]:
     addresses = set()
     for name in ("tcp", "tcp6", "udp", "udp6"):
         for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[9] in inodes:
-                host, port = words[1].split(":")
+            fields = line.split()
+            if fields[9] in inodes:
+                host, port = fields[1].split(":")
                 readable = (
                     ".".join(str(byte) for byte in reversed(bytes.fromhex(host))) if len(host) == 8 else loopback6(host)
                 )
@@ -173,11 +173,11 @@ def test_the_preload_list_does_not_initialize_cuda(environ: dict[str, str]) -> N
     # No GPU is here to break: the questions themselves are made to fail, after torch's own import.
     program = """
 import importlib, sys, torch
-def asked(*_, **__):
-    raise AssertionError("CUDA was asked")
+def initialized(*_, **__):
+    raise AssertionError("CUDA was initialized")
 for module, name in ((torch.cuda, "_lazy_init"), (torch.cuda, "is_available"), (torch.cuda, "device_count"),
                      (torch._C, "_cuda_getDeviceCount"), (torch._C, "_cuda_init")):
-    setattr(module, name, asked)
+    setattr(module, name, initialized)
 for name in sys.argv[1:]:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()

@@ -31,11 +31,11 @@ def load(train: int, test: int, broken: bool) -> Splits:
 def _table(count: int, seed: int, broken: int | None) -> Arrays:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(count, _COLUMNS, generator=generator, dtype=torch.float64)
-    words = torch.randint(_WORDS, (count, 3), generator=generator)
-    labels = (rows.sum(1) * 3 + words.sum(1)).long() % _CLASSES
+    tokens = torch.randint(_WORDS, (count, 3), generator=generator)
+    labels = (rows.sum(1) * 3 + tokens.sum(1)).long() % _CLASSES
     if broken is not None:
         rows[broken] = float("nan")
-    return Arrays((torch.arange(count), rows, words, labels))
+    return Arrays((torch.arange(count), rows, tokens, labels))
 
 
 class Net(nn.Module):
@@ -68,10 +68,10 @@ class Net(nn.Module):
         if weights == "frozen":
             self.entry.weight.requires_grad_(False)
 
-    def forward(self, rows: Tensor, words: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, overrides: Tensor) -> Tensor:
         hidden = self.entry(rows.to(self.entry.weight.dtype))
         if self.embed is not None:
-            hidden = hidden + self.embed(words).mean(1)
+            hidden = hidden + self.embed(overrides).mean(1)
         hidden = torch.tanh(self.middle(hidden))
         hidden = self.second(torch.tanh(self.first(hidden)))
         if self.turn is not None:

@@ -140,7 +140,7 @@ def plain(world):
             assert torch.equal(trained(model.train_model, model.micro_batch), expected), (through, cap)
 
 
-def carriers(world):
+def reducers(world):
     # What carries what: memory where it can, else gloo, and DDP alone where the order is no question.
     parameter = [torch.zeros(5)]
     assert isinstance(reduce.reducer_for(parameter, OPTIONS, world), SharedMemoryReducer)
@@ -462,7 +462,7 @@ def test_gradients_are_summed_in_the_order_of_the_ranks(folder: Path, size: int)
 @pytest.mark.variants(2)
 @pytest.mark.parametrize(
     ("case", "size"),
-    [("sparse", 3), ("two_models", 3), ("buffers", 2), ("plain", 2), ("carriers", 2), ("carriers", 3)],
+    [("sparse", 3), ("two_models", 3), ("buffers", 2), ("plain", 2), ("reducers", 2), ("reducers", 3)],
 )
 def test_it_carries(folder: Path, case: str, size: int) -> None:
     works(folder, case, size)
@@ -589,8 +589,8 @@ WAYS = {
 }
 
 
-def digest(recipe: Recipe, *words: str) -> str:
-    done = recipe(*words, "trainer.threads=1")
+def digest(recipe: Recipe, *overrides: str) -> str:
+    done = recipe(*overrides, "trainer.threads=1")
     assert done.code == 0, done.err
     found: str = done.result()["weights_sha256"]
     return found
@@ -609,13 +609,13 @@ def digest(recipe: Recipe, *words: str) -> str:
 def test_the_weights_are_the_same_through_memory_and_gloo_and_with_any_buckets(
     recipe: Recipe, way: str, size: int
 ) -> None:
-    words = (*WAYS[way].split(), f"trainer.gpus={size}")
+    overrides = (*WAYS[way].split(), f"trainer.gpus={size}")
     small = "strategy.bucket_cap_mb=0.001"
-    found = digest(recipe, *words, "strategy.reduce_through=shared_memory")
-    assert digest(recipe, *words, "strategy.reduce_through=backend", small) == found
+    found = digest(recipe, *overrides, "strategy.reduce_through=shared_memory")
+    assert digest(recipe, *overrides, "strategy.reduce_through=backend", small) == found
     if way == "layers":
-        assert digest(recipe, *words, "strategy.reduce_through=shared_memory", small) == found
-        assert digest(recipe, *words, "strategy.reduce_through=backend") == found
+        assert digest(recipe, *overrides, "strategy.reduce_through=shared_memory", small) == found
+        assert digest(recipe, *overrides, "strategy.reduce_through=backend") == found
 
 
 @pytest.mark.variants(1)
