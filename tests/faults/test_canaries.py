@@ -710,13 +710,13 @@ def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
     )
     weights = shutil.copy(next(place.run.rglob("model*.safetensors")), place.folder / "weights.safetensors")
     overrides = [*TINY, *bomb_words(12)]
-    typed = {
+    arguments = {
         "evaluate": ["evaluate", "run"], "resume": ["resume", "run", LONGER], "train": [*overrides, "run.dir=one"],
         "resume a sweep": ["resume", "sweep"], "sweep": ["-m", *overrides, "trainer.seed=0,1", "hydra.sweep.dir=several"],
         "plan": ["plan", *overrides],
         "weights": ["evaluate", str(weights), *overrides], "member": ["member", "run"],
     }  # fmt: skip
-    process = place.start(*typed[verb], environ={"PYTHONPATH": f"{early}:{ROOT}"})
+    process = place.start(*arguments[verb], environ={"PYTHONPATH": f"{early}:{ROOT}"})
     wait_for(lambda: mark.exists() or process.poll() is not None)
     process.send_signal(number)
     done = finish(process, place.run)

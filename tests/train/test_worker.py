@@ -248,8 +248,8 @@ def test_a_schedule_that_cannot_be_followed_is_refused(
     recipe: Recipe, overrides: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "points", recipe.module())
-    typed = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *overrides.split()]
-    made = compose(typed)
+    arguments = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *overrides.split()]
+    made = compose(arguments)
     assert made is not None
     with pytest.raises(RefusedError, match=rf"^scheduler.*{re.escape(sentence)}"):
         build_schedule(parse(made.values), 8)
