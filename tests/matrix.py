@@ -120,14 +120,14 @@ def main() -> int:
     parser.add_argument("rows", nargs="*", metavar="row", help=f"one of {', '.join(rows())}; all without any")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of the environments")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the environments stay")
-    asked = parser.parse_args(typed)
-    if unknown := set(asked.rows) - rows().keys():
+    arguments = parser.parse_args(typed)
+    if unknown := set(arguments.rows) - rows().keys():
         parser.error(f"no row {', '.join(sorted(unknown))}; there are {', '.join(rows())}")
     failed = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (asked.keep or Path(temporary)).resolve()
-        for name in asked.rows or rows():
-            python = install(rows()[name], folder / name, asked.python)
+        folder = (arguments.keep or Path(temporary)).resolve()
+        for name in arguments.rows or rows():
+            python = install(rows()[name], folder / name, arguments.python)
             print(f"== {name}: {versions(python)}", flush=True)
             environ = {
                 key: value

@@ -122,11 +122,11 @@ def main() -> int:
     parser.add_argument("count", type=int)
     parser.add_argument("tests", nargs="+", help="after --: what pytest gets")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is removed
-    source = (ROOT / asked.file).read_text()
+    source = (ROOT / arguments.file).read_text()
     places = list(mutants(ast.parse(source)))
-    chosen = random.Random(f"{asked.file} {asked.seed}").sample(places, min(asked.count, len(places)))
+    chosen = random.Random(f"{arguments.file} {arguments.seed}").sample(places, min(arguments.count, len(places)))
     counts = {"killed": 0, "survived": 0, "timeout": 0}
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
@@ -136,9 +136,9 @@ def main() -> int:
         for file in filter(lambda file: (ROOT / file).is_file(), files):
             (folder / "checkout" / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / file, folder / "checkout" / file)
-        mutated = folder / "checkout" / asked.file
+        mutated = folder / "checkout" / arguments.file
         begin = time.monotonic()
-        if tried(folder, asked.tests, 1800) != "survived":
+        if tried(folder, arguments.tests, 1800) != "survived":
             sys.exit("the tests fail without a mutant")
         seconds = 3 * (time.monotonic() - begin) + 30
         for node, text in sorted(chosen, key=lambda one: one[0].lineno):  # type: ignore[attr-defined]
@@ -149,10 +149,10 @@ def main() -> int:
                 f"__pycache__/{mutated.stem}.*"
             ):  # two mutants of a second may have one size
                 cached.unlink()
-            end = tried(folder, asked.tests, seconds)
+            end = tried(folder, arguments.tests, seconds)
             counts[end] += 1
             old, new = source.splitlines()[line - 1].strip(), changed.splitlines()[line - 1].strip()
-            print(f"{end:8} {asked.file}:{line}: {old} -> {new}", flush=True)
+            print(f"{end:8} {arguments.file}:{line}: {old} -> {new}", flush=True)
     print(f"{len(chosen)} of {len(places)} mutants: {', '.join(f'{number} {end}' for end, number in counts.items())}")
     return min(counts["survived"], 125)
 

@@ -124,8 +124,8 @@ class Recipe:
         self, *overrides: str, environ: dict[str, str] | None = None, run: Path | None = None
     ) -> tuple[subprocess.Popen[str], Path]:
         """Start the command, in a run directory of its own or in that of a run before."""
-        typed, run = self.words(*overrides, run=run)
-        process, _ = self.ddpexp.start(*typed, environ=environ)
+        arguments, run = self.words(*overrides, run=run)
+        process, _ = self.ddpexp.start(*arguments, environ=environ)
         return process, run
 
     def module(self) -> Any:

@@ -88,12 +88,12 @@ def main() -> int:
     parser.add_argument(
         "--upgrade", action="store_true", help="take newer versions of what constraints.txt leaves open"
     )
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        if asked.check:
+        if arguments.check:
             resolve("--all-extras")
         else:
-            write(asked.upgrade)
+            write(arguments.upgrade)
     except subprocess.CalledProcessError:  # uv has said why
         return 1
     return 0

@@ -5,6 +5,7 @@ What is quickly done is run.
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
 import shutil
@@ -297,3 +298,24 @@ def test_what_is_quickly_done_is_really_run(ddpexp: Ddpexp, kept: Path, line: st
     words = " model=linear data.source=embedded data.embedded_test=100" if "weights" in line else ""
     done = finish(ddpexp.paste(re.sub("^ddpexp ", "python -m ddpexp ", filled(line)) + words, kept), kept / "mnist")
     assert done.code == 0, done.err
+
+
+def _functions_of_the_way() -> list[str]:
+    """Return the functions that CONTRIBUTING.md names, from the command to the first backward pass."""
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## The way of a command")[2].partition("\n## ")[0]
+    return re.findall(r"^    ([\w.]+)  ", text, re.M)
+
+
+@pytest.mark.parametrize("name", _functions_of_the_way())
+def test_every_function_on_the_way_of_a_command_exists(name: str) -> None:
+    assert callable(pkgutil.resolve_name(f"ddpexp.{name}"))
+
+
+def test_the_way_of_a_command_begins_with_the_command_and_ends_with_backward() -> None:
+    names = _functions_of_the_way()
+    assert (names[0], names[-1]) == ("cli.main.run", "train.optimizer_step.Step.backward")
+
+
+@pytest.mark.parametrize("name", re.findall(r"`((?:ddpexp|conf|tests|docs)/[\w./]+)`", DOCUMENTS[1].read_text()))
+def test_every_file_that_contributing_names_exists(name: str) -> None:
+    assert (ROOT / name).exists()

@@ -88,9 +88,9 @@ def test_the_wheel_holds_every_file_that_a_run_needs_and_no_tests(wheel: Path) -
 
 
 def test_an_installed_wheel_runs_from_any_folder(python: Path, tmp_path: Path) -> None:
-    asked = run(python.with_name("ddpexp"), "--help", cwd=tmp_path)
-    assert (asked.returncode, asked.stderr) == (0, "")
-    assert "\nrecipe=mnist: Classify handwritten digits" in asked.stdout
+    shown = run(python.with_name("ddpexp"), "--help", cwd=tmp_path)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "\nrecipe=mnist: Classify handwritten digits" in shown.stdout
     done = run(
         python, "-m", "ddpexp", *SMALL, "trainer.gpus=2", "run.dir=run", cwd=tmp_path, environ=with_cache(tmp_path)
     )
@@ -126,9 +126,9 @@ def test_a_checkout_that_is_not_installed_works(checkout: Path, tmp_path: Path, 
     cwd = checkout if inside else tmp_path
     where = run(sys.executable, "-c", "import ddpexp; print(ddpexp.__file__)", cwd=cwd, environ=environ)
     assert where.stdout.strip() == str(checkout / "ddpexp/__init__.py")
-    asked = run(sys.executable, "-m", "ddpexp", "--cfg", "job", cwd=cwd, environ=environ)
-    assert (asked.returncode, asked.stderr) == (0, "")
-    assert "_target_: ddpexp.recipes.mnist.LeNet" in asked.stdout
+    shown = run(sys.executable, "-m", "ddpexp", "--cfg", "job", cwd=cwd, environ=environ)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "_target_: ddpexp.recipes.mnist.LeNet" in shown.stdout
     environ |= with_cache(tmp_path)
     done = run(sys.executable, "-m", "ddpexp", *SMALL, f"run.dir={tmp_path}/run", cwd=cwd, environ=environ)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from argparse import ArgumentError, Namespace
@@ -58,6 +59,12 @@ def parse_arguments(argv: list[str]) -> Namespace:
         raise RefusedError(_no_option(unknown[0]))
     if sum(word.partition("=")[0] in ("--config-dir", "-cd") for word in argv) > 1:
         raise RefusedError("--config-dir is typed twice: it takes one folder.")
+    folder = arguments.config_dir
+    if folder is not None and re.match(r"[\w./]+=", folder) and not os.path.isdir(folder):
+        raise RefusedError(
+            f"--config-dir takes a folder, and {folder} is an override: write --config-dir DIR {folder}, for example "
+            "--config-dir mine/conf recipe=mine."
+        )
     if (arguments.package or arguments.resolve) and not arguments.cfg:
         option = "--package" if arguments.package else "--resolve"
         raise RefusedError(f"{option} goes with a question, such as --cfg job {option}.")

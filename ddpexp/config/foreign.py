@@ -71,6 +71,7 @@ _VALUES = {
         "mpi": "mpirun mpiexec horovod",
     },
     "logger": {"tensorboard": "tb", "none": "false no disabled"},
+    "sweep.mode": {"max": "maximize maximise", "min": "minimize minimise"},
     "trainer.eval_every": {"0": "no never"},
     "trainer.checkpoint_every": {"0": "no never"},
 }

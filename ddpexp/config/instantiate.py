@@ -200,10 +200,21 @@ def instantiate(node: Node, trust: Trust, where: str, *args: Any, **extra: Any) 
     try:
         inspect.signature(function).bind(*args, *listed, **arguments)
     except TypeError as error:
-        raise RefusedError(f"{where}: {node.target} cannot be called with these keys: {error}.") from None
+        advice = _on_unexpected(str(error), node, where)
+        raise RefusedError(f"{where}: {node.target} cannot be called with these keys: {error}.{advice}") from None
     except ValueError:
         pass  # a builtin without a signature: the call itself will tell
     return function(*args, *listed, **arguments)
+
+
+def _on_unexpected(problem: str, node: Node, where: str) -> str:
+    """Return what to do about a key that a class or function does not take, which may come from a chosen option."""
+    found = re.search(r"unexpected keyword argument '(\w+)'", problem)
+    if found is None or found[1] not in node.kwargs or "[" in where:
+        return ""
+    if found[1].strip("_") == "target":
+        return f" Did you mean {where}._target_?"
+    return f" If a file sets it, ~{where}.{found[1]} leaves it out."
 
 
 def locate(target: str, trust: Trust, where: str) -> Any:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ddpexp.config.build import did_you_mean
+from ddpexp.config.build import did_you_mean, nearest
 from ddpexp.config.instantiate import Trust, targets
 from ddpexp.errors import RefusedError
 
@@ -61,11 +61,17 @@ def _check_present(key: str, target: str, trust: Trust) -> None:
         if not names or file.name != "__init__.py" or any(path.glob(f"{names[0]}.*")):
             return
         raise RefusedError(f"{key}={target}: there is no module {module}.{names[0]}.")
-    known = _defined(file)
+    known, imported = _defined(file)
     if names[0] == "py" and len(names) > 1 and known is not None and names[1] in known:
         raise RefusedError(f"{key}={target}: a module is named without .py. Did you mean {module}.{names[1]}?")
-    if known is not None and names[0] not in known:
-        raise RefusedError(f"{key}={target}: {file} defines no {names[0]}.{did_you_mean(names[0], known)}")
+    if known is not None and names[0] not in known and names[0] not in imported:
+        beside = file.with_name(f"{names[0]}.py")
+        if len(names) > 1 and beside.is_file() and file.name != "__init__.py":
+            meant = ".".join([*module.split(".")[:-1], *names])
+            raise RefusedError(f"{key}={target}: {beside} is a module beside {file}, not in it. Did you mean {meant}?")
+        alike = nearest(names[0], [*known, *imported])
+        meant = f" Did you mean {alike}?" if alike else did_you_mean(names[0], known or imported)
+        raise RefusedError(f"{key}={target}: {file} defines no {names[0]}.{meant}")
 
 
 def _homes(root: str) -> list[Path]:
@@ -81,34 +87,36 @@ def _homes(root: str) -> list[Path]:
 
 
 @lru_cache(maxsize=32)
-def _defined(file: Path) -> Sequence[str] | None:
-    """Return the names that a module defines or imports; None where its text does not tell."""
+def _defined(file: Path) -> tuple[Sequence[str] | None, Sequence[str]]:
+    """Return the names that a module defines, None where its text does not tell, and those that it imports."""
     try:
         if file.stat().st_size > _PARSED_BYTES:
-            return None
+            return None, ()
         text = file.read_text()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a module's own syntax, which Python says when it is imported
             tree = ast.parse(text)
     except (OSError, ValueError, SyntaxError, RecursionError):
-        return None
-    found = list(_names(tree.body))
-    dynamic = "*" in found or "__getattr__" in found or "globals(" in text or "sys.modules" in text
-    return None if dynamic else list(dict.fromkeys(found))
+        return None, ()
+    found, imported = list(_names(tree.body)), list(_names(tree.body, imports=True))
+    dynamic = "*" in imported or "__getattr__" in found or "globals(" in text or "sys.modules" in text
+    return None if dynamic else list(dict.fromkeys(found)), imported
 
 
-def _names(body: Sequence[ast.stmt]) -> Iterator[str]:
+def _names(body: Sequence[ast.stmt], imports: bool = False) -> Iterator[str]:
+    """Yield the names that statements bind: by definitions and assignments or, with `imports`, by imports."""
     for one in body:
         if isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield one.name
-        elif isinstance(one, (ast.Import, ast.ImportFrom)):
+            if not imports:
+                yield one.name
+            continue
+        if isinstance(one, (ast.Import, ast.ImportFrom)) and imports:
             yield from ((alias.asname or alias.name).partition(".")[0] for alias in one.names)
-        elif isinstance(one, (ast.Assign, ast.AnnAssign, ast.For, ast.With, ast.Delete)):
+        elif isinstance(one, (ast.Assign, ast.AnnAssign, ast.For, ast.With, ast.Delete)) and not imports:
             yield from (
                 name.id for name in ast.walk(one) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
             )
         for part in ("body", "orelse", "finalbody"):
-            if not isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield from _names(getattr(one, part, []))
+            yield from _names(getattr(one, part, []), imports)
         for handler in getattr(one, "handlers", []):
-            yield from _names(handler.body)
+            yield from _names(handler.body, imports)

@@ -17,6 +17,7 @@ from ddpexp.config.kinds import several, takes_number, takes_text
 from ddpexp.errors import RefusedError
 
 _TRAINS = ("train", "fit", "run", "start", "launch", "main")  # names for it in other programs
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _KEY = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*")
 _DASHES, _QUOTES = "\u2010\u2011\u2012\u2013\u2014\u2212", "\u2018\u2019\u201c\u201d\u201e\u00ab\u00bb"
 _FUNCTIONS = {  # of Hydra's sweeps
@@ -69,6 +70,11 @@ def _joined(words: Sequence[str], place: int) -> str | None:
         return None
     if any(before.count(opening) > before.count(closing) for opening, closing in _BRACKETS):
         return None
+    key, _, value = before.partition("=")
+    if _NUMBER.fullmatch(words[place]) and _NUMBER.fullmatch(value) and takes_number(key):
+        while last + 1 < len(words) and _NUMBER.fullmatch(words[last + 1]):
+            last += 1
+        return f"with -m, several values are written {key}={','.join([value, *words[place : last + 1]])}"
     if before.endswith(","):
         while words[last].endswith(",") and last + 1 < len(words):
             last += 1
@@ -138,6 +144,9 @@ def unread(word: str) -> str:
         return f"{word} has two overrides inside one pair of quotes: write {first} {more[1]}, each on its own{text}."
     if (advice := _no_function(word, key, value)) is not None:
         return advice
+    inner = re.fullmatch(r"(\w[\w-]*)\.([\w.]+=.*)", value)
+    if inner is not None and key in groups([conf_folder()]):
+        return f"{word} is not read: an option and its key are two overrides: {key}={inner[1]} {key}.{inner[2]}."
     if value.startswith("~"):
         return (
             f"{word} is not read: neither the shell nor Hydra makes a folder of ~ there. Write {key}=$HOME{value[1:]}."

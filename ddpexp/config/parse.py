@@ -150,7 +150,10 @@ def _strategy(values: Mapping[str, Any]) -> Options:
     if kind not in paths:
         paths = {**installed("strategy"), **paths}
     if kind not in paths:
-        raise RefusedError(f"strategy.kind={kind} names no strategy.{did_you_mean(kind, paths, 'strategy=')}")
+        raise RefusedError(
+            f"strategy.kind={kind} names no strategy.{did_you_mean(kind, paths, 'strategy=')} A strategy of your own "
+            "is an installed package with an entry point in the group ddpexp.strategies (docs/strategies.md)."
+        )
     module, _, name = paths[kind].rpartition(".")
     try:
         options = getattr(importlib.import_module(module), name)

@@ -65,7 +65,8 @@ def sentence(error: Exception) -> str:
         group = error.missing_cfg_file.rpartition("/")[0]
         searched = [Path(folder) for folder in re.findall(r"path=file://(.+)", str(error))]
         known = error.options or options(group, searched)  # of one in a list, such as logger=[a,b], Hydra gives none
-        return _unknown_option(error.missing_cfg_file, [name for name in known if name])
+        added = any(folder not in (conf_folder(), *plugin_folders()) for folder in searched)
+        return _unknown_option(error.missing_cfg_file, [name for name in known if name], added)
     if isinstance(error, OverrideParseException):
         return unread(str(error.override))
     if isinstance(error, ConfigCompositionException):
@@ -102,7 +103,8 @@ def _interpolated(error: OmegaConfBaseException) -> str:
     return ""
 
 
-def _unknown_option(file: str, known: Sequence[str]) -> str:
+def _unknown_option(file: str, known: Sequence[str], added: bool) -> str:
+    """Return the message for an option that is not there; `added`: the command has a --config-dir."""
     group, _, option = file.rpartition("/")
     if not group:
         return f"There is no config {option}."
@@ -131,6 +133,8 @@ def _unknown_option(file: str, known: Sequence[str]) -> str:
         option_here = f" Did you mean {group}={here}?"
         return f"{group}={option} is not a known option.{option_here}"
     meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
+    if group == "recipe" and option and not added and "Did you mean" not in meant:
+        meant += " Recipes of your own are in the folder that --config-dir names."
     return f"{group}={option} is not a known option.{meant}"
 
 
@@ -138,7 +142,7 @@ def _composition(error: ConfigCompositionException) -> str:
     several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
     if several:
         key, _, value = several[1].partition("=")
-        or_list = f", or write a list as {key}=[{value}]" if takes_list(key) else ""
+        or_list = f", or write a list as {key}=[{value}]" if key == "logger" or takes_list(key) else ""
         if takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
             or_list = f", or {key}={value.replace(',', '.')}" if takes_fraction(key) else or_list
         return f"{several[1]} gives several values: add -m for a run with each{or_list}."
@@ -165,6 +169,9 @@ def _composition(error: ConfigCompositionException) -> str:
             f"{name} is chosen already: leave the + out, {name}={twice[2]}; in a config's defaults write override "
             f"/{name}."
         )
+    again = re.match(r"([\w/]+) appears more than once in the final defaults list", str(error))
+    if again:
+        return f"{again[1]} is chosen already: leave the + out."
     unmatched = re.match(r"In '([^']+)': Could not override '(?:[\w/]+/)?(\w+)(?:@[\w.]+)?'\.", str(error))
     if unmatched:
         group = unmatched[2]

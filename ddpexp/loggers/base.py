@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from ddpexp.errors import DdpexpError
 from ddpexp.system.secrets import masked
 
 if TYPE_CHECKING:
@@ -140,8 +141,17 @@ class Many:
 
     def position(self) -> Mapping[str, Any]:
         """Flush each that can be truncated; return the positions of all."""
-        can = [logger for logger in self._loggers if isinstance(logger, Truncatable)]
-        return {name: value for logger in can for name, value in logger.position().items()}
+        positions: dict[str, Any] = {}
+        for logger in self._loggers:
+            if isinstance(logger, Truncatable):
+                position: object = logger.position()
+                if not isinstance(position, Mapping):
+                    raise DdpexpError(
+                        f"{type(logger).__name__}.position() returned {type(position).__name__}, where a mapping "
+                        "belongs, such as {self.file.path.name: self.file.num_bytes}."
+                    )
+                positions |= position
+        return positions
 
     def truncate(self, position: Mapping[str, Any] | None, step: int) -> None:
         """Truncate each that can be."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddpexp.config.build import did_you_mean
+from ddpexp.config.foreign import value_here
 from ddpexp.errors import RefusedError
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import Goal, Row, directories, goal_of, rows_of, with_defaults
@@ -66,7 +67,9 @@ class Arguments:
             )
         mode = values.get("sweep.mode")
         if mode not in (None, "min", "max"):
-            raise RefusedError(f"sweep.mode={mode} is not one of min, max.")
+            here = value_here("sweep.mode", mode)
+            advice = f" Did you mean sweep.mode={here}?" if here else ""
+            raise RefusedError(f"sweep.mode={mode} is not one of min, max.{advice}")
         paths = dict.fromkeys(path for place in places for path in look(place))
         ways = [option for option in ("--columns", "--all", "--csv") if option in values]
         if len(ways) > 1:

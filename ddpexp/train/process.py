@@ -70,7 +70,7 @@ def run_rank(work: Callable[[Control], None]) -> int:
         _report(
             control,
             type(error).__name__,
-            message_of(error) + (f" ({limit})" if limit else ""),
+            message_or_place(error) + (f" ({limit})" if limit else ""),
             code,
             _traceback_of(error),
         )
@@ -156,6 +156,13 @@ def _report(control: Control, kind: str, message: str, code: int, trace: str | N
     )
     if not control.watched:
         print(limited or f"{kind}: {message}", file=sys.stderr)
+
+
+def message_or_place(error: BaseException) -> str:
+    """Return an exception's text or, of one without a text, such as that of a bare assert, where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    text = message_of(error)
+    return text if text or not frames else f"{frames[-1].line} ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 def _traceback_of(error: BaseException) -> str:

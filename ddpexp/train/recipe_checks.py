@@ -14,9 +14,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddpexp.data.datasets import IndexData, Splits
 from ddpexp.errors import RefusedError
-from ddpexp.loggers.base import Logger
+from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.task import HasTrainStep
 from ddpexp.train.task_checks import SUMS, named, shown
+
+_LOGGER_METHODS: Mapping[str, Sequence[str]] = {  # of ddpexp.loggers.base.Logger, with their arguments
+    "scalars": ("step", "epoch", "values"),
+    "text": ("name", "text"),
+    "image": ("name", "pixels", "step"),
+    "histogram": ("name", "values", "step"),
+    "hyperparameters": ("values",),
+    "done": (),
+    "close": (),
+}
 
 
 @runtime_checkable
@@ -61,14 +71,17 @@ def check_logger(logger: Any, named_by: str) -> Logger:
     """Return what a logger's class has made, once it has every method that a run calls.
 
     Raises:
-        RefusedError: it lacks one.
+        RefusedError: it lacks one, or one cannot be called as a run calls it.
     """
-    for method in ("scalars", "text", "image", "histogram", "hyperparameters", "done", "close"):
+    for method, arguments in _LOGGER_METHODS.items():
         if not callable(getattr(logger, method, None)):
             raise RefusedError(
                 f"{named_by}: {type(logger).__name__} has no method {method}, so it is not a logger: derive it from "
                 "ddpexp.loggers.base.Null, and define what it records."
             )
+        check_signature(getattr(logger, method), method, arguments)
+    if isinstance(logger, Truncatable):
+        check_signature(logger.truncate, "truncate", ("position", "step"))
     checked: Logger = logger
     return checked
 
@@ -125,7 +138,7 @@ def check_signature(method: Callable[..., Any], name: str, arguments: Sequence[s
     except TypeError:
         raise RefusedError(
             f"{named(method)} cannot be called with ({', '.join(arguments)}): write def "
-            f"{name}(self, {', '.join(arguments)})."
+            f"{name}({', '.join(['self', *arguments])})."
         ) from None
     except ValueError:
         return  # a builtin without a signature

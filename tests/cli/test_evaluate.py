@@ -206,8 +206,8 @@ def test_evaluate_alone_says_how_it_is_used_and_ends_with_2(ddpexp: Ddpexp) -> N
     done = evaluate(ddpexp)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("ddpexp: evaluate what?\nusage: ddpexp evaluate RUN_DIR_OR_WEIGHTS")
-    asked = evaluate(ddpexp, "--help")
-    assert (asked.code, asked.out, asked.err) == (0, done.err.removeprefix("ddpexp: evaluate what?\n"), "")
+    shown = evaluate(ddpexp, "--help")
+    assert (shown.code, shown.out, shown.err) == (0, done.err.removeprefix("ddpexp: evaluate what?\n"), "")
 
 
 @pytest.mark.parametrize(

@@ -220,13 +220,13 @@ def test_the_table_of_commands_is_what_is_dispatched() -> None:
 
 @pytest.mark.parametrize("name", commands.NAMES)
 def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = []
+    outputs = []
     for arguments in ([name, "--help"], [name, "-h"], ["help", name]):
         assert main._COMMANDS[arguments[0]](arguments, None) == 0
-        asked.append(capsys.readouterr().out)
-    assert asked[0] == asked[1] == asked[2]
-    assert asked[0].startswith(f"{commands.of(name).usage}\n\n")
-    assert max(map(len, asked[0].splitlines())) <= 80
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert outputs[0].startswith(f"{commands.of(name).usage}\n\n")
+    assert max(map(len, outputs[0].splitlines())) <= 80
 
 
 @pytest.mark.parametrize(

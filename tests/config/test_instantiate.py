@@ -246,3 +246,15 @@ def test_only_the_functions_meant_for_it_are_open_to_a_configuration() -> None:
     sections = ("model", "task", "optimizer", "data", "data.prepare", "data.part", "model.part")
     found = {(section, target) for section in sections for target in allowed if Trust().allows(target, section)}
     assert not found  # its parts go by keys: see test_registry
+
+
+@pytest.mark.parametrize(
+    ("key", "advice"),
+    [
+        ("momentum", " If a file sets it, ~optimizer.momentum leaves it out."),
+        ("_target", " Did you mean optimizer._target_?"),
+    ],
+)
+def test_for_a_key_that_does_not_fit_the_error_says_how_to_remove_it(key: str, advice: str) -> None:
+    with pytest.raises(RefusedError, match=f"{re.escape(advice)}$"):
+        instantiate(Node("torch.nn.Linear", {"in_features": 1, "out_features": 1, key: 0}), Trust(), "optimizer")

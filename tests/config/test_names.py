@@ -58,7 +58,7 @@ ABSENT = [
     ("mine.Nett", "mine.py defines no Nett. Did you mean Net?"),
     (
         "mine.method",
-        "mine.py defines no method. Available: os, layers, Layer, build, Net, Other, Pair, Third, Rest, Typed, Outer.",
+        "mine.py defines no method. Available: Layer, build, Net, Other, Pair, Third, Rest, Typed, Outer.",
     ),
     ("mine.Inner", "mine.py defines no Inner."),
     ("shapes.nets.Nets", "shapes/nets.py defines no Nets. Did you mean Net?"),

@@ -33,7 +33,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine/conf/recipe").mkdir(parents=True)
     (tmp_path / "mine/conf/model").mkdir()
     (tmp_path / "mine/conf/experiment").mkdir()
-    (tmp_path / "mine/mine.py").write_text("class Task: ...\nclass Net: ...\n")
+    (tmp_path / "mine/mine.py").write_text("from os import path\nclass Task: ...\nclass Net: ...\n")
+    (tmp_path / "mine/extra.py").write_text("class Task: ...\n")
     (tmp_path / "mine/conf/model/net.yaml").write_text("_target_: mine.Net\nhidden: 8\n")
     (tmp_path / "mine/conf/recipe/mine.yaml").write_text("# @package _global_\ntask: {_target_: mine.Task}\n")
     (tmp_path / "mine/conf/experiment/big.yaml").write_text("# @package _global_\ntrainer: {epochs: 9}\n")
@@ -77,6 +78,10 @@ train.py is not an override: ddpexp takes no files. A recipe is chosen by name: 
 @args.txt is neither an override
 """
 SEVERAL = """\
+> logger=tensorboard,none
+logger=tensorboard,none gives several values: add -m for a run with each, or write a list as logger=[tensorboard,none].
+> -m optimizer.lr=0.1 0.2 1e-3 trainer.seed=1
+optimizer.lr=0.1 0.2 has a space, at which the shell cuts it: with -m, several values are written optimizer.lr=0.1,0.2,1
 > -m optimizer.lr=[0.1,0.01]
 optimizer.lr=[0.1,0.01] is one value, and optimizer.lr takes a number. Did you mean optimizer.lr=0.1,0.01?
 > -m optimizer.lr={0.1,0.01}
@@ -111,6 +116,8 @@ optimizer.lr=choice[0.1,0.2] is not read: choice is written as in 'optimizer.lr=
 optimizer.lr={0.1,0.01} is not read: several values are written optimizer.lr=0.1,0.01, with -m.
 """
 UNREAD = """\
+> strategy=ddp.bucket_cap_mb=5
+strategy=ddp.bucket_cap_mb=5 is not read: an option and its key are two overrides: strategy=ddp strategy.bucket_cap_mb=5
 > -m trainer.seed=1 trainer.seed=2
 trainer.seed is typed twice: write trainer.seed=1,2.
 > -m trainer.seed=1,2 trainer.seed=3
@@ -155,6 +162,8 @@ optimizer.momentum is not a known key: it is one of optimizer=mnist_sgd and opti
 trainer.foo is not a known key. Available: nodes, gpus, device, backend, threads,
 > +trainer.epochs=3
 trainer.epochs is a key already: leave the + out.
+> +strategy=ddp
+strategy is chosen already: leave the + out.
 > +model=linear
 model is chosen already: leave the + out, model=linear; in a config's defaults write override /model.
 > ~trainer.clip_grad_norm
@@ -175,6 +184,8 @@ logger=3 is not a known option. Available: none, tensorboard.
 logger=null: to record nothing beside metrics.jsonl, write logger=none.
 > ~logger
 ~logger: to record nothing beside metrics.jsonl, write logger=none.
+> recipe=mine
+recipe=mine is not a known option. Available: mnist. Recipes of your own are in the folder that --config-dir names.
 > recipe=a,b
 recipe=a,b gives several values: add -m for a run with each.
 > trainer.seed=range(3)
@@ -199,6 +210,12 @@ model.hidden: Interpolation key 'model.hiden' not found. Did you mean ${model.hi
 trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
+> strategy.kind=fsdp
+strategy.kind=fsdp names no strategy. Available: ddp. A strategy of your own is an installed package with an entry poin
+> --config-dir mine/conf task._target_=mine.extra.Task
+task._target_=mine.extra.Task: {project}/mine/extra.py is a module beside {project}/mine/mine.py, not in
+> --config-dir mine/conf task._target_=mine.Regress
+task._target_=mine.Regress: {project}/mine/mine.py defines no Regress. Available: Task, Net.
 > trainer.checkpoint_every_seconds=10min
 trainer.checkpoint_every_seconds=10min is not a number or null. Did you mean trainer.checkpoint_every_seconds=600?
 > strategy.bucket_cap_mb=25MB
@@ -261,6 +278,8 @@ OPTION_WORDS = """\
 --multi-run is not an option. Did you mean --multirun?
 > --resolve
 --resolve goes with a question, such as --cfg job --resolve.
+> --config-dir recipe=mine mine/conf
+--config-dir takes a folder, and recipe=mine is an override: write --config-dir DIR recipe=mine, for example --config-d
 > --config-dir mine/conf --config-dir conf
 --config-dir is typed twice: it takes one folder.
 > --config-dir mine/conf/recipe/mine.yaml
@@ -278,7 +297,7 @@ def pairs(*tables: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("typed", "sentence"), pairs(BARE, SEVERAL, UNREAD, KEYS, VALUES, OPTION_WORDS))
 def test_for_a_wrong_override_the_error_says_what_to_type(project: Path, typed: str, sentence: str) -> None:
     words = [typed] if "(" in typed and " " not in typed else typed.split(" ")
-    assert refusal(*words).startswith(sentence)
+    assert refusal(*words).startswith(sentence.replace("{project}", str(project)))
 
 
 def test_a_sweep_may_override_the_single_value_of_a_script_and_repeat_one() -> None:

@@ -45,7 +45,7 @@ class Server:
 
     address: str
     answers: dict[str, bytes | Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def serve() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             name = self.path.rsplit("/", 1)[-1].removesuffix(".gz")
-            server.asked.append(name)
+            server.requests.append(name)
             answer = server.answers.get(name)
             if answer is None:
                 self.send_error(404)

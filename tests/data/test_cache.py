@@ -164,7 +164,7 @@ def test_download_goes_to_the_user_where_the_data_folder_cannot_be_written(
     assert identity["note"].endswith(f"downloaded to {home}")
     shutil.rmtree(identity["folder"])
     assert prepare(tmp_path / "data", "auto", server)["name"] == "mnist"
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
 
 
 def test_drawn_digits_without_a_writable_cache_are_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

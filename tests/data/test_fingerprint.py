@@ -27,13 +27,13 @@ class Items(Dataset[Any]):
 
     sample: Callable[[int], Any]
     count: int = 100
-    asked: list[int] = field(default_factory=list)
+    indices_read: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Any:
-        self.asked.append(index)
+        self.indices_read.append(index)
         return self.sample(index)
 
 
@@ -127,7 +127,7 @@ def test_reading_moves_no_random_numbers(num_workers: int) -> None:
     found = read(items, num_workers=num_workers)["train"]
     assert (found["samples"], set(found["content"])) == (100, {"[]", "[0]"})
     assert (torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()) == states  # type: ignore[index]
-    assert bool(items.asked) == (num_workers == 0)  # as in training
+    assert bool(items.indices_read) == (num_workers == 0)  # as in training
 
 
 @dataclass
@@ -188,7 +188,7 @@ def test_a_set_that_cannot_be_read_is_known_by_its_length(monkeypatch: pytest.Mo
     monkeypatch.setattr(ddpexp.data.fingerprint, "_SECONDS", 0.5)
     items = Items(lambda i: time.sleep(0.4))
     assert read(rows(), eval=items) == {"train": read(rows())["train"], "eval": {"samples": 100}}
-    assert 1 <= len(items.asked) <= 2
+    assert 1 <= len(items.indices_read) <= 2
 
 
 def test_small_sets_are_read_too() -> None:

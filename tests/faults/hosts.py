@@ -75,11 +75,11 @@ class Both:
         run: Path | None = None,
     ) -> None:
         """Start them; `words` in which N stands for the host's number."""
-        typed, self.run = recipe.words("trainer.threads=1", *overrides, run=run)
+        arguments, self.run = recipe.words("trainer.threads=1", *overrides, run=run)
         environ = {**recipe.ddpexp.environ, "SLURM_CONF": os.environ["SLURM_CONF"]}
         self.processes = [
             subprocess.Popen(
-                [*host(number), sys.executable, "-m", "ddpexp", *(word.replace("=N", f"={number}") for word in typed)],
+                [*host(number), sys.executable, "-m", "ddpexp", *(word.replace("=N", f"={number}") for word in arguments)],
                 cwd=recipe.folder, env={**environ, **variables}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE, text=True, start_new_session=True,
             )

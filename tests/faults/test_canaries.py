@@ -274,7 +274,7 @@ def test_no_verb_runs_the_code_of_a_run_directory_or_reads_it_for_long(place: Pl
 # --- Sweeps ---
 
 
-def asked(*overrides: str, options: tuple[str, ...] = ()) -> Callable[[Place], None]:
+def sweep_with(*overrides: str, options: tuple[str, ...] = ()) -> Callable[[Place], None]:
     """Return what makes a sweep of such words."""
 
     def apply(place: Place) -> None:
@@ -286,7 +286,7 @@ def asked(*overrides: str, options: tuple[str, ...] = ()) -> Callable[[Place], N
 
 def recorded(made: Callable[[Place], object]) -> Callable[[Place], None]:
     def apply(place: Place) -> None:
-        asked(*TINY, "trainer.seed=0,1")(place)
+        sweep_with(*TINY, "trainer.seed=0,1")(place)
         made(place)
 
     return apply
@@ -302,20 +302,20 @@ def bomb_words(levels: int = 7) -> list[str]:
 
 
 SWEEPS: dict[str, Callable[[Place], None]] = {
-    "texts of texts": asked(*TINY, *bomb_words(), "trainer.seed=0,1"),
-    "its name of texts of texts": asked(*TINY, *bomb_words(), "sweep.objective=${model.x7}", "trainer.seed=0,1"),
-    "code beside configs": asked("recipe=stranger", "trainer.seed=0,1", options=("--config-dir", "conf")),
-    "trusted code": asked(*TINY, "run.trust=[stranger]", "task._target_=stranger.Task", "trainer.seed=0,1"),
-    "slurm": asked(*TINY, "launcher=slurm", "launcher.setup=[touch canary]", "trainer.seed=0,1"),
-    "slurm alone": asked(*TINY, "launcher=slurm", "trainer.seed=0,1"),
-    "weights elsewhere": asked(*TINY, "run.init_from=/etc/passwd", "trainer.seed=0,1"),
-    "another folder of configs": asked(*TINY, "hydra.searchpath=[file:///tmp]", "trainer.seed=0,1"),
-    "a sweeper's storage": asked(*TINY, "hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///canary",
+    "texts of texts": sweep_with(*TINY, *bomb_words(), "trainer.seed=0,1"),
+    "its name of texts of texts": sweep_with(*TINY, *bomb_words(), "sweep.objective=${model.x7}", "trainer.seed=0,1"),
+    "code beside configs": sweep_with("recipe=stranger", "trainer.seed=0,1", options=("--config-dir", "conf")),
+    "trusted code": sweep_with(*TINY, "run.trust=[stranger]", "task._target_=stranger.Task", "trainer.seed=0,1"),
+    "slurm": sweep_with(*TINY, "launcher=slurm", "launcher.setup=[touch canary]", "trainer.seed=0,1"),
+    "slurm alone": sweep_with(*TINY, "launcher=slurm", "trainer.seed=0,1"),
+    "weights elsewhere": sweep_with(*TINY, "run.init_from=/etc/passwd", "trainer.seed=0,1"),
+    "another folder of configs": sweep_with(*TINY, "hydra.searchpath=[file:///tmp]", "trainer.seed=0,1"),
+    "a sweeper's storage": sweep_with(*TINY, "hydra/sweeper=optuna", "hydra.sweeper.storage=sqlite:///canary",
         "trainer.seed=0,1"),
-    "a billion jobs": asked(*TINY, "trainer.seed=range(1000000000)"),
-    "a word of 100,000 characters": asked(*TINY, f"trainer.seed={','.join(map(str, range(20_000)))}"),
-    "deep brackets": asked(*TINY, f"+x={'[' * 2000}", "trainer.seed=0,1"),
-    "100,000 threads": asked(*TINY, "trainer.threads=100000", "trainer.seed=0,1"),
+    "a billion jobs": sweep_with(*TINY, "trainer.seed=range(1000000000)"),
+    "a word of 100,000 characters": sweep_with(*TINY, f"trainer.seed={','.join(map(str, range(20_000)))}"),
+    "deep brackets": sweep_with(*TINY, f"+x={'[' * 2000}", "trainer.seed=0,1"),
+    "100,000 threads": sweep_with(*TINY, "trainer.threads=100000", "trainer.seed=0,1"),
     "a python object": plain("words: !!python/object/apply:os.system ['touch canary']\noptions: []\n"),
     "aliases": plain(RAW["laughs"]),
     "a deep record": recorded(lambda place: place.write("sweep/sweep.jsonl", '{"event":' * 50_000)),
@@ -691,7 +691,7 @@ def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
 ) -> None:
     """The bounds are taken away, for they would end it first."""
     added(bomb(12))(place)
-    asked(*TINY, *bomb_words(12), "trainer.seed=0,1")(place)
+    sweep_with(*TINY, *bomb_words(12), "trainer.seed=0,1")(place)
     early, mark = place.canaries.parent / "early", place.canaries.parent / "resolves"
     early.mkdir()
     (early / "sitecustomize.py").write_text(
@@ -710,13 +710,13 @@ def test_a_verb_ends_on_a_signal_while_it_resolves_what_has_no_end(
     )
     weights = shutil.copy(next(place.run.rglob("model*.safetensors")), place.folder / "weights.safetensors")
     overrides = [*TINY, *bomb_words(12)]
-    typed = {
+    arguments = {
         "evaluate": ["evaluate", "run"], "resume": ["resume", "run", LONGER], "train": [*overrides, "run.dir=one"],
         "resume a sweep": ["resume", "sweep"], "sweep": ["-m", *overrides, "trainer.seed=0,1", "hydra.sweep.dir=several"],
         "plan": ["plan", *overrides],
         "weights": ["evaluate", str(weights), *overrides], "member": ["member", "run"],
     }  # fmt: skip
-    process = place.start(*typed[verb], environ={"PYTHONPATH": f"{early}:{ROOT}"})
+    process = place.start(*arguments[verb], environ={"PYTHONPATH": f"{early}:{ROOT}"})
     wait_for(lambda: mark.exists() or process.poll() is not None)
     process.send_signal(number)
     done = finish(process, place.run)

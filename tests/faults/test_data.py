@@ -306,11 +306,13 @@ def in_little_shared_memory(recipe: Recipe, *overrides: str) -> Done:
         subprocess.run(["unshare", "--mount", "true"], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("a small /dev/shm needs a mount namespace, which only root may make")
-    typed, run = recipe.words("data=trouble", "data.kind=Large", "task._target_=points.LargeTask", *EVERY, *overrides)
+    arguments, run = recipe.words(
+        "data=trouble", "data.kind=Large", "task._target_=points.LargeTask", *EVERY, *overrides
+    )
     full = "head -c 1048576 /dev/zero > /dev/shm/full &&" if "data.train=full" in overrides else ""
     mounted = f'mount -t tmpfs -o size=1m tmpfs /dev/shm && {full} exec "$@"'
     process = subprocess.Popen(
-        ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-m", "ddpexp", *typed],
+        ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-m", "ddpexp", *arguments],
         cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip

@@ -182,34 +182,34 @@ def test_of_several_commands_without_data_one_downloads_and_all_train(commands: 
     several = [commands.start(mirror.address, "data.source=download") for _ in range(3)]
     ends = [finish(*one) for one in several]
     assert [done.code for done in ends] == [0, 0, 0], [done.err for done in ends]
-    assert sorted(mirror.asked) == sorted(NAMES), "each file once"
+    assert sorted(mirror.requests) == sorted(NAMES), "each file once"
     assert len({done.result()["weights_sha256"] for done in ends}) == 1
 
 
 @pytest.mark.fault(59)
 def test_a_command_killed_in_its_download_does_not_hold_the_next_one_up(commands: Commands, mirror: Server) -> None:
-    asked = threading.Event()
-    goes_on = threading.Event()
+    requested = threading.Event()
+    continues = threading.Event()
     content = mirror.answers[NAMES[0]]
     assert isinstance(content, bytes)
     answer = b"HTTP/1.0 200 OK\r\n\r\n" + content
 
     def wait(handler: BaseHTTPRequestHandler) -> None:
-        if asked.is_set():
+        if requested.is_set():
             handler.wfile.write(answer)
             return
-        asked.set()
-        goes_on.wait(PATIENCE)
+        requested.set()
+        continues.wait(PATIENCE)
 
     mirror.answers[NAMES[0]] = wait
     process, run = commands.start(mirror.address, "data.source=download")
-    assert asked.wait(PATIENCE)
+    assert requested.wait(PATIENCE)
     other, others_run = commands.start(mirror.address, "data.source=download")
     assert other.stderr is not None
     assert other.stderr.readline() == "ddpexp: waiting for another command, which is downloading the data\n"
     process.send_signal(signal.SIGKILL)
     done = finish(other, others_run)
-    goes_on.set()
+    continues.set()
     assert done.code == 0, done.err
     assert finish(process, run).code == -signal.SIGKILL
-    assert mirror.asked.count(NAMES[1]) == 1
+    assert mirror.requests.count(NAMES[1]) == 1

@@ -90,7 +90,7 @@ def under(wrap: Wrap, starter: Starter) -> Starter:
     """Return a starter whose words are wrapped in others."""
     ways = starter.commands
     return dataclasses.replace(
-        starter, commands=lambda typed, size: [(wrap(overrides), more) for overrides, more in ways(typed, size)]
+        starter, commands=lambda arguments, size: [(wrap(overrides), more) for overrides, more in ways(arguments, size)]
     )
 
 
@@ -161,11 +161,11 @@ def test_a_starter_that_is_killed_in_the_first_second_leaves_nothing(
 def kill_shell(recipe: Recipe, moment: float) -> float:
     """Kill a shell in whose terminal a command was started."""
     before = ddpexp_processes()
-    typed, _ = recipe.words("trainer.gpus=2", "trainer.threads=1", *LONG)
+    arguments, _ = recipe.words("trainer.gpus=2", "trainer.threads=1", *LONG)
     terminal, theirs = os.openpty()
     try:
         shell = subprocess.Popen(
-            ["setsid", "--ctty", "bash", "-c", '"$@"; true', "-", *DDPEXP, *typed],
+            ["setsid", "--ctty", "bash", "-c", '"$@"; true', "-", *DDPEXP, *arguments],
             cwd=recipe.folder, env=recipe.ddpexp.environ, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE,
             text=True,
         )  # fmt: skip

@@ -145,9 +145,9 @@ sys.exit(started[0].wait())
 
 
 def by_thread(recipe: Recipe, size: int, *own: str) -> tuple[subprocess.Popen[str], Path]:
-    typed, run = recipe.words("launcher=mpi", *own)
+    arguments, run = recipe.words("launcher=mpi", *own)
     variables = {"PMI_RANK": "0", "PMI_SIZE": str(size), "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": str(size)}
-    command = [sys.executable, "-c", STARTER, str(run / "metrics.jsonl"), *DDPEXP, *typed]
+    command = [sys.executable, "-c", STARTER, str(run / "metrics.jsonl"), *DDPEXP, *arguments]
     process = subprocess.Popen(
         command, cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -77,10 +77,10 @@ def recipe(recipe: Recipe) -> Recipe:
 
 def start(recipe: Recipe, shell: str, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
     """Start the command from a shell that sets limits first."""
-    typed, run = recipe.words(*overrides)
+    arguments, run = recipe.words(*overrides)
     script = f'{shell} && exec "$0" "$@"'
     process = subprocess.Popen(
-        ["bash", "-c", script, sys.executable, "-m", "ddpexp", *typed],
+        ["bash", "-c", script, sys.executable, "-m", "ddpexp", *arguments],
         cwd=recipe.ddpexp.folder, env=recipe.ddpexp.environ, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip

@@ -56,9 +56,9 @@ def undisturbed(recipe: Recipe, *overrides: str) -> Done:
 
 def shell(recipe: Recipe, run: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
     """Start one rank manually, with the variables that a user exports."""
-    typed, _ = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides, run=run)
+    arguments, _ = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides, run=run)
     return subprocess.Popen(
-        [*DDPEXP, *typed], cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
+        [*DDPEXP, *arguments], cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -112,9 +112,9 @@ def test_an_address_that_no_way_leads_to_is_named_in_time(recipe: Recipe, hosts:
         f"launcher.master_addr={address}",
         "launcher.master_port=29811",
     )
-    typed, run = recipe.words("trainer.timeout.init_seconds=2", *overrides)
+    arguments, run = recipe.words("trainer.timeout.init_seconds=2", *overrides)
     done = subprocess.run(
-        [*host(1), *DDPEXP, *typed],
+        [*host(1), *DDPEXP, *arguments],
         cwd=recipe.folder, env=recipe.ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert done.returncode == 2

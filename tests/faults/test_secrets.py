@@ -131,8 +131,8 @@ def test_a_run_its_interruption_its_resumption_and_its_evaluation_leak_no_secret
 def test_a_value_that_the_shell_has_put_in_is_written_as_a_reference(recipe: Recipe) -> None:
     """`data.token=$TOKEN`; a value without quotes in it, which Hydra's grammar would want to have escaped."""
     canary = recipe.ddpexp.environ["TOKEN"] = f"canary-{PLAIN}-0b9d"
-    typed = [word.replace("${oc.env:TOKEN}", canary) for word in ASKED]
-    done = recipe(*typed, "trainer.max_steps=4")
+    arguments = [word.replace("${oc.env:TOKEN}", canary) for word in ASKED]
+    done = recipe(*arguments, "trainer.max_steps=4")
     assert done.code == 0, done
     for key in ("model.token", "data.token", "optimizer.token", "task.token"):
         assert f"ddpexp: {key} is written as ${{oc.env:TOKEN}}: the value stays out of the run's files\n" in done.err
@@ -314,9 +314,9 @@ def test_a_password_of_a_database_and_a_listed_value_are_in_no_file_of_a_run(rec
     recipe.ddpexp.environ |= {**canaries, "DDPEXP_SECRETS": "LIST*", "TOKEN": "any-token-at-all"}
     with (recipe.folder / "points.py").open("a") as file:
         file.write("\n\nclass Named(Sides):\n    def __init__(self, **names):\n        self.names = names\n")
-    typed = [f"+task.{name.lower()}={value}" for name, value in canaries.items() if name != "MY_URL"]
+    arguments = [f"+task.{name.lower()}={value}" for name, value in canaries.items() if name != "MY_URL"]
     url = f"+task.my_url='{canaries['MY_URL']}'"
-    done = recipe("task._target_=points.Named", *typed, url, "logger=tensorboard", "trainer.max_steps=2")
+    done = recipe("task._target_=points.Named", *arguments, url, "logger=tensorboard", "trainer.max_steps=2")
     assert done.code == 0, done
     for canary in canaries.values():
         is_kept(done, canary)

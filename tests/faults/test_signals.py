@@ -76,7 +76,7 @@ TIMES = int(os.environ.get("DDPEXP_TEST_TIMES", "40"))
 TRAINING = ("trainer.epochs=5000", "trainer.log_every=1", "trainer.eval_every=0", "trainer.checkpoint_every=0")
 
 
-def hears(pid: int, number: int) -> bool:
+def has_handler(pid: int, number: int) -> bool:
     """Return whether a process has a handler for a signal: a command makes that of SIGUSR2 last. Source.
 
     Proc(5), SigCgt.
@@ -94,7 +94,7 @@ def signal_command(
     process, run = recipe.start("trainer.gpus=2", "trainer.threads=1", *overrides)
     with ended(before, process):
         wait(process, run)
-        ours = process.poll() is None and hears(process.pid, signal.SIGUSR2)
+        ours = process.poll() is None and has_handler(process.pid, signal.SIGUSR2)
         process.send_signal(number)
         out, err = process.communicate(timeout=PATIENCE)
         gone(before, [process], f"{signal.Signals(number).name}")
@@ -121,7 +121,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def test_a_signal_to_a_command_that_is_starting_ends_it_with_one_sentence(
     recipe: Recipe, number: signal.Signals
 ) -> None:
-    wait = lambda process, _run: wait_for(lambda: hears(process.pid, signal.SIGUSR2))  # noqa: E731
+    wait = lambda process, _run: wait_for(lambda: has_handler(process.pid, signal.SIGUSR2))  # noqa: E731
     assert signal_command(recipe, number, wait, *TRAINING) == "stopped"
 
 

@@ -186,10 +186,10 @@ STEERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202e]|\r(?!\n)")
 
 def shown(recipe: Recipe, *overrides: str) -> tuple[int, str, Path]:
     """Run on a terminal that cannot redraw a line, and return the exit code and all that it received."""
-    typed, run = recipe.words(*overrides)
+    arguments, run = recipe.words(*overrides)
     environ: Any = {**recipe.ddpexp.environ, "TERM": "dumb"}
     child = pexpect.spawn(
-        sys.executable, ["-m", "ddpexp", *typed], env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8",
+        sys.executable, ["-m", "ddpexp", *arguments], env=environ, cwd=str(recipe.ddpexp.folder), encoding="utf-8",
         timeout=PATIENCE,
         dimensions=(40, 200),
     )  # fmt: skip

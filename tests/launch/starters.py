@@ -45,7 +45,7 @@ class Starter:
         self, recipe: Recipe, size: int, *overrides: str, run: Path | None = None
     ) -> tuple[list[subprocess.Popen[str]], Path]:
         """Start the job, in a run directory of its own or in that of a run before."""
-        typed, run = recipe.words("trainer.threads=1", *overrides, run=run)
+        arguments, run = recipe.words("trainer.threads=1", *overrides, run=run)
         environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
         if "SLURM_CONF" in os.environ:
             environ["SLURM_CONF"] = os.environ["SLURM_CONF"]
@@ -54,7 +54,7 @@ class Starter:
                 command, cwd=recipe.folder, env={**environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )
-            for command, variables in self.commands(typed, size)
+            for command, variables in self.commands(arguments, size)
         ]  # fmt: skip
         return started, run
 
@@ -80,27 +80,27 @@ def free_port() -> int:
 
 
 def _plain(*overrides: str) -> Callable[[list[str], int], list[Command]]:
-    return lambda typed, size: [([*DDPEXP, *typed, f"trainer.gpus={size}", *overrides], {})]
+    return lambda arguments, size: [([*DDPEXP, *arguments, f"trainer.gpus={size}", *overrides], {})]
 
 
 def _behind(*before: str) -> Callable[[list[str], int], list[Command]]:
     """Put `python -m ddpexp WORDS` behind words in which SIZE stands for the number of ranks."""
     *overrides, launcher = before
-    return lambda typed, size: [
-        ([word.replace("SIZE", str(size)) for word in overrides] + [*DDPEXP, *typed, f"launcher={launcher}"], {})
+    return lambda arguments, size: [
+        ([word.replace("SIZE", str(size)) for word in overrides] + [*DDPEXP, *arguments, f"launcher={launcher}"], {})
     ]
 
 
 def _module(*before: str) -> Callable[[list[str], int], list[Command]]:
     """Put `-m ddpexp WORDS` behind words of a program that starts Python itself."""
-    return lambda typed, size: [
+    return lambda arguments, size: [
         (
             [
                 sys.executable,
                 *(word.replace("SIZE", str(size)) for word in before),
                 "-m",
                 "ddpexp",
-                *typed,
+                *arguments,
                 "launcher=torchrun-env",
             ],
             {},
@@ -108,14 +108,14 @@ def _module(*before: str) -> Callable[[list[str], int], list[Command]]:
     ]
 
 
-def _shells(typed: list[str], size: int) -> list[Command]:
+def _shells(arguments: list[str], size: int) -> list[Command]:
     fixed = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [([*DDPEXP, *typed, "launcher=torchrun-env"], {**fixed, "RANK": str(rank)}) for rank in range(size)]
+    return [([*DDPEXP, *arguments, "launcher=torchrun-env"], {**fixed, "RANK": str(rank)}) for rank in range(size)]
 
 
-def _machines(typed: list[str], size: int) -> list[Command]:
+def _machines(arguments: list[str], size: int) -> list[Command]:
     overrides = [
-        *typed,
+        *arguments,
         "trainer.nodes=2",
         f"trainer.gpus={size // 2}",
         "launcher.master_addr=node0",
@@ -124,7 +124,7 @@ def _machines(typed: list[str], size: int) -> list[Command]:
     return [([*host(node), *DDPEXP, *overrides, f"launcher.node_rank={node}"], {}) for node in (0, 1)]
 
 
-def _two_torchruns(typed: list[str], size: int) -> list[Command]:
+def _two_torchruns(arguments: list[str], size: int) -> list[Command]:
     overrides = [
         "--nnodes=2",
         f"--nproc-per-node={size // 2}",
@@ -139,21 +139,21 @@ def _two_torchruns(typed: list[str], size: int) -> list[Command]:
         *overrides,
         "-m",
         "ddpexp",
-        *typed,
+        *arguments,
         "launcher=torchrun-env",
     ]
     return [([*host(node), *program], {}) for node in (0, 1)]
 
 
-def _submitted(typed: list[str], size: int) -> list[Command]:
+def _submitted(arguments: list[str], size: int) -> list[Command]:
     nodes = 1 if size % 2 else 2
     overrides = [f"trainer.nodes={nodes}", f"trainer.gpus={size // nodes}", "launcher=slurm", "launcher.wait=true"]
-    return [([*DDPEXP, *typed, *overrides], {})]
+    return [([*DDPEXP, *arguments, *overrides], {})]
 
 
-def _allocated(typed: list[str], size: int) -> list[Command]:
+def _allocated(arguments: list[str], size: int) -> list[Command]:
     nodes = 1 if size % 2 else 2
-    return [(["salloc", f"-N{nodes}", *DDPEXP, *typed, f"trainer.gpus={size // nodes}", "launcher=slurm"], {})]
+    return [(["salloc", f"-N{nodes}", *DDPEXP, *arguments, f"trainer.gpus={size // nodes}", "launcher=slurm"], {})]
 
 
 SPAWN = Starter("spawn", _plain())

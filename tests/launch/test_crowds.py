@@ -84,11 +84,11 @@ def test_who_comes_to_the_meeting_costs_the_same_however_many_are_there(monkeypa
 
 
 def test_a_participant_costs_the_same_however_many_there_are() -> None:
-    def a_seat(size: int) -> float:
+    def cost_of_a_participant(size: int) -> float:
         handshakes = [handshake(index, size) for index in range(size)]
         return work(lambda: assign_ranks(handshakes, "auto", "rank")) / size
 
-    assert a_seat(MANY) < 1.2 * a_seat(FEW)
+    assert cost_of_a_participant(MANY) < 1.2 * cost_of_a_participant(FEW)
 
 
 @dataclass

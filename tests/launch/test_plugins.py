@@ -102,8 +102,8 @@ def test_an_unknown_name_and_the_help_list_it(recipe: Recipe, example: Path) -> 
     ):
         done = recipe(f"launcher={word}", environ=seeing(example))
         assert (done.code, done.err) == (2, f"ddpexp: {sentence}\n")
-    asked = recipe.ddpexp("--help", environ=seeing(example))
-    assert "\n  launcher   elastic, mpi, polite, slurm, spawn*, torchrun-env\n" in asked.out
+    shown = recipe.ddpexp("--help", environ=seeing(example))
+    assert "\n  launcher   elastic, mpi, polite, slurm, spawn*, torchrun-env\n" in shown.out
     without = recipe("launcher=polite")
     assert (without.code, without.err) == (2, f"ddpexp: launcher=polite is not a known option. Available: {OURS}.\n")
 

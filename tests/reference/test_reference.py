@@ -41,8 +41,8 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
 
 def agrees(ddpexp: Ddpexp, case: Case) -> None:
     run = ddpexp.folder / "run1"
-    typed = ("--config-dir", str(CONF), "recipe=reference", f"run.dir={run}", *case.words())
-    done = ddpexp(*typed, environ={"PYTHONWARNINGS": "error::UserWarning,ignore:Sparse invariant checks"})
+    arguments = ("--config-dir", str(CONF), "recipe=reference", f"run.dir={run}", *case.words())
+    done = ddpexp(*arguments, environ={"PYTHONWARNINGS": "error::UserWarning,ignore:Sparse invariant checks"})
     assert done.code == 0, f"{done.out}\n{done.err}"
     expected = train(case)
     assert bool(expected.skipped) == case.broken

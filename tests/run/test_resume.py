@@ -280,8 +280,8 @@ def test_threads_stay_as_they_were(ddpexp: Ddpexp, stopped: Path) -> None:
     assert f"this start would have chosen {found} (trainer.threads={found})\n" in done.out
     assert f", {found + 1} threads each" in done.out
     change(stopped / "result.json", status="interrupted")
-    typed = again(ddpexp, f"trainer.threads={found}")
-    assert "as before" not in typed.out
+    arguments = again(ddpexp, f"trainer.threads={found}")
+    assert "as before" not in arguments.out
     assert json.loads((stopped / "manifest.json").read_text())["world"]["threads"] == found
 
 
@@ -387,8 +387,8 @@ def test_the_last_line_can_be_typed_whatever_the_names_are(ddpexp: Ddpexp, envir
 
 @pytest.mark.slow
 def test_ranks_that_are_started_externally_are_restarted_in_the_same_way(recipe: Recipe) -> None:
-    typed, run = recipe.words(*LONG, "launcher=torchrun-env")
-    process = torchrun(recipe.ddpexp, *typed)
+    arguments, run = recipe.words(*LONG, "launcher=torchrun-env")
+    process = torchrun(recipe.ddpexp, *arguments)
     wait_for(lambda: (run / "metrics.jsonl").is_file())
     process.send_signal(signal.SIGTERM)
     done = finish(process, run)

@@ -155,8 +155,8 @@ TRANSPORTS = [
 )
 def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, kind: str, overrides: str) -> None:
     """`Sometimes` uses it in the first micro-batch of a step and not in the second."""
-    typed = (f"model._target_=points.{kind}", *overrides.split(), "trainer.micro_batch_size=4")
-    done = recipe(*typed)
+    arguments = (f"model._target_=points.{kind}", *overrides.split(), "trainer.micro_batch_size=4")
+    done = recipe(*arguments)
     assert done.code == 1
     assert "Traceback" not in done.err
     assert (
@@ -164,7 +164,7 @@ def test_an_unused_layer_needs_find_unused_parameters(recipe: Recipe, kind: str,
         in done.err
     )
     assert "strategy.find_unused_parameters=true" in done.err
-    done = recipe(*typed, "strategy.find_unused_parameters=true")
+    done = recipe(*arguments, "strategy.find_unused_parameters=true")
     assert done.code == 0, done.err
 
 

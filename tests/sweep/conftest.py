@@ -114,8 +114,8 @@ class Sweeps:
     def start(
         self, *overrides: str, path: Path | None = None, environ: dict[str, str] | None = None
     ) -> tuple[subprocess.Popen[str], Path]:
-        typed, path = self.words(*overrides, path=path)
-        return self.recipe.ddpexp.start(*typed, environ=environ)[0], path
+        arguments, path = self.words(*overrides, path=path)
+        return self.recipe.ddpexp.start(*arguments, environ=environ)[0], path
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ from tests.conftest import Ddpexp
 from tests.points import Recipe
 
 
-def asked(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def hparams_session(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return what the tab gets of a folder: the columns, and its sessions."""
     multiplexer = EventMultiplexer()
     multiplexer.AddRunsFromDirectory(str(folder))
@@ -41,7 +41,7 @@ def asked(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def tab(trained: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    return asked(trained)
+    return hparams_session(trained)
 
 
 def test_the_tab_has_one_session_a_run_with_its_values_and_metrics(
@@ -95,7 +95,7 @@ def test_a_run_that_is_made_longer_is_still_one_session(tmp_path: Path, environ:
         if value.metadata.plugin_data.plugin_name == "hparams"
     ]
     assert tags == ["session_start_info", "session_end_info"]
-    [group] = asked(done.run)[1]
+    [group] = hparams_session(done.run)[1]
     values = {metric["name"]["tag"]: metric["value"] for metric in group["sessions"][0]["metricValues"]}
     result = json.loads((done.run / "result.json").read_text())
     assert values["eval/loss"] == pytest.approx(result["metrics"]["eval/loss"], rel=1e-6)

@@ -70,8 +70,8 @@ def test_what_is_in_the_queue_is_not_submitted_again_and_what_failed_is(sweeps: 
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_in_an_allocation_the_jobs_are_steps_one_after_another(sweeps: Sweeps) -> None:
-    typed, path = sweeps.words("launcher=slurm", "trainer.gpus=1", "trainer.seed=0,1", "trainer.threads=1")
-    command = ["salloc", "-N2", "--quiet", sys.executable, "-m", "ddpexp", *typed]
+    arguments, path = sweeps.words("launcher=slurm", "trainer.gpus=1", "trainer.seed=0,1", "trainer.threads=1")
+    command = ["salloc", "-N2", "--quiet", sys.executable, "-m", "ddpexp", *arguments]
     done = subprocess.run(command, cwd=sweeps.recipe.folder, env={**sweeps.recipe.ddpexp.environ}, capture_output=True,
         text=True,
                           timeout=PATIENCE, stdin=subprocess.DEVNULL)  # fmt: skip

@@ -99,15 +99,17 @@ def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_restate
     assert f"records what code runs, where, or from which weights ({word})" in done.err
     assert done.err.endswith(f" {word}\n")
     assert not (tmp_path / "theirs/logs").exists()
-    typed = resumed([str(folder.path), word], ["ddpexp", "resume", str(folder.path), word])
-    assert [one for one in typed.words if one == word] == [word]
+    arguments = resumed([str(folder.path), word], ["ddpexp", "resume", str(folder.path), word])
+    assert [one for one in arguments.words if one == word] == [word]
 
 
 def test_what_one_start_of_a_sweep_was_allowed_must_be_restated(tmp_path: Path) -> None:
     folder = given(tmp_path / "mine", *WORDS, "run.allow_changes=[code]")
-    typed = [str(folder.path)]
-    assert "run.allow_changes=[code]" not in resumed(typed, ["ddpexp", "resume", *typed]).words
-    swept = resumed([*typed, "run.allow_changes=[data]"], ["ddpexp", "resume", *typed, "run.allow_changes=[data]"])
+    arguments = [str(folder.path)]
+    assert "run.allow_changes=[code]" not in resumed(arguments, ["ddpexp", "resume", *arguments]).words
+    swept = resumed(
+        [*arguments, "run.allow_changes=[data]"], ["ddpexp", "resume", *arguments, "run.allow_changes=[data]"]
+    )
     assert [word for word in swept.words if "allow" in word] == ["run.allow_changes=[data]"]
 
 

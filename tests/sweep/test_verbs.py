@@ -119,6 +119,10 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
         (["table", "SWEEP", "sweep.objectve=eval/loss"], "Did you mean sweep.objective?"),
         (["table", "SWEEP", "sweep.mode=least"], "sweep.mode=least is not one of min, max."),
         (
+            ["table", "SWEEP", "sweep.mode=maximize"],
+            "sweep.mode=maximize is not one of min, max. Did you mean sweep.mode=max?",
+        ),
+        (
             ["table", "SWEEP", "sweep.objective=eval/los"],
             "none of these has recorded that. Did you mean sweep.objective=eval/loss?",
         ),

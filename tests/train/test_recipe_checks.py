@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +13,17 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from ddpexp.data.datasets import Splits
-from ddpexp.errors import RefusedError
-from ddpexp.train.recipe_checks import check_model, check_optimizers, check_signature, check_splits, check_task
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.loggers.base import Many, Null
+from ddpexp.train.process import message_or_place
+from ddpexp.train.recipe_checks import (
+    check_logger,
+    check_model,
+    check_optimizers,
+    check_signature,
+    check_splits,
+    check_task,
+)
 
 
 class Stream(IterableDataset[int]):
@@ -150,3 +160,45 @@ def test_optimizers_without_names_are_refused(several: bool) -> None:
         '{"name": optimizer}.'
     )
     assert check_optimizers({"net": optimizer}, Tasked().optimizers) == {"net": optimizer}
+
+
+class Swapped(Null):
+    def scalars(self, values: object, step: int) -> None: ...  # type: ignore[override]
+
+
+class NoStep(Null):
+    def position(self) -> dict[str, int]:
+        return {}
+
+    def truncate(self, position: object) -> None: ...
+
+
+class Whole(Null):
+    def position(self) -> object:
+        return object()
+
+    def truncate(self, position: object, step: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("logger", "definition"),
+    [
+        (Swapped(), "def scalars(self, step, epoch, values)."),
+        (NoStep(), "def truncate(self, position, step)."),
+    ],
+)
+def test_a_logger_with_other_arguments_is_refused_before_training(logger: object, definition: str) -> None:
+    with pytest.raises(RefusedError, match=rf"cannot be called with .*: write {re.escape(definition)}$"):
+        check_logger(logger, "logger.mine._target_=mine.Logger")
+
+
+def test_a_position_that_is_no_mapping_is_reported_with_the_logger() -> None:
+    with pytest.raises(DdpexpError, match=r"^Whole\.position\(\) returned object, where a mapping belongs"):
+        Many([Whole()]).position()
+
+
+def test_an_assert_without_a_message_is_reported_with_its_place() -> None:
+    with pytest.raises(AssertionError) as raised:
+        exec(compile("assert 1 == 2", "mine.py", "exec"))
+    assert message_or_place(raised.value).endswith("(mine.py:1)")
+    assert message_or_place(ValueError("text")) == "text"

@@ -297,11 +297,11 @@ def test_the_question_changes_nothing(
         modes = [module.training for module in once.loop.strategy.modules["model"].modules()]
         return once.weights, modes, task.calls, np.random.rand(), random.random()
 
-    asked = run()
+    checked = run()
     monkeypatch.setattr("ddpexp.train.loop.mean_for_a_sum", lambda *_: None)
     alone = run()
-    assert all(torch.equal(asked[0][name], tensor) for name, tensor in alone[0].items())
-    assert asked[1:] == alone[1:]
+    assert all(torch.equal(checked[0][name], tensor) for name, tensor in alone[0].items())
+    assert checked[1:] == alone[1:]
 
 
 def test_a_function_is_named_whatever_it_is() -> None:

@@ -195,13 +195,13 @@ def test_data_that_cannot_be_used_is_refused(recipe: Recipe, overrides: str, sen
 
 
 @pytest.mark.parametrize(
-    ("asked", "code"),
+    ("status", "code"),
     [(None, 1), (0, 1), (1, 1), (2, 1), (3, 3), (125, 125), (126, 1), (-9, 1), ("that was all", 1)],
 )
 def test_a_recipe_that_leaves_in_the_middle_has_failed_with_its_own_code_where_it_is_free(
-    asked: object, code: int
+    status: object, code: int
 ) -> None:
-    assert _exit_code(SystemExit(asked)) == code
+    assert _exit_code(SystemExit(status)) == code
 
 
 def test_the_saved_weights_are_trained(done: Done) -> None:
@@ -248,8 +248,8 @@ def test_a_schedule_that_cannot_be_followed_is_refused(
     recipe: Recipe, overrides: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "points", recipe.module())
-    typed = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *overrides.split()]
-    made = compose(typed)
+    arguments = ["--config-dir", str(recipe.folder / "conf"), "recipe=points", *overrides.split()]
+    made = compose(arguments)
     assert made is not None
     with pytest.raises(RefusedError, match=rf"^scheduler.*{re.escape(sentence)}"):
         build_schedule(parse(made.values), 8)

@@ -1,1 +1,1 @@
-"""Watch the workers of one job: what they say, which one fails or hangs, and why."""
+"""Watch the workers of one job: what they report, which one fails or hangs, and why."""

@@ -78,7 +78,7 @@ def test_wrong_file_is_refused_with_its_name_and_fault(
     text = refusal(root, source, server)
     assert text.startswith(f"{path} {fault}")
     assert f"replace it by the true {TEST_IMAGES}, or delete it and set data.source=download" in text
-    assert not server.asked
+    assert not server.requests
     assert tree(root) == {f"{name}.gz" for name in NAMES}
 
 

@@ -107,7 +107,7 @@ def test_second_mirror_serves_where_the_first_is_bad(
     other_server.answers |= small.packed
     found = prepare(tmp_path / "new", "download", server, other_server, patience=patience_with(bad, 2))
     assert found["num_train"] == 20
-    assert other_server.asked[0] == TRAIN_LABELS
+    assert other_server.requests[0] == TRAIN_LABELS
 
 
 @pytest.mark.fault(58)
@@ -133,7 +133,7 @@ def test_auto_tries_a_failed_download_again_only_after_a_while(
     prepare(tmp_path / "new", "auto", server, warn=warnings.append)
     server.answers |= small.packed
     assert prepare(tmp_path / "new", "auto", server, warn=warnings.append)["source"] == "embedded"
-    assert len(server.asked) == 1
+    assert len(server.requests) == 1
     assert "tried less than 10 minutes ago" in warnings[1]
     assert "HTTP Error 404" in warnings[1]
     note = home / ".ddpexp-cache" / "download-failed"

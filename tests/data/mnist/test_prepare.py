@@ -179,12 +179,12 @@ def test_download_keeps_the_files_and_says_so(small: Small, server: Server, tmp_
     identity = prepare(root, "download", server)
     assert identity["source"] == "download"
     assert identity["note"] == f"MNIST, 20 + 10 images, downloaded to {root}"
-    assert server.asked == list(NAMES)
+    assert server.requests == list(NAMES)
     assert {name: (root / f"{name}.gz").read_bytes() for name in NAMES} == small.packed
     assert set(os.listdir(root)) == {".ddpexp-cache", *(f"{name}.gz" for name in NAMES)}
     assert prepare(root, "download", server) == prepare(root, "auto", server) == identity
     assert prepare(root, "files")["source"] == "files"
-    assert len(server.asked) == 4
+    assert len(server.requests) == 4
 
 
 def test_auto_downloads_without_a_warning(small: Small, server: Server, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_only_what_is_missing_is_downloaded(source: str, root: Path, small: Smal
     server.answers |= small.packed
     (root / f"{TRAIN_LABELS}.gz").unlink()
     assert prepare(root, source, server)["name"] == "mnist"
-    assert server.asked == [TRAIN_LABELS]
+    assert server.requests == [TRAIN_LABELS]
 
 
 def test_closed_port_falls_back_to_drawn_digits_with_one_loud_line(small: Small, tmp_path: Path) -> None:

@@ -277,8 +277,8 @@ class Machines:
     def start(self) -> subprocess.Popen[str]:
         """Start a machine; the first keeps the list of them."""
         overrides = ("launcher=elastic", "launcher.max_restarts=10", f"launcher.rdzv_endpoint={self.endpoint}", QUICK)
-        typed = (*overrides, "trainer.gpus=1", "trainer.nodes=1:2", *LONG, f"+task.gate={self.gate}")
-        process, _ = self.recipe.start(*typed, run=self.run)
+        arguments = (*overrides, "trainer.gpus=1", "trainer.nodes=1:2", *LONG, f"+task.gate={self.gate}")
+        process, _ = self.recipe.start(*arguments, run=self.run)
         self.started.append(process)
         return process
 

@@ -152,7 +152,7 @@ def start(recipe: Recipe, program: Sequence[str], *overrides: str) -> tuple[subp
     return process, run
 
 
-def ask(*overrides: str) -> str:
+def slurm_output(*overrides: str) -> str:
     """Run one of Slurm's commands and return its output."""
     return subprocess.run(overrides, capture_output=True, text=True, timeout=PATIENCE, check=True).stdout
 
@@ -164,7 +164,7 @@ def job_of(done: Done) -> str:
 
 
 def shown_job(job_id: str) -> str:
-    return ask("scontrol", "show", "job", job_id)
+    return slurm_output("scontrol", "show", "job", job_id)
 
 
 def state_of(job_id: str) -> tuple[str, str]:
@@ -209,7 +209,7 @@ def test_the_login_node_submits_says_how_to_follow_and_exits(recipe: Recipe, spa
     assert "done    eval/loss" in log.read_text()
     # A finished run stays as it is when somebody submits it again.
     before = {path.name: path.read_bytes() for path in done.run.iterdir() if path.is_file()}
-    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("COMPLETED", "0:0")
     text = (done.run / f"slurm-{again}.log").read_text()
     assert "is finished at step" in text
@@ -224,7 +224,7 @@ def test_a_failed_job_can_be_resubmitted_with_sbatch(recipe: Recipe, tmp_path: P
     assert done.result()["status"] == "failed"
     assert error_of(done.run)["message"] == "nothing is there"
     (tmp_path / "there").touch()
-    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("COMPLETED", "0:0")
     assert done.result()["status"] == "done"
     assert not (done.run / "error.json").exists()  # why it failed is kept beside
@@ -333,7 +333,7 @@ def test_every_option_reaches_slurm(recipe: Recipe) -> None:
     ):  # fmt: skip
         assert f"{shown}\n" in text or f"{shown} " in text, (shown, text)
     assert "TresPerNode=gres:gpu:2\n" in text
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)
     assert (done.run / "job.sbatch").read_text().splitlines()[-4:] == [
         "",
         'module() { echo "loads $*"; }',
@@ -413,7 +413,7 @@ def test_a_training_with_a_hostile_name_and_run_directory_ends_well(recipe: Reci
     done = recipe(*WAIT, *TWO_BY_TWO, f"launcher.job_name='{quoted}'", f"run.dir='{recipe.ddpexp.folder}/{quoted}/run'")
     assert (done.code, done.err) == (0, "")
     assert json.loads((run / "result.json").read_text())["status"] == "done"
-    assert f"JobName={hostile} UserId" in ask("scontrol", "show", "job", "-o", job_of(done))
+    assert f"JobName={hostile} UserId" in slurm_output("scontrol", "show", "job", "-o", job_of(done))
     assert "done    eval/loss" in (run / "slurm.log").read_text()
     assert not list(recipe.ddpexp.folder.rglob("pwned"))
 
@@ -447,7 +447,7 @@ def test_hostile_overrides_reach_every_rank_unchanged(recipe: Recipe, tmp_path: 
     }
     assert not [*recipe.ddpexp.folder.rglob("pwned"), *tmp_path.rglob("pwned"), *Path.cwd().glob("pwned")]
     if where == "sbatch":
-        assert f"JobName={'n' * 300} " in ask("scontrol", "show", "job", "-o", job_of(done))
+        assert f"JobName={'n' * 300} " in slurm_output("scontrol", "show", "job", "-o", job_of(done))
 
 
 @pytest.mark.slow
@@ -488,7 +488,7 @@ def test_a_running_job_listens_on_its_hosts_own_addresses_alone_and_scancel_leav
     found = listening()
     assert found  # the store, and gloo's connections
     assert found <= {"127.0.0.1", *map(socket.gethostbyname, NODES)}
-    ask("scancel", job_of(done))
+    slurm_output("scancel", job_of(done))
     wait_for(quiet)
     assert state_of(job_of(done))[0] == "CANCELLED"
     assert done.result()["status"] == "interrupted"
@@ -532,7 +532,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
     assert done.err == f"ddpexp: job {job_id} keeps running; cancel it with scancel {job_id}\n"
     assert not (run / "result.json").exists()
     assert re.search(r"JobState=RUNNING", shown_job(job_id))
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)
     wait_for(quiet)
     assert done.result()["status"] == "interrupted"
 
@@ -540,7 +540,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_alone(recipe: Recipe, tmp_path: Pat
 def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
     wait_for(lambda: begun(tmp_path, 4))
-    again = ask("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(done.run / "job.sbatch")).strip()
     assert state_of(again) == ("FAILED", "2:0")
     text = (done.run / f"slurm-{again}.log").read_text()
     assert f"ddpexp: job {job_of(done)} still runs in {done.run}: wait for its end" in text
@@ -549,7 +549,7 @@ def test_a_second_job_in_the_run_directory_of_a_running_one_is_refused(recipe: R
     records = done.run / "metrics.jsonl"
     size = records.stat().st_size
     wait_for(lambda: records.stat().st_size > size)
-    ask("scancel", job_of(done))
+    slurm_output("scancel", job_of(done))
     wait_for(quiet)
     assert done.result()["status"] == "interrupted"
 
@@ -772,13 +772,13 @@ def is_requeued(job_id: str) -> bool:
     return "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1
 
 
-def go_on_now(*job_ids: str) -> None:
+def requeue_now(*job_ids: str) -> None:
     """Wait until jobs are in the queue again, and spare them the two minutes that Slurm has them wait."""
     for job_id in job_ids:
         wait_for(partial(is_requeued, job_id))
     time.sleep(2.1)  # a start in the second of the end is taken for the old one
     for job_id in job_ids:
-        ask("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+        slurm_output("scontrol", "update", f"JobId={job_id}", "StartTime=now")
 
 
 def steps(run: Path) -> list[int]:
@@ -792,8 +792,8 @@ def test_a_preempted_job_saves_is_requeued_once_and_ends_as_if_undisturbed(recip
     done = recipe("launcher=slurm", *overrides)
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", "--signal=USR2", job_id)
-    go_on_now(job_id)
+    slurm_output("scancel", "--signal=USR2", job_id)
+    requeue_now(job_id)
     assert done.result()["status"] == "interrupted"
     stopped = done.result()["step"]
     assert 0 < stopped < 60
@@ -812,7 +812,7 @@ def test_a_job_that_has_made_no_step_is_not_requeued(recipe: Recipe, tmp_path: P
     done = recipe("launcher=slurm", *TWO_BY_TWO, "data._target_=points.load_never", f"+data.folder={tmp_path}")
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", "--signal=USR2", job_id)
+    slurm_output("scancel", "--signal=USR2", job_id)
     assert state_of(job_id) == ("FAILED", "140:0")
     text = (done.run / f"slurm-{job_id}.log").read_text()
     assert (
@@ -826,7 +826,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path))
     job_id = job_of(done)
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)
     assert state_of(job_id)[0] == "CANCELLED"
     wait_for(quiet)
     assert (done.result()["status"], restarts(job_id)) == ("interrupted", 0)
@@ -836,7 +836,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(recipe: Recipe, tmp_p
 def test_a_job_may_save_and_continue(recipe: Recipe, tmp_path: Path) -> None:
     done = recipe("launcher=slurm", *TWO_BY_TWO, *slow(tmp_path), "trainer.checkpoint_every=0", "trainer.epochs=20")
     wait_for(lambda: begun(tmp_path, 4))
-    ask("scancel", "--signal=USR1", job_of(done))
+    slurm_output("scancel", "--signal=USR1", job_of(done))
     wait_for(lambda: any((done.run / "checkpoints").glob("step-*/checkpoint.json")))
     assert state_of(job_of(done)) == ("COMPLETED", "0:0")
     assert steps(done.run) == list(range(1, 81))
@@ -857,8 +857,8 @@ def test_the_users_own_srun_resumes_in_its_directory(recipe: Recipe, tmp_path: P
     )  # fmt: skip
     job_id = submitted.stdout.strip()
     wait_for(lambda: begun(tmp_path, 2))
-    ask("scancel", "--signal=USR2", job_id)
-    go_on_now(job_id)
+    slurm_output("scancel", "--signal=USR2", job_id)
+    requeue_now(job_id)
     assert state_of(job_id) == ("COMPLETED", "0:0"), log.read_text()
     runs = sorted((tmp_path / "outputs/points").iterdir())
     assert [json.loads((run / "result.json").read_text())["status"] for run in runs] == ["done", "done"]
@@ -879,4 +879,4 @@ def test_the_time_limit_is_no_end(recipe: Recipe, tmp_path: Path) -> None:
     job_id = job_of(done)
     wait_for(lambda: "JobState=PENDING" in shown_job(job_id) and restarts(job_id) == 1, 2 * PATIENCE)
     assert done.result()["status"] == "interrupted"
-    ask("scancel", job_id)
+    slurm_output("scancel", job_id)

@@ -24,7 +24,7 @@ from ddpexp.launch.launchers.slurm import Slurm
 from ddpexp.launch.launchers.slurm_array import Kind, by_kind, cut, follow, submit
 from ddpexp.system.job_schedulers.slurm import SLURM, array_size
 from tests.conftest import PATIENCE, Call, Ddpexp, Done, finish
-from tests.launch.launchers.test_slurm import ask, begun, go_on_now, state_of, steps
+from tests.launch.launchers.test_slurm import begun, requeue_now, slurm_output, state_of, steps
 from tests.points import Recipe, wait_for
 
 
@@ -486,12 +486,12 @@ def test_a_task_that_is_requeued_resumes_and_no_other_start_disturbs_it(sweep: S
         f"{array}_0": "RUNNING", f"{array}_1": "RUNNING", array: "RUNNING", "99999999": "FORGOTTEN", "7_x": "UNKNOWN",
     }  # fmt: skip
     assert (SLURM.is_over(f"{array}_1"), SLURM.is_over(f"{array}_2")) == (False, True)
-    again = ask("sbatch", "--parsable", str(sweep.folder / "array.sbatch")).strip()
+    again = slurm_output("sbatch", "--parsable", str(sweep.folder / "array.sbatch")).strip()
     assert [state_of(f"{again}_{number}") for number in range(2)] == [("FAILED", "2:0")] * 2
     # By what Slurm does when it takes a job's nodes, and by what it sends before the end of its time.
-    ask("scontrol", "requeue", f"{array}_0")
-    ask("scancel", "--signal=USR2", f"{array}_1")
-    go_on_now(f"{array}_0", f"{array}_1")
+    slurm_output("scontrol", "requeue", f"{array}_0")
+    slurm_output("scancel", "--signal=USR2", f"{array}_1")
+    requeue_now(f"{array}_0", f"{array}_1")
     for number in range(2):
         (tmp_path / f"{number}/go").touch()
     for number in range(2):
@@ -533,12 +533,12 @@ def test_what_sbatch_refuses_is_2_and_what_it_took_before_waits_and_is_not_submi
     assert (
         f"was submitted as job {array}_0, which is in the queue: wait for it, or scancel {array}_0 first." in again.err
     )
-    ask("scancel", f"{array}_0")
+    slurm_output("scancel", f"{array}_0")
     assert state_names(ids) == {
         ids[0]: "FORGOTTEN",
         ids[1]: "PENDING",
     }  # Slurm keeps no record of a task that it never made a job of
-    ask("scancel", array)
+    slurm_output("scancel", array)
     ends: list[tuple[int, str, int]] = []
     follow([*ids, "99999999"], lambda *end: ends.append(end))
     assert ends == [(0, "FORGOTTEN", 0), (1, "CANCELLED", 1), (2, "FORGOTTEN", 0)]

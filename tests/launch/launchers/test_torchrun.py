@@ -48,9 +48,9 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
 
 
 def start(recipe: Recipe, *overrides: str, torchrun: tuple[str, ...] = ()) -> tuple[subprocess.Popen[str], Path]:
-    typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides)
+    arguments, run = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides)
     options = torchrun or ("--nproc-per-node=2",)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, "-m", "ddpexp", *typed]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, "-m", "ddpexp", *arguments]
     process = subprocess.Popen(
         command, cwd=recipe.folder, env={**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -62,13 +62,13 @@ def shells(recipe: Recipe, *overrides: list[str], **variables: str) -> list[Done
     """Run one command for each rank, with its own overrides, and the variables that a user exports."""
     port = str(free_port())
     started = []
-    typed, run = recipe.words("trainer.threads=1", "launcher=torchrun-env")
+    arguments, run = recipe.words("trainer.threads=1", "launcher=torchrun-env")
     for rank, own in enumerate(overrides):
         fixed = {"RANK": str(rank), "WORLD_SIZE": str(len(overrides)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         environ = {**recipe.ddpexp.environ, **fixed, **variables}
         started.append(
             subprocess.Popen(
-                [*DDPEXP, *typed, *own], cwd=recipe.folder, env=environ, stdin=subprocess.DEVNULL,
+                [*DDPEXP, *arguments, *own], cwd=recipe.folder, env=environ, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )
         )  # fmt: skip
@@ -112,10 +112,10 @@ def test_a_restart_resumes_in_the_same_run_directory(recipe: Recipe, how: str) -
 
 
 def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path) -> None:
-    typed, _ = recipe.words(
+    arguments, _ = recipe.words(
         "trainer.threads=1", "launcher=torchrun-env", "task._target_=points.Breaks", "+task.how=raise"
     )
-    overrides = [word for word in typed if not word.startswith("run.dir=")]
+    overrides = [word for word in arguments if not word.startswith("run.dir=")]
     program = [
         sys.executable,
         "-m",

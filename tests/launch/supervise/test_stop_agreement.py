@@ -77,7 +77,7 @@ class Commands:
         found = {done: self.ranks[rank].poll(done) for done in range(first, last + 1)}
         return {done: what for done, what in found.items() if what is not None}
 
-    def settled(self) -> list[tuple[int, int, str]]:
+    def agreed(self) -> list[tuple[int, int, str]]:
         """Return the agreements that the leading command has named a step for."""
         return [(one.number, one.step, one.what) for one in self.sent if isinstance(one, CommitStep)]
 
@@ -96,7 +96,7 @@ def test_alone_all_ranks_save_at_the_first_boundary_that_none_has_passed(stack: 
     alone.at(3, 5)
     alone.lead.want("save")
     alone.advance()
-    assert alone.settled() == [(1, 6, "save")]
+    assert alone.agreed() == [(1, 6, "save")]
     assert alone.polls(0, 4, 9) == {6: "save"}
     assert alone.polls(1, 6, 9) == {6: "save"}
     alone.advance()
@@ -110,7 +110,7 @@ def test_nothing_is_agreed_on_before_rank_zero_knows_where_it_began(stack: ExitS
     assert alone.sent == []
     alone.at(0)
     alone.advance()
-    assert alone.settled() == [(1, 1, "stop")]
+    assert alone.agreed() == [(1, 1, "stop")]
     assert alone.polls(0, 1, 1) == {1: "stop"}
 
 
@@ -137,7 +137,7 @@ def test_all_commands_save_at_the_latest_bound_in_whatever_order_messages_arrive
         expected.append((number, step, what))
         for rank, done in enumerate(steps):
             assert three.polls(rank, done + 1, step) == {step: what}
-    assert three.settled() == expected
+    assert three.agreed() == expected
 
 
 def test_a_rank_that_waits_at_a_boundary_is_bound_by_that_one(stack: ExitStack) -> None:
@@ -150,13 +150,13 @@ def test_a_rank_that_waits_at_a_boundary_is_bound_by_that_one(stack: ExitStack) 
     )  # it has come to the next boundary meanwhile, and waits
     waiting.start()
     both.deliver(0, 1)
-    assert both.settled() == []  # the other's bound is on its way
+    assert both.agreed() == []  # the other's bound is on its way
     assert waiting.is_alive()
     both.deliver(1, 0)
     waiting.join(PATIENCE)
     assert not waiting.is_alive()
     both.deliver(0, 1)
-    assert both.settled() == [(1, 5, "save")]
+    assert both.agreed() == [(1, 5, "save")]
     assert both.polls(0, 4, 7) == both.polls(1, 5, 7) == {5: "save"}
 
 
@@ -168,9 +168,9 @@ def test_the_step_waits_for_every_command_that_takes_part(stack: ExitStack) -> N
     for number in (1, 2):
         three.deliver(0, number)
     three.deliver(2, 0)
-    assert three.settled() == []
+    assert three.agreed() == []
     three.deliver(1, 0)
-    assert three.settled() == [(1, 9, "save")]
+    assert three.agreed() == [(1, 9, "save")]
 
 
 def test_a_command_that_ends_in_the_middle_is_not_waited_for(stack: ExitStack) -> None:
@@ -180,11 +180,11 @@ def test_a_command_that_ends_in_the_middle_is_not_waited_for(stack: ExitStack) -
     three.advance()
     three.deliver(0, 1)
     three.deliver(1, 0)
-    assert three.settled() == []
+    assert three.agreed() == []
     three.lead.forget(2)
     three.lead.forget(2)  # its end may be noticed twice
     three.advance([1])
-    assert three.settled() == [(1, 3, "save")]
+    assert three.agreed() == [(1, 3, "save")]
 
 
 def test_no_step_is_before_an_older_ones(stack: ExitStack) -> None:
@@ -193,11 +193,11 @@ def test_no_step_is_before_an_older_ones(stack: ExitStack) -> None:
     both.lead.want("save")
     both.advance()
     both.deliver_all(random.Random(0))
-    assert both.settled() == [(1, 9, "save")]
+    assert both.agreed() == [(1, 9, "save")]
     both.lead.want("stop")  # the one who was at step 9 has ended, and rank zero has not come there yet
     both.lead.forget(1)
     both.advance([])
-    assert both.settled() == [(1, 9, "save"), (2, 9, "stop")]
+    assert both.agreed() == [(1, 9, "save"), (2, 9, "stop")]
     assert both.polls(0, 2, 9) == {9: "stop"}
 
 
@@ -215,10 +215,10 @@ def test_a_late_message_about_an_older_agreement_is_ignored(stack: ExitStack) ->
     three.lead.on_message(ReportBound(1, 70), 2)  # of the one before
     three.lead.on_message(ReportBound(1, 70), 1)
     three.advance()
-    assert three.settled() == [(1, 3, "save")]
+    assert three.agreed() == [(1, 3, "save")]
     for link in ((0, 1), (0, 1), (1, 0), (0, 2), (0, 2), (0, 2), (2, 0), (2, 0)):
         three.deliver(*link)
-    assert three.settled() == [(1, 3, "save"), (2, 4, "stop")]
+    assert three.agreed() == [(1, 3, "save"), (2, 4, "stop")]
 
 
 def test_what_comes_after_a_stop_is_nothing_new(stack: ExitStack) -> None:
@@ -229,11 +229,11 @@ def test_what_comes_after_a_stop_is_nothing_new(stack: ExitStack) -> None:
     for what in ("save", "stop"):
         alone.lead.want(what)
         alone.advance()
-    assert alone.settled() == [(1, 3, "stop")]
+    assert alone.agreed() == [(1, 3, "stop")]
     assert alone.ranks[0].poll(3, save=True) == "stop"
     assert alone.ranks[0].poll(4, save=True) is None
     alone.advance()
-    assert len(alone.settled()) == 1  # nor is rank zero's request
+    assert len(alone.agreed()) == 1  # nor is rank zero's request
 
 
 def test_a_stop_while_a_save_is_on_its_way_comes_after_it(stack: ExitStack) -> None:
@@ -247,7 +247,7 @@ def test_a_stop_while_a_save_is_on_its_way_comes_after_it(stack: ExitStack) -> N
     both.deliver_all(random.Random(0))
     both.advance()
     both.deliver_all(random.Random(0))
-    assert both.settled() == [(1, 5, "save"), (2, 5, "stop")]
+    assert both.agreed() == [(1, 5, "save"), (2, 5, "stop")]
     assert both.polls(0, 3, 6) == both.polls(1, 5, 6) == {5: "stop"}  # both at once, of which the stop saves anyway
 
 
@@ -258,7 +258,7 @@ def test_a_stop_requested_before_a_save_has_begun_replaces_it(stack: ExitStack) 
     alone.at(0)
     alone.advance()
     alone.advance()
-    assert alone.settled() == [(1, 1, "stop")]
+    assert alone.agreed() == [(1, 1, "stop")]
 
 
 def test_rank_zeros_wish_is_a_save_and_no_other_ranks_is(stack: ExitStack) -> None:
@@ -271,14 +271,14 @@ def test_rank_zeros_wish_is_a_save_and_no_other_ranks_is(stack: ExitStack) -> No
     assert both.ranks[0].poll(2, save=True) is None
     both.advance()
     both.deliver_all(random.Random(0))
-    assert both.settled() == [(1, 3, "save")]
+    assert both.agreed() == [(1, 3, "save")]
     both.advance()  # the wish is fulfilled, though no rank has come there
-    assert len(both.settled()) == 1
+    assert len(both.agreed()) == 1
     assert [both.polls(rank, 3, 4) for rank in range(3)] == [{3: "save"}] * 3
     both.ranks[0].poll(5, save=True)
     both.advance()
     both.deliver_all(random.Random(0))
-    assert both.settled()[1:] == [(2, 6, "save")]
+    assert both.agreed()[1:] == [(2, 6, "save")]
 
 
 def test_ranks_of_different_pace_all_act_at_the_same_steps(stack: ExitStack) -> None:
@@ -300,10 +300,10 @@ def test_ranks_of_different_pace_all_act_at_the_same_steps(stack: ExitStack) -> 
         thread.start()
     order = random.Random(0)
     for what in ("save", "save", "save", "stop"):
-        before = len(three.settled())
+        before = len(three.agreed())
         three.lead.want(what)
         deadline = time.monotonic() + PATIENCE
-        while len(three.settled()) == before or three.settled()[-1][2] != what:
+        while len(three.agreed()) == before or three.agreed()[-1][2] != what:
             assert time.monotonic() < deadline
             three.advance()
             three.deliver_all(order)

@@ -173,11 +173,11 @@ def test_the_preload_list_does_not_initialize_cuda(environ: dict[str, str]) -> N
     # No GPU is here to break: the questions themselves are made to fail, after torch's own import.
     program = """
 import importlib, sys, torch
-def asked(*_, **__):
-    raise AssertionError("CUDA was asked")
+def initialized(*_, **__):
+    raise AssertionError("CUDA was initialized")
 for module, name in ((torch.cuda, "_lazy_init"), (torch.cuda, "is_available"), (torch.cuda, "device_count"),
                      (torch._C, "_cuda_getDeviceCount"), (torch._C, "_cuda_init")):
-    setattr(module, name, asked)
+    setattr(module, name, initialized)
 for name in sys.argv[1:]:
     importlib.import_module(name)
 assert not torch.cuda.is_initialized()
