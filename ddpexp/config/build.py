@@ -154,7 +154,7 @@ def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
     near = _meant(value, hint, parts, key)
     meant = f" Did you mean {key}={near}?" if near else ""
     if key == "trainer.gpus" and not near:
-        meant = " It is how many; which ones says CUDA_VISIBLE_DEVICES=0,1."
+        meant = " It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which."
     return RefusedError(f"{key}={shown(value)} is not {spoken(hint)}.{meant}")
 
 

@@ -36,6 +36,7 @@ from ddpexp.train.recipe_checks import (
     check_optimizers,
     check_signature,
     check_splits,
+    check_takes_directory,
     check_task,
 )
 from ddpexp.train.run_state import RunState
@@ -216,8 +217,11 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     run = context.run
     loggers: list[Logger] = [JsonLines(run.metrics), Progress(context.control, context.log, num_steps)]
     for name, node in context.experiment.logger.items():
-        logger = instantiate(node, context.experiment.trust, f"logger.{name}", run.path)
-        loggers.append(check_logger(logger, f"logger.{name}._target_={node.target}"))
+        where = f"logger.{name}"
+        target = f"{where}._target_={node.target}"
+        check_takes_directory(locate(node.target, context.experiment.trust, where), node.kwargs, target)
+        logger = instantiate(node, context.experiment.trust, where, run.path)
+        loggers.append(check_logger(logger, target))
     return Many(loggers)
 
 

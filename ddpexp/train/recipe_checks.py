@@ -6,7 +6,7 @@ Every refusal names the function with its file and line, and what belongs in the
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -65,6 +65,26 @@ def check_splits(splits: Any, target: str) -> Splits:
         if len(part) == 0:
             raise RefusedError(f"{data} returned no samples for `{name}`.")
     return splits
+
+
+def check_takes_directory(function: Callable[..., Any], keys: Iterable[str], named_by: str) -> None:
+    """Check that a logger's class takes the run directory before the keys of its section.
+
+    Raises:
+        RefusedError: it takes the keys alone; with the definition that takes both.
+    """
+    try:
+        signature = inspect.signature(function)
+        signature.bind(**dict.fromkeys(keys))
+    except (TypeError, ValueError):
+        return  # building it reports what is wrong with the keys
+    try:
+        signature.bind("", **dict.fromkeys(keys))
+    except TypeError:
+        raise RefusedError(
+            f"{named_by}: a logger gets the run directory before its keys: write def "
+            f"__init__({', '.join(['self', 'run_dir', *keys])})."
+        ) from None
 
 
 def check_logger(logger: Any, named_by: str) -> Logger:

@@ -243,7 +243,7 @@ trainer.gpus=2.0 is not auto or a whole number. Did you mean trainer.gpus=2?
 > trainer.gpus='2'
 trainer.gpus='2' is a text, and the key takes auto or a whole number: leave out the quotes.
 > trainer.gpus=[0,1]
-trainer.gpus=[0, 1] is not auto or a whole number. It is how many; which ones says CUDA_VISIBLE_DEVICES=0,1.
+trainer.gpus=[0, 1] is not auto or a whole number. It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which.
 > trainer.epochs=1e1
 trainer.epochs=10.0 is not a whole number or null. Did you mean trainer.epochs=10?
 > trainer.epochs=None

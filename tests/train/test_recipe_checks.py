@@ -22,6 +22,7 @@ from ddpexp.train.recipe_checks import (
     check_optimizers,
     check_signature,
     check_splits,
+    check_takes_directory,
     check_task,
 )
 
@@ -190,6 +191,18 @@ class Whole(Null):
 def test_a_logger_with_other_arguments_is_refused_before_training(logger: object, definition: str) -> None:
     with pytest.raises(RefusedError, match=rf"cannot be called with .*: write {re.escape(definition)}$"):
         check_logger(logger, "logger.mine._target_=mine.Logger")
+
+
+def test_a_logger_that_takes_no_run_directory_gets_the_definition_that_does() -> None:
+    def rows(file: str) -> None: ...
+
+    expected = (
+        r"^logger\.mine: a logger gets the run directory before its keys: write def __init__\(self, run_dir, file\)\.$"
+    )
+    with pytest.raises(RefusedError, match=expected):
+        check_takes_directory(rows, ["file"], "logger.mine")
+    check_takes_directory(rows, ["flie"], "logger.mine")  # building it names the key
+    check_takes_directory(lambda run_dir, file: None, ["file"], "logger.mine")
 
 
 def test_a_position_that_is_no_mapping_is_reported_with_the_logger() -> None:
