@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +220,18 @@ def test_the_table_of_commands_is_what_is_dispatched() -> None:
     assert set(main._COMMANDS) == {*commands.NAMES, "member"}
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the handlers of signals, which a command replaces."""
+    numbers = [number for number in signal.valid_signals() if signal.getsignal(number) is not None]
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("name", commands.NAMES)
 def test_help_of_a_command_is_what_it_says_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
