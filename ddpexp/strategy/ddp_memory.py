@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from ddpexp.launch import Layout
-from ddpexp.strategy.memory import Bucket, Parameter
+from ddpexp.strategy.memory import Bucket, Facts, Parameter, Part, Traffic
+from ddpexp.system.limits import human
 
 if TYPE_CHECKING:
     from ddpexp.strategy.ddp_options import DDPOptions
@@ -78,3 +79,54 @@ def exchange_bytes(sizes: Iterable[int], world_size: int) -> int:
         world_size * size if (world_size - 2) * size < _GATHERED else 2 * -(-size // world_size) * world_size
         for size in sizes
     )
+
+
+def replica_parts(
+    options: DDPOptions, common: list[Part], facts: Facts, trainer: TrainerOptions, layout: Layout
+) -> list[Part]:
+    """Return what a rank holds of the model, its gradients and its optimizers."""
+    by_ddp = layout.world_size > 1 and trainer.reduction == "fast"
+    parameters, gradients, optimizer = common
+    trained = gradients.num_bytes
+    if by_ddp and options.gradient_as_bucket_view:
+        gradients = Part("gradients", trained, "views of the buckets")
+    parts = [parameters, gradients]
+    if by_ddp and not options.gradient_as_bucket_view:
+        parts.append(Part("buckets", trained, "beside the gradients: strategy.gradient_as_bucket_view=false"))
+    parts.append(optimizer)
+    if trainer.reduction == "exact":
+        parts.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
+    way, local = transport(trainer, options, layout), layout.world_size // layout.nodes
+    if way == "shared_memory":
+        note = f"{human(facts.shared_bytes)} for {local} workers"
+        parts.append(Part("shared memory", facts.shared_bytes // local, note))
+    elif way == "in_rank_order":
+        sizes = [bucket.num_bytes for bucket in _buckets(options, facts, trainer, layout)] or [facts.sums_bytes]
+        note = "what the ranks send one another, in the order of the sum"
+        parts.append(Part("exchange", exchange_bytes(sizes, layout.world_size), note))
+    elif way == "backend" and options.comm_hook == "powersgd":
+        note = "the error that it feeds back, and its factors beside that"
+        parts.append(Part("PowerSGD's memory", trained, note))
+    return parts
+
+
+def gradient_traffic(options: DDPOptions, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+    """Return what the ranks send one another in a step; compressed gradients as they travel."""
+    way = transport(trainer, options, layout)
+    if way == "none":
+        return Traffic(way)
+    cut = _buckets(options, facts, trainer, layout)
+    sizes = [bucket.num_bytes for bucket in cut]
+    if not cut:
+        sizes = [sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)]
+    if options.comm_hook in ("fp16", "bf16"):
+        sizes = [size // 2 for size in sizes]
+    unknown = "what PowerSGD's products cost is not known" if options.comm_hook == "powersgd" else ""
+    return Traffic(way, sizes, cut, options.bucket_cap_mb, unknown)
+
+
+def _buckets(options: DDPOptions, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Bucket]:
+    """Return DDP's buckets; there are none alone, nor in the exact reduction."""
+    if layout.world_size == 1 or trainer.reduction == "exact":
+        return []
+    return buckets(facts.parameters, options, not keeps_buckets(trainer, options, layout))

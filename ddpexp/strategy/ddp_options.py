@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.ddp_memory import buckets, exchange_bytes, keeps_buckets, transport
-from ddpexp.strategy.memory import Bucket, Facts, Part, Traffic
 from ddpexp.strategy.options import Options, TrainerOptions
-from ddpexp.system.limits import human
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
     from ddpexp.strategy.base import Strategy
+    from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
 @dataclass(frozen=True)
@@ -126,54 +124,21 @@ class DDPOptions(Options):
 
     def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
         """Return what a rank holds of the model, its gradients and its optimizers."""
-        by_ddp = layout.world_size > 1 and trainer.reduction == "fast"
-        parameters, gradients, optimizer = super().memory(facts, trainer, layout)
-        trained = gradients.num_bytes
-        if by_ddp and self.gradient_as_bucket_view:
-            gradients = Part("gradients", trained, "views of the buckets")
-        parts = [parameters, gradients]
-        if by_ddp and not self.gradient_as_bucket_view:
-            parts.append(Part("buckets", trained, "beside the gradients: strategy.gradient_as_bucket_view=false"))
-        parts.append(optimizer)
-        if trainer.reduction == "exact":
-            parts.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))
-        way, local = transport(trainer, self, layout), layout.world_size // layout.nodes
-        if way == "shared_memory":
-            note = f"{human(facts.shared_bytes)} for {local} workers"
-            parts.append(Part("shared memory", facts.shared_bytes // local, note))
-        elif way == "in_rank_order":
-            sizes = [bucket.num_bytes for bucket in self._buckets(facts, trainer, layout)] or [facts.sums_bytes]
-            note = "what the ranks send one another, in the order of the sum"
-            parts.append(Part("exchange", exchange_bytes(sizes, layout.world_size), note))
-        elif way == "backend" and self.comm_hook == "powersgd":
-            note = "the error that it feeds back, and its factors beside that"
-            parts.append(Part("PowerSGD's memory", trained, note))
-        return parts
+        from ddpexp.strategy.ddp_memory import replica_parts
+
+        return replica_parts(self, super().memory(facts, trainer, layout), facts, trainer, layout)
 
     def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step; compressed gradients as they travel."""
-        way = transport(trainer, self, layout)
-        if way == "none":
-            return Traffic(way)
-        cut = self._buckets(facts, trainer, layout)
-        sizes = [bucket.num_bytes for bucket in cut]
-        if not cut:
-            sizes = [sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)]
-        if self.comm_hook in ("fp16", "bf16"):
-            sizes = [size // 2 for size in sizes]
-        unknown = "what PowerSGD's products cost is not known" if self.comm_hook == "powersgd" else ""
-        return Traffic(way, sizes, cut, self.bucket_cap_mb, unknown)
+        from ddpexp.strategy.ddp_memory import gradient_traffic
 
-    def _buckets(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Bucket]:
-        """Return DDP's buckets; there are none alone, nor in the exact reduction."""
-        if layout.world_size == 1 or trainer.reduction == "exact":
-            return []
-        return buckets(facts.parameters, self, not keeps_buckets(trainer, self, layout))
+        return gradient_traffic(self, facts, trainer, layout)
 
     def reserved_bytes(
         self, trained: Sequence[Any], buffers: Sequence[Any], trainer: TrainerOptions, layout: Layout, num_leaves: int
     ) -> tuple[int, int]:
         """Return the memory of sums over micro-batches, and the memory shared by the workers of a host."""
+        from ddpexp.strategy.ddp_memory import transport
         from ddpexp.strategy.reserved import shared_bytes, sums_bytes
 
         exact = trainer.reduction == "exact"

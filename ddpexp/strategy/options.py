@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.memory import Facts, Part, Traffic
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
     from ddpexp.strategy.base import Strategy
+    from ddpexp.strategy.memory import Facts, Part, Traffic
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,8 @@ class Options:
 
     def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
         """Return what a rank holds of the model, its gradients and its optimizers, for `ddpexp plan`."""
+        from ddpexp.strategy.memory import Part
+
         weights = sum(parameter.num_bytes for parameter in facts.parameters)
         trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
         return [
@@ -124,6 +126,8 @@ class Options:
 
     def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
         """Return what the ranks send one another in a step, for `ddpexp plan`."""
+        from ddpexp.strategy.memory import Traffic
+
         if layout.world_size == 1:
             return Traffic("none")
         return Traffic("backend", unknown=f"what strategy={self.kind} sends in a step is not known")
