@@ -209,7 +209,12 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     name, words = _source(argv, "evaluate")
     source = Path(name)
     if not source.exists():
-        raise RefusedError(f"evaluate {source}: there is no such directory or file.")
+        first = "" if "=" not in name else f" Name the weights first, as in evaluate RUN_DIR {name}."
+        raise RefusedError(f"evaluate {source}: there is no such directory or file.{first}")
+    if source.suffix == ".py":
+        raise RefusedError(
+            f"evaluate {source}: this is code. Name a run directory, a checkpoint or a file of weights (.safetensors)."
+        )
     home = next((folder for folder in (source, *source.resolve().parents) if weights.is_run(folder)), None)
     if home is None and source.is_dir() and (below := _runs_below(source)):
         raise RefusedError(f"evaluate {source}: it is no run directory.{below}")

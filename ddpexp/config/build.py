@@ -24,6 +24,11 @@ _SECONDS = {
 }
 _MEGABYTES = {**dict.fromkeys(("m", "mb", "mib"), 1), **dict.fromkeys(("g", "gb", "gib"), 1024)}
 _COUNTS = {"%": 0.01, "k": 1_000}
+_NO_SUCH_KEY = {  # advice for keys that only look right
+    "strategy._target_": " An installed package brings your own strategy, as strategy=NAME: see docs/strategies.md.",
+    "logger._target_": " Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
+    "hydra.sweeper.n_trials": " It is Optuna's: choose its sweeper with hydra/sweeper=optuna.",
+}
 
 T = TypeVar("T")
 
@@ -84,7 +89,7 @@ def unknown_key(
     typed = f"{where}.{key}" if where else key
     head, _, rest = key.partition(".")
     last = key.rpartition(".")[2]
-    advice = advice_on_key(last)
+    advice = _NO_SUCH_KEY.get(typed, "") or advice_on_key(last)
     if not advice:
         alike = (nearest(head, known, _SURE) if not rest else None) or nearest(typed.replace("/", "."), keys, _SURE)
         named = [one for one in keys if one.rpartition(".")[2] == last]

@@ -78,6 +78,11 @@ def _no_option(word: str) -> str:
     if option is not None:
         return f"{word} is not an option. Did you mean {option}?"
     key = name.replace("-", "_")
+    if key.startswith(("checkpoint", "ckpt")):
+        return (
+            f"{word} is not an option: a checkpoint is named by its folder, as in ddpexp evaluate "
+            "RUN_DIR/checkpoints/step-00000100, and weights to start from as run.init_from=..."
+        )
     advice = advice_on_key(key)
     section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
     if not advice and section is not None:

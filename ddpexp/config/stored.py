@@ -89,7 +89,11 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
         next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
     )
     assert isinstance(found, DictConfig)
-    if "defaults" in found or group == "recipe":
+    if group == "recipe":
+        raise RefusedError(
+            f"recipe={name}: a run keeps its recipe. Leave it out, or start a new run with another run.dir."
+        )
+    if "defaults" in found:
         raise RefusedError(f"{group}={name} is made of several files: type the whole command again, with run.dir=... .")
     return found
 

@@ -56,6 +56,12 @@ class RunContext:
     log: logging.Logger
 
 
+NO_PARAMETERS = (
+    "an optimizer was built for no parameters: the model has none, or layers in a plain Python list, which torch does "
+    "not find. Put them into a torch.nn.ModuleList."
+)
+
+
 def import_all(experiment: Experiment, world: World) -> None:
     """Import what the configuration names before anything is built from it: see `ddpexp.train.lazy_dynamo`.
 
@@ -241,6 +247,10 @@ def build_loop(
     check_task(task, experiment.task.target)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
+        if not isinstance(parameters, Mapping | torch.Tensor):
+            parameters = list(parameters)
+            if not parameters:
+                raise RefusedError(NO_PARAMETERS)
         optimizer: torch.optim.Optimizer = instantiate(experiment.optimizer, trust, "optimizer", parameters)
         return optimizer
 

@@ -111,6 +111,10 @@ def test_single_keys_of_the_run_can_be_changed_and_wrong_ones_are_refused(ddpexp
 
 def test_what_is_not_there_is_refused_with_its_name(ddpexp: Ddpexp, tmp_path: Path, copied: Path) -> None:
     refused(evaluate(ddpexp, "nowhere"), r"^ddpexp: evaluate nowhere: there is no such directory or file\.\n$")
+    refused(evaluate(ddpexp, "recipe=mnist"), r"Name the weights first, as in evaluate RUN_DIR recipe=mnist\.\n$")
+    refused(
+        evaluate(ddpexp, __file__), r"test_evaluate\.py: this is code\. Name a run directory, a checkpoint or a file "
+    )
     (tmp_path / "empty").mkdir()
     refused(evaluate(ddpexp, tmp_path / "empty", *WORDS), r"model\.safetensors cannot be read")
     (tmp_path / "text.safetensors").write_text("these are no weights")

@@ -272,6 +272,12 @@ model._target_=mine.py.Net: a module is named without .py. Did you
 OPTION_WORDS = """\
 > --epochs 3
 --epochs is not an option: write key=value, for example trainer.gpus=2. Did you mean trainer.epochs=...?
+> --checkpoint best
+--checkpoint is not an option: a checkpoint is named by its folder, as in ddpexp evaluate RUN_DIR/checkpoints/step-0000
+> strategy._target_=mine.Sharded
+strategy._target_ is not a known key. An installed package brings your own strategy, as strategy=NAME: see docs/st
+> logger._target_=mine.Rows
+logger._target_ is not a known key. Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md
 > --lr=0.1
 --lr=0.1 is not an option: write key=value, for example trainer.gpus=2. Did you mean optimizer.lr?
 > --multi-run

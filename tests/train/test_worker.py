@@ -13,7 +13,7 @@ from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.errors import RefusedError
-from ddpexp.train.build import build_schedule
+from ddpexp.train.build import NO_PARAMETERS, build_schedule
 from ddpexp.train.process import _exit_code
 from tests.conftest import OWN_SERVER, Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
@@ -46,6 +46,16 @@ class Noisy(Items):
 
 def load_noisy(train=96, test=33):
     return Splits(Noisy(train, 0), {"eval": Items(test, 1)})
+
+
+class Listed(nn.Module):
+    # Its layers are in a plain list, where torch does not find them.
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(4, 2)]
+
+    def forward(self, rows):
+        return self.layers[0](rows)
 
 
 class Stable:
@@ -281,3 +291,10 @@ def test_a_debugger_is_refused_with_its_place_and_what_works_instead(recipe: Rec
 def test_a_debugger_may_have_its_own_connection_and_breakpoints_may_be_ignored(recipe: Recipe) -> None:
     done = recipe("task._target_=points.Looks", "task.how=own", environ={"PYTHONBREAKPOINT": "0"})
     assert done.code == 0, done.err
+
+
+def test_layers_that_torch_does_not_find_are_refused_with_what_finds_them(recipe: Recipe) -> None:
+    done = recipe("~model.hidden", "~model.dropout", "model._target_=points.Listed")
+    assert done.code == 2, done
+    assert done.err.endswith(f"ddpexp: {NO_PARAMETERS}\n")
+    assert not done.run.exists()
