@@ -47,13 +47,12 @@ class Evaluation(Job):
         if not self._weights.exists():
             raise RefusedError(f"evaluate {self._weights}: there is no such file on {directory.host()}.")
         trainer = self.experiment.trainer
+        data_size = self.experiment.strategy.data_rank(0, layout.world_size).size
         evaluation = {
             "config": self._text,
             "layout": asdict(layout),
             "data": prepare(self.experiment.data, self.experiment.trust),
             "weights": str(self._weights.resolve()),
-            "batch_size": plan_batches(
-                trainer.global_batch_size, trainer.micro_batch_size, layout.world_size
-            ).micro_batch_size,
+            "batch_size": plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size).micro_batch_size,
         }
         self.arguments = [json.dumps(evaluation)]

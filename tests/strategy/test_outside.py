@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import newest_checkpoint
+from ddpexp.config.compose import compose
+from ddpexp.config.parse import parse
+from ddpexp.config.values import Composed
+from ddpexp.launch import Layout
+from ddpexp.run.evaluation import Evaluation
+from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.options import DataRank
 from tests.conftest import ROOT, Ddpexp
 from tests.points import Recipe
 
@@ -120,3 +128,23 @@ def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: R
         for overrides in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))
     ]
     assert weights[0] == weights[1] == weights[2]  # a sum of two is the same in either order
+
+
+@dataclass(frozen=True)
+class Pairs(DDPOptions):
+    """Two ranks compute each share of the batch."""
+
+    def data_rank(self, rank: int, world_size: int) -> DataRank:
+        return DataRank(rank // 2, world_size // 2, reports=rank % 2 == 0)
+
+
+def test_an_evaluation_takes_the_batches_of_the_ranks_that_share_none(tmp_path: Path) -> None:
+    composed = compose(["recipe=mnist", "data.source=embedded", "trainer.global_batch_size=6"])
+    assert isinstance(composed, Composed)
+    whole = parse(composed.values)
+    experiment = replace(whole, strategy=Pairs(**vars(whole.strategy)))
+    evaluation = Evaluation(experiment, composed.text, tmp_path)
+    layout = Layout(1, 4, "cpu", "gloo", 1)
+    evaluation.check(layout)
+    evaluation.enter({}, layout)
+    assert json.loads(evaluation.arguments[0])["batch_size"] == 3
