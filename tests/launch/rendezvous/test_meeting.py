@@ -47,7 +47,7 @@ def background() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def told() -> StoreRendezvous:
+def by_store() -> StoreRendezvous:
     store: list[str] = []
     return StoreRendezvous(publish=store.append, ask=lambda: store[-1] if store else None, local=True)
 
@@ -57,11 +57,11 @@ def ways(folder: Path) -> dict[str, Rendezvous]:
         "fixed": Fixed(LOOPBACK, free_port(), NAMES),
         "named": Named.after(str(folder)),
         "published": Published(folder / "meeting"),
-        "told": told(),
+        "by_store": by_store(),
     }
 
 
-@pytest.fixture(params=["fixed", "named", "published", "told"])
+@pytest.fixture(params=["fixed", "named", "published", "by_store"])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Rendezvous:
     return ways(tmp_path)[request.param]
 
@@ -214,7 +214,7 @@ def test_a_leader_that_never_comes_is_missed_in_time(fixed: Fixed, tmp_path: Pat
         (fixed, said),
         (shared, f"nothing was heard of it in {tmp_path}, which all hosts must see"),
         (Named.after("nobody"), "nobody answered on this host (Connection refused)"),
-        (told(), "nothing was heard of it"),
+        (by_store(), "nothing was heard of it"),
     ]
     for way, seen in ways:
         with pytest.raises(RefusedError) as refused:
@@ -627,7 +627,7 @@ def test_another_user_is_neither_let_in_nor_followed(does: str) -> None:
 
 @pytest.mark.fault("S6")
 def test_what_serves_one_host_listens_on_loopback_alone_or_on_no_network(tmp_path: Path) -> None:
-    for way in (Fixed(LOOPBACK, free_port(), NAMES), told()):
+    for way in (Fixed(LOOPBACK, free_port(), NAMES), by_store()):
         with way.listen()[0] as listener:
             assert listener.getsockname()[0] == LOOPBACK
     with by_key("job", tmp_path, True).listen()[0] as listener:

@@ -86,15 +86,17 @@ def test_two_containers_of_one_host_are_two_nodes_and_so_are_two_hosts_of_one_na
 
 
 def test_three_ranks_on_two_hosts_keep_the_local_ranks_that_they_were_given() -> None:
-    told = [rank(0, "a", 1), rank(1, "b", 0), rank(2, "a", 0)]
-    layout, assignments = assign_ranks(told, "auto", "rank")
+    given = [rank(0, "a", 1), rank(1, "b", 0), rank(2, "a", 0)]
+    layout, assignments = assign_ranks(given, "auto", "rank")
     assert (layout.nodes, layout.world_size) == (2, 3)
     assert places(assignments) == [(0, 1, 1, 2, 0), (1, 1, 0, 1, 1), (2, 1, 0, 2, 0)]
 
 
-@pytest.mark.parametrize("told", [(None, None, None), (0, 0, 0), (0, 0, 5), (0, None, 1)])
-def test_local_ranks_that_are_missing_or_contradict_are_counted(told: tuple[int | None, ...]) -> None:
-    _, assignments = assign_ranks([rank(0, "a", told[0]), rank(1, "b", told[1]), rank(2, "a", told[2])], "auto", "rank")
+@pytest.mark.parametrize("given", [(None, None, None), (0, 0, 0), (0, 0, 5), (0, None, 1)])
+def test_local_ranks_that_are_missing_or_contradict_are_counted(given: tuple[int | None, ...]) -> None:
+    _, assignments = assign_ranks(
+        [rank(0, "a", given[0]), rank(1, "b", given[1]), rank(2, "a", given[2])], "auto", "rank"
+    )
     assert places(assignments) == [(0, 1, 0, 2, 0), (1, 1, 0, 1, 1), (2, 1, 1, 2, 0)]
 
 
@@ -125,10 +127,10 @@ def test_a_hosts_cores_are_divided_among_its_workers(handshakes: list[dict[str, 
 # ------------------------------------------------------------------------------------------------------------- the GPUs
 
 
-def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str, Any]]:
+def with_gpus(*shown: str, workers: int = 1, given: bool = True) -> list[dict[str, Any]]:
     layout = asdict(Layout(1, 1, "cuda", "nccl", 1))
     return [
-        handshake(i, workers=workers, externally_launched=told, gpus=gpus.split(), layout=layout)
+        handshake(i, workers=workers, externally_launched=given, gpus=gpus.split(), layout=layout)
         for i, gpus in enumerate(shown)
     ]
 
@@ -141,11 +143,11 @@ def with_gpus(*shown: str, workers: int = 1, told: bool = True) -> list[dict[str
         (with_gpus("A", "B"), True),  # per task
         (with_gpus("A B", "C D"), True),
         (
-            with_gpus("A B", "C D", workers=2, told=False),
+            with_gpus("A B", "C D", workers=2, given=False),
             True,
         ),  # two commands with CUDA_VISIBLE_DEVICES of their own
-        (with_gpus("A B C D", "A B C D", workers=2, told=False), False),
-        (with_gpus("A B", workers=2, told=False), True),
+        (with_gpus("A B C D", "A B C D", workers=2, given=False), False),
+        (with_gpus("A B", workers=2, given=False), True),
     ],
 )
 def test_commands_that_see_their_own_gpus_count_them_from_the_first(
@@ -169,7 +171,7 @@ def test_commands_that_see_their_own_gpus_count_them_from_the_first(
         (with_gpus("A", "A"), "a runs 2 workers, and they see 1 GPU: "),
         (with_gpus("A B", "A B", "A B"), "a runs 3 workers, and they see 2 GPUs: "),
         (with_gpus("A B", "B"), "a runs 2 workers, and they see 2 GPUs: "),
-        (with_gpus("A B", "A B", workers=2, told=False), "a runs 4 workers, and they see 2 GPUs: "),
+        (with_gpus("A B", "A B", workers=2, given=False), "a runs 4 workers, and they see 2 GPUs: "),
     ],
 )
 def test_fewer_gpus_than_workers_are_refused(handshakes: list[dict[str, Any]], sentence: str) -> None:
