@@ -14,7 +14,7 @@ from ddpexp.launch.workers.control import Control
 
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first only in builds with NCCL
-_SIZE = 2000  # torch's own default since 2.11; in 2.10 the recorder is off unless it gets a size
+_SIZE = 2000  # torch's own default in 2.13; in 2.10 the recorder is off unless it gets a size
 
 
 def enable(environ: MutableMapping[str, str]) -> None:
