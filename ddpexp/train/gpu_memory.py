@@ -32,7 +32,7 @@ class Usage:
     ours: int | None  # held by this process, also outside of torch
     allocated: int | None  # in tensors
     unallocated: int | None  # reserved by torch, and not in use
-    others: Mapping[str, int]  # held by other processes, by process id; empty where this process is not told apart
+    others: Mapping[str, int]  # held by other processes, by process id; empty where this one cannot be distinguished
     setting: str  # the variable with the allocator's settings, as this torch calls it
 
 
