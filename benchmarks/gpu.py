@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in words.pieces if name not in PIECES]
     if unknown:
         raise SystemExit(f"there is no piece {unknown[0]}; there are {', '.join(PIECES)}")
-    results = Results(words.out)
+    results = Results(words.out / ("quick.json" if words.quick else "gpu.json"))
     wanted = words.pieces or list(PIECES)
     missing = [name for name in wanted if not results.has(name)]
     gpus = count_gpus() if words.device == "cuda" else 1
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run(bench: Bench) -> Report:
     """Run all pieces, as one of all benchmarks."""
-    results = Results(bench.folder)
+    results = Results(bench.folder / "gpu.json")
     run_pieces(list(PIECES)[2:], results, "cuda", bench.quick, count_gpus(), float("inf"))
     return results.report()
 
@@ -84,10 +84,10 @@ def run_pieces(
 class Results:
     """What is known so far, in one small file."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, path: Path) -> None:
         """Read the file, if it is there."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / "gpu.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         kept: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
         self._pieces: dict[str, Mapping[str, Any]] = kept.get("pieces", {})
         self.machine: str = kept.get("machine") or report.machine()

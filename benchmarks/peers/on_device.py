@@ -33,7 +33,7 @@ def steps(
     for step, row in enumerate(rows, start=1):
         batch = images.index_select(0, row).float().mul_(1 / 127.5).sub_(1).contiguous(memory_format=memory_format)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(called(batch), labels.index_select(0, row))  # type: ignore[no-untyped-call]
+            loss = loss_of(called(batch), labels.index_select(0, row))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
