@@ -160,9 +160,8 @@ def test_commands_that_see_their_own_gpus_count_them_from_the_first(
             worker_environment(layout, assignment, number, ("127.0.0.1", 1), "127.0.0.1")
             for number in range(assignment.workers)
         ]
-        assert [one.get("DDPEXP_GPU") for one in found] == (
-            [str(n) for n in range(assignment.workers)] if own else [None] * assignment.workers
-        )
+        first = 0 if own else assignment.local_rank
+        assert [one["DDPEXP_GPU"] for one in found] == [str(first + number) for number in range(assignment.workers)]
 
 
 @pytest.mark.parametrize(
