@@ -274,7 +274,7 @@ def _supervise(
     try:
         return supervise(server, workers, Terminal(), meeting, job.request, layout.device == "cuda")
     except BaseException:
-        cleanup.clear(began)
+        cleanup.clear(began, of_gpus=layout.device == "cuda")
         raise
     finally:
         for worker in workers:
