@@ -18,7 +18,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import STORE_FD
 from ddpexp.system.gpus import NUMBER, VISIBLE
-from ddpexp.system.network import is_loopback
+from ddpexp.system.network import interface_variables, is_loopback
 
 
 class StoreMailbox:
@@ -91,8 +91,7 @@ class World:
             )
         if size > 1:
             if is_loopback(environ["MASTER_ADDR"]):
-                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-                    os.environ.setdefault(name, "lo")
+                os.environ.update(interface_variables("lo"))
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(
                 layout.backend,

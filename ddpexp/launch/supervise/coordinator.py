@@ -35,7 +35,7 @@ from ddpexp.system import start
 from ddpexp.system.gpus import Device, worker_variables
 from ddpexp.system.hardware import cores_quota, usable_core_numbers, visible_devices
 from ddpexp.system.limits import check_open_files
-from ddpexp.system.network import LOOPBACK, boot_id, interface_of, is_loopback
+from ddpexp.system.network import LOOPBACK, boot_id, interface_of, interface_variables, is_loopback
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.terminal import Terminal
 
@@ -239,9 +239,7 @@ def worker_environment(
     if not is_loopback(host):
         interface = interface_of(address)
         if interface:
-            variables |= {
-                name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-            }
+            variables |= interface_variables(interface)
     return variables
 
 
