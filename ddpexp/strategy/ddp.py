@@ -180,10 +180,10 @@ def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> 
 class _FixedBuckets(DistributedDataParallel):
     """DDP with the same buckets in every step of every start: cut once, in the reverse order of the parameters.
 
-    DDP itself reduces the first step of a start in one bucket, and cuts the others' in the order in which gradients were
-    ready. If the backend chooses the order of a sum by the layout of the buckets, the first step after a resume would
-    differ from that of an uninterrupted run. Looking for unused parameters prevents this, too, but walks the graph in
-    every step, hides unused parameters, and does not support reentrant checkpointing.
+    DDP itself reduces the first step of a start in one bucket, and then cuts buckets in the order in which gradients
+    were ready. If the backend chooses the order of a sum by the layout of the buckets, the first step after a resume
+    would differ from that of an uninterrupted run. Searching for unused parameters prevents this, too, but it walks the
+    graph in every step, hides unused parameters, and does not support reentrant checkpointing.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:

@@ -153,10 +153,14 @@ def test_only_a_search_for_unused_parameters_keeps_the_first_buckets() -> None:
 
     def cut(**options: Any) -> Any:
         trainer = replace(TRAINER, deterministic=True)
-        return gradient_traffic(replace(OPTIONS, bucket_cap_mb=1, **options), found, trainer, layout(2, 8, "cuda")).buckets
+        return gradient_traffic(
+            replace(OPTIONS, bucket_cap_mb=1, **options), found, trainer, layout(2, 8, "cuda")
+        ).buckets
 
     assert cut() == buckets(found.parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt=True)
-    assert cut(find_unused_parameters=True) == buckets(found.parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt=False)
+    assert cut(find_unused_parameters=True) == buckets(
+        found.parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt=False
+    )
     assert cut() != cut(find_unused_parameters=True)
     assert cut(find_unused_parameters=True, static_graph=True) == cut()
 

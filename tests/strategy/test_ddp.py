@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -288,13 +289,14 @@ def layouts(wrapped: nn.Module, num_steps: int) -> list[list[list[int]]]:
     """Return the buckets that DDP reduces in each step: the sizes of their gradients."""
     found: list[list[list[int]]] = []
 
-    def note(_state: None, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations with classes
+    def note(bucket: Any) -> Any:
         found[-1].append([gradient.numel() for gradient in bucket.gradients()])
-        future = torch.futures.Future()
+        future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
-    wrapped.register_comm_hook(None, note)  # type: ignore[operator]
+    # A lambda has no annotations: torch compares them with classes.
+    wrapped.register_comm_hook(None, lambda _, bucket: note(bucket))  # type: ignore[operator]
     for _ in range(num_steps):
         found.append([])
         wrapped(torch.ones(1, 2)).sum().backward()
