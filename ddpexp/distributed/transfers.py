@@ -15,7 +15,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor from the host without waiting for the GPU, which a copy from unpinned memory would do."""
     if tensor.device == device:
         return tensor
-    if device.type == "cuda" and not tensor.is_pinned():
+    if device.type == "cuda" and is_host(tensor.device) and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
