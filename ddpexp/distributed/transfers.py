@@ -43,7 +43,7 @@ class LateFlag:
         """Start with false."""
         pinned = device.type == "cuda"
         self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
-        self._arrived = torch.cuda.Event() if pinned else None
+        self._arrived = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def send(self, flag: Tensor) -> None:
         """Replace the value by `flag`. Shapes: a scalar of torch.bool, on the device."""

@@ -192,7 +192,7 @@ class _FixedBuckets(DistributedDataParallel):
         self.reducer._rebuild_buckets()
 
     def _build_params_for_reducer(self) -> Any:
-        parameters, expect_sparse = super()._build_params_for_reducer()
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return parameters[::-1], expect_sparse[::-1]
 
 

@@ -46,7 +46,7 @@ class GlobalCounts:
             DdpexpError: those of several places differ.
         """
         if self._unchecked:
-            parts = torch.cat(self._unchecked).cpu().split([len(totals) for totals in self._unchecked])
+            parts = torch.split(torch.cat(self._unchecked).cpu(), [len(totals) for totals in self._unchecked])
             self._unchecked.clear()
             for totals in parts:
                 self._check(totals[~totals.isnan()].tolist())
@@ -63,7 +63,7 @@ class GlobalCounts:
 
 def totals_on_host(counts: Tensor, places: Tensor) -> list[float]:
     """Return the sum of the counts of each place, in the order of the places."""
-    return [float(counts[places == place].cumsum(0)[-1]) for place in places.unique()]
+    return [float(counts[places == place].cumsum(0)[-1]) for place in torch.unique(places)]
 
 
 def totals_on_device(counts: Tensor, places: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ def test_an_exact_step_without_waiting_gives_the_same_bits(
     """With constant buffers as part of the sum, or watched for changes that the host reads seldom or at once."""
 
     def weights() -> dict[str, Tensor]:
-        keys = {"reduction": "exact", "micro_batch_size": 6}
+        keys: dict[str, Any] = {"reduction": "exact", "micro_batch_size": 6}
         return fit_alone(points, tmp_path, points.Masked(), factory=Changes, **keys).weights
 
     class Changes(points.Normed):  # type: ignore[misc]
