@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ddpexp.doctor import allreduce, gpus, host, links, resources, software, storage
 from ddpexp.doctor.gather import Facts, Probe
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
 
-Judge = Callable[[Facts, Setting], list[Finding]]
+
+class Judge(Protocol):
+    """Judges the facts of a probe."""
+
+    def __call__(self, facts: Facts, setting: Setting) -> list[Finding]:
+        """Return the findings."""
+        ...
+
 
 # In the order of the report.
 _JUDGES: Mapping[str, Judge] = {

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpexp.doctor.request import Request
 from ddpexp.distributed.world import World
+from ddpexp.doctor.request import Request
 from ddpexp.errors import DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
