@@ -10,6 +10,7 @@ from ddpexp.doctor import allreduce, gpus, host, links, resources, software, sto
 from ddpexp.doctor.gather import Facts, Probe
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
+from ddpexp.system.text import first_few
 
 
 class Judge(Protocol):
@@ -130,12 +131,25 @@ def judge_together(
         for check in _COMPARED
         if len({tuple(found.text for found in of_host if found.check == check) for of_host in findings.values()}) > 1
     ]
+    together += _shared_folder(by_host)
     if different:
         text = f"the hosts differ in {', '.join(different)}, see there"
         together.append(doubtful("hosts", text, "use equal hosts: the slowest sets the pace, and results may differ"))
     else:
         together.append(good("hosts", f"{len(by_host)} hosts agree in {', '.join(_COMPARED)}"))
     return [*together, *allreduce.judge_skew(times)]
+
+
+def _shared_folder(by_host: Mapping[str, Mapping[str, Facts]]) -> list[Finding]:
+    """Report whether the other hosts see the folder of run directories of the first one."""
+    looked = {name: facts["shared_folder"] for name, facts in by_host.items() if "shared_folder" in facts}
+    blind = [name for name, answer in looked.items() if answer["visible"] is False]
+    if blind:
+        text = f"{looked[blind[0]]['folder']} of the first host is not visible on {first_few(blind)}"
+        return [bad("shared_folder", text, "put run directories where all hosts see them: run.dir=... .", blind=blind)]
+    if any(answer["visible"] for answer in looked.values()):
+        return [good("shared_folder", "all hosts see the folder of run directories")]
+    return []
 
 
 def _between(hosts: Sequence[Mapping[str, Facts]]) -> tuple[str, float] | None:

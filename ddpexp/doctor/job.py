@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ GATHER_SECONDS = 10.0  # for all probes, which run beside each other
 _START_SECONDS = 45.0  # to start and to join: CUDA and NCCL take some 10 s on a machine with eight GPUs
 _MEET_SECONDS = 120.0  # where a person starts the command on each machine
 _MEASURE_SECONDS = 30.0
+_LOOK_SECONDS, _POLL_SECONDS = 3.0, 0.1  # for a file of another host
 # Which task of a host this is, by the program that started it.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
@@ -50,6 +54,7 @@ class Diagnosis(Job):
         self._code = experiment.run.code
         self._gathering: Gathering | None = None
         self._descriptors: list[int] = []
+        self._probe: Path | None = None  # a file of the leading command, which the other hosts look for
         self._environ = environ
 
     def facts(self) -> dict[str, Facts]:
@@ -57,6 +62,11 @@ class Diagnosis(Job):
         if self._gathering is None:
             self._gathering = Gathering.start(probes(self.setting, self._code))
         return self._gathering.facts(GATHER_SECONDS)
+
+    def wait(self) -> None:
+        """Wait for the probes, so that none leaves a file behind when the process ends."""
+        if self._gathering is not None:
+            self._gathering.facts(GATHER_SECONDS)
 
     def gather(self, ranks_started_externally: bool) -> None:
         """Start to gather the facts, unless another command of this host does."""
@@ -69,14 +79,24 @@ class Diagnosis(Job):
         self.layout, self.hosts = layout, participants.hosts
         self._descriptors.append(os.memfd_create("ddpexp-doctor"))
         self._request("", f"/proc/{os.getpid()}/fd/{self._descriptors[0]}")
+        if layout.nodes > 1:
+            with suppress(OSError):  # the file system has a line of its own
+                descriptor, path = tempfile.mkstemp(prefix=".ddpexp-doctor-", dir=self.folder)
+                os.close(descriptor)
+                self._probe = Path(path)
+
+    def shared(self) -> dict[str, Any]:
+        """Return the file that shows whether another host sees the folder of run directories."""
+        return {"probe": str(self._probe) if self._probe is not None else None}
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
-        """Hand the facts of this host to its worker, which sends them to rank zero."""
+        """Look for the leading command's file, and hand the facts of this host to its worker for rank zero."""
         self.layout, path = layout, ""
         if self._gathering is not None:
             descriptor = os.memfd_create("ddpexp-doctor")
             self._descriptors.append(descriptor)
-            os.write(descriptor, json.dumps(self.facts()).encode())
+            facts = {**self.facts(), "shared_folder": _look_for(shared["probe"])}
+            os.write(descriptor, json.dumps(facts).encode())
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._request(path, "")
 
@@ -106,7 +126,21 @@ class Diagnosis(Job):
         return f"launcher={self.setting.launcher} would start further commands here, on machines that are not looked at"
 
     def close(self) -> None:
-        """Keep the answers: they are read after the job has ended, and go with the process."""
+        """Remove the file. The answers stay: they are read after the job has ended."""
+        if self._probe is not None:
+            self._probe.unlink(missing_ok=True)
+
+
+def _look_for(path: str | None) -> Facts:
+    """Return whether a file of another host is visible here; None: there is none to look for."""
+    if path is None:
+        return {"visible": None, "folder": None}
+    deadline = time.monotonic() + _LOOK_SECONDS
+    while not (visible := os.path.exists(path)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        with suppress(OSError):
+            os.listdir(os.path.dirname(path))  # makes a network file system refresh its cache
+    return {"visible": visible, "folder": os.path.dirname(path)}
 
 
 def _bounded(timeout: Timeout, by_people: bool) -> Timeout:

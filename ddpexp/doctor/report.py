@@ -41,9 +41,9 @@ class Finding:
     def lines(self, names: bool) -> list[str]:
         """Return the line for people, and one with the advice. `names`: with the hosts in front."""
         hosts = f"{first_few(self.hosts, _SHOWN_HOSTS)}: " if names else ""
-        shown = [f"{self.level:<9} {self.check:<12} {one_line(hosts + self._text())}"]
+        shown = [f"{self.level:<9} {self.check:<13} {one_line(hosts + self._text())}"]
         if self.advice:
-            shown.append(f"{'':<23}-> {one_line(self.advice)}")
+            shown.append(f"{'':<24}-> {one_line(self.advice)}")
         return shown
 
     def _text(self) -> str:

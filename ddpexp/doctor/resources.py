@@ -18,7 +18,7 @@ from ddpexp.system.oom import tightest_limit
 GIB = 1 << 30
 _SHARED = "/dev/shm"
 _LITTLE_SHARED = 1 << 30  # the size that torch's documentation recommends for DataLoader workers
-_TINY_SHARED = 128 << 20  # a container's default is 64 MiB: NCCL and DataLoader workers fail with it
+_LEAST_SHARED = 16 << 20  # for each DataLoader worker, or each rank of NCCL; a container's default is 64 MiB in all
 _WORKER_BYTES = {"cpu": 1 * GIB, "cuda": 4 * GIB}  # of a small run's worker with torch loaded: with less it is tight
 _LEAST_BYTES = {"cpu": 400 << 20, "cuda": 1 * GIB}
 _THREADS_OF_A_WORKER = 40  # beside its compute threads: gloo's or NCCL's, autograd's, the driver's
@@ -113,7 +113,8 @@ def judge_shared_memory(facts: Facts, setting: Setting) -> list[Finding]:
         report = bad if uses else doubtful
         return [report("shm", text, f"mount a tmpfs there: {used} needs it", **facts)]
     text, measured = f"{_SHARED} of {human(size)}", f"{human(facts['free'])} free"
-    if facts["free"] < _TINY_SHARED and uses:
+    users = setting.workers * max(setting.num_workers, setting.device == "cuda" and setting.workers > 1)
+    if facts["free"] < _LEAST_SHARED * users:
         return [bad("shm", f"{text}, too little for {' and '.join(uses)}", advice, measured, **facts)]
     if facts["free"] < _LITTLE_SHARED:
         text += f", little for {' and '.join(uses) or 'DataLoader workers (data.num_workers)'}"

@@ -106,10 +106,12 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
         with redirect_stdout(sys.stderr):  # the workers' output is no part of the report
             launch()
     except (RefusedError, WorkerError) as error:
-        if error.quiet or not job.leads:
+        if (error.quiet or not job.leads) and not isinstance(error, ElsewhereError):
             raise
         failure = error
-    if not job.leads:
+    finally:
+        job.wait()
+    if not job.leads and failure is None:
         return EXIT_DONE
     hosts, findings = judge(job, job.facts(), failure)
     if json:
@@ -168,7 +170,7 @@ def _of_workers(job: Diagnosis, failure: RefusedError | WorkerError | None) -> F
         text = f"rank {cause.rank} on {cause.host} failed ({cause.phase or 'start'}): {cause.kind}: {cause.message}"
         return bad("workers", text, "a run would fail in the same way", traceback=cause.traceback)
     if failure is not None:
-        return bad("workers", f"a run would be refused: {failure}", "see there", message=str(failure))
+        return bad("workers", f"a run would be refused: {failure}", "", message=str(failure))
     assert layout is not None
     text = f"{layout.world_size} {layout.device} worker{'s' if layout.world_size > 1 else ''}"
     text += f" over {layout.backend}" if layout.world_size > 1 else ", nothing to reduce"

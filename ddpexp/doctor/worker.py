@@ -20,7 +20,7 @@ from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.train.process import run_rank
 
-_BYTES = {"cuda": 256 << 20, "cpu": 8 << 20}  # of the measured all-reduce: large enough that latency does not count
+_BYTES = {"cuda": 256_000_000, "cpu": 8_000_000}  # of the measured all-reduce: large enough that latency does not count
 _SMALL_BYTES = 1024
 _MEASURED_SECONDS = 1.0
 _MOST_REPEATS = 30
@@ -61,6 +61,7 @@ def _measure(request: Request, control: Control) -> None:
     answers = _Answers(request.answer if world.is_rank_zero else None)
     for rank in ranks:
         answers.add("rank", rank)
+    torch.ones(8, device=world.device).sum().item()  # fails where torch has no code for the device
     for node_rank, result in measurements(world, layout):
         answers.add("all_reduce", {"node_rank": node_rank, **result})
     if log is not None:
