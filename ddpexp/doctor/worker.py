@@ -22,8 +22,8 @@ from ddpexp.train.process import run_rank
 
 _BYTES = {"cuda": 256_000_000, "cpu": 8_000_000}  # of the measured all-reduce: large enough that latency does not count
 _SMALL_BYTES = 1024
-_MEASURED_SECONDS = 1.0
-_MOST_REPEATS = 30
+_MEASURED_SECONDS = {"cuda": 1.0, "cpu": 0.2}
+_REPEATS = {"cuda": 30, "cpu": 10}  # at most
 _ANSWER_SECONDS = 30.0
 _POLL_SECONDS = 0.01
 _LOG_BYTES, _LOG_LINES = 4 << 20, 500
@@ -181,7 +181,7 @@ def _all_reduce(world: World, layout: Layout, ranks: Sequence[int], group: Any) 
 
 
 def _seconds(world: World, work: Callable[[], object], source: int, group: Any) -> float:
-    """Return how long some work takes, on average over as many repeats as fit into about a second.
+    """Return how long some work takes, on average over as many repeats as fit into a moment.
 
     Ranks: those of the group; communicates.
     """
@@ -198,7 +198,8 @@ def _seconds(world: World, work: Callable[[], object], source: int, group: Any) 
     # The ranks must agree on the number.
     first = torch.tensor([timed(1)], dtype=torch.float64, device=world.device)
     dist.broadcast(first, source, group=group)
-    return timed(max(3, min(_MOST_REPEATS, int(_MEASURED_SECONDS / max(float(first), 1e-9)))))
+    fitting = int(_MEASURED_SECONDS[world.device.type] / max(float(first), 1e-9))
+    return timed(max(3, min(_REPEATS[world.device.type], fitting)))
 
 
 def _wait(device: torch.device) -> None:
