@@ -29,6 +29,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
@@ -250,6 +251,7 @@ def build_loop(
     """Build the task, its optimizers, the schedule and the precision, and the loop from everything."""
     experiment, world = context.experiment, context.world
     trust, trainer = experiment.trust, experiment.trainer
+    check_set(trainer.keep_best, evals)
     task = instantiate(experiment.task, trust, "task")
     check_task(task, experiment.task.target)
 

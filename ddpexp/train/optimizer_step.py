@@ -20,7 +20,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasTrainStep, Sums, Task
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import check_loss, check_sums
+from ddpexp.train.task_checks import check_loss, check_sums, check_unchanged, gradients_of, own_backward
 from ddpexp.train.undo import Undo
 
 _MAX_CALLS = 1 << 20  # of backward in a micro-batch
@@ -116,9 +116,12 @@ class Step:
 
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
+        if self._checked:
+            return self.task.step(self.strategy.train_model, batch)
+        before = gradients_of(self.strategy.parameters())
         sums = self.task.step(self.strategy.train_model, batch)
-        if not self._checked:
-            check_sums(sums, self.task.step, trains=True)
+        check_unchanged(before, self.strategy.parameters(), self.task.step)
+        check_sums(sums, self.task.step, trains=True)
         return sums
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
@@ -189,6 +192,8 @@ class Step:
         if names or self._applied:
             self._check_names(chosen)
         optimizers = [self.optimizers[name] for name in chosen]
+        if not self._checked and not self._applied:
+            self._check_gradients(optimizers)
         if self._counts:
             self._scale_by_counts()
         if self._draws:
@@ -286,6 +291,12 @@ class Step:
         self.strategy.scale_gradient(torch.tensor(factor, dtype=torch.float64, device=self.world.device))
         self._counts.clear()
         self._places.clear()
+
+    def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that gradients come from `backward`."""
+        divided = bool(self._counts) or self._has_numbers
+        if self.manual is not None and not divided and any(p.grad is not None for p in _parameters(optimizers)):
+            raise own_backward(self.manual.train_step)
 
     def _check_names(self, chosen: Sequence[str]) -> None:
         unknown = [name for name in chosen if name not in self.optimizers]
