@@ -263,6 +263,7 @@ class Loop:
 
     def _record(self, lr_factor: float) -> None:
         """Log the means since the last record. Ranks: all; communicates."""
+        self._step.check()
         num_steps = len(self._metrics)
         means = self._metrics.reduce(self.state.step - num_steps + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in means.items()}
@@ -342,6 +343,7 @@ class Loop:
         self.control.set_phase("save")
         fault_point("save")
         with self._clock.paused():
+            self._step.check()
             self._check_finite()
             self.state.window = self._metrics.pending(self._clock.since_record())
             self.state.train_seconds = self._clock.total()

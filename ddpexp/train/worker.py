@@ -30,6 +30,7 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.loader import shared_memory_warning
+from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
@@ -111,7 +112,7 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
     """Read the configuration and join the other ranks. Ranks: all; returns when all have joined."""
     experiment, layout = load(_read_configuration(run, worker_args.get("config"))), run.layout()
     control.set_phase("join")
-    world = _join_world(experiment, layout)
+    world = _join_world(experiment, layout, control)
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
@@ -231,7 +232,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     """
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.set_phase("join")
-    world = _join_world(experiment, layout)
+    world = _join_world(experiment, layout, control)
     log = open_log(world, control, None)
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
@@ -267,14 +268,19 @@ def _read_configuration(run: RunDir, digest: str | None) -> str:
     return raw.decode()
 
 
-def _join_world(experiment: Experiment, layout: Layout) -> World:
+def _join_world(experiment: Experiment, layout: Layout, control: Control) -> World:
     torch.set_num_threads(layout.threads)
     _keep_freed_memory()
     if experiment.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     experiment.trust.make_importable()
+    uses_nccl = layout.backend == "nccl" and layout.world_size > 1
+    if uses_nccl:
+        flight_recorder.enable(os.environ)
     world = World.join(layout, _collective_timeout(experiment))
+    if uses_nccl:
+        flight_recorder.answer_inquiries(control, os.environ)
     fault_point("joined")
     return world
 

@@ -257,7 +257,8 @@ def _supervise(
         if listener is not None:
             listener.close()
     try:
-        return supervise(server, workers, Terminal(), meeting, job.request, layout.device == "cuda")
+        uses_nccl = layout.backend == "nccl" and layout.world_size > 1
+        return supervise(server, workers, Terminal(), meeting, job.request, layout.device == "cuda", uses_nccl)
     except BaseException:
         cleanup.clear(began)
         raise
