@@ -39,12 +39,14 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
 
 
 def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
-    """Check that the global batch splits over each layout of the range trainer.nodes.
+    """Check that the global batch splits over each layout of the range trainer.nodes; does nothing for a single one.
 
     Raises:
         RefusedError: it does not split over some; with a batch that splits over all.
     """
     trainer = experiment.trainer
+    if len(layouts) == 1:
+        return
     data_sizes = {
         layout.nodes: experiment.strategy.data_rank(0, layout.world_size).size
         for layout in sorted(layouts, key=lambda layout: layout.nodes)

@@ -97,6 +97,8 @@ class Job:
             try:
                 self.check(layout)
             except RefusedError as error:
+                if len(layouts) == 1:
+                    raise
                 raise RefusedError(f"with {layout.nodes} of trainer.nodes={self.request.nodes}: {error}") from None
 
     def foresee(self) -> object:

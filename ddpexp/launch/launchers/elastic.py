@@ -77,11 +77,7 @@ class Elastic(Launcher):
         """
         low, high = self._range(job.request.nodes)
         here = resolve(job.request.gpus, job.request.device, job.request.backend, job.request.threads)
-        layouts = [replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)]
-        if len(layouts) == 1:
-            job.check(layouts[0])
-        else:
-            job.check_range(layouts)
+        job.check_range([replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)])
         rendezvous = self._rendezvous(high)
         has_endpoint = self.rdzv_endpoint is not None and self.rdzv_backend == "c10d"
         endpoint = _Endpoint(str(self.rdzv_endpoint)) if has_endpoint else None
