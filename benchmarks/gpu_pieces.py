@@ -333,7 +333,19 @@ def stalls(lines: Sequence[tuple[int, float]], every: int) -> dict[str, float]:
 
 def tests(place: Place) -> Report:
     """The tests that need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/test_gpu.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "-n",
+        "0",
+        "tests/test_gpu.py",
+    ]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | place.environ, capture_output=True, text=True, timeout=_TESTS_SECONDS
     )
@@ -345,17 +357,23 @@ def tests(place: Place) -> Report:
 
 
 def doctor(place: Place) -> Report:
-    """What `ddpexp doctor` says of this machine, where this version has it."""
-    command = [sys.executable, "-m", "ddpexp", "doctor", "--json"]
+    """What `ddpexp doctor` reports of this machine."""
+    command = [sys.executable, "-m", "ddpexp", "doctor", "--json", f"trainer.device={place.device}"]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | place.environ, capture_output=True, text=True, timeout=_DOCTOR_SECONDS
     )
-    try:
-        answer = json.loads(done.stdout)
-    except ValueError:
-        return Report([Row("ddpexp doctor", "no answer", note=(done.stderr or done.stdout).strip()[-300:])])
     place.say(done.stdout)
-    return Report([Row("ddpexp doctor", f"exit code {done.returncode}", note=json.dumps(answer)[:20_000])])
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"ddpexp doctor ended with {done.returncode}: {(done.stderr or done.stdout)[-500:]}")
+    levels = [line["level"] for line in lines]
+    shown = ", ".join(f"{levels.count(level)} {level}" for level in ("good", "doubtful", "bad"))
+    wrong = "; ".join(f"{line['check']}: {line['text']}" for line in lines if line["level"] != "good")
+    report = Report([Row("ddpexp doctor", shown, note=wrong)])
+    for line in lines:
+        if line["check"] in ("gpu", "links", "all_reduce", "driver", "torch_gpu"):
+            report.rows.append(Row(f"ddpexp doctor, {line['check']}", line["text"]))
+    return report
 
 
 PIECES: Mapping[str, tuple[Callable[[Place], Report], float]] = {

@@ -27,10 +27,12 @@ def _fails(place: Place) -> Report:
     raise RuntimeError("no luck")
 
 
+FEW = {"works": (_works, 10.0), "fails": (_fails, 10.0), "long": (_works, 600.0)}
+
+
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {"works": (_works, 10.0), "fails": (_fails, 10.0), "long": (_works, 600.0)}
-    monkeypatch.setattr(gpu, "PIECES", few)
+    monkeypatch.setattr(gpu, "PIECES", FEW)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -38,7 +40,7 @@ def test_each_piece_is_kept_at_once_and_one_that_does_not_fit_is_left(tmp_path: 
     results = Results(tmp_path / "gpu.json")
     assert run_pieces(["works", "fails", "long"], results, "cpu", False, 1, seconds=100.0) == ["long"]
     again = Results(tmp_path / "gpu.json")
-    assert [again.has(name) for name in gpu.PIECES] == [True, False, False]
+    assert [again.has(name) for name in FEW] == [True, False, False]
     assert again.failed("fails") == "RuntimeError: no luck"
     assert again.failed("works") is None
     assert (again.machine, again.date) == (results.machine, results.date)
@@ -54,7 +56,7 @@ def test_results_of_another_machine_are_shown_and_written_without_a_gpu(
     run_pieces(["works", "long"], Results(tmp_path / "gpu.json"), "cpu", True, 1, seconds=0.0)
     monkeypatch.setattr(gpu, "count_gpus", lambda: 0)
     written = []
-    monkeypatch.setattr(gpu.report, "write", lambda *arguments: written.append(arguments))
+    monkeypatch.setattr("benchmarks.report.write", lambda *arguments: written.append(arguments))
     assert gpu.main(["--out", str(tmp_path), "works", "long"]) == 0
     assert [len(entry[2].rows) for entry in written] == [2]
     assert "speed: 2 against 1; 2.0; met" in capsys.readouterr().out
