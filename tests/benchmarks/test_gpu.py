@@ -75,6 +75,7 @@ def test_the_stall_of_a_save_is_what_the_step_behind_it_takes_longer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2 * SECONDS)
 def test_every_piece_runs_on_the_cpu_and_a_second_call_has_nothing_left(tmp_path: Path) -> None:
     command = ["benchmarks/on_gpu.sh", str(tmp_path), "540", "--device", "cpu", "--quick"]
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
