@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,28 @@ def test_two_machines_are_examined_together(ddpexp: Ddpexp) -> None:
     assert "4 ranks of 2 hosts over gloo" in done.out
     assert "all hosts see the folder of run directories" in done.out
     assert list(ddpexp.folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun here")
+def test_under_mpirun_one_rank_reports_for_all(ddpexp: Ddpexp) -> None:
+    ddpexp.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    line = f"mpirun --oversubscribe -n 2 {sys.executable} -m ddpexp doctor launcher=mpi trainer.device=cpu"
+    done = finish(ddpexp.paste(line), ddpexp.folder)
+    assert done.out.count("ddpexp doctor on ") == 1, done.err
+    assert "2 ranks on this host over gloo" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.skipif("SLURM_CONF" not in os.environ, reason="there is no Slurm cluster")
+def test_under_srun_one_task_reports_for_all(ddpexp: Ddpexp) -> None:
+    environ = {"SLURM_CONF": os.environ.get("SLURM_CONF", "")}
+    line = f"srun -N2 -n4 {sys.executable} -m ddpexp doctor launcher=slurm trainer.device=cpu"
+    done = finish(ddpexp.paste(line, environ=environ), ddpexp.folder)
+    assert done.out.count("ddpexp doctor on ") == 1, done.err
+    assert "4 ranks of 2 hosts over gloo" in done.out
+    assert "Slurm job " in done.out
 
 
 @pytest.mark.parametrize(
