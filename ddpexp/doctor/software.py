@@ -13,7 +13,7 @@ from ddpexp.doctor.gather import Facts
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
 from ddpexp.run.repository import snapshot
-from ddpexp.system.hardware import count_gpus, why_none
+from ddpexp.system.hardware import count_gpus, why_hidden
 
 _SHOWN = ("torch", "hydra-core", "omegaconf")
 # For a checkout that is not installed; pyproject.toml has the reasons.
@@ -35,7 +35,7 @@ def gather_software(code: str | None) -> Facts:
         "git": dict(git) if git is not None else None,
         "torch_cuda": _torch_cuda(),
         "gpus": count_gpus(),
-        "why_no_gpu": why_none(),
+        "why_no_gpu": why_hidden(),
     }
 
 
