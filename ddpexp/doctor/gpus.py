@@ -13,7 +13,7 @@ from ddpexp.doctor.gather import Facts
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
 from ddpexp.doctor.software import numbers
-from ddpexp.system.hardware import visible_gpus
+from ddpexp.system.hardware import visible_devices
 from ddpexp.system.programs import find
 
 _ANSWER_SECONDS = 8.0  # without persistence mode the driver is loaded for each call
@@ -33,7 +33,7 @@ _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 def gather_gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     """Ask nvidia-smi about the GPUs, their links and their state."""
     program = find("nvidia-smi", environ)
-    facts: dict[str, Any] = {"nvidia_smi": program is not None, "visible": visible_gpus(environ), "driver": None,
+    facts: dict[str, Any] = {"nvidia_smi": program is not None, "visible": [device.gpu for device in visible_devices(environ)], "driver": None,
                              "gpus": [], "topology": "", "nvlink": "", "failed": None}  # fmt: skip
     facts["environment"] = {
         name: value
@@ -143,14 +143,10 @@ def judge_gpus(facts: Facts, setting: Setting) -> list[Finding]:
 
 
 def visible(facts: Facts) -> list[dict[str, Any]]:
-    """Return the GPUs that a run would see: those of CUDA_VISIBLE_DEVICES, MIG instances by the GPU that has them."""
-    names, gpus = facts["visible"], facts["gpus"]
-    if not names or any(name.startswith("MIG-") for name in names):
-        return list(gpus)
-    chosen = [
-        gpu for name in names for gpu in gpus if name == str(gpu["index"]) or (gpu["uuid"] or "").startswith(name)
-    ]
-    return chosen or list(gpus)
+    """Return the GPUs that a run would use, in its order; all where nvidia-smi names them otherwise."""
+    by_uuid = {gpu["uuid"]: gpu for gpu in facts["gpus"]}
+    chosen = [by_uuid[uuid] for uuid in dict.fromkeys(facts["visible"]) if uuid in by_uuid]
+    return chosen or list(facts["gpus"])
 
 
 def _seen(facts: Facts) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from ddpexp.doctor import gpus
 from ddpexp.doctor.report import Finding
 from ddpexp.doctor.setting import Setting
 
+FIRST, SECOND = "GPU-11111111-aaaa-bbbb-cccc-000000000000", "GPU-22222222-aaaa-bbbb-cccc-000000000000"
 ANSWERS = Path(__file__).parent / "answers"
 HERE = Setting("outputs", device="cuda", workers=2, world_size=2)
 
 
 def facts(name: str | None = "h100.xml", **others: Any) -> dict[str, Any]:
-    none: dict[str, Any] = {"driver": None, "gpus": [], "visible": ["0", "1"], "failed": None, "environment": {}}
+    none: dict[str, Any] = {"driver": None, "gpus": [], "visible": [FIRST, SECOND], "failed": None, "environment": {}}
     return {**none, **(gpus.parse_query((ANSWERS / name).read_text()) if name else {}), **others}
 
 
@@ -26,7 +27,7 @@ def texts(findings: list[Finding], level: str) -> list[str]:
 
 
 def test_a_gpu_that_is_well_has_one_line() -> None:
-    findings = gpus.judge_gpus(facts(visible=["0"]), HERE)
+    findings = gpus.judge_gpus(facts(visible=[FIRST]), HERE)
     assert [(found.level, found.text) for found in findings] == [
         ("good", "1 x NVIDIA H100 80GB HBM3 (80 GiB), driver 550.54.15 (1 of 2 visible)")
     ]
@@ -34,7 +35,7 @@ def test_a_gpu_that_is_well_has_one_line() -> None:
 
 
 def test_each_trouble_of_a_gpu_has_a_line() -> None:
-    findings = gpus.judge_gpus(facts(visible=["GPU-2222"]), HERE)
+    findings = gpus.judge_gpus(facts(visible=[SECOND]), HERE)
     assert texts(findings, "bad") == ["GPU 1: its NVLink fabric is not ready (In Progress)"]
     assert texts(findings, "doubtful") == [
         "GPU 1: faulty memory is replaced with its next reset",
@@ -47,7 +48,7 @@ def test_each_trouble_of_a_gpu_has_a_line() -> None:
 
 
 def test_mig_instances_are_counted() -> None:
-    findings = gpus.judge_gpus(facts("mig.xml", visible=["MIG-1", "MIG-2"]), HERE)
+    findings = gpus.judge_gpus(facts("mig.xml", visible=["GPU-33333333-aaaa-bbbb-cccc-000000000000"] * 2), HERE)
     assert [found.text for found in findings] == [
         "1 x NVIDIA A100-SXM4-40GB (40 GiB), 2 MIG instances, driver 535.161.08"
     ]
