@@ -33,8 +33,14 @@ _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 def gather_gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     """Ask nvidia-smi about the GPUs, their links and their state."""
     program = find("nvidia-smi", environ)
-    facts: dict[str, Any] = {"nvidia_smi": program is not None, "visible": [device.gpu for device in visible_devices(environ)], "driver": None,
-                             "gpus": [], "topology": "", "nvlink": "", "failed": None}  # fmt: skip
+    facts: dict[str, Any] = {
+        "visible": [device.gpu for device in visible_devices(environ)],
+        "driver": None,
+        "gpus": [],
+        "topology": "",
+        "nvlink": "",
+        "failed": None,
+    }
     facts["environment"] = {
         name: value
         for name, value in environ.items()
