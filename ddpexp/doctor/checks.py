@@ -42,7 +42,7 @@ _NEEDED = {
     "gpus": "the driver does not answer: see dmesg, and reset the GPU or reboot",
     "memory": "/proc does not answer: reboot",
 }
-_COMPARED = ("versions", "torch_build", "driver", "gpu", "cores")  # checks in which hosts of a job should agree
+_COMPARED = ("versions", "code", "torch_build", "driver", "gpu", "cores")  # checks in which hosts of a job should agree
 
 
 def probes(setting: Setting, code: str | None) -> dict[str, Probe]:

@@ -6,13 +6,16 @@ import json
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpexp.doctor import job as job_module
+from ddpexp.doctor import storage
 from ddpexp.doctor.job import Diagnosis, ElsewhereError
-from ddpexp.doctor.verb import DoctorArguments, judge, prepare
+from ddpexp.doctor.verb import DoctorArguments, diagnose, judge, prepare
 from ddpexp.errors import Failure, RefusedError, WorkerError
 from tests.conftest import Ddpexp, finish
 
@@ -159,6 +162,24 @@ def test_only_the_first_task_of_a_host_gathers(job: Diagnosis) -> None:
     job._environ = {"SLURM_LOCALID": "1"}
     job.gather(ranks_started_externally=True)
     assert job._gathering is None
+
+
+def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release, started = threading.Event(), threading.Event()
+    monkeypatch.setattr(storage, "nearest_folder", lambda _: release.wait(60))
+    monkeypatch.setattr(job_module, "_FOLDER_SECONDS", 0.2)
+    monkeypatch.setattr(job_module, "GATHER_SECONDS", 2.0)
+    prepared = prepare(["trainer.device=cpu"])
+    assert prepared is not None
+    code = diagnose(*prepared, lambda: int(started.set() or 0), json=False)
+    release.set()
+    out = capsys.readouterr().out
+    assert (code, started.is_set()) == (1, False)
+    assert f"a run would be refused: the file system of {Path.cwd()}/outputs/mnist does not answer." in out
+    assert "bad       files         no answer within 2 s" in out
+    assert "good      cores" in out or "doubtful  cores" in out
 
 
 def test_a_hang_is_reported_soon(job: Diagnosis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,14 @@ HERE = Setting("outputs", device="cuda", workers=2, world_size=2)
 
 
 def facts(name: str | None = "h100.xml", **others: Any) -> dict[str, Any]:
-    none: dict[str, Any] = {"driver": None, "gpus": [], "visible": [FIRST, SECOND], "failed": None, "environment": {}}
+    none: dict[str, Any] = {
+        "driver": None,
+        "gpus": [],
+        "visible": [FIRST, SECOND],
+        "failed": None,
+        "loaded": True,
+        "environment": {},
+    }
     return {**none, **(gpus.parse_query((ANSWERS / name).read_text()) if name else {}), **others}
 
 
@@ -77,6 +85,12 @@ def test_a_driver_that_does_not_answer_is_bad() -> None:
     assert (finding.level, finding.text) == ("bad", failed)
 
 
+def test_a_login_node_with_nvidia_smi_alone_is_no_trouble() -> None:
+    login = facts(None, failed="nvidia-smi fails: no driver", loaded=False, visible=[])
+    assert [found.level for found in gpus.judge_gpus(login, HERE)] == ["good"]
+    assert [found.level for found in gpus.judge_gpus({**login, "loaded": True}, HERE)] == ["bad"]
+
+
 def test_gpus_of_two_kinds_are_doubtful() -> None:
     mixed = facts()
     mixed["gpus"][1]["name"] = "NVIDIA A100"
@@ -105,3 +119,33 @@ def test_the_driver_is_compared_with_the_build_of_torch(
 
 def test_a_build_for_the_cpu_has_no_driver_to_compare() -> None:
     assert gpus.judge_driver({"driver": "550.54.15", "driver_cuda": "12.4"}, None) == []
+
+
+def test_a_driver_that_loads_anew_for_each_start_is_doubtful() -> None:
+    slow = facts(visible=[FIRST], answer_seconds=6.2)
+    assert texts(gpus.judge_gpus(slow, HERE), "doubtful") == []
+    slow["gpus"][0]["persistence"] = False
+    [text] = texts(gpus.judge_gpus(slow, HERE), "doubtful")
+    assert text == "each start waits for the driver to load: persistence mode is off"
+
+
+PROGRAM = """#!/bin/sh
+case "$1" in
+    -q) cat {query} ;;
+    topo) cat {topology} ;;
+    *) echo "no NVLink" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_nvidia_smi_is_asked_three_times_at_once(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(PROGRAM.format(query=ANSWERS / "h100.xml", topology=ANSWERS / "topo_nvlink.txt"))
+    program.chmod(0o755)
+    gathered = gpus.gather_gpus({"PATH": f"{tmp_path}:{os.defpath}", "NCCL_DEBUG": "WARN", "HOME": "/root"})
+    assert [gpu["uuid"] for gpu in gathered["gpus"]] == [FIRST, SECOND]
+    assert (gathered["failed"], gathered["nvlink"], gathered["environment"]) == (None, "", {"NCCL_DEBUG": "WARN"})
+    assert "NV18" in gathered["topology"]
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    failed = gpus.gather_gpus({"PATH": f"{tmp_path}:{os.defpath}"})["failed"]
+    assert failed == "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"
