@@ -173,7 +173,12 @@ def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
     monkeypatch.setattr(job_module, "GATHER_SECONDS", 2.0)
     prepared = prepare(["trainer.device=cpu"])
     assert prepared is not None
-    code = diagnose(*prepared, lambda: int(started.set() or 0), json=False)
+
+    def launch() -> int:
+        started.set()
+        return 0
+
+    code = diagnose(*prepared, launch, json=False)
     release.set()
     out = capsys.readouterr().out
     assert (code, started.is_set()) == (1, False)
