@@ -198,7 +198,7 @@ class Ddpexp:
         process = subprocess.Popen(
             [sys.executable, "-m", "ddpexp", *typed],
             cwd=self.folder,
-            env={**self.environ, **(environ or {})},
+            env=warm_too({**self.environ, **(environ or {})}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -206,6 +206,14 @@ class Ddpexp:
             start_new_session=True,
         )
         return process, run
+
+
+def warm_too(environ: dict[str, str]) -> dict[str, str]:
+    """Add what makes fork servers forks (`tests.warm`) to another `PYTHONPATH` that a test sets in `warm_environ`."""
+    path, folder = environ.get("PYTHONPATH", ""), str(ROOT / "tests/warm")
+    if SOCKET not in environ or folder in path.split(":"):
+        return environ
+    return {**environ, "PYTHONPATH": f"{path}:{folder}"}  # behind a sitecustomize of the test's
 
 
 def finish(process: subprocess.Popen[str], run: Path, timeout: float = PATIENCE) -> Done:

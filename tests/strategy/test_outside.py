@@ -25,6 +25,12 @@ WORDS = ("optimizer=adamw", "trainer.gpus=2", "trainer.threads=1", "trainer.micr
 SHARDED = {"PYTHONPATH": f"{Path(__file__).parent / 'outside'}:{ROOT}"}
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a strategy does is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("outside"), environ))

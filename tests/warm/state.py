@@ -22,7 +22,7 @@ _VARIABLES = (
     "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH", "PYTORCH", "ATEN_",
     "CUDA", "NVIDIA_", "LC_", "LANG", "MPL", "MATPLOTLIB",
 )  # fmt: skip
-_TAKEN_OVER = ("PYTHONWARNINGS",)  # the fork applies the options
+_TAKEN_OVER = ("PYTHONWARNINGS", "PYTHONPATH")  # the fork applies them
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
