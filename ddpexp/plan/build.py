@@ -32,6 +32,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.strategy.replica import Models
+from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
 from ddpexp.train.build import count_steps, open_data
@@ -246,4 +247,6 @@ def _bound_memory() -> None:
     """Take no more than what is free now: a model that is too large for this machine ends this process, not others."""
     with open("/proc/meminfo") as file:
         free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    if (left := memory_left()) is not None:
+        free = min(free, left)
     resource.setrlimit(resource.RLIMIT_DATA, (free + _own_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))

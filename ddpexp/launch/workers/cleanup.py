@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ddpexp.system.containers import sees_owners_of_shared_memory
 from ddpexp.system.process import is_gone
 
 _FOLDER = Path("/dev/shm")
@@ -21,8 +22,10 @@ def clear(since: float, folder: Path = _FOLDER) -> None:
     """Remove files of processes that are gone and never passed them on. Units: `since` in seconds since 1970.
 
     Their names do not identify the run, so everything older, of another user, of a living process, or mapped by one is
-    kept.
+    kept. So is everything where the process IDs in the names are of other namespaces.
     """
+    if folder == _FOLDER and not sees_owners_of_shared_memory():
+        return
     deadline = time.monotonic() + _DYING_SECONDS
     while files := dict(_created_since(since, folder)):
         gone = [path for path, pid in files.items() if is_gone(pid)]
