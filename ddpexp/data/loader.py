@@ -106,7 +106,7 @@ def shared_memory_warning(num_workers: int) -> str | None:
         return None
     kind = runtime()
     return (
-        f"{_SHARED} has {size / 1e6:,.1f} MB on this {shared_memory_place(kind)}, little for the batches of "
+        f"{_SHARED} of this {shared_memory_place(kind)} has {size / 1e6:,.1f} MB, little for the batches of "
         f"data.num_workers={num_workers} DataLoader workers a rank: enlarge it ({enlarge_shared_memory(kind)}), or use "
         "data.num_workers=0"
     )

@@ -32,6 +32,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.strategy.replica import Models
+from ddpexp.system.limits import reason
 from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
@@ -58,7 +59,8 @@ def answer(parent: int, answers: int) -> None:
         result = {"refused": str(error)}
     except Exception as error:  # of the user's own code, as it would end a run
         traceback.print_exc()
-        result = {"failed": f"{type(error).__name__}: {error}"}
+        limit = reason(error)
+        result = {"failed": f"{type(error).__name__}: {error}{f' ({limit})' if limit else ''}"}
     with open(answers, "w") as file:
         json.dump(result, file)
 

@@ -94,16 +94,19 @@ def _copy(words: str, image: Image, others: Mapping[str, Image]) -> None:
     *sources, target = words.split()
     folder = image.layers[-1] / os.path.join(image.folder, target).lstrip("/")
     if sources[0].startswith("--from="):
-        source = others[sources[0].removeprefix("--from=")].path(sources[1])
-        subprocess.run(["cp", "-aT", str(source), str(folder)], check=True)
+        made = others[sources[0].removeprefix("--from=")].path(sources[1])
+        subprocess.run(["cp", "-aT", str(made), str(folder)], check=True)
         return
-    for source in sources:
+    for name in sources:
         for path in context():
-            inside = Path(path.name) if path.match(source) and len(path.parts) == 1 else None
-            inside = path.relative_to(source) if path.parts[0] == source != str(path) else inside
-            if inside is not None:
-                (folder / inside).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, folder / inside)
+            if path.parts[0] == name and len(path.parts) > 1:
+                inside = path.relative_to(name)
+            elif len(path.parts) == 1 and path.match(name):
+                inside = path
+            else:
+                continue
+            (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / inside)
 
 
 def _run(script: str, image: Image, arguments: Mapping[str, str]) -> None:

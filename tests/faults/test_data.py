@@ -328,7 +328,7 @@ def test_batches_that_do_not_fit_into_shared_memory_say_its_size_and_what_to_do(
     assert error["kind"] == "LoaderError"
     assert re.search(r"do not fit into shared memory: /dev/shm of this host has 1\.0 MB, [01]\.\d MB of it free\. Enlarge it "
                      r"\(as root, mount -o remount,size=1g /dev/shm\), or use data\.num_workers=0", error["message"])  # fmt: skip
-    warning = "/dev/shm has 1.0 MB on this host, little for the batches of data.num_workers=2 DataLoader workers a rank"
+    warning = "/dev/shm of this host has 1.0 MB, little for the batches of data.num_workers=2 DataLoader workers a rank"
     assert (done.out + done.err).count(warning) == 1
 
 

@@ -64,7 +64,7 @@ def test_little_shared_memory_names_the_remedy_of_the_place(
     monkeypatch.setattr(loader, "runtime", lambda: kind)
     monkeypatch.setattr(loader, "_shared_memory", lambda: (1 << 20, 1 << 19))
     assert loader.shared_memory_warning(2) == (
-        f"/dev/shm has 1.0 MB on this {place}, little for the batches of data.num_workers=2 DataLoader workers a rank: "
+        f"/dev/shm of this {place} has 1.0 MB, little for the batches of data.num_workers=2 DataLoader workers a rank: "
         f"enlarge it ({remedy}), or use data.num_workers=0"
     )
     assert f"/dev/shm of this {place} has 1.0 MB, 0.5 MB of it free. Enlarge it ({remedy})" in str(loader._no_room())
