@@ -32,9 +32,9 @@ class Log:
             RefusedError: another start keeps writing to it.
         """
         if folder is None:
-            self._file = _temporary_file()
+            self._file: IO[bytes] = _temporary_file()
         else:
-            self._file: IO[bytes] = _open(folder / f"{rank}.log")
+            self._file = _open(folder / f"{rank}.log")
             _lock(self._file, folder / f"{rank}.log")
         self._begin()
 
@@ -98,7 +98,7 @@ class Log:
 def _temporary_file() -> IO[bytes]:
     """Return an unnamed file, in memory where no temporary folder can be written, as in a read-only container."""
     try:
-        return tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        return tempfile.TemporaryFile(buffering=0)
     except OSError:
         return os.fdopen(os.memfd_create("ddpexp-log"), "w+b", buffering=0)
 
