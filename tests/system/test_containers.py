@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from ddpexp.data import loader
+from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.workers import cleanup
-from ddpexp.system import containers, hardware
+from ddpexp.system import containers, hardware, network
 from ddpexp.system.containers import HOST_PID_NAMESPACE, name_user, runtime, sees_owners_of_shared_memory
 from ddpexp.system.oom import memory_left
 
@@ -193,6 +194,30 @@ def test_the_memory_that_control_groups_leave_is_what_the_nearest_limit_allows(
     tmp_path: Path, files: dict[str, str], left: int | None
 ) -> None:
     assert memory_left(write(tmp_path, files)) == left
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "argument"),
+    [
+        ("127.0.0.1:29500", ["--local-addr=127.0.0.1"]),  # by its address: others may be unable to resolve its name
+        ("127.0.0.1", ["--local-addr=127.0.0.1"]),
+        ("not..a.name:29500", []),
+        ("127.0.0.1:port", []),
+        ("[::1]:29500", []),
+    ],
+)
+def test_an_elastic_machine_gives_the_others_its_address_on_the_way_to_the_rendezvous(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, argument: list[str]
+) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    arguments = Elastic(rdzv_endpoint=endpoint)._rendezvous(2)
+    assert [word for word in arguments if word.startswith("--local-addr")] == argument
+
+
+def test_the_interface_that_is_chosen_for_gloo_gives_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert network.address_towards("192.0.2.1", 29500) == "127.0.0.1"
 
 
 def test_namespaces_are_read_where_they_are_visible() -> None:
