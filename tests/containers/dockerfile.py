@@ -87,15 +87,14 @@ def context(root: Path = ROOT) -> list[Path]:
     rules = [
         line for line in (root / ".dockerignore").read_text().splitlines() if line.strip() and not line.startswith("#")
     ]
-    folders = (Path(folder) for folder in _walk(root))
-    return [path for path in folders if _is_kept(path, rules)]
+    return [path for path in _walk(root, rules) if _is_kept(path, rules)]
 
 
-def _walk(root: Path) -> Iterator[Path]:
+def _walk(root: Path, rules: list[str]) -> Iterator[Path]:
     for path in sorted(root.iterdir()):
         if path.is_file():
             yield path.relative_to(root)
-        elif path.name not in (".git", "outputs") and not path.is_symlink():
+        elif _is_kept(path.relative_to(root), rules):  # no rule lets in what lies below a folder that is left out
             yield from (one.relative_to(root) for one in sorted(path.rglob("*")) if one.is_file())
 
 

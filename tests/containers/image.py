@@ -30,6 +30,8 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 def debian(folder: Path) -> Path:
     """Make the base image: Debian 12, and `python` as the images of Python have it."""
     root = folder / "base"
+    if root.exists():
+        return root
     command = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", "bookworm", str(root)]
     subprocess.run([*command, "http://deb.debian.org/debian"], check=True, stdout=subprocess.DEVNULL)
     (root / "usr/local/bin/python").symlink_to("/usr/bin/python3")
@@ -53,7 +55,7 @@ class Image:
 
 
 def build(base: Path, folder: Path, arguments: Mapping[str, str]) -> Image:
-    """Build the last stage of the Dockerfile."""
+    """Build the last stage of the Dockerfile; stages whose folders exist are not built again."""
     found, outer = stages((ROOT / "Dockerfile").read_text(), arguments)
     images: dict[str, Image] = {}
     for number, stage in enumerate(found):
@@ -64,7 +66,8 @@ def build(base: Path, folder: Path, arguments: Mapping[str, str]) -> Image:
 
 def _build_stage(stage: Stage, image: Image, others: Mapping[str, Image], arguments: Mapping[str, str]) -> Image:
     upper = image.layers[-1]
-    upper.mkdir(parents=True)
+    is_kept = upper.exists()
+    upper.mkdir(parents=True, exist_ok=True)
     values: dict[str, str] = {}
     for one in stage.instructions:
         if one.name == "ARG":
@@ -76,6 +79,8 @@ def _build_stage(stage: Stage, image: Image, others: Mapping[str, Image], argume
             (upper / one.rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
         elif one.name == "USER":
             image.user = one.rest
+        elif one.name in ("COPY", "RUN") and is_kept:
+            pass
         elif one.name == "COPY":
             _copy(one.rest, image, others)
         elif one.name == "RUN":
