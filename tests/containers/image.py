@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from ddpexp.system.process import children
 from tests.conftest import ROOT
@@ -173,6 +174,8 @@ done
 class Container:
     """A container as `docker run` makes it: namespaces of its own, capabilities dropped, PID 1 is its first program."""
 
+    started: ClassVar[list[Container]] = []
+
     def __init__(
         self,
         image: Image,
@@ -221,12 +224,13 @@ class Container:
             "TOP": str(top), "UPPER": str(upper), "WORK": str(work / "overlay"), "SHM": shm, "NAME": name,
             "ADDRESS": address, "LOWER": ":".join(str(one) for one in image.layers[::-1] if one != upper),
         }  # fmt: skip
-        self._output = (work / "output").open("w+b")
-        self._process = subprocess.Popen(
-            [*entered, "unshare", *namespaces, *loopback, "sh", str(work / "start.sh")],
-            env={**os.environ, **settings}, stdin=subprocess.DEVNULL, stdout=self._output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+        with (work / "output").open("wb") as output:
+            self._process = subprocess.Popen(
+                [*entered, "unshare", *namespaces, *loopback, "sh", str(work / "start.sh")],
+                env={**os.environ, **settings}, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started.append(self)
 
     def output(self) -> str:
         """Return what it has printed so far."""
