@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+import time
+from typing import Any
 
+import pytest
+import torch
+
+from ddpexp.checkpoint.layout import lay_out, share
+from ddpexp.checkpoint.staging import Stage
+from ddpexp.distributed.transfers import LateFlag, gathered, rows
+from ddpexp.strategy.base import Shard
 from ddpexp.system.hardware import count_gpus
+from tests.checkpoint.test_writer import Pinning
 from tests.conftest import PATIENCE, Ddpexp
 from tests.points import Recipe
 
@@ -43,3 +52,83 @@ def test_a_task_that_waits_is_found_out(ddpexp: Ddpexp) -> None:
     done = Recipe(ddpexp, CODE)(*WORDS, "+task.reads=true", timeout=PATIENCE)
     assert done.code == 1
     assert "synchronizing CUDA operation" in done.err
+
+
+CUDA = torch.device("cuda", 0)
+
+STEPS = """\
+class Masked(Unwaiting):
+    # Its counts are tensors.
+    def step(self, model, batch):
+        loss, count, metrics = super().step(model, batch)
+        return loss, torch.ones_like(batch[2]).sum(), metrics
+
+
+class Normed(nn.Sequential):
+    # Float and integer buffers that change, and one that does not.
+    def __init__(self, **options):
+        norms = nn.BatchNorm1d(64), nn.BatchNorm1d(64)
+        super().__init__(nn.Linear(4, 64), norms[0], nn.ReLU(), nn.Linear(64, 64), norms[1], nn.Linear(64, 2))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril())
+"""
+
+
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_counts_that_are_tensors_and_exact_sums_stay_on_the_gpu(ddpexp: Ddpexp, reduction: str) -> None:
+    keys = ("trainer.micro_batch_size=8", f"trainer.reduction={reduction}", "trainer.deterministic=true")
+    words = [word for word in WORDS if not word.startswith("task.")]
+    recipe = Recipe(ddpexp, CODE + STEPS)
+    done = recipe(*words, *keys, "task._target_=points.Masked", "model._target_=points.Normed", timeout=PATIENCE)
+    assert done.code == 0, done.err
+
+
+def test_rows_are_gathered_into_pinned_memory() -> None:
+    tensor, indices = torch.randn(100, 3), torch.tensor([7, 99, 0, 7])
+    assert rows(tensor, indices, pinned=True).is_pinned()
+    assert torch.equal(gathered(tensor, indices, CUDA).cpu(), tensor[indices])
+
+
+def test_a_late_flag_arrives_without_waiting_for_later_work() -> None:
+    flag = LateFlag(CUDA)
+    assert not flag.read()
+    flag.send(torch.ones((), dtype=torch.bool, device=CUDA))
+    sleep: Any = torch.cuda._sleep
+    sleep(2_000_000_000)  # cycles: about a second of work queued behind it
+    before = time.perf_counter()
+    assert flag.read()
+    assert time.perf_counter() - before < 0.5
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("pins", [None, Pinning(answer=2)])
+def test_a_checkpoint_is_staged_in_pinned_memory_or_without_it(pins: Pinning | None) -> None:
+    tensor = torch.randn(300_000, device=CUDA)
+    shards = {"weight": Shard.whole(tensor)}
+    plan = lay_out("model", shards)
+    stage = Stage(CUDA, pins)
+    copied = stage.copy([plan], {"model": shards}, share([plan], 0, 1))
+    assert copied.numpy().tobytes() == plan.header + tensor.cpu().numpy().tobytes()
+    assert copied.is_pinned() == (pins is None)
+    stage.copy([plan], {"model": shards}, share([plan], 0, 1))
+    larger = {"weight": Shard.whole(torch.randn(900_000, device=CUDA))}
+    plan = lay_out("model", larger)
+    assert stage.copy([plan], {"model": larger}, share([plan], 0, 1)).is_pinned() == (pins is None)
+    assert float(torch.ones(1, device=CUDA)) == 1.0  # no error of CUDA is left behind
+
+
+@pytest.mark.skipif(count_gpus() < 3, reason="fewer than three GPUs")
+def test_a_deterministic_run_on_three_gpus_does_not_hide_an_unused_parameter(ddpexp: Ddpexp) -> None:
+    code = (
+        "class Unused(Net):\n"
+        "    def __init__(self, **options):\n"
+        "        super().__init__(**options)\n"
+        "        self.extra = nn.Linear(4, 4)\n\n"
+        "    def forward(self, rows):\n"
+        '        for name in "0123":\n'
+        "            rows = self.get_submodule(name)(rows)\n"
+        "        return rows\n"
+    )
+    words = ("model._target_=points.Unused", "trainer.gpus=3", "trainer.deterministic=true")
+    done = Recipe(ddpexp, code)(*words, timeout=PATIENCE)
+    assert done.code == 1
+    assert "got no gradient in a micro-batch" in done.err

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddpexp.data.batch_plan import BatchPlan
-from ddpexp.data.datasets import IndexData, may_draw, moved, of_epoch
+from ddpexp.data.datasets import IndexData, may_draw, of_epoch
 from ddpexp.data.loader import Key, load
 from ddpexp.data.order import Permutation
 from ddpexp.data.samples import describe_samples, user_code_error
 from ddpexp.distributed.rng import DATA, EVAL, seed_of, seed_torch
+from ddpexp.distributed.transfers import moved
 from ddpexp.errors import RefusedError
 
 # Indices computed at a time: few at first, for a fast start; then enough to amortise numpy's calls, but few enough

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.data.order import Permutation
+from ddpexp.distributed.transfers import gathered
 from ddpexp.errors import RefusedError
 
 
@@ -78,7 +79,7 @@ class Arrays:
 
     def gather(self, indices: Tensor, device: torch.device) -> Any:
         """Gather rows as stored, move them, then transform on the device. Shapes: (batch, ...) each."""
-        return self.transform(*(moved(tensor.index_select(0, indices), device) for tensor in self.tensors))
+        return self.transform(*(gathered(tensor, indices, device) for tensor in self.tensors))
 
     @property
     def num_bytes(self) -> int:
@@ -120,13 +121,6 @@ def of_epoch(data: IndexData, seed: int, epoch: int) -> IndexData:
     if isinstance(data, Subset):
         return replace(data, data=of_epoch(data.data, seed, epoch))
     return data.of_epoch(seed, epoch) if isinstance(data, EpochData) else data
-
-
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor from the host without waiting for the GPU, which a copy from unpinned memory would do."""
-    if tensor.device == device:
-        return tensor
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def on_device(splits: Splits, device: torch.device) -> Splits:

@@ -16,6 +16,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.strategy.bucket import BroadcastBuffers, Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
+from ddpexp.strategy.ddp_memory import fixes_buckets
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.replica import Gradients, Models, Replicas, broadcast_rank_zero, check_same_models
 
@@ -56,9 +57,7 @@ class DDP(Replicas):
             if isinstance(reducer, SharedMemoryReducer):
                 self.memory = reducer.memory
                 self._world = replace(world, memory=self.memory)
-            fixed = world.world_size > 2 and (
-                options.comm_hook != "none" or (world.device.type == "cuda" and deterministic)
-            )
+            fixed = fixes_buckets(options, deterministic, world.world_size, world.device.type)
             for name, parameters in trained.items():
                 module = self.wrapped[name]
                 if isinstance(reducer, SharedMemoryReducer) and Bucket.fits(
@@ -163,18 +162,14 @@ def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> DistributedDataParallel:
-    """Wrap a module; `fixed` prevents DDP from rebuilding its buckets after the first step.
-
-    If the backend chooses the order of a sum by the layout of the buckets, the first step after a resume would differ
-    from that of an uninterrupted run. DDP does not rebuild buckets when it looks for unused parameters.
-    """
-    add_unused = fixed and not (options.find_unused_parameters or options.static_graph)
-    wrapped = DistributedDataParallel(
-        _WithUnused(module) if add_unused else module,
+    """Wrap a module; `fixed` cuts the buckets once, before the first step."""
+    kind = _FixedBuckets if fixed else DistributedDataParallel
+    wrapped = kind(
+        module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
         **_buffers(options.broadcast_buffers),
         bucket_cap_mb=options.bucket_cap_mb,
-        find_unused_parameters=options.find_unused_parameters or (fixed and not options.static_graph),
+        find_unused_parameters=options.find_unused_parameters,
         gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=options.static_graph,
     )
@@ -182,18 +177,23 @@ def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> 
     return wrapped
 
 
-class _WithUnused(nn.Module):
-    """A model and a parameter that no forward pass uses: DDP warns if it looks for unused parameters and finds none."""
+class _FixedBuckets(DistributedDataParallel):
+    """DDP with the same buckets in every step of every start: cut once, in the reverse order of the parameters.
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
-        self.unused = nn.Parameter(trained.new_zeros(1))
+    DDP itself reduces the first step of a start in one bucket, and then cuts buckets in the order in which gradients
+    were ready. If the backend chooses the order of a sum by the layout of the buckets, the first step after a resume
+    would differ from that of an uninterrupted run. Searching for unused parameters prevents this, too, but it walks the
+    graph in every step, hides unused parameters, and does not support reentrant checkpointing.
+    """
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Call the model."""
-        return self.module(*inputs, **named)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.reducer._push_all_rebuilt_params()  # as a rank does that has joined the others without any data
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> Any:
+        parameters, expect_sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], expect_sparse[::-1]
 
 
 def _buffers(broadcast: bool) -> dict[str, Any]:

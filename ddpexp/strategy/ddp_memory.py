@@ -50,11 +50,13 @@ def _cut(model: str, members: Sequence[Parameter], cap: int) -> list[Bucket]:
     return [*full, *filling.values()]
 
 
-def keeps_buckets(trainer: TrainerOptions, options: DDPOptions, layout: Layout) -> bool:
-    """Return whether DDP keeps its initial buckets; see `ddpexp.strategy.ddp`."""
-    orders = layout.device == "cuda" and trainer.deterministic
-    fixed = layout.world_size > 2 and (options.comm_hook != "none" or orders)
-    return (options.find_unused_parameters or fixed) and not options.static_graph
+def fixes_buckets(options: DDPOptions, deterministic: bool, world_size: int, device: str) -> bool:
+    """Return whether DDP must have the same buckets in every step: the backend orders a sum by their layout.
+
+    On CPUs gradients are summed in the order of the ranks, whatever the layout, unless a hook compresses them; a sum of
+    two is the same in either order.
+    """
+    return world_size > 2 and (options.comm_hook != "none" or (device == "cuda" and deterministic))
 
 
 def transport(
@@ -129,4 +131,5 @@ def _buckets(options: DDPOptions, facts: Facts, trainer: TrainerOptions, layout:
     """Return DDP's buckets; there are none alone, nor in the exact reduction."""
     if layout.world_size == 1 or trainer.reduction == "exact":
         return []
-    return buckets(facts.parameters, options, not keeps_buckets(trainer, options, layout))
+    searches = options.find_unused_parameters and not options.static_graph  # then DDP keeps its initial buckets
+    return buckets(facts.parameters, options, not searches)

@@ -68,20 +68,26 @@ class Memory:
         return counter.read() > self._before[counter]
 
 
-def memory_left(root: Path = Path("/")) -> int | None:
-    """Return how much more memory the control groups allow this process; None without a limit. Units: bytes.
+def tightest_limit(root: Path = Path("/")) -> tuple[str, int, int] | None:
+    """Return the control group with the least room: its folder, its limit, and what is used without the page cache.
 
-    What the kernel keeps of files and could drop at once counts as free.
+    None without a limit. Units: bytes.
     """
-    left = []
+    limited = []
     for folder, version in control_groups("memory", root):
-        limit, usage = _FILES[version]
-        allowed, used = _Counter(folder / limit).read(), _Counter(folder / usage).read()
-        if 0 < allowed < _UNLIMITED:
+        limit = _Counter(folder / _FILES[version][0]).read()
+        if 0 < limit < _UNLIMITED:
+            used = _Counter(folder / _FILES[version][1]).read()
             name = "inactive_file" if version == 2 else "total_inactive_file"
-            cached = _Counter(folder / "memory.stat", rf"^{name} (\d+)$").read()
-            left.append(max(0, allowed - max(0, used - cached)))
-    return min(left, default=None)
+            cache = _Counter(folder / "memory.stat", rf"^{name} (\d+)$").read()
+            limited.append((str(folder), limit, max(0, used - cache)))
+    return min(limited, key=lambda group: group[1] - group[2], default=None)
+
+
+def memory_left(root: Path = Path("/")) -> int | None:
+    """Return how much more memory the control groups allow this process; None without a limit. Units: bytes."""
+    tightest = tightest_limit(root)
+    return None if tightest is None else max(0, tightest[1] - tightest[2])
 
 
 _FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddpexp.distributed.transfers import is_host
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.options import DataRank
@@ -59,7 +60,7 @@ class MetricAccumulator:
         `source` is the function of the task that returns the sums, for errors.
         """
         self._world, self._data = world, data
-        self._keep = _to_numbers if _is_host(world.device) else detached
+        self._keep = _to_numbers if is_host(world.device) else detached
         self._slots = slots
         self._num_slots = num_slots
         self._source = source
@@ -255,11 +256,6 @@ class Clock:
 
 def _stride(slots: Sequence[int]) -> int:
     return slots[1] - slots[0] if len(slots) > 1 else 1
-
-
-def _is_host(device: torch.device) -> bool:
-    """Return whether a tensor of the device can be read without waiting for queued work."""
-    return device.type == "cpu"
 
 
 def _without_graph(value: float | Tensor) -> Any:

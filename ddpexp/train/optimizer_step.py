@@ -13,14 +13,16 @@ from torch.optim import Optimizer
 
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.distributed.rng import MODEL, OPTIMIZER, seed_everything, seed_of, seed_torch
+from ddpexp.distributed.transfers import moved
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasTrainStep, Sums, Task
+from ddpexp.train.counts import GlobalCounts
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import check_loss, check_sums
+from ddpexp.train.task_checks import check_loss, check_sums, check_unchanged, gradients_of, own_backward
 from ddpexp.train.undo import Undo
 
 _MAX_CALLS = 1 << 20  # of backward in a micro-batch
@@ -61,6 +63,7 @@ class Step:
     _weights: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
     _applied: tuple[str, ...] = ()  # optimizers that have already used the gradients of this round
     _undo: Undo | None = None
+    _global_counts: GlobalCounts = field(init=False)
     _names: tuple[str, ...] = field(init=False)
     _draws: bool = field(init=False)
 
@@ -68,6 +71,7 @@ class Step:
         """Look at the task and the optimizers once: the checks are slow."""
         self.manual = self.task if isinstance(self.task, HasTrainStep) else None
         self._names = tuple(self.optimizers)
+        self._global_counts = GlobalCounts(self._caller)
         # Whether an optimizer may draw random numbers; torch's own do not.
         self._draws = not all(type(o).__module__.startswith("torch.optim.") for o in self.optimizers.values())
 
@@ -116,9 +120,12 @@ class Step:
 
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
+        if self._checked:
+            return self.task.step(self.strategy.train_model, batch)
+        before = gradients_of(self.strategy.parameters())
         sums = self.task.step(self.strategy.train_model, batch)
-        if not self._checked:
-            check_sums(sums, self.task.step, trains=True)
+        check_unchanged(before, self.strategy.parameters(), self.task.step)
+        check_sums(sums, self.task.step, trains=True)
         return sums
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
@@ -189,6 +196,8 @@ class Step:
         if names or self._applied:
             self._check_names(chosen)
         optimizers = [self.optimizers[name] for name in chosen]
+        if not self._checked and not self._applied:
+            self._check_gradients(optimizers)
         if self._counts:
             self._scale_by_counts()
         if self._draws:
@@ -260,32 +269,35 @@ class Step:
                 "micro-batch. Return a tensor where it depends on the data."
             )
 
+    def check(self) -> None:
+        """Check what was left to a time when the host waits for the device anyway.
+
+        Raises:
+            DdpexpError: counts that are tensors have different totals in one step.
+        """
+        self._global_counts.check()
+
     def _scale_by_counts(self) -> None:
         """Rescale the gradient from the global batch size to the total of the counts.
 
         Ranks: all; communicates.
         """
-        counted = _stack(self._counts, self.world.device)
+        counted, data = _stack(self._counts, self.world.device), self.strategy.data
         codes = torch.tensor([turn * _MAX_CALLS + position for turn, position in self._places], dtype=torch.float64)
-        data = self.strategy.data
         each = counted.new_zeros(2, data.size, len(counted))
         if data.reports:
-            each[:, data.rank] = torch.stack([counted, codes.to(counted.device)])
+            each[:, data.rank] = torch.stack([counted, moved(codes, counted.device)])
         # Every data rank has a slot of its own, so that the sum has the same order everywhere.
-        counts, places = self.world.sum(each).cpu().flatten(1)
-        totals = [float(counts[places == place].cumsum(0)[-1]) for place in places.unique()]
-        if any(total != totals[0] for total in totals[1:]):
-            shown = ", ".join(f"{total:g}" for total in totals)
-            raise DdpexpError(
-                f"{self._caller} calls update.backward with tensors that count {shown} over the global batch: that is "
-                "known only when all gradients are added up, and they cannot be divided apart then. Call it once "
-                "with the sum of the losses, weighted as you mean it, or give counts that are numbers."
-            )
-        # If nothing was counted, as in a batch of padding, the gradient is 0.
-        factor = self.plan.global_batch_size / totals[0] if totals[0] else 0.0
-        self.strategy.scale_gradient(torch.tensor(factor, dtype=torch.float64, device=self.world.device))
+        counts, places = self.world.sum(each).flatten(1)
+        self.strategy.scale_gradient(self._global_counts.factor(counts, places, self.plan.global_batch_size))
         self._counts.clear()
         self._places.clear()
+
+    def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that gradients come from `backward`."""
+        divided = bool(self._counts) or self._has_numbers
+        if self.manual is not None and not divided and any(p.grad is not None for p in _parameters(optimizers)):
+            raise own_backward(self.manual.train_step)
 
     def _check_names(self, chosen: Sequence[str]) -> None:
         unknown = [name for name in chosen if name not in self.optimizers]
@@ -334,5 +346,5 @@ def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
 
 def _stack(values: Sequence[Tensor], device: torch.device) -> Tensor:
     if len({(value.dtype, value.device) for value in values}) == 1:
-        return torch.stack(list(values)).to(device, torch.float64)  # one conversion for all
-    return torch.stack([value.to(device, torch.float64) for value in values])
+        return moved(torch.stack(list(values)).to(torch.float64), device)  # one conversion for all
+    return torch.stack([moved(value.to(torch.float64), device) for value in values])

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,15 +30,17 @@ from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
 from ddpexp.data.datasets import Splits
 from ddpexp.data.loader import shared_memory_warning
+from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
+from ddpexp.run.resume_arguments import trust_arguments
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.system.files import relative
+from ddpexp.system.files import relative, shortest
 from ddpexp.train import lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
@@ -54,6 +57,7 @@ from ddpexp.train.build import (
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate as compute_metrics
+from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
@@ -108,7 +112,7 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
     """Read the configuration and join the other ranks. Ranks: all; returns when all have joined."""
     experiment, layout = load(_read_configuration(run, worker_args.get("config"))), run.layout()
     control.set_phase("join")
-    world = _join_world(experiment, layout)
+    world = _join_world(experiment, layout, control)
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
@@ -203,6 +207,13 @@ def fit(context: RunContext, built: Built) -> None:
         built.checkpointer.finish()
         if context.world.is_rank_zero:
             context.log.info(built.report.finish(outcome, loop.logger))
+    except UnknownMetricError as error:
+        built.checkpointer.drain()
+        words = ["resume", shortest(context.run.path), *trust_arguments(context.run), error.override]
+        raise DdpexpError(
+            f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
+            f"{shlex.join(words)}"
+        ) from None
     except (Exception, SystemExit):
         built.checkpointer.drain()
         raise
@@ -221,7 +232,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     """
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.set_phase("join")
-    world = _join_world(experiment, layout)
+    world = _join_world(experiment, layout, control)
     log = open_log(world, control, None)
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
@@ -257,14 +268,19 @@ def _read_configuration(run: RunDir, digest: str | None) -> str:
     return raw.decode()
 
 
-def _join_world(experiment: Experiment, layout: Layout) -> World:
+def _join_world(experiment: Experiment, layout: Layout, control: Control) -> World:
     torch.set_num_threads(layout.threads)
     _keep_freed_memory()
     if experiment.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     experiment.trust.make_importable()
+    uses_nccl = layout.backend == "nccl" and layout.world_size > 1
+    if uses_nccl:
+        flight_recorder.enable(os.environ)
     world = World.join(layout, _collective_timeout(experiment))
+    if uses_nccl:
+        flight_recorder.answer_inquiries(control, os.environ)
     fault_point("joined")
     return world
 

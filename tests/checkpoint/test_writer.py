@@ -26,6 +26,7 @@ from ddpexp.checkpoint.codec import decode, encode
 from ddpexp.checkpoint.format import FORMAT, MANIFEST, scan
 from ddpexp.checkpoint.layout import lay_out, share
 from ddpexp.checkpoint.reader import load_weights, read_model, weights_sha256
+from ddpexp.checkpoint.staging import Stage
 from ddpexp.checkpoint.writer import CheckpointError, Content, Writer
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
@@ -318,3 +319,49 @@ def test_an_error_while_rank_zero_waits_is_no_finished_save(tmp_path: Path) -> N
     writer.save(1, Content({"model": nn.Linear(2, 2).state_dict()}))
     with pytest.raises(CheckpointError, match=r"^the checkpoint of step 1 could not be written in .*: MemoryError"):
         writer.wait(end=True)
+
+
+class Pinning:
+    """Notes what is pinned and released, as CUDA would do it."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, pointer: int, num_bytes: int, flags: int) -> int:
+        assert not any(one <= pointer < one + size for one, size in self.pinned.items())
+        if self.answer == 0:
+            self.pinned[pointer] = num_bytes
+        return self.answer
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        del self.pinned[pointer]
+        return 0
+
+
+def staged(stage: Stage, tensor: Tensor) -> bytes:
+    shards = {"weight": Shard.whole(tensor)}
+    plan = lay_out("model", shards)
+    spans = share([plan], 0, 1)
+    copied = stage.copy([plan], {"model": shards}, spans).numpy().tobytes()
+    assert copied == plan.header + tensor.numpy().tobytes()
+    return copied
+
+
+def test_staging_pins_as_many_bytes_as_it_holds_and_releases_them_when_it_grows() -> None:
+    pins = Pinning()
+    stage = Stage(torch.device("cpu"), pins)
+    small = len(staged(stage, torch.rand(5 << 10)))
+    assert list(pins.pinned.values()) == [small]
+    staged(stage, torch.rand(4 << 10))
+    assert list(pins.pinned.values()) == [small]  # kept
+    large = len(staged(stage, torch.rand(9 << 10)))
+    assert list(pins.pinned.values()) == [large]
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is() -> None:
+    pins = Pinning(answer=2)  # cudaErrorMemoryAllocation
+    stage = Stage(torch.device("cpu"), pins)
+    staged(stage, torch.rand(100))
+    staged(stage, torch.rand(1000))
+    assert pins.pinned == {}

@@ -47,7 +47,7 @@ from ddpexp.run.prepare import prepare
 from ddpexp.run.training import Training
 from ddpexp.strategy.comm.reduce import CHUNKED_BYTES, GATHERED_BYTES, SLOT_BYTES
 from ddpexp.strategy.comm.shared_memory import size_of
-from ddpexp.strategy.ddp_memory import _GATHERED, buckets, exchange_bytes, keeps_buckets, transport
+from ddpexp.strategy.ddp_memory import _GATHERED, buckets, exchange_bytes, fixes_buckets, gradient_traffic, transport
 from ddpexp.strategy.ddp_options import DDPOptions as Strategy
 from ddpexp.strategy.memory import Bucket, Facts, Parameter
 from ddpexp.strategy.reserved import most_blocks
@@ -140,11 +140,29 @@ def test_what_carries_the_gradients(nodes: int, workers: int, device: str, words
     assert transport(found.trainer, found.strategy, layout(nodes, workers, device)) == expected
 
 
-def test_ddp_keeps_its_first_buckets_where_they_order_a_sum() -> None:
-    assert not keeps_buckets(TRAINER, OPTIONS, layout(2, 8, "cuda"))
-    assert keeps_buckets(replace(TRAINER, deterministic=True), OPTIONS, layout(2, 8, "cuda"))
-    assert keeps_buckets(TRAINER, replace(OPTIONS, find_unused_parameters=True), layout())
-    assert not keeps_buckets(TRAINER, replace(OPTIONS, find_unused_parameters=True, static_graph=True), layout())
+def test_buckets_are_fixed_where_their_layout_orders_a_sum() -> None:
+    assert not fixes_buckets(OPTIONS, False, 8, "cuda")
+    assert fixes_buckets(OPTIONS, True, 3, "cuda")
+    assert not fixes_buckets(OPTIONS, True, 2, "cuda")
+    assert not fixes_buckets(OPTIONS, True, 8, "cpu")
+    assert fixes_buckets(replace(OPTIONS, comm_hook="fp16"), False, 3, "cpu")
+
+
+def test_only_a_search_for_unused_parameters_keeps_the_first_buckets() -> None:
+    found = facts(of_floats(MIB // 8, MIB // 2, MIB // 8))
+
+    def cut(**options: Any) -> Any:
+        trainer = replace(TRAINER, deterministic=True)
+        return gradient_traffic(
+            replace(OPTIONS, bucket_cap_mb=1, **options), found, trainer, layout(2, 8, "cuda")
+        ).buckets
+
+    assert cut() == buckets(found.parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt=True)
+    assert cut(find_unused_parameters=True) == buckets(
+        found.parameters, replace(OPTIONS, bucket_cap_mb=1), rebuilt=False
+    )
+    assert cut() != cut(find_unused_parameters=True)
+    assert cut(find_unused_parameters=True, static_graph=True) == cut()
 
 
 def test_small_gradients_are_gathered_and_large_ones_exchanged_in_chunks() -> None:

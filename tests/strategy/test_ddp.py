@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
-from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.ddp import DDP, _wrap
 from tests.conftest import Ddpexp, Done
 from tests.fitting import ALONE, STRATEGY, near
 from tests.points import Recipe, weights
@@ -270,6 +275,68 @@ def test_the_weights_are_prepared_before_the_model_is_wrapped() -> None:
 
     strategy = DDP(STRATEGY, ALONE, lambda: nn.Linear(2, 2), prepare=zero)
     assert torch.equal(strategy.eval_model.weight, torch.zeros(2, 2))
+
+
+@pytest.fixture
+def fake_group() -> Iterator[World]:
+    """The first of four ranks whose collectives do nothing: for DDP's own decisions."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield replace(ALONE, world_size=4, local_world_size=1)
+    dist.destroy_process_group()
+
+
+def layouts(wrapped: nn.Module, num_steps: int) -> list[list[list[int]]]:
+    """Return the buckets that DDP reduces in each step: the sizes of their gradients."""
+    found: list[list[list[int]]] = []
+
+    def note(bucket: Any) -> Any:
+        found[-1].append([gradient.numel() for gradient in bucket.gradients()])
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    # A lambda has no annotations: torch compares them with classes.
+    wrapped.register_comm_hook(None, lambda _, bucket: note(bucket))  # type: ignore[operator]
+    for _ in range(num_steps):
+        found.append([])
+        wrapped(torch.ones(1, 2)).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_fixed_buckets_are_the_same_in_every_step_of_every_start(fake_group: World, static: bool) -> None:
+    def wrap(fixed: bool) -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(size, size + 1) for size in range(2, 9)))
+        options = replace(STRATEGY, bucket_cap_mb=0.0002, static_graph=static)
+        return _wrap(model, options, fake_group, fixed)
+
+    first, *others = layouts(wrap(fixed=True), 3)
+    assert others == [first, first]
+    assert len(first) > 2
+    assert [size for bucket in first for size in bucket][:2] == [9, 72]  # those that are ready first
+    start, *later = layouts(wrap(fixed=False), 3)
+    assert later[-1] == first  # as many messages overlap with the backward pass
+    assert start != first  # the comparison can fail
+
+
+def test_fixed_buckets_do_not_hide_an_unused_parameter(fake_group: World) -> None:
+    wrapped = _wrap(Holds(nn.Linear(2, 1)), STRATEGY, fake_group, fixed=True)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="did not receive grad"):
+        wrapped(torch.ones(1, 2))
+
+
+class Holds(nn.Module):
+    """A layer that is used, and one that is not."""
+
+    def __init__(self, used: nn.Module) -> None:
+        super().__init__()
+        self.used, self.unused = used, nn.Linear(2, 1)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Use one of them."""
+        found: torch.Tensor = self.used(rows)
+        return found
 
 
 @pytest.mark.slow

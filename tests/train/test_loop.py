@@ -339,7 +339,7 @@ class _Syncs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_a_step_on_a_gpu_waits_for_nothing_but_at_a_record(
     points: Any, fit: Callable[..., Once], precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpexp.train.metrics._is_host", lambda device: False)
+    monkeypatch.setattr("ddpexp.train.metrics.is_host", lambda device: False)
     counts = []
     for num_steps in (5, 45):
         syncs = _Syncs()

@@ -15,6 +15,7 @@ from typing import Any
 from ddpexp.launch.workers import server
 from ddpexp.launch.workers.client import PRELOAD
 from ddpexp.launch.workers.control import SIGNALS
+from ddpexp.launch.workers.cuda_guard import CudaGuard
 from ddpexp.system import fault_injection
 from ddpexp.system.process import die_with_parent
 from tests.warm.state import MOST_BYTES, ignored_signals, state
@@ -24,7 +25,7 @@ def main(listener: int, parent: int) -> None:
     """Serve until the parent ends this process."""
     die_with_parent(parent)
     own = state(ignored_signals())
-    failed = server._import(PRELOAD)
+    failed = server._import(PRELOAD, CudaGuard())
     assert not failed, failed
     with socket.socket(fileno=listener) as listening:
         while True:

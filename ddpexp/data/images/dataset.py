@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddpexp.data.datasets import IndexData, Splits, moved
+from ddpexp.data.datasets import IndexData, Splits
 from ddpexp.data.order import mix
 from ddpexp.distributed.rng import AUGMENT, seed_of
+from ddpexp.distributed.transfers import gathered, moved, rows
 
 
 def load(prepared: Mapping[str, Any]) -> Splits:
@@ -54,7 +55,7 @@ class Images:
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Gather images as stored, and normalise them on the device. Shapes: as in `load`."""
-        return self.batch(self.pixels.index_select(0, indices), indices, device)
+        return self.batch(rows(self.pixels, indices, device.type == "cuda"), indices, device)
 
     def of_epoch(self, seed: int, epoch: int) -> IndexData:
         """Return these images with the augmentation of one epoch."""
@@ -72,7 +73,7 @@ class Images:
 
     def batch(self, pixels: Tensor, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Make a batch of gathered pixels, which are moved to the device as bytes. Shapes: as in `load`."""
-        labels = moved(self.labels.index_select(0, indices), device)
+        labels = gathered(self.labels, indices, device)
         images = moved(pixels, device).float()
         for channel, (shift, scale) in zip(
             images.unbind(1) if len(self.mean) > 1 else [images], self._norm, strict=True
@@ -130,7 +131,8 @@ class _Augmented:
         return len(self.images)
 
     def gather(self, indices: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        pixels = self.images.pixels.index_select(0, indices)
+        # A crop copies once more, so only what is not cropped is gathered straight into pinned memory.
+        pixels = rows(self.images.pixels, indices, pinned=device.type == "cuda" and not self.images.crop)
         flipped, top, left = _draw(self.key, indices.numpy(), self.images.crop)
         if self.images.flip:
             _hflip(pixels, np.flatnonzero(flipped))

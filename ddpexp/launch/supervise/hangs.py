@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpexp.errors import Failure
+from ddpexp.launch.supervise.collectives import Blocked, find_blocked
 from ddpexp.launch.supervise.stacks import Frame, Stack, shown
+from ddpexp.launch.workers.collectives import unpack
 
 _BUSY = 0.3  # of a CPU
 _WAITS = re.compile(
@@ -40,6 +42,7 @@ class Account:
     where: str | None = None
     stack: str | None = None
     is_ours: bool = True  # it is in ddpexp's code, which all ranks run alike
+    record: str | None = None  # with NCCL, the collectives that it has called, packed
 
     @property
     def overdue(self) -> bool:
@@ -56,6 +59,7 @@ def verdict(accounts: Sequence[Account], on_gpus: bool = False) -> Failure | Non
     if not overdue:
         return None
     stopped = [account for account in accounts if account.how == "stopped"]  # within its own limit or not
+    blocked = find_blocked({account.rank: unpack(account.record) if account.record else None for account in accounts})
     active = [account for account in overdue if account.how != "waits"]
     orphaned = [account for account in overdue if account.how == "orphaned"]
     silent = [account for account in overdue if account.how in ("absent", "mute")]
@@ -63,6 +67,8 @@ def verdict(accounts: Sequence[Account], on_gpus: bool = False) -> Failure | Non
         cause = min(stopped or orphaned, key=_behind)
     elif silent:
         cause = min(silent, key=_behind)
+    elif blocked is not None:
+        return _verdict_on_blocked(blocked, accounts, overdue)
     elif len(overdue) < len(accounts) and (on_gpus or not active):
         return None
     else:
@@ -81,16 +87,60 @@ def verdict(accounts: Sequence[Account], on_gpus: bool = False) -> Failure | Non
     )
 
 
+def _verdict_on_blocked(blocked: Blocked, accounts: Sequence[Account], overdue: Sequence[Account]) -> Failure | None:
+    """Return the failure of the rank for which others wait in a collective of NCCL.
+
+    None while it may be within its limit. Where all have called it, that is as long as any rank is.
+    """
+    if blocked.kind in ("nobody", "different", "circle") and len(overdue) < len(accounts):
+        return None
+    causes = [account for account in overdue if account.rank in blocked.ranks]
+    if not causes:
+        return None
+    cause = min(causes, key=_behind)
+    return Failure(
+        rank=cause.rank,
+        host=cause.host,
+        kind="Hang",
+        message=_describe_blocked(blocked, cause, accounts),
+        step=cause.step,
+        phase=cause.phase,
+        traceback=f"{cause.stack}\n" if cause.stack else None,
+    )
+
+
+def _describe_blocked(blocked: Blocked, cause: Account, accounts: Sequence[Account]) -> str:
+    text = f"{_silence(cause)}: {blocked.text}"
+    if blocked.kind in ("different", "circle"):
+        return f"{text}. Do all take the same path through the recipe? All ranks' stacks are in their logs."
+    if blocked.kind == "nobody":
+        hosts = sorted({account.host for account in accounts if account.rank in blocked.ranks})
+        place = (
+            f"on {hosts[0]}" if len(hosts) == 1 else f"on one of {', '.join(hosts[:8])}, or the network between them"
+        )
+        return (
+            f"{text}: no rank is behind, so one of their GPUs hangs, or a link between them, {place}. Rank "
+            f"{cause.rank} is only the first of them. NCCL_DEBUG=INFO shows which connections NCCL uses; raise the key "
+            "if it only needs longer."
+        )
+    where = f"; rank {cause.rank} is {cause.where}" if cause.where else ""
+    return f"{text}{where}. All ranks' stacks are in their logs; raise the key if it only needs longer."
+
+
+def _silence(cause: Account) -> str:
+    limit = (
+        f"trainer.timeout.{cause.key}={cause.limit_seconds - (LOADER_SECONDS if cause.key == 'data_seconds' else 0):g}"
+    )
+    return f"no progress for {cause.silent_seconds:.0f} s ({limit})"
+
+
 def _behind(account: Account) -> tuple[int, float, int]:
     """Return a sort key: the rank that is furthest behind comes first."""
     return (-1 if account.step is None else account.step, -account.silent_seconds, account.rank)
 
 
 def _describe(cause: Account, all_wait: Sequence[Account], alone: bool) -> str:
-    limit = (
-        f"trainer.timeout.{cause.key}={cause.limit_seconds - (LOADER_SECONDS if cause.key == 'data_seconds' else 0):g}"
-    )
-    text = f"no progress for {cause.silent_seconds:.0f} s ({limit})"
+    text = _silence(cause)
     where = f" {cause.where}" if cause.where else ""
     how = {
         "absent": "its process was not started",

@@ -48,6 +48,7 @@ def supervise(
     meeting: Meeting | None,
     request: WorkerRequest,
     on_gpus: bool = False,
+    uses_nccl: bool = False,
 ) -> int:
     """Supervise the workers until all have ended; return the exit code of the run.
 
@@ -59,7 +60,7 @@ def supervise(
         WorkerError: the first genuine failure. RefusedError: the workers refused to start.
         StoppedError: a signal to this process, another command or a rank ended the run.
     """
-    return Supervisor(server, workers, terminal, meeting, request, on_gpus).run()
+    return Supervisor(server, workers, terminal, meeting, request, on_gpus, uses_nccl).run()
 
 
 class Supervisor:
@@ -73,6 +74,7 @@ class Supervisor:
         meeting: Meeting | None,
         request: WorkerRequest,
         on_gpus: bool,
+        uses_nccl: bool,
     ) -> None:
         """Take over the workers, which the server starts; the arguments are those of `supervise`."""
         self._server, self._workers = server, workers
@@ -83,7 +85,7 @@ class Supervisor:
         self._end = RunEnd(workers, peers.leader, meeting is None or meeting.speaks)
         self._signals = SignalHandler(workers, peers, self._agreement, self._end, server.kill, self._kill_workers)
         self._watchdog = Watchdog(
-            workers, request.timeout, peers.leads, peers.send, self._signals.dump, server.pid, on_gpus
+            workers, request.timeout, peers.leads, peers.send, self._signals.dump, server.pid, on_gpus, uses_nccl
         )
         self._events = WorkerEvents(server, workers, self._output, self._end, self._signals.dump)
         self._rank_zero = next((worker for worker in workers if worker.rank == 0), None)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.25
 _GAP_SECONDS = 1.0  # the most that one look counts: a command or host that was itself suspended has seen no silence
 _BUSY_FACTOR = 10  # a rank that is busy importing or building may take this much longer
+_RECORD_SECONDS = 1.0  # for a rank to report which collectives it has called
 _STACK_SECONDS = 1.5  # for a stack to be written, not counting the time in which the rank waits for a CPU
 _STARVED_MOST = 0.9  # of the time between two looks may count as waiting for a CPU; the rest is silence in any case
 _ANSWER_SECONDS = 4.0  # for the other commands to report
@@ -62,6 +63,12 @@ class _Question:
     size: int  # of its log then
     ticks: int  # of CPU time that it had used then
     delays: Mapping[int, int]
+    inquiry: int | None  # the number of the inquiry which collectives it has called; None without NCCL
+
+    @property
+    def record(self) -> bytes | None:
+        """Return which collectives the rank has called, packed."""
+        return None if self.inquiry is None else self.worker.status_page.record(self.inquiry)
 
     @property
     def answer(self) -> str:
@@ -92,6 +99,10 @@ class _Round:
         seconds = now - self.began
         if seconds < _STACK_SECONDS / 3:  # CPU use takes a while to become visible
             return False
+        if seconds < _RECORD_SECONDS and any(
+            question.inquiry is not None and question.record is None for question in self.questions.values()
+        ):
+            return False
         late = [question for question in self.questions.values() if not question.is_answered]
         return all(
             seconds - min(question.starved_seconds, _STARVED_MOST * seconds) > _STACK_SECONDS for question in late
@@ -112,6 +123,7 @@ class Watchdog:
     dump: Callable[[], None]  # makes all ranks of this command dump their stacks
     server: int  # the process id of the fork server
     on_gpus: bool = False  # ranks wait for their device, whatever that waits for
+    uses_nccl: bool = False  # ranks record which collectives they have called
     leader_is_silent: bool = False
     absent: list[int] = field(default_factory=list)  # commands that do not answer
     _silences: dict[int, _Silence] = field(default_factory=dict)
@@ -120,6 +132,7 @@ class Watchdog:
     # The progress of ranks that have not answered an earlier question yet.
     _unanswered: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     _number: int = 0  # of the newest inquiry
+    _asked: int = 0  # how often the ranks of this command were asked
     _accounts: dict[int, list[Account]] | None = None  # of the inquiry in progress, by command
     _asked_at: float = 0.0  # when the inquiry began, or the silence was reported to the leading command
     _inquired: frozenset[int] = frozenset()  # the silent ranks for which there was an inquiry
@@ -238,7 +251,8 @@ class Watchdog:
             self.send(ReportSilence())
 
     def _ask(self, now: float) -> None:
-        """Make the ranks of this command dump their stacks."""
+        """Make the ranks of this command dump their stacks and, with NCCL, report their collectives."""
+        self._asked += 1
         questions = {
             worker.rank: _Question(
                 worker,
@@ -246,10 +260,14 @@ class Watchdog:
                 worker.log.size(),
                 cpu_ticks(worker.pid),
                 cpu_delays(worker.pid, worker.status_page.phase),
+                self._asked if self.uses_nccl else None,
             )
             for worker in self._living()
         }
         self._round = _Round(now, questions)
+        for question in questions.values():
+            if question.inquiry is not None:
+                question.worker.control.inquire(question.inquiry)
         self.dump()
 
     def _report(self, round_: _Round, now: float) -> None:
@@ -264,6 +282,8 @@ class Watchdog:
             account = self._account(worker, *self._observe(question, seconds))
             if not self._is_present(question):
                 account, self._again_at = replace(account, silent_seconds=0.0), now
+            elif question.record is not None:
+                account = replace(account, record=question.record.decode())
             accounts.append(account)
         self._unanswered = {
             rank: self._unanswered.get(rank, question.progress)

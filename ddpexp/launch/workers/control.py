@@ -1,8 +1,9 @@
 """The control channel between a worker and its supervisor.
 
 Lines of JSON on an inherited socket carry messages; a page of shared memory holds what a step reads and writes without
-a system call; a second socket gets the numbers of the signals that the worker receives, written by the C-level signal
-handler whatever the worker is waiting for.
+a system call, and which collectives the rank has called, where the supervisor inquires; a second socket gets the
+numbers of the signals that the worker receives, written by the C-level signal handler whatever the worker is waiting
+for.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import socket
 import time
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal
 
 from ddpexp.errors import DdpexpError
+from ddpexp.launch.workers.collectives import Record, pack
 
 CONTROL_FD = "DDPEXP_CONTROL_FD"
 PAGE_FD = "DDPEXP_PAGE_FD"
@@ -32,7 +35,7 @@ _NUMBERS = {name: number for number, name in enumerate(PHASES)}
 # had received it.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
-_PAGE_BYTES = 4096
+_PAGE_BYTES = 16384  # memory that nobody touches is never allocated
 # Indices of the page's 64-bit words. Words written by the rank and by the command are in separate cache lines.
 _STEP = 0  # rank: steps done, plus one; 0 before the first is known
 _WAITS, _WAITS_AT = 1, 2  # rank: the agreement whose step it waits for, and the step boundary where it waits
@@ -43,6 +46,8 @@ _STOPPING = 33  # command: the signal that stops the run
 _LEAVES = 34  # command: the rank is to exit at once when it gets SIGTERM
 _AGREED = 48  # command: for each of the newest agreements its number, then its step and action
 _SLOTS = 8
+_INQUIRY, _RECORD_BYTES = 64, 65  # rank: the inquiry that its record answers, and the record's length
+_RECORD = 1024  # the byte at which the record begins
 _NAP_SECONDS = 0.0002
 _ANSWER_SECONDS = 600.0  # far longer than a live command takes to name a step, unless it is stopped
 
@@ -113,6 +118,20 @@ class SharedStatus:
         """Make the rank exit at once on its next SIGTERM."""
         self.words[_LEAVES] = 1
 
+    def record(self, number: int) -> bytes | None:
+        """Return which collectives the rank has called, packed; None if it has not answered this inquiry."""
+        if self.words[_INQUIRY] != number:
+            return None
+        return self._memory[_RECORD : _RECORD + self.words[_RECORD_BYTES]]
+
+    def publish_record(self, number: int, record: Record) -> None:
+        """Answer an inquiry."""
+        packed = pack(record, _PAGE_BYTES - _RECORD)
+        self.words[_INQUIRY] = 0
+        self._memory[_RECORD : _RECORD + len(packed)] = packed
+        self.words[_RECORD_BYTES] = len(packed)
+        self.words[_INQUIRY] = number  # last: it makes the rest valid
+
     def close(self) -> None:
         """Unmap the page."""
         self.words.release()
@@ -140,6 +159,7 @@ class Control:
         self.signals = signals  # gets the numbers of the signals that this process receives
         self._channel = channel
         self._rest = b""  # the unsent part of a line
+        self._page = page
         self._words = page.words if page else None
         self._leads = leads
         self._step: int | None = None
@@ -229,6 +249,29 @@ class Control:
         except OSError:
             return  # the supervisor is gone
 
+    def wait_for_inquiry(self) -> int | None:
+        """Wait until the supervisor inquires which collectives this rank has called; return the inquiry's number.
+
+        None when there is no supervisor (any more). For a thread of its own.
+        """
+        if self._channel is None:
+            return None
+        received = b""
+        while not received.endswith(b"\n"):
+            try:
+                data = self._channel.recv(1 << 12)
+            except OSError:
+                return None
+            if not data:
+                return None
+            received += data
+        return int(received.split()[-1])  # the newest
+
+    def publish_record(self, number: int, record: Record) -> None:
+        """Answer an inquiry; any thread may call this."""
+        if self._page is not None:
+            self._page.publish_record(number, record)
+
     def _agreed(self, done: int) -> What | None:
         words, what = self._words, None
         assert words is not None
@@ -285,6 +328,11 @@ class Lines:
         channel.setblocking(False)
         self.channel = channel
         self._rest = rest
+
+    def inquire(self, number: int) -> None:
+        """Ask the worker which collectives it has called; it answers through its page, unless it cannot."""
+        with suppress(OSError):
+            self.channel.send(b"%d\n" % number, socket.MSG_DONTWAIT)
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Return the complete messages that have arrived, and whether the channel is still open."""

@@ -6,18 +6,19 @@ The weights are therefore bitwise identical at every number of workers that divi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ddpexp.distributed.transfers import is_host, moved
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.strategy.comm.flat import Layout
 from ddpexp.strategy.comm.reduce import ALIGNED
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, BufferSlot
+from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, BufferSlot, ConstantBuffers, always_summed
 from ddpexp.strategy.exact.exchange import OverMemory, exchange_for
 from ddpexp.strategy.exact.tree import Partial
 from ddpexp.strategy.replica import Models, Replicas, unused
@@ -30,9 +31,8 @@ class Exact(Replicas):
     Each micro-batch starts without a gradient, and from the buffers before the step. Its gradient and its changes of
     the buffers are a leaf of the summation tree. After the last micro-batch the ranks exchange their partial sums.
 
-    On GPUs the host waits for the device once per round if there are flags to exchange (for several models,
-    `strategy.find_unused_parameters` or constant buffers) or integer buffers, and once per micro-batch for each
-    constant buffer.
+    On GPUs the host waits for the device once per round, and only if several ranks have flags to exchange (for several
+    models or `strategy.find_unused_parameters`), or if there are large or complex buffers that do not change.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Exact(Replicas):
         self._exchange = exchange_for(self._num_leaves, num_bytes, options, world)
         self.memory = self._exchange.memory if isinstance(self._exchange, OverMemory) else None
         self._done = 0  # micro-batches of this round
+        self._use_counts: list[int] = []  # by unit, in how many micro-batches of this round this rank has used it
         self._previous_gradients: dict[nn.Parameter, Tensor] = {}  # of earlier rounds of this step
-        # For each micro-batch of this round, new values of buffers that were constant so far.
-        self._first_changes: list[dict[BufferSlot, Tensor]] = []
-        self._lay_out_leaf([])
+        num_gradients = sum(p.numel() for _, _, p in self._trained)
+        self._lay_out_leaf(always_summed(self._buffers.slots, num_gradients, world.device))
 
     @contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -108,12 +108,13 @@ class Exact(Replicas):
         gets either all its gradients or none: a model, or with `find_unused_parameters` a parameter.
         """
         self._delta = BufferDelta(changing, self._dtype)
-        self._constant = [slot for slot in self._buffers.slots if slot not in changing]
+        constant = [slot for slot in self._buffers.slots if slot not in changing]
+        self._constant = ConstantBuffers(constant, self._buffers, self._world.device)
         names = [name if self._finds_unused else model for name, model, _ in self._trained]
         numbers: dict[str, int] = {}
         self._unit_of = [numbers.setdefault(name, len(numbers)) for name in names]
         self._units = list(numbers)
-        flags = torch.empty((len(self._units) if self._counts else 0) + len(self._constant))
+        flags = torch.empty((len(self._units) if self._counts else 0) + len(constant))
         self._layout = Layout([*(p for _, _, p in self._trained), *(slot.start for slot in self._delta.slots), flags])
         self._partial = self._new_partial(self._layout)
 
@@ -126,7 +127,8 @@ class Exact(Replicas):
         self.clear_gradient()
         self._buffers.begin()
         self._delta.begin()
-        self._first_changes.clear()
+        self._constant.begin()
+        self._use_counts = [0] * len(self._units)
 
     @torch.no_grad()
     def _close_leaf(self) -> None:
@@ -134,11 +136,12 @@ class Exact(Replicas):
         leaf = self._partial.room()
         views = self._layout.views(leaf)
         used = self._take_gradients(views)
-        first_changes = self._take_buffers(views)
-        if views[-1].numel():
-            flags = [float(unit in used) for unit in range(len(self._units))] if self._counts else []
-            views[-1].copy_(torch.tensor(flags + [float(slot in first_changes) for slot in self._constant]))
-        self._first_changes.append(first_changes)
+        self._take_buffers(views)
+        if self._counts:
+            for unit in used:
+                self._use_counts[unit] += 1
+            flags = torch.tensor([float(unit in used) for unit in range(len(self._units))], dtype=leaf.dtype)
+            views[-1][: len(flags)].copy_(moved(flags, leaf.device))
         self._partial.close(self._world.rank * self._micro_batches_per_rank + self._done)
         self._done += 1
 
@@ -182,29 +185,52 @@ class Exact(Replicas):
                     "not sum it. Build it with requires_grad=True, and freeze it afterwards."
                 )
 
-    def _take_buffers(self, views: Sequence[Tensor]) -> dict[BufferSlot, Tensor]:
-        """Move the buffer changes into a leaf; return the new values of buffers that were constant so far."""
+    def _take_buffers(self, views: Sequence[Tensor]) -> None:
+        """Move the buffer changes into a leaf, and restore the buffers."""
         self._buffers.check()
         slots = self._delta.slots
         self._delta.write([slot.now() for slot in slots], views[len(self._trained) : -1])
-        changed = {slot: now.clone() for slot in self._constant if not torch.equal(now := slot.now(), slot.saved)}
-        self._buffers.restore([*slots, *changed])
-        return changed
+        self._buffers.restore(slots)
+        self._constant.take(views[-1][views[-1].numel() - len(self._constant.slots) :])
 
     @torch.no_grad()
     def _end(self) -> None:
         """Finish the sum over all ranks; assign the gradients and the buffers."""
         self._done = 0
         views = self._sum(self._partial, self._layout)
-        flags = views[-1].tolist() if views[-1].numel() else []
-        used = flags[: len(self._units)] if self._counts else [float(self._num_leaves)] * len(self._units)
+        on_host = is_host(self._world.device)
+        if not on_host:
+            self._delta.check()  # what the round before has left: on a GPU its flag has arrived by now
         self._delta.read(views[len(self._trained) : -1], self._num_leaves)
+        if on_host:
+            self._delta.check()
+        used, changed = self._read_flags(views[-1])
         self._assign_gradients(views, used)
-        counts = flags[len(flags) - len(self._constant) :]
-        changed = [slot for slot, count in zip(self._constant, counts, strict=True) if count]
         if changed:
+            self._delta.check()
             self._sum_first_changes(changed)
             self._lay_out_leaf([*self._delta.slots, *changed])
+
+    def _read_flags(self, flags: Tensor) -> tuple[Sequence[float], list[BufferSlot]]:
+        """Return how many micro-batches have used each unit, and the constant buffers that one has changed.
+
+        The host waits for the device if it does not know the answer.
+        """
+        if not self._counts:
+            used: Sequence[float] = [self._num_leaves] * len(self._units)
+        elif self._world.world_size == 1:
+            used = self._use_counts
+        else:
+            used = flags[: len(self._units)].tolist()
+        if not self._constant.slots:
+            return used, []
+        counts = flags[flags.numel() - len(self._constant.slots) :].tolist()
+        return used, [slot for slot, count in zip(self._constant.slots, counts, strict=True) if count]
+
+    def synced_buffers(self) -> AbstractContextManager[None]:
+        """Check the buffers, which are the same on all ranks, before they are evaluated or saved."""
+        self._delta.check()
+        return super().synced_buffers()
 
     def _assign_gradients(self, views: Sequence[Tensor], used: Sequence[float]) -> None:
         partly = [name for name, count in zip(self._units, used, strict=True) if 0 < count < self._num_leaves]
@@ -228,11 +254,13 @@ class Exact(Replicas):
         delta.begin()
         layout = Layout([slot.start for slot in delta.slots])
         partial = self._new_partial(layout)
-        for number, changes in enumerate(self._first_changes):
+        for number in range(self._micro_batches_per_rank):
+            changes = self._constant.changes(number)
             leaf = partial.room()
             delta.write([changes.get(slot, slot.saved) for slot in delta.slots], layout.views(leaf))
             partial.close(self._world.rank * self._micro_batches_per_rank + number)
         delta.read(self._sum(partial, layout), self._num_leaves)
+        delta.check()
 
     def _sum(self, partial: Partial, layout: Layout) -> list[Tensor]:
         partial_sums = partial.take()

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.hangs import Account, verdict
 from ddpexp.launch.supervise.messages import BeginInquiry, InquiryMessage, ReportAccounts
 from ddpexp.launch.supervise.watchdog import Watchdog
+from ddpexp.launch.workers.collectives import Call, Group, Record
 from ddpexp.launch.workers.control import Control, Lines, Phase, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 
@@ -246,6 +248,34 @@ def test_what_another_command_saw_for_an_earlier_inquiry_does_not_count(
     assert found is not None
     assert found.rank == 1
     assert theirs.fileno() > 0
+
+
+def test_with_nccl_the_ranks_are_also_asked_what_they_have_called(ranks: Ranks) -> None:
+    ranks.watchdog.uses_nccl = ranks.watchdog.on_gpus = True
+    ranks.add("spins")
+    ranks.add("spins")
+    call = Call("all_reduce", "Float[10]", 10, "scheduled")
+    done = Group("0", "default_pg", (0, 1), 6, 6, {})
+    waits = replace(done, enqueued=7, calls={7: call})
+
+    def answer() -> None:  # the inquiry was sent before the stacks were asked for
+        for worker, group in zip(ranks.workers, (done, waits), strict=True):
+            worker.status_page.publish_record(ranks.request, Record([group]))
+
+    ranks.before_dump = answer
+    found = ranks.look()
+    assert found is not None
+    assert found.rank == 0
+    assert "rank 0 has not called all_reduce number 7 of the default process group (Float[10])" in found.message
+    assert "; rank 0 is in spins" in found.message
+
+
+def test_ranks_that_do_not_answer_what_they_have_called_delay_nothing_for_long(ranks: Ranks) -> None:
+    ranks.watchdog.uses_nccl = True
+    ranks.add("spins")
+    found = ranks.look()
+    assert found is not None
+    assert "it is busy in spins" in found.message
 
 
 def account(rank: int, how: Any, silent: float = 9.0, step: int = 3) -> Account:

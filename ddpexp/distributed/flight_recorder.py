@@ -1,0 +1,54 @@
+"""NCCL's flight recorder, read when the supervisor wants to know which collectives this rank has called."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+
+import torch
+
+from ddpexp.launch.workers.collectives import Record, summarize
+from ddpexp.launch.workers.control import Control
+
+_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first only in builds with NCCL
+_SIZE = 2000  # torch's own default in 2.13; in 2.10 the recorder is off unless it gets a size
+
+
+def enable(environ: MutableMapping[str, str]) -> None:
+    """Turn the recorder on, unless the user has chosen its size (0 turns it off); before the process group is made.
+
+    It costs microseconds a collective.
+    """
+    if not any(name in environ for name in _SIZE_VARIABLES):
+        environ[_SIZE_VARIABLES[0]] = str(_SIZE)
+
+
+def read() -> Record | None:
+    """Return what this rank has called; None where this torch has no recorder.
+
+    It asks CUDA which calls have completed, which can block while the driver does: call it in a thread of its own.
+    """
+    module = torch._C._distributed_c10d
+    dump = next((getattr(module, name) for name in _DUMPS if name in dir(module)), None)
+    return None if dump is None else summarize(json.loads(dump()))
+
+
+def answer_inquiries(control: Control, environ: Mapping[str, str]) -> None:
+    """Start the thread that answers the supervisor's inquiries; it sleeps until there is one, and costs a step nothing.
+
+    Without a recorder there is no thread, and no answer.
+    """
+    if next((environ[name] for name in _SIZE_VARIABLES if name in environ), "0") == "0":
+        return
+    threading.Thread(target=_answer, args=(control,), name="ddpexp-flight-recorder", daemon=True).start()
+
+
+def _answer(control: Control) -> None:
+    while (number := control.wait_for_inquiry()) is not None:
+        with suppress(Exception):  # no answer: the supervisor decides without it
+            record = read()
+            if record is not None:
+                control.publish_record(number, record)

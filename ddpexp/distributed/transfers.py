@@ -1,0 +1,58 @@
+"""Copies between the host and a device that do not make the host wait for work that is queued on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether a tensor of the device can be read without waiting for queued work."""
+    return device.type == "cpu"
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor from the host without waiting for the GPU, which a copy from unpinned memory would do."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cuda" and is_host(tensor.device) and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def gathered(tensor: Tensor, indices: Tensor, device: torch.device) -> Tensor:
+    """Return rows of a tensor of the host on the device. Shapes: (num_rows, ...) and (batch,) to (batch, ...)."""
+    return moved(rows(tensor, indices, pinned=device.type == "cuda"), device)
+
+
+def rows(tensor: Tensor, indices: Tensor, pinned: bool) -> Tensor:
+    """Return rows of a tensor, gathered straight into `pinned` memory, from which they are moved without a copy."""
+    if not pinned:
+        return tensor.index_select(0, indices)
+    out = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, indices, out=out)
+
+
+class LateFlag:
+    """A truth on the device that the host reads later, when it has arrived, without waiting for what was queued since.
+
+    Not for more than one device: its copy is on the current stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Start with false."""
+        pinned = device.type == "cuda"
+        self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=pinned)
+        self._arrived = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def send(self, flag: Tensor) -> None:
+        """Replace the value by `flag`. Shapes: a scalar of torch.bool, on the device."""
+        self._on_host.copy_(flag, non_blocking=True)
+        if self._arrived is not None:
+            self._arrived.record()
+
+    def read(self) -> bool:
+        """Return the value last sent; waits for what was queued before that."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return bool(self._on_host)

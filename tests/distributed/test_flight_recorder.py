@@ -1,0 +1,76 @@
+"""torch's flight recorder, read in a process of one rank, and how a supervisor gets what it holds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ddpexp.distributed import flight_recorder
+from ddpexp.launch.workers.collectives import Record, unpack
+from ddpexp.launch.workers.control import Control, Lines, SharedStatus
+
+LONG = 30.0
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        for size in (1000, 10):
+            dist.all_reduce(torch.ones(size))
+        made = flight_recorder.read()
+        assert made is not None
+        if not made.groups:
+            pytest.skip("this torch leaves the recorder off, and it was made before this test")
+        yield made
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_recorder_of_this_torch_has_the_format_that_is_read(record: Record) -> None:
+    group = record.groups[-1]
+    assert group.ranks in ((), (0,))  # gloo's is empty
+    assert group.description == "default_pg"
+    newest = [group.calls[number] for number in sorted(group.calls)][-2:]
+    assert [str(call) for call in newest] == ["all_reduce (Float[1000])", "all_reduce (Float[10])"]
+    assert [call.elements for call in newest] == [1000, 10]
+
+
+def test_an_inquiry_is_answered_from_a_thread_while_the_rank_does_something_else(record: Record) -> None:
+    ours, theirs = socket.socketpair()
+    page, descriptor = SharedStatus.make()
+    control, lines = Control(theirs, SharedStatus(descriptor)), Lines(ours)
+    flight_recorder.answer_inquiries(control, {"TORCH_FR_BUFFER_SIZE": "2000"})
+    for number in (1, 2):
+        assert page.record(number) is None
+        lines.inquire(number)
+        end = time.monotonic() + LONG
+        while page.record(number) is None and time.monotonic() < end:
+            time.sleep(0.01)
+        packed = page.record(number)
+        assert packed is not None
+        assert unpack(packed).groups[-1].calls == record.groups[-1].calls
+    control.send("done")  # the other direction is not disturbed
+    assert lines.read() == ([{"kind": "done"}], True)
+    ours.close()
+    assert control.wait_for_inquiry() is None
+    theirs.close()
+    os.close(descriptor)
+
+
+def test_the_recorder_is_on_unless_the_user_has_chosen() -> None:
+    for chosen in ({"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}):
+        environ = dict(chosen)
+        flight_recorder.enable(environ)
+        assert environ == chosen
+    environ = {}
+    flight_recorder.enable(environ)
+    assert environ == {"TORCH_FR_BUFFER_SIZE": "2000"}
