@@ -23,8 +23,12 @@ _ENLARGE = {
 _NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # Source: Python's getpass.getuser
 
 
-def runtime(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Runtime:
-    """Return the kind of container that this process runs in; empty outside. Podman and containerd count as docker."""
+def runtime(root: Path = Path("/"), environ: Mapping[str, str] = os.environ, pids: str | None = None) -> Runtime:
+    """Return the kind of container that this process runs in; empty outside. Podman and containerd count as docker.
+
+    A virtual machine whose disk is made from an image has the files of a container, and the PID namespace of a host:
+    `pids` is its number, here the one of this process.
+    """
     if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ:
         return "apptainer"
     try:
@@ -34,6 +38,7 @@ def runtime(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> 
     if "KUBERNETES_SERVICE_HOST" in environ or "kubepods" in groups:
         return "kubernetes"
     marked = (root / ".dockerenv").exists() or (root / "run/.containerenv").exists()
+    marked = marked and (pid_namespace() if pids is None else pids) != HOST_PID_NAMESPACE
     if marked or re.search(r"/(docker|libpod|lxc|cri-containerd)\b", groups):
         return "docker"
     return ""

@@ -47,7 +47,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
 def test_a_container_is_recognised_by_what_its_runtime_leaves(
     tmp_path: Path, files: dict[str, str], environ: dict[str, str], kind: str
 ) -> None:
-    assert runtime(write(tmp_path, files), environ) == kind
+    assert runtime(write(tmp_path, files), environ, "4026532201") == kind
+
+
+def test_a_virtual_machine_made_from_an_image_is_no_container(tmp_path: Path) -> None:
+    assert runtime(write(tmp_path, {"proc/self/cgroup": OWN, ".dockerenv": ""}), {}, HOST_PID_NAMESPACE) == ""
+    assert runtime(write(tmp_path, {"proc/self/cgroup": DOCKER_1}), {}, HOST_PID_NAMESPACE) == "docker"  # --pid=host
 
 
 @pytest.mark.parametrize(
