@@ -35,6 +35,15 @@ _JUDGES: Mapping[str, Judge] = {
     "clock": host.judge_clock,
     "scheduler": host.judge_scheduler,
 }
+# The check that stands for a probe without an answer, where it has another name.
+_CHECKS = {
+    "software": "versions",
+    "gpus": "gpu",
+    "shared_memory": "shm",
+    "limits": "open_files",
+    "files": "file_system",
+    "temporary": "tmp",
+}
 # What a run needs as well, so that it would hang there, with what to look at.
 _NEEDED = {
     "files": "is the file server reachable? Choose another place with run.dir=... .",
@@ -87,7 +96,7 @@ def _answered(name: str, facts: Facts, judge: Callable[[Facts], list[Finding]]) 
     else:
         return judge(facts)
     report = bad if name in _NEEDED else doubtful
-    return [report(name, text, _NEEDED.get(name, advice), **facts)]
+    return [report(_CHECKS.get(name, name), text, _NEEDED.get(name, advice), **facts)]
 
 
 def links_of(facts: Mapping[str, Facts], workers: int) -> tuple[str, float] | None:
