@@ -77,6 +77,7 @@ def judge_host(
 ) -> list[Finding]:
     """Judge one host: the facts of its probes, what its ranks found, and NCCL's log there."""
     findings: list[Finding] = []
+    facts = {**facts, "cores": resources.with_cores_of(facts["cores"], [rank["cores"] for rank in ranks])}
     for name, judge in _JUDGES.items():
         findings += _answered(name, facts[name], partial(judge, setting=setting))
         if name == "gpus":

@@ -20,6 +20,7 @@ from ddpexp.doctor.job import Diagnosis, ElsewhereError, NoAnswerError
 from ddpexp.doctor.report import Finding, as_json, as_text, bad, doubtful, exit_code, good, merge
 from ddpexp.errors import EXIT_DONE, RefusedError, WorkerError
 from ddpexp.launch.launchers.base import Launcher
+from ddpexp.run.outcome import write_torchrun_error
 from ddpexp.system.terminal import print_message, show
 
 _USAGE = f"""{commands.of("doctor").usage}
@@ -120,6 +121,8 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
         show(as_json(findings))
     else:
         show(as_text(findings, hosts, _headline(job, hosts), time.monotonic() - began))
+    if names := list(dict.fromkeys(finding.check for finding in findings if finding.level == "bad")):
+        write_torchrun_error(f"ddpexp doctor: bad: {', '.join(names)}; the report is above")
     return exit_code(findings)
 
 

@@ -165,8 +165,9 @@ def test_only_the_first_task_of_a_host_gathers(job: Diagnosis) -> None:
 
 
 def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     release, started = threading.Event(), threading.Event()
     monkeypatch.setattr(storage, "nearest_folder", lambda _: release.wait(60))
     monkeypatch.setattr(job_module, "_FOLDER_SECONDS", 0.2)
@@ -184,6 +185,7 @@ def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
     assert (code, started.is_set()) == (1, False)
     assert f"nothing was started: the file system of {Path.cwd()}/outputs/mnist does not answer" in out
     assert "bad       file_system   no answer within 2 s" in out
+    assert "bad: workers, file_system" in (tmp_path / "error.json").read_text()
     assert "good      cores" in out or "doubtful  cores" in out
 
 
