@@ -103,6 +103,8 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
     began, failure = time.monotonic(), None
     job.gather(launcher.ranks_started_externally)
     try:
+        if job.folder_hangs:
+            raise RefusedError(f"the file system of {job.setting.folder} does not answer.")
         with redirect_stdout(sys.stderr):  # the workers' output is no part of the report
             launch()
     except (RefusedError, WorkerError) as error:
@@ -131,11 +133,13 @@ def judge(
     names = _names(nodes) if nodes else {0: platform.node()}
     logs = {answer["node_rank"]: answer["log"] for answer in job.answers("nccl")}
     by_host: dict[str, Mapping[str, Facts]] = {}
+    missing = []
     found: dict[str, list[Finding]] = {}
     for node, name in names.items():
-        ranks = nodes.get(node, [])
+        ranks = sorted(nodes.get(node, []), key=lambda rank: "facts" not in rank)
         facts = here if node == next(iter(names)) else ranks[0].get("facts")
         if facts is None:
+            missing.append(doubtful("hosts", f"the facts of {name} did not arrive", f"run ddpexp doctor on {name}"))
             continue
         setting = job.setting
         if job.layout is not None:
@@ -144,7 +148,7 @@ def judge(
     times = {name: nodes[node][0]["time"] for node, name in names.items() if node in nodes}
     measured = [(names.get(answer["node_rank"]), answer) for answer in job.answers("all_reduce")]
     together = [_of_workers(job, failure), *judge_together(by_host, found, times, measured)]
-    together = [finding for finding in together if finding is not None]
+    together += missing
     return list(by_host), merge({name: [*together, *found[name]] for name in by_host})
 
 

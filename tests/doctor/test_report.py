@@ -106,3 +106,28 @@ def test_a_folder_that_other_hosts_do_not_see_is_bad(visible: bool | None, level
     }
     together = checks.judge_together(hosts, {"a": [], "b": []}, {}, [])
     assert [one.level for one in together if one.check == "shared_folder"] == ([level] if level else [])
+
+
+def networks(**speeds: int | None) -> dict[str, dict[str, Facts]]:
+    infiniband = {"ports": [{"name": "mlx5_0:1", "active": True, "gbit": 200.0}]}
+    return {
+        name: {"gpus": {}, "infiniband": infiniband, "network": {"speed_mbit": speed}} for name, speed in speeds.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "expected"),
+    [
+        ("nccl", networks(a=10_000, b=10_000), 25.0),  # InfiniBand
+        ("gloo", networks(a=10_000, b=1_000), 0.125),  # the slower of the two interfaces
+        ("gloo", networks(a=10_000, b=None), None),  # a virtual one reports no speed
+    ],
+)
+def test_an_all_reduce_between_hosts_is_compared_with_their_network(
+    backend: str, hosts: dict[str, dict[str, Facts]], expected: float | None
+) -> None:
+    result = {"ranks": 2, "backend": backend, "num_bytes": 8, "latency_us": 1.0, "correct": True,
+              "bus_gigabytes_a_second": 1.0}  # fmt: skip
+    together = checks.judge_together(hosts, {name: [] for name in hosts}, {}, [(None, result)])
+    assert together[0].text.startswith("2 ranks of 2 hosts over ")
+    assert together[0].facts["expected_gigabytes_a_second"] == expected
