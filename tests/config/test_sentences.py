@@ -202,6 +202,22 @@ hydra.sweep.dir=x is for sweeps: add -m, or leave it out.
 hydra/launcher=joblib: Hydra's own settings have no effect here. ddpexp starts the jobs of a sweep itself.
 > -m hydra.mode=RUN
 hydra.mode=RUN is one run, and -m a sweep: leave one of them out.
+> CUDA_VISIBLE_DEVICES=0 trainer.gpus=1
+CUDA_VISIBLE_DEVICES is a variable of the environment, not a key: type it before the command, as in CUDA_VISIBLE_DEVICE
+> scheduler.max_lr=0.1
+scheduler.max_lr is not a known key. Did you mean optimizer.lr?
+> trainer.lr_scheduler=cosine
+trainer.lr_scheduler is not a known key. Did you mean scheduler?
+> data.shuffle=false
+data.shuffle is not a known key. Training data is always shuffled, by trainer.seed, and evaluations keep the order of t
+> data.drop_last=true
+data.drop_last is not a known key. Samples of an epoch that fill no global batch are left out, and evaluations take eve
+> data.pin_memory=true
+data.pin_memory is not a known key. The loader sets it: data.num_workers is all that is to be set.
+> data.val_split=0.1
+data.val_split is not a known key. Did you mean data.validation_fraction?
+> trainer.enable_checkpointing=false
+trainer.enable_checkpointing is not a known key. trainer.checkpoint_every=0 saves only at the end.
 > trainer.seed=${SEED}
 trainer.seed: Interpolation key 'SEED' not found. A variable of the environment is written ${oc.env:SEED}.
 > model.hidden=${model.hiden}
@@ -244,6 +260,28 @@ trainer.gpus=2.0 is not auto or a whole number. Did you mean trainer.gpus=2?
 trainer.gpus='2' is a text, and the key takes auto or a whole number: leave out the quotes.
 > trainer.gpus=[0,1]
 trainer.gpus=[0, 1] is not auto or a whole number. It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which.
+> trainer.gpus=cpu
+trainer.gpus=cpu is not auto or a whole number. It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on
+> trainer.device=mps
+trainer.device=mps is not one of auto, cpu, cuda. The workers run on GPUs of CUDA or on CPUs.
+> trainer.device=tpu
+trainer.device=tpu is not one of auto, cpu, cuda. The workers run on GPUs of CUDA or on CPUs.
+> trainer.device=cuda:0
+trainer.device=cuda:0 is not one of auto, cpu, cuda. Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the
+> trainer.precision=tf32
+trainer.precision=tf32 is not one of fp32, bf16, fp16. torch.set_float32_matmul_precision('high') in the recipe allows i
+> trainer.eval_every=0.25
+trainer.eval_every=0.25 is not epoch or a whole number. It is a number of optimizer steps, or epoch.
+> trainer.eval_every=2epochs
+trainer.eval_every=2epochs is not epoch or a whole number. It is a number of optimizer steps, or epoch.
+> trainer.checkpoint_every=best
+trainer.checkpoint_every=best is not epoch or a whole number. trainer.keep_best=max:eval/accuracy keeps the best one, to
+> trainer.keep_last=all
+trainer.keep_last=all is not a whole number or null. Did you mean trainer.keep_last=null?
+> trainer.clip_grad_norm=off
+trainer.clip_grad_norm=off is not a number or null. Did you mean trainer.clip_grad_norm=null?
+> trainer.timeout=60
+trainer.timeout=60 is not a section: it has the keys init_seconds, step_seconds, save_seconds, data_seconds. Type one of
 > trainer.epochs=1e1
 trainer.epochs=10.0 is not a whole number or null. Did you mean trainer.epochs=10?
 > trainer.epochs=None
