@@ -16,6 +16,7 @@ from ddpexp.errors import RefusedError
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
 _NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
+_CHOSEN = ("model", "data", "optimizer", "scheduler", "launcher", "logger", "strategy")  # sections of groups
 _TRUTHS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
@@ -100,6 +101,8 @@ def unknown_key(
     head, _, rest = key.partition(".")
     last = key.rpartition(".")[2]
     advice = _NO_SUCH_KEY.get(typed, "") or advice_on_key(last)
+    if not advice and where in _CHOSEN and key in ("name", "type"):
+        advice = f" An option is chosen as {where}=NAME, with the names that ddpexp help {where} lists."
     if not advice:
         alike = (nearest(head, known, _SURE) if not rest else None) or nearest(typed.replace("/", "."), keys, _SURE)
         named = [one for one in keys if one.rpartition(".")[2] == last]

@@ -33,7 +33,7 @@ _KEYS = {
     "data.root": "data_dir data_path dataset_path dataset_dir",
     "data.validation_fraction": "val_split validation_split val_size",
     "data.num_workers": "dataloader_num_workers n_workers",
-    "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir",
+    "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir run_name exp_name experiment_name",
     "sweep.objective": "optimized_metric",
 }
 _REMARKS = {
@@ -47,7 +47,12 @@ _WHOLE = (
     "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves evaluations out."
 )
 _SENTENCES = {
-    "ckpt_path resume_from_checkpoint": _RESUME,
+    "ckpt_path resume_from_checkpoint resume_from": _RESUME,
+    "max_time": (
+        "A run that is stopped saves first: timeout 12h before the command ends it after that time, and the same "
+        "command resumes it."
+    ),
+    "num_sanity_val_steps": "There is nothing like it: keys and the task are checked before and in the first step.",
     "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
     "limit_val_batches limit_test_batches limit_eval_batches limit_predict_batches": _WHOLE,
     "fast_dev_run": "There is nothing like it: trainer.max_steps=2 ends a run after two steps.",
@@ -74,9 +79,14 @@ _VALUES = {
     },
     "trainer.device": {"cuda": "gpu", "auto": "any"},
     "trainer.gpus": {"auto": "-1 all"},
-    "run.resume": {"auto": "true yes", "never": "false no"},
+    "run.resume": {"auto": "true yes latest last newest", "require": "must always force", "never": "false no none off"},
+    "scheduler": {
+        "constant": "none false no off",
+        "cosine": "cosineannealing cosineannealinglr cosine_annealing",
+        "onecycle": "one_cycle",
+    },
     "launcher": {
-        "spawn": "local ddp ddp_spawn mp process single none",
+        "spawn": "local ddp ddp_spawn mp process single none accelerate deepspeed fabric lightning",
         "torchrun-env": "env",
         "slurm": "srun sbatch salloc submitit submitit_slurm",
         "mpi": "mpirun mpiexec horovod",

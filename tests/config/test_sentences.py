@@ -98,6 +98,8 @@ optimizer.lr=0.1, 0.01, has a space, at which the shell cuts it: leave out the s
 launcher.mem=64 gb has a space, at which the shell cuts it: leave out the space: launcher.mem=64gb.
 > optimizer.lr=0,1
 optimizer.lr=0,1 gives several values: add -m for a run with each, or optimizer.lr=0.1.
+> trainer.max_steps=10,000
+trainer.max_steps=10,000 gives several values: add -m for a run with each, or trainer.max_steps=10000.
 > run.trust=a,b
 run.trust=a,b gives several values: add -m for a run with each, or write a list as run.trust=[a,b].
 > run.dir=a,b
@@ -122,6 +124,14 @@ strategy=ddp.bucket_cap_mb=5 is not read: an option and its key are two override
 trainer.seed is typed twice: write trainer.seed=1,2.
 > -m trainer.seed=1,2 trainer.seed=3
 trainer.seed is typed twice: leave trainer.seed=1,2 or trainer.seed=3 out.
+> trainer.gpus=１
+trainer.gpus=１ has the character １, which only looks like a plain one: write trainer.gpus=1.
+> optimizer.lr=1e−3
+optimizer.lr=1e−3 has the character −, which only looks like a plain one: write optimizer.lr=1e-3.
+> -m optimizer.lr=0.1，0.2
+optimizer.lr=0.1，0.2 has the character ，, which only looks like a plain one: write optimizer.lr=0.1,0.2.
+> trainer.epochs=3；
+trainer.epochs=3； has the character ；, which only looks like a plain one: write trainer.epochs=3.
 > trainer.gpus==2
 trainer.gpus==2 has = twice: write trainer.gpus=2.
 > optimizer.lr=1e-3, trainer.gpus=2
@@ -218,6 +228,18 @@ data.pin_memory is not a known key. The loader sets it: data.num_workers is all 
 data.val_split is not a known key. Did you mean data.validation_fraction?
 > trainer.enable_checkpointing=false
 trainer.enable_checkpointing is not a known key. trainer.checkpoint_every=0 saves only at the end.
+> model.name=resnet18
+model.name is not a known key. An option is chosen as model=NAME, with the names that ddpexp help model lists.
+> run_name=first
+run_name is not a known key. Did you mean run.dir?
+> trainer.max_time=00:12:00:00
+trainer.max_time is not a known key. A run that is stopped saves first: timeout 12h before the command ends it after tha
+> trainer.num_sanity_val_steps=0
+trainer.num_sanity_val_steps is not a known key. There is nothing like it: keys and the task are checked before and in t
+> scheduler=none
+scheduler=none is not a known option. Did you mean scheduler=constant?
+> launcher=accelerate
+launcher=accelerate is not a known option. Did you mean launcher=spawn?
 > trainer.seed=${SEED}
 trainer.seed: Interpolation key 'SEED' not found. A variable of the environment is written ${oc.env:SEED}.
 > model.hidden=${model.hiden}
@@ -282,6 +304,8 @@ trainer.keep_last=all is not a whole number or null. Did you mean trainer.keep_l
 trainer.clip_grad_norm=off is not a number or null. Did you mean trainer.clip_grad_norm=null?
 > trainer.timeout=60
 trainer.timeout=60 is not a section: it has the keys init_seconds, step_seconds, save_seconds, data_seconds. Type one of
+> run.resume=latest
+run.resume=latest is not one of auto, never, require. Did you mean run.resume=auto?
 > trainer.epochs=1e1
 trainer.epochs=10.0 is not a whole number or null. Did you mean trainer.epochs=10?
 > trainer.epochs=None
@@ -318,6 +342,10 @@ strategy._target_ is not a known key. An installed package brings your own strat
 logger._target_ is not a known key. Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md
 > --lr=0.1
 --lr=0.1 is not an option: write key=value, for example trainer.gpus=2. Did you mean optimizer.lr?
+> --resume=outputs/first
+--resume=outputs/first is not an option: a run is resumed with python -m ddpexp resume outputs/first.
+> --standalone recipe=mnist
+--standalone is an option of torchrun, and stands before -m: torchrun --standalone --nproc-per-node 2 -m ddpexp ... laun
 > --multi-run
 --multi-run is not an option. Did you mean --multirun?
 > --resolve
@@ -357,6 +385,12 @@ def test_several_overrides_inside_one_pair_of_quotes_are_recognized() -> None:
     )
     assert refusal("run.dir=a b c=d").endswith("each on its own, or a text that holds both: 'run.dir=\"a b c=d\"'.")
     assert refusal("-m", "optimizer.lr=0.1 0.01").endswith(" Did you mean optimizer.lr=0.1,0.01?")
+
+
+def test_a_space_behind_the_config_folder_is_reported(project: Path) -> None:
+    assert refusal("--config-dir", "mine/conf ", "recipe=mine") == (
+        "--config-dir mine/conf  is not a directory. It has a space at its end: type --config-dir mine/conf."
+    )
 
 
 def test_what_is_suggested_for_a_sweep_is_one() -> None:
