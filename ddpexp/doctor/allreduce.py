@@ -48,7 +48,9 @@ def judge_devices(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
     first = ranks[0]
     if first.get("device") and not findings:
         nccl = f", NCCL {first['nccl']}" if first.get("nccl") else ""
-        findings.append(good("torch_gpu", f"torch {first['torch']} runs on {first['device']['name']}{nccl}"))
+        kinds = [rank["device"]["name"] for rank in ranks if rank.get("device")]
+        counted = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
+        findings.append(good("torch_gpu", f"torch {first['torch']} for {counted}{nccl}", devices=kinds))
     return list({finding.text: finding for finding in findings}.values())
 
 

@@ -35,6 +35,15 @@ _JUDGES: Mapping[str, Judge] = {
     "clock": host.judge_clock,
     "scheduler": host.judge_scheduler,
 }
+# The check that stands for a probe without an answer, where it has another name.
+_CHECKS = {
+    "software": "versions",
+    "gpus": "gpu",
+    "shared_memory": "shm",
+    "limits": "open_files",
+    "files": "file_system",
+    "temporary": "tmp",
+}
 # What a run needs as well, so that it would hang there, with what to look at.
 _NEEDED = {
     "files": "is the file server reachable? Choose another place with run.dir=... .",
@@ -42,7 +51,7 @@ _NEEDED = {
     "gpus": "the driver does not answer: see dmesg, and reset the GPU or reboot",
     "memory": "/proc does not answer: reboot",
 }
-_COMPARED = ("versions", "torch_build", "driver", "gpu", "cores")  # checks in which hosts of a job should agree
+_COMPARED = ("versions", "code", "torch_build", "driver", "gpu", "cores")  # checks in which hosts of a job should agree
 
 
 def probes(setting: Setting, code: str | None) -> dict[str, Probe]:
@@ -68,6 +77,7 @@ def judge_host(
 ) -> list[Finding]:
     """Judge one host: the facts of its probes, what its ranks found, and NCCL's log there."""
     findings: list[Finding] = []
+    facts = {**facts, "cores": resources.with_cores_of(facts["cores"], [rank["cores"] for rank in ranks])}
     for name, judge in _JUDGES.items():
         findings += _answered(name, facts[name], partial(judge, setting=setting))
         if name == "gpus":
@@ -87,13 +97,13 @@ def _answered(name: str, facts: Facts, judge: Callable[[Facts], list[Finding]]) 
     else:
         return judge(facts)
     report = bad if name in _NEEDED else doubtful
-    return [report(name, text, _NEEDED.get(name, advice), **facts)]
+    return [report(_CHECKS.get(name, name), text, _NEEDED.get(name, advice), **facts)]
 
 
-def links_of(facts: Mapping[str, Facts]) -> tuple[str, float] | None:
-    """Return by what the GPUs of a host are connected, and its gigabytes a second; None where it is not known."""
+def links_of(facts: Mapping[str, Facts], workers: int) -> tuple[str, float] | None:
+    """Return by what the GPUs of a host's workers are connected, and its gigabytes a second; None: not known."""
     probe = facts["gpus"]
-    return links.expected(probe, gpus.visible(probe)) if probe.get("gpus") else None
+    return links.expected(probe, gpus.visible(probe)[:workers]) if probe.get("gpus") else None
 
 
 def _of_devices(
@@ -102,12 +112,12 @@ def _of_devices(
     probe, findings = facts["gpus"], []
     if probe.get("gpus"):
         findings += gpus.judge_driver(probe, facts["software"].get("torch_cuda"))
-        findings += links.judge_links(probe, gpus.visible(probe), setting)
+        findings += links.judge_links(probe, gpus.visible(probe)[: setting.workers], setting)
     if ranks:
         findings += allreduce.judge_devices(ranks)
-        findings += allreduce.judge_peers(ranks[0].get("peers") or [], links_of(facts))
+        findings += allreduce.judge_peers(ranks[0].get("peers") or [], links_of(facts, setting.workers))
     if log is not None:
-        findings += links.judge_nccl(links.parse_nccl_log(log), links_of(facts), facts["infiniband"])
+        findings += links.judge_nccl(links.parse_nccl_log(log), links_of(facts, setting.workers), facts["infiniband"])
     return findings
 
 
@@ -122,7 +132,7 @@ def judge_together(
     for name, result in measured:
         hosts = list(by_host) if name is None else [name]
         where = f"on {name}" if name is not None else f"of {len(hosts)} hosts" if len(hosts) > 1 else "on this host"
-        speed = links_of(by_host[hosts[0]]) if len(hosts) == 1 else _between([by_host[host] for host in hosts])
+        speed = _carried([by_host[host] for host in hosts], result)
         together.append(allreduce.judge_all_reduce(result, speed, where))
     if len(by_host) < 2:
         return together
@@ -152,8 +162,16 @@ def _shared_folder(by_host: Mapping[str, Mapping[str, Facts]]) -> list[Finding]:
     return []
 
 
-def _between(hosts: Sequence[Mapping[str, Facts]]) -> tuple[str, float] | None:
-    """Return what the slowest network of several hosts carries; None where one does not report it."""
-    speeds = [links.host_speed(facts["infiniband"], facts["network"].get("speed_mbit")) for facts in hosts]
+def _carried(hosts: Sequence[Mapping[str, Facts]], result: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Return what the links of an all-reduce carry: of one host, or the slowest network of several.
+
+    None where that is not known.
+    """
+    if len(hosts) == 1:
+        return links_of(hosts[0], result["ranks"]) if result["backend"] == "nccl" else None
+    speeds = [
+        links.host_speed(facts["infiniband"] if result["backend"] == "nccl" else {}, facts["network"].get("speed_mbit"))
+        for facts in hosts
+    ]
     known = [speed for speed in speeds if speed is not None]
     return ("the network", min(known)) if len(known) == len(hosts) else None

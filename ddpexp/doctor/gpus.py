@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 from xml.etree import ElementTree
 
-from ddpexp.doctor.gather import Facts
+from ddpexp.doctor.gather import Facts, Gathering
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
 from ddpexp.doctor.software import numbers
-from ddpexp.system.hardware import visible_gpus
+from ddpexp.system.hardware import visible_devices
 from ddpexp.system.programs import find
 
 _ANSWER_SECONDS = 8.0  # without persistence mode the driver is loaded for each call
+_NO_ANSWER = f"no answer in {_ANSWER_SECONDS:g} s"
+_SLOW_ANSWER_SECONDS = 2.0
 _QUESTIONS = {"query": ("-q", "-x"), "topology": ("topo", "-m"), "nvlink": ("nvlink", "-s")}
 _BUSY_MIB = 2048  # beyond what a context and NCCL's buffers take, such as those of this command's own workers
 _BUSY_PERCENT = 20
@@ -33,8 +37,15 @@ _OLDEST_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 def gather_gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     """Ask nvidia-smi about the GPUs, their links and their state."""
     program = find("nvidia-smi", environ)
-    facts: dict[str, Any] = {"nvidia_smi": program is not None, "visible": visible_gpus(environ), "driver": None,
-                             "gpus": [], "topology": "", "nvlink": "", "failed": None}  # fmt: skip
+    facts: dict[str, Any] = {
+        "visible": [device.gpu for device in visible_devices(environ)],
+        "driver": None,
+        "gpus": [],
+        "topology": "",
+        "nvlink": "",
+        "failed": None,
+        "loaded": os.path.exists("/dev/nvidiactl"),
+    }
     facts["environment"] = {
         name: value
         for name, value in environ.items()
@@ -43,26 +54,29 @@ def gather_gpus(environ: Mapping[str, str] = os.environ) -> Facts:
     }
     if program is None:
         return facts
-    answers = {name: _ask(program, arguments) for name, arguments in _QUESTIONS.items()}
-    if isinstance(answers["query"], str):
-        facts |= parse_query(answers["query"])
+    questions = {name: partial(_ask, program, arguments) for name, arguments in _QUESTIONS.items()}
+    answers = Gathering.start(questions).facts(_ANSWER_SECONDS + 1)
+    query = answers["query"]
+    if "text" in query:
+        facts |= {**parse_query(query["text"]), "answer_seconds": query["seconds"]}
     else:
-        facts["failed"] = f"nvidia-smi fails: {answers['query'][0]}"
-    return facts | {name: answer for name, answer in answers.items() if name != "query" and isinstance(answer, str)}
+        facts["failed"] = f"nvidia-smi fails: {query.get('error', _NO_ANSWER)}"
+    return facts | {name: answer["text"] for name, answer in answers.items() if name != "query" and "text" in answer}
 
 
-def _ask(program: str, arguments: Sequence[str]) -> str | tuple[str]:
-    """Return what nvidia-smi prints, or a tuple with the reason why it fails."""
+def _ask(program: str, arguments: Sequence[str]) -> Facts:
+    """Return what nvidia-smi prints and the seconds that it took, or the reason why it fails."""
+    began = time.monotonic()
     try:
         done = subprocess.run(
             [program, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
             timeout=_ANSWER_SECONDS,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        return (f"no answer in {_ANSWER_SECONDS:g} s" if isinstance(error, subprocess.TimeoutExpired) else str(error),)
+        return {"error": _NO_ANSWER if isinstance(error, subprocess.TimeoutExpired) else str(error)}
     if done.returncode:
-        return (" ".join((done.stdout + done.stderr).split())[:400] or f"exit code {done.returncode}",)
-    return done.stdout
+        return {"error": " ".join((done.stdout + done.stderr).split())[:400] or f"exit code {done.returncode}"}
+    return {"text": done.stdout, "seconds": round(time.monotonic() - began, 2)}
 
 
 def parse_query(text: str) -> dict[str, Any]:
@@ -124,6 +138,8 @@ def _number(text: str | None) -> int | None:
 
 def judge_gpus(facts: Facts, setting: Setting) -> list[Finding]:
     """Judge the GPUs and their driver."""
+    if facts["failed"] and not facts["loaded"] and not facts["visible"]:
+        return [good("gpu", "no GPU here: nvidia-smi is installed, and no driver is loaded", **_seen(facts))]
     if facts["failed"]:
         advice = "see dmesg; after an update of the driver, reboot or reload its module"
         return [bad("gpu", facts["failed"], advice, **_seen(facts))]
@@ -136,6 +152,10 @@ def judge_gpus(facts: Facts, setting: Setting) -> list[Finding]:
         return [good("gpu", text, **_seen(facts))]
     used = visible(facts)
     findings = [_summary(facts, used), *(finding for gpu in used for finding in judge_gpu(gpu))]
+    seconds = facts.get("answer_seconds", 0.0)
+    if seconds > _SLOW_ANSWER_SECONDS and not all(gpu["persistence"] for gpu in used):
+        text, advice = "each start waits for the driver to load: persistence mode is off", "nvidia-smi -pm 1, as root"
+        findings.append(doubtful("gpu", text, advice, f"nvidia-smi took {seconds:.1f} s", answer_seconds=seconds))
     if variable := facts["environment"].get("CUDA_LAUNCH_BLOCKING"):
         text = f"CUDA_LAUNCH_BLOCKING={variable} makes every kernel wait for the one before"
         findings.append(doubtful("gpu", text, "unset CUDA_LAUNCH_BLOCKING", **_seen(facts)))
@@ -143,14 +163,10 @@ def judge_gpus(facts: Facts, setting: Setting) -> list[Finding]:
 
 
 def visible(facts: Facts) -> list[dict[str, Any]]:
-    """Return the GPUs that a run would see: those of CUDA_VISIBLE_DEVICES, MIG instances by the GPU that has them."""
-    names, gpus = facts["visible"], facts["gpus"]
-    if not names or any(name.startswith("MIG-") for name in names):
-        return list(gpus)
-    chosen = [
-        gpu for name in names for gpu in gpus if name == str(gpu["index"]) or (gpu["uuid"] or "").startswith(name)
-    ]
-    return chosen or list(gpus)
+    """Return the GPUs that a run would use, in its order; all where nvidia-smi names them otherwise."""
+    by_uuid = {gpu["uuid"]: gpu for gpu in facts["gpus"]}
+    chosen = [by_uuid[uuid] for uuid in dict.fromkeys(facts["visible"]) if uuid in by_uuid]
+    return chosen or list(facts["gpus"])
 
 
 def _seen(facts: Facts) -> dict[str, Any]:

@@ -9,10 +9,12 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddpexp.config.schema import Experiment
+from ddpexp.doctor import storage
 from ddpexp.doctor.checks import probes
 from ddpexp.doctor.gather import Facts, Gathering
 from ddpexp.doctor.request import Request
@@ -22,10 +24,11 @@ from ddpexp.launch import Job, Layout, Participants, Timeout
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
 
-GATHER_SECONDS = 10.0  # for all probes, which run beside each other
+GATHER_SECONDS = 15.0  # for all probes, which run beside each other
 _START_SECONDS = 45.0  # to start and to join: CUDA and NCCL take some 10 s on a machine with eight GPUs
 _MEET_SECONDS = 120.0  # where a person starts the command on each machine
 _MEASURE_SECONDS = 30.0
+_FOLDER_SECONDS = 5.0  # for a file system to answer at all
 _LOOK_SECONDS, _POLL_SECONDS = 3.0, 0.1  # for a file of another host
 # Which task of a host this is, by the program that started it.
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -33,6 +36,10 @@ _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MP
 
 class ElsewhereError(RefusedError):
     """The launcher would start further commands, and this job is for those that are there."""
+
+
+class NoAnswerError(RefusedError):
+    """The file system of run directories gives no answer, so that a run would hang."""
 
 
 class Diagnosis(Job):
@@ -47,8 +54,7 @@ class Diagnosis(Job):
         self.request = replace(request, timeout=_bounded(request.timeout, request.nodes not in ("auto", 1)))
         self.identity = job_identity(text)
         self.setting = Setting.of(experiment, request)
-        places = (Path(self.setting.folder), *Path(self.setting.folder).parents)
-        self.folder = next(place for place in places if place.is_dir())
+        self._nearest = Gathering.start({"folder": partial(_nearest, self.setting.folder)})
         self.layout: Layout | None = None
         self.hosts: Sequence[str] = ()
         self._code = experiment.run.code
@@ -56,6 +62,16 @@ class Diagnosis(Job):
         self._descriptors: list[int] = []
         self._probe: Path | None = None  # a file of the leading command, which the other hosts look for
         self._environ = environ
+
+    @property
+    def folder_hangs(self) -> bool:
+        """Return whether the file system of run directories gives no answer, so that nothing can be started."""
+        return "hung" in self._nearest.facts(_FOLDER_SECONDS)["folder"]
+
+    @property
+    def folder(self) -> Path:  # type: ignore[override]
+        """Return the nearest folder above the run directory that exists, where commands of several hosts meet."""
+        return Path(self._nearest.facts(_FOLDER_SECONDS)["folder"].get("path", self.setting.folder))
 
     def facts(self) -> dict[str, Facts]:
         """Return the facts of this host, which are gathered from the first call on."""
@@ -129,6 +145,10 @@ class Diagnosis(Job):
         """Remove the file. The answers stay: they are read after the job has ended."""
         if self._probe is not None:
             self._probe.unlink(missing_ok=True)
+
+
+def _nearest(folder: str) -> Facts:
+    return {"path": str(storage.nearest_folder(folder))}
 
 
 def _look_for(path: str | None) -> Facts:

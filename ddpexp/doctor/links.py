@@ -90,7 +90,7 @@ def expected(facts: Facts, gpus: Sequence[Mapping[str, Any]]) -> tuple[str, floa
     """
     table = parse_topology(facts["topology"])
     chosen = [gpu["index"] for gpu in gpus]
-    if len(chosen) < 2 or not table or max(chosen) >= len(table):
+    if len(chosen) < 2 or not table or max(chosen) >= len(table) or any(gpu.get("mig") for gpu in gpus):
         return None
     nvlink, pcie = parse_nvlink(facts["nvlink"]), pcie_speed(gpus)
     speeds = [[link_speed(table[a][b], nvlink, pcie) for b in chosen] for a in chosen]

@@ -97,7 +97,7 @@ def _build(facts: Facts) -> Finding:
     cuda = facts["torch_cuda"]
     values = {name: facts[name] for name in ("torch_cuda", "gpus", "why_no_gpu")}
     if facts["gpus"]:
-        return good("torch_build", f"torch for CUDA {cuda}", **values)
+        return good("torch_build", f"torch for {f'CUDA {cuda}' if cuda else 'ROCm'}{facts['why_no_gpu']}", **values)
     if facts["why_no_gpu"]:
         advice = (
             "install a build of torch for CUDA (pytorch.org/get-started)" if cuda is None else

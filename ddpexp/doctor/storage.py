@@ -46,9 +46,14 @@ def mount_of(path: str, mountinfo: str) -> tuple[str, str, str, str]:
     return best
 
 
+def nearest_folder(folder: str) -> Path:
+    """Return a folder, or the nearest one above it that exists."""
+    return next(place for place in (Path(folder), *Path(folder).parents) if place.is_dir())
+
+
 def gather_files(folder: str) -> Facts:
     """Write, lock, rename and remove a file beside where a run directory would be made."""
-    existing = next(place for place in (Path(folder), *Path(folder).parents) if place.is_dir())
+    existing = nearest_folder(folder)
     point, kind, source, options = mount_of(os.path.realpath(existing), _mounts())
     status = os.statvfs(existing)
     facts: dict[str, object] = {

@@ -16,10 +16,11 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.doctor.checks import judge_host, judge_together
 from ddpexp.doctor.gather import Facts
-from ddpexp.doctor.job import Diagnosis, ElsewhereError
+from ddpexp.doctor.job import Diagnosis, ElsewhereError, NoAnswerError
 from ddpexp.doctor.report import Finding, as_json, as_text, bad, doubtful, exit_code, good, merge
 from ddpexp.errors import EXIT_DONE, RefusedError, WorkerError
 from ddpexp.launch.launchers.base import Launcher
+from ddpexp.run.outcome import write_torchrun_error
 from ddpexp.system.terminal import print_message, show
 
 _USAGE = f"""{commands.of("doctor").usage}
@@ -103,6 +104,8 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
     began, failure = time.monotonic(), None
     job.gather(launcher.ranks_started_externally)
     try:
+        if job.folder_hangs:
+            raise NoAnswerError(f"the file system of {job.setting.folder} does not answer")
         with redirect_stdout(sys.stderr):  # the workers' output is no part of the report
             launch()
     except (RefusedError, WorkerError) as error:
@@ -118,6 +121,8 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
         show(as_json(findings))
     else:
         show(as_text(findings, hosts, _headline(job, hosts), time.monotonic() - began))
+    if names := list(dict.fromkeys(finding.check for finding in findings if finding.level == "bad")):
+        write_torchrun_error(f"ddpexp doctor: bad: {', '.join(names)}; the report is above")
     return exit_code(findings)
 
 
@@ -131,11 +136,13 @@ def judge(
     names = _names(nodes) if nodes else {0: platform.node()}
     logs = {answer["node_rank"]: answer["log"] for answer in job.answers("nccl")}
     by_host: dict[str, Mapping[str, Facts]] = {}
+    missing = []
     found: dict[str, list[Finding]] = {}
     for node, name in names.items():
-        ranks = nodes.get(node, [])
+        ranks = sorted(nodes.get(node, []), key=lambda rank: "facts" not in rank)
         facts = here if node == next(iter(names)) else ranks[0].get("facts")
         if facts is None:
+            missing.append(doubtful("hosts", f"the facts of {name} did not arrive", f"run ddpexp doctor on {name}"))
             continue
         setting = job.setting
         if job.layout is not None:
@@ -144,7 +151,7 @@ def judge(
     times = {name: nodes[node][0]["time"] for node, name in names.items() if node in nodes}
     measured = [(names.get(answer["node_rank"]), answer) for answer in job.answers("all_reduce")]
     together = [_of_workers(job, failure), *judge_together(by_host, found, times, measured)]
-    together = [finding for finding in together if finding is not None]
+    together += missing
     return list(by_host), merge({name: [*together, *found[name]] for name in by_host})
 
 
@@ -165,6 +172,8 @@ def _of_workers(job: Diagnosis, failure: RefusedError | WorkerError | None) -> F
         if setting.launcher != "slurm":
             advice = "start the ranks with torchrun and launcher=torchrun-env, or with srun and launcher=slurm"
         return doubtful("workers", f"not measured: {failure}", advice)
+    if isinstance(failure, NoAnswerError):
+        return bad("workers", f"nothing was started: {failure}", "a run would hang: see file_system")
     if isinstance(failure, WorkerError):
         cause = failure.failure
         text = f"rank {cause.rank} on {cause.host} failed ({cause.phase or 'start'}): {cause.kind}: {cause.message}"

@@ -18,6 +18,7 @@ from ddpexp.doctor.request import Request
 from ddpexp.errors import DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
+from ddpexp.system.hardware import usable_core_numbers
 from ddpexp.train.process import run_rank
 
 _BYTES = {"cuda": 256_000_000, "cpu": 8_000_000}  # of the measured all-reduce: large enough that latency does not count
@@ -49,6 +50,7 @@ def _measure(request: Request, control: Control) -> None:
         "rank": world.rank,
         "node_rank": world.node_rank,
         "time": now,
+        "cores": usable_core_numbers(),
         **describe_torch(world.device),
     }
     if world.local_rank == 0:
@@ -62,11 +64,12 @@ def _measure(request: Request, control: Control) -> None:
     for rank in ranks:
         answers.add("rank", rank)
     torch.ones(8, device=world.device).sum().item()  # fails where torch has no code for the device
-    for node_rank, result in measurements(world, layout):
+    control.heartbeat()
+    for node_rank, result in measurements(world, layout, control.heartbeat):
         answers.add("all_reduce", {"node_rank": node_rank, **result})
     if log is not None:
-        for node_rank, text in enumerate(_logs(world, log)):
-            answers.add("nccl", {"node_rank": node_rank, "log": text})
+        for text in _logs(world, log):
+            answers.add("nccl", text)
     world.barrier()
 
 
@@ -127,10 +130,12 @@ def _to_rank_zero(world: World, name: str, value: Mapping[str, Any]) -> list[dic
     return values
 
 
-def measurements(world: World, layout: Layout) -> list[tuple[int | None, dict[str, Any]]]:
+def measurements(
+    world: World, layout: Layout, heartbeat: Callable[[], None]
+) -> list[tuple[int | None, dict[str, Any]]]:
     """Measure the all-reduce on each host by itself, then over all ranks. Ranks: all; communicates.
 
-    Returns the results to rank zero, with the node rank of each; None: all ranks.
+    Returns the results to rank zero, with the node rank of each; None: all ranks. `heartbeat` is called between them.
     """
     if world.world_size == 1:
         return []
@@ -142,6 +147,7 @@ def measurements(world: World, layout: Layout) -> list[tuple[int | None, dict[st
         own = _all_reduce(world, layout, ranks, groups[world.node_rank]) if len(ranks) > 1 else {}
         gathered = _to_rank_zero(world, "ddpexp-doctor-node", own)
         results += [(node, gathered[ranks[0]]) for node, ranks in nodes.items() if gathered]
+        heartbeat()
     results.append((None, _all_reduce(world, layout, range(world.world_size), None)))
     return [(node, result) for node, result in results if result]
 
@@ -216,9 +222,9 @@ def _record_nccl() -> int | None:
     return descriptor
 
 
-def _logs(world: World, descriptor: int) -> list[str]:
+def _logs(world: World, descriptor: int) -> list[dict[str, Any]]:
     """Return what each node's log has on the ways of the channels. Ranks: all; to rank zero."""
     lines = os.pread(descriptor, _LOG_BYTES, 0).decode(errors="replace").splitlines()
     kept = [line for line in lines if " via " in line or "Using network" in line or "NVLS" in line][:_LOG_LINES]
-    sent = {"log": "\n".join(kept)} if world.local_rank == 0 else {}
-    return [log["log"] for log in _to_rank_zero(world, "ddpexp-doctor-nccl", sent) if log]
+    sent = {"node_rank": world.node_rank, "log": "\n".join(kept)} if world.local_rank == 0 else {}
+    return [log for log in _to_rank_zero(world, "ddpexp-doctor-nccl", sent) if log]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ddpexp.doctor import job as job_module
+from ddpexp.doctor import storage
 from ddpexp.doctor.job import Diagnosis, ElsewhereError
-from ddpexp.doctor.verb import DoctorArguments, judge, prepare
+from ddpexp.doctor.verb import DoctorArguments, diagnose, judge, prepare
 from ddpexp.errors import Failure, RefusedError, WorkerError
 from tests.conftest import Ddpexp, finish
 
@@ -70,6 +75,28 @@ def test_two_machines_are_examined_together(ddpexp: Ddpexp) -> None:
     assert "4 ranks of 2 hosts over gloo" in done.out
     assert "all hosts see the folder of run directories" in done.out
     assert list(ddpexp.folder.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun here")
+def test_under_mpirun_one_rank_reports_for_all(ddpexp: Ddpexp) -> None:
+    ddpexp.environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    line = f"mpirun --oversubscribe -n 2 {sys.executable} -m ddpexp doctor launcher=mpi trainer.device=cpu"
+    done = finish(ddpexp.paste(line), ddpexp.folder)
+    assert done.out.count("ddpexp doctor on ") == 1, done.err
+    assert "2 ranks on this host over gloo" in done.out
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.skipif("SLURM_CONF" not in os.environ, reason="there is no Slurm cluster")
+def test_under_srun_one_task_reports_for_all(ddpexp: Ddpexp) -> None:
+    environ = {"SLURM_CONF": os.environ.get("SLURM_CONF", "")}
+    line = f"srun -N2 -n4 {sys.executable} -m ddpexp doctor launcher=slurm trainer.device=cpu"
+    done = finish(ddpexp.paste(line, environ=environ), ddpexp.folder)
+    assert done.out.count("ddpexp doctor on ") == 1, done.err
+    assert "4 ranks of 2 hosts over gloo" in done.out
+    assert "Slurm job " in done.out
 
 
 @pytest.mark.parametrize(
@@ -135,6 +162,60 @@ def test_only_the_first_task_of_a_host_gathers(job: Diagnosis) -> None:
     job._environ = {"SLURM_LOCALID": "1"}
     job.gather(ranks_started_externally=True)
     assert job._gathering is None
+
+
+def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    release, started = threading.Event(), threading.Event()
+    monkeypatch.setattr(storage, "nearest_folder", lambda _: release.wait(60))
+    monkeypatch.setattr(job_module, "_FOLDER_SECONDS", 0.2)
+    monkeypatch.setattr(job_module, "GATHER_SECONDS", 2.0)
+    prepared = prepare(["trainer.device=cpu"])
+    assert prepared is not None
+
+    def launch() -> int:
+        started.set()
+        return 0
+
+    code = diagnose(*prepared, launch, json=False)
+    release.set()
+    out = capsys.readouterr().out
+    assert (code, started.is_set()) == (1, False)
+    assert f"nothing was started: the file system of {Path.cwd()}/outputs/mnist does not answer" in out
+    assert "bad       file_system   no answer within 2 s" in out
+    assert "bad: workers, file_system" in (tmp_path / "error.json").read_text()
+    assert "good      cores" in out or "doubtful  cores" in out
+
+
+DEAD = """
+import ctypes, os, subprocess, sys
+device = os.open("/dev/fuse", os.O_RDWR)
+libc = ctypes.CDLL(None, use_errno=True)
+options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
+if (
+    libc.unshare(0x20000)  # CLONE_NEWNS
+    or libc.mount(None, b"/", None, 0x44000, None)  # MS_REC | MS_PRIVATE
+    or libc.mount(b"dead", sys.argv[1].encode(), b"fuse.dead", 0, options)
+):
+    sys.exit(77)
+command = [sys.executable, "-m", "ddpexp", "doctor", f"run.dir={sys.argv[1]}/outputs/a", "trainer.device=cpu"]
+sys.exit(subprocess.run(command, timeout=100).returncode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs root and FUSE")
+def test_a_file_system_whose_server_is_gone_holds_up_no_other_check(ddpexp: Ddpexp) -> None:
+    (ddpexp.folder / "dead").mkdir()
+    (ddpexp.folder / "mount.py").write_text(DEAD)
+    done = finish(ddpexp.paste(f"exec {sys.executable} mount.py {ddpexp.folder}/dead"), ddpexp.folder)
+    if done.code == 77:
+        pytest.skip("this container may not mount")
+    assert done.code == 1, done.err
+    assert "bad       file_system   no answer within" in done.out
+    assert "good      tmp" in done.out
 
 
 def test_a_hang_is_reported_soon(job: Diagnosis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,20 @@ from ddpexp.doctor import gpus
 from ddpexp.doctor.report import Finding
 from ddpexp.doctor.setting import Setting
 
+FIRST, SECOND = "GPU-11111111-aaaa-bbbb-cccc-000000000000", "GPU-22222222-aaaa-bbbb-cccc-000000000000"
 ANSWERS = Path(__file__).parent / "answers"
 HERE = Setting("outputs", device="cuda", workers=2, world_size=2)
 
 
 def facts(name: str | None = "h100.xml", **others: Any) -> dict[str, Any]:
-    none: dict[str, Any] = {"driver": None, "gpus": [], "visible": ["0", "1"], "failed": None, "environment": {}}
+    none: dict[str, Any] = {
+        "driver": None,
+        "gpus": [],
+        "visible": [FIRST, SECOND],
+        "failed": None,
+        "loaded": True,
+        "environment": {},
+    }
     return {**none, **(gpus.parse_query((ANSWERS / name).read_text()) if name else {}), **others}
 
 
@@ -26,7 +35,7 @@ def texts(findings: list[Finding], level: str) -> list[str]:
 
 
 def test_a_gpu_that_is_well_has_one_line() -> None:
-    findings = gpus.judge_gpus(facts(visible=["0"]), HERE)
+    findings = gpus.judge_gpus(facts(visible=[FIRST]), HERE)
     assert [(found.level, found.text) for found in findings] == [
         ("good", "1 x NVIDIA H100 80GB HBM3 (80 GiB), driver 550.54.15 (1 of 2 visible)")
     ]
@@ -34,7 +43,7 @@ def test_a_gpu_that_is_well_has_one_line() -> None:
 
 
 def test_each_trouble_of_a_gpu_has_a_line() -> None:
-    findings = gpus.judge_gpus(facts(visible=["GPU-2222"]), HERE)
+    findings = gpus.judge_gpus(facts(visible=[SECOND]), HERE)
     assert texts(findings, "bad") == ["GPU 1: its NVLink fabric is not ready (In Progress)"]
     assert texts(findings, "doubtful") == [
         "GPU 1: faulty memory is replaced with its next reset",
@@ -47,7 +56,7 @@ def test_each_trouble_of_a_gpu_has_a_line() -> None:
 
 
 def test_mig_instances_are_counted() -> None:
-    findings = gpus.judge_gpus(facts("mig.xml", visible=["MIG-1", "MIG-2"]), HERE)
+    findings = gpus.judge_gpus(facts("mig.xml", visible=["GPU-33333333-aaaa-bbbb-cccc-000000000000"] * 2), HERE)
     assert [found.text for found in findings] == [
         "1 x NVIDIA A100-SXM4-40GB (40 GiB), 2 MIG instances, driver 535.161.08"
     ]
@@ -74,6 +83,12 @@ def test_a_driver_that_does_not_answer_is_bad() -> None:
     failed = "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"
     [finding] = gpus.judge_gpus(facts(None, failed=failed), HERE)
     assert (finding.level, finding.text) == ("bad", failed)
+
+
+def test_a_login_node_with_nvidia_smi_alone_is_no_trouble() -> None:
+    login = facts(None, failed="nvidia-smi fails: no driver", loaded=False, visible=[])
+    assert [found.level for found in gpus.judge_gpus(login, HERE)] == ["good"]
+    assert [found.level for found in gpus.judge_gpus({**login, "loaded": True}, HERE)] == ["bad"]
 
 
 def test_gpus_of_two_kinds_are_doubtful() -> None:
@@ -104,3 +119,33 @@ def test_the_driver_is_compared_with_the_build_of_torch(
 
 def test_a_build_for_the_cpu_has_no_driver_to_compare() -> None:
     assert gpus.judge_driver({"driver": "550.54.15", "driver_cuda": "12.4"}, None) == []
+
+
+def test_a_driver_that_loads_anew_for_each_start_is_doubtful() -> None:
+    slow = facts(visible=[FIRST], answer_seconds=6.2)
+    assert texts(gpus.judge_gpus(slow, HERE), "doubtful") == []
+    slow["gpus"][0]["persistence"] = False
+    [text] = texts(gpus.judge_gpus(slow, HERE), "doubtful")
+    assert text == "each start waits for the driver to load: persistence mode is off"
+
+
+PROGRAM = """#!/bin/sh
+case "$1" in
+    -q) cat {query} ;;
+    topo) cat {topology} ;;
+    *) echo "no NVLink" >&2; exit 1 ;;
+esac
+"""
+
+
+def test_nvidia_smi_is_asked_three_times_at_once(tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(PROGRAM.format(query=ANSWERS / "h100.xml", topology=ANSWERS / "topo_nvlink.txt"))
+    program.chmod(0o755)
+    gathered = gpus.gather_gpus({"PATH": f"{tmp_path}:{os.defpath}", "NCCL_DEBUG": "WARN", "HOME": "/root"})
+    assert [gpu["uuid"] for gpu in gathered["gpus"]] == [FIRST, SECOND]
+    assert (gathered["failed"], gathered["nvlink"], gathered["environment"]) == (None, "", {"NCCL_DEBUG": "WARN"})
+    assert "NV18" in gathered["topology"]
+    program.write_text("#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n")
+    failed = gpus.gather_gpus({"PATH": f"{tmp_path}:{os.defpath}"})["failed"]
+    assert failed == "nvidia-smi fails: Failed to initialize NVML: Driver/library version mismatch"

@@ -162,3 +162,21 @@ def test_clocks_that_disagree_are_doubtful() -> None:
     [finding] = allreduce.judge_skew({"a": 10.0, "b": 14.5})
     assert (finding.level, finding.text) == ("doubtful", "the clock of b is ahead of that of a")
     assert allreduce.judge_skew({"a": 10.0}) == []
+
+
+RANK = {"torch": "2.10.0", "nccl": "2.27.5", "architectures": ["sm_80", "sm_90"]}
+
+
+def test_the_devices_of_all_ranks_are_counted() -> None:
+    ranks = [{**RANK, "device": {"name": "NVIDIA H100", "capability": [9, 0]}}] * 2
+    [finding] = allreduce.judge_devices(ranks)
+    assert (finding.level, finding.text) == ("good", "torch 2.10.0 for 2 x NVIDIA H100, NCCL 2.27.5")
+
+
+def test_a_device_that_torch_has_no_code_for_is_bad() -> None:
+    old = {**RANK, "device": {"name": "Tesla P100", "capability": [6, 0]}}
+    [finding] = allreduce.judge_devices([old, old])
+    assert (finding.level, finding.text) == (
+        "bad",
+        "torch 2.10.0 has no code for Tesla P100 (compute capability 6.0)",
+    )

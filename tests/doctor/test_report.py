@@ -72,22 +72,22 @@ def test_a_probe_that_hangs_or_fails_holds_up_no_other_one() -> None:
     assert facts["hangs"]["hung"] >= 0.5
 
 
-def unanswered(name: str, answer: Facts) -> list[Finding]:
+def unanswered(name: str, check: str, answer: Facts) -> list[Finding]:
     setting = Setting("/data/outputs")
     facts: dict[str, Facts] = {probe: {"hung": 10.0} for probe in checks.probes(setting, None)}
     findings = checks.judge_host({**facts, name: answer}, setting)
-    return [found for found in findings if found.check == name]
+    return [found for found in findings if found.check == check]
 
 
 def test_every_probe_may_hang() -> None:
-    [finding] = unanswered("files", {"hung": 10.0})
+    [finding] = unanswered("files", "file_system", {"hung": 10.0})
     assert (finding.level, finding.text) == ("bad", "no answer within 10 s")
     assert "file server" in finding.advice
-    assert unanswered("scheduler", {"hung": 10.0})[0].level == "doubtful"
+    assert unanswered("scheduler", "scheduler", {"hung": 10.0})[0].level == "doubtful"
 
 
 def test_every_probe_may_fail() -> None:
-    [finding] = unanswered("cores", {"error": "Permission denied"})
+    [finding] = unanswered("cores", "cores", {"error": "Permission denied"})
     assert (finding.level, finding.text) == ("doubtful", "it cannot be found out: Permission denied")
 
 
@@ -106,3 +106,28 @@ def test_a_folder_that_other_hosts_do_not_see_is_bad(visible: bool | None, level
     }
     together = checks.judge_together(hosts, {"a": [], "b": []}, {}, [])
     assert [one.level for one in together if one.check == "shared_folder"] == ([level] if level else [])
+
+
+def networks(**speeds: int | None) -> dict[str, dict[str, Facts]]:
+    infiniband = {"ports": [{"name": "mlx5_0:1", "active": True, "gbit": 200.0}]}
+    return {
+        name: {"gpus": {}, "infiniband": infiniband, "network": {"speed_mbit": speed}} for name, speed in speeds.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "expected"),
+    [
+        ("nccl", networks(a=10_000, b=10_000), 25.0),  # InfiniBand
+        ("gloo", networks(a=10_000, b=1_000), 0.125),  # the slower of the two interfaces
+        ("gloo", networks(a=10_000, b=None), None),  # a virtual one reports no speed
+    ],
+)
+def test_an_all_reduce_between_hosts_is_compared_with_their_network(
+    backend: str, hosts: dict[str, dict[str, Facts]], expected: float | None
+) -> None:
+    result = {"ranks": 2, "backend": backend, "num_bytes": 8, "latency_us": 1.0, "correct": True,
+              "bus_gigabytes_a_second": 1.0}  # fmt: skip
+    together = checks.judge_together(hosts, {name: [] for name in hosts}, {}, [(None, result)])
+    assert together[0].text.startswith("2 ranks of 2 hosts over ")
+    assert together[0].facts["expected_gigabytes_a_second"] == expected

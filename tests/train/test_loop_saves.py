@@ -47,6 +47,12 @@ class Broken(Sides):
 """
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a run saves is tested, not how a rank starts."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("saves"), environ), CODE)

@@ -29,6 +29,12 @@ from tests.fitting import ALONE, Once, fit_alone
 from tests.points import Recipe
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is wrong with a task is tested, not how a rank starts."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("contract"), environ))
