@@ -49,6 +49,7 @@ from ddpexp.train.build import (
     build_logger,
     build_loop,
     build_strategy,
+    check_held_out,
     count_steps,
     import_all,
     load_data,
@@ -141,6 +142,7 @@ def build(context: RunContext) -> Built:
     undivided = load_data(experiment, context.prepared, world)
     inputs = _inputs(context, undivided) if world.is_rank_zero else {}
     splits = arrange(undivided, experiment.data, world)
+    check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
     batches = TrainBatches(
