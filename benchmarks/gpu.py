@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     results = Results(words.out / ("quick.json" if words.quick else "gpu.json"))
     wanted = words.pieces or list(PIECES)
     missing = [name for name in wanted if not results.has(name)]
-    gpus = count_gpus() if words.device == "cuda" else 1
+    gpus = count_gpus() if words.device == "cuda" else 2  # workers in place of GPUs
     if missing and not gpus:
         raise SystemExit("this machine shows no GPU; --device cpu --quick tries every piece without one")
     left = run_pieces(missing, results, words.device, words.quick, gpus, words.seconds)
