@@ -81,7 +81,7 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs, and the workers are on CPU."),
         ({"trainer__threads": 0}, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
         ({"trainer__precision": "bf61"}, "trainer.precision=bf61 is not one of fp32, bf16, fp16. Did you mean"),
-        ({"trainer__compile": "yes"}, "trainer.compile=yes is not true or false."),
+        ({"trainer__compile": "yes"}, "trainer.compile=yes is not true or false or one of default, "),
         ({"trainer__seed": -1}, "trainer.seed=-1: use a whole number from 0 to 2**63 - 1."),
         ({"trainer__seed": 2**63}, f"trainer.seed={2**63}: use a whole number from 0 to 2**63 - 1."),
         ({"trainer__seed": 1.0}, "trainer.seed=1.0 is not a whole number."),

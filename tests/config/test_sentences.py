@@ -248,8 +248,8 @@ trainer.gpus=[0, 1] is not auto or a whole number. It is a number of GPUs; CUDA_
 trainer.epochs=10.0 is not a whole number or null. Did you mean trainer.epochs=10?
 > trainer.epochs=None
 trainer.epochs=None is not a whole number or null. Did you mean trainer.epochs=null?
-> trainer.compile=yes
-trainer.compile=yes is not true or false. Did you mean trainer.compile=true?
+> trainer.deterministic=yes
+trainer.deterministic=yes is not true or false. Did you mean trainer.deterministic=true?
 > trainer.timeout.step_seconds=10m
 trainer.timeout.step_seconds=10m is not a number. Did you mean trainer.timeout.step_seconds=600?
 > data.validation_fraction=20%
