@@ -130,6 +130,12 @@ def test_recompilations_are_noticed(graphs: list[Any]) -> None:
     assert "size mismatch" in compilations.summary()
 
 
+def done(result: Tensor) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
 def test_a_compiled_model_in_ddp_is_cut_where_buckets_end(graphs: list[Any]) -> None:
     """So that they are reduced during backward."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -138,6 +144,7 @@ def test_a_compiled_model_in_ddp_is_cut_where_buckets_end(graphs: list[Any]) -> 
         options = replace(STRATEGY, bucket_cap_mb=1, reduce_through="backend")
         layers = [nn.Linear(512, 512) for _ in range(4)]  # a bucket each
         model = DDP(options, world, lambda: nn.Sequential(*layers), compilation=Compilation())
+        model.train_model.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
         with model.micro_batch(last=True):
             model.train_model(torch.ones(2, 512)).sum().backward()
         assert len(graphs) == 4
