@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ import pytest
 from ddpexp.config import commands
 from ddpexp.launch import Job, WorkerRequest
 from ddpexp.launch.workers import client
-from ddpexp.system.programs import python
 from tests.warm.forks import constructor
-from tests.warm.state import SOCKET, VARIABLES, ignored_signals, state
+from tests.warm.popen import start_command
+from tests.warm.state import COMMANDS, SOCKET, VARIABLES, ignored_signals, state
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE = 150.0
@@ -195,17 +196,16 @@ class Ddpexp:
         typed = list(words)
         if not any(word.startswith(("run.dir=", "-", *commands.NAMES)) for word in words):
             typed.append(f"run.dir={run}")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ddpexp", *typed],
-            cwd=self.folder,
-            env={**self.environ, **(environ or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        process = start_command(typed, self.folder, warm_too({**self.environ, **(environ or {})}))
         return process, run
+
+
+def warm_too(environ: dict[str, str]) -> dict[str, str]:
+    """Add what makes fork servers forks (`tests.warm`) to another `PYTHONPATH` that a test sets in `warm_environ`."""
+    path, folder = environ.get("PYTHONPATH", ""), str(ROOT / "tests/warm")
+    if SOCKET not in environ or folder in path.split(":"):
+        return environ
+    return {**environ, "PYTHONPATH": f"{path}:{folder}"}  # behind a sitecustomize of the test's
 
 
 def finish(process: subprocess.Popen[str], run: Path, timeout: float = PATIENCE) -> Done:
@@ -240,7 +240,8 @@ TAG = f"DDPEXP_TESTS={uuid.uuid4().hex}"
 
 
 ZYGOTES: set[int] = set()
-"""The process that forks servers for commands (`tests.warm`), which stays: none of a command's own."""
+"""The processes that fork commands and their servers (`tests.warm`), which stay: none of a command's own."""
+MODULES = {SOCKET: "tests.warm.zygote", COMMANDS: "tests.warm.commands"}
 
 
 def all_processes() -> set[int]:
@@ -364,18 +365,27 @@ def environ(plain_environ: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def warm_environ(plain_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The same, in which commands get forks of one process for their fork servers (`tests.warm`)."""
-    path = tmp_path_factory.mktemp("zygote") / "socket"
-    environ = {**plain_environ, "PYTHONPATH": f"{ROOT / 'tests/warm'}:{ROOT}", SOCKET: str(path)}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-        listener.listen(64)
-        command = python("tests.warm.zygote:main", listener.fileno(), os.getpid())
-        quiet = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}  # the forks have them
-        with subprocess.Popen(command, env=quiet, pass_fds=[listener.fileno()]) as zygote:
+    """The same, in which commands and their fork servers are forks of two processes (`tests.warm`)."""
+    folder = tmp_path_factory.mktemp("zygotes")
+    sockets = {SOCKET: folder / "servers", COMMANDS: folder / "commands"}
+    path = {"PYTHONPATH": f"{ROOT / 'tests/warm'}:{ROOT}"}
+    environ = {**plain_environ, **path, **{name: str(path) for name, path in sockets.items()}}
+    quiet = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}  # the forks have them
+    with ExitStack() as leaving:
+        for name, address in sockets.items():
+            listener = leaving.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(str(address))
+            listener.listen(64)
+            arguments = [str(listener.fileno()), str(os.getpid())]
+            command = [sys.executable, "-m", MODULES[name], *arguments]
+            zygote = leaving.enter_context(
+                subprocess.Popen(
+                    command, cwd=folder, env=quiet, pass_fds=[listener.fileno()], stdout=subprocess.DEVNULL
+                )
+            )
+            leaving.callback(zygote.kill)
             ZYGOTES.add(zygote.pid)
-            yield environ
-            zygote.kill()
+        yield environ
 
 
 OWN_SERVER = {"PYTHONHASHSEED": "random"}

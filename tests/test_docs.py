@@ -25,6 +25,7 @@ from ddpexp.config.folders import conf_folder, groups
 from ddpexp.config.parse import parse
 from ddpexp.config.sweeps import JobComposer, Swept
 from ddpexp.config.values import Composed
+from ddpexp.doctor.verb import DoctorArguments
 from ddpexp.plan.arguments import PlanArguments
 from ddpexp.plan.layout import assume
 from ddpexp.run.training import Training
@@ -185,6 +186,8 @@ def accept(words: Sequence[str]) -> None:
         assert words[1] in SCRIPTS
     elif words[:1] == ["plan"]:
         accept_run(PlanArguments.of(words[1:]).run)
+    elif words[:1] == ["doctor"]:
+        accept_run(DoctorArguments.of(words[1:]).run)
     else:
         accept_run(words)
 

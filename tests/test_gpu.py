@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -132,3 +133,22 @@ def test_a_deterministic_run_on_three_gpus_does_not_hide_an_unused_parameter(ddp
     done = Recipe(ddpexp, code)(*words, timeout=PATIENCE)
     assert done.code == 1
     assert "got no gradient in a micro-batch" in done.err
+
+
+def test_doctor_examines_the_gpus_and_their_links(ddpexp: Ddpexp) -> None:
+    began = time.monotonic()
+    done = ddpexp("doctor", "--json")
+    assert time.monotonic() - began < 60, "the aim is 20 s"
+    findings = [json.loads(line) for line in done.out.splitlines()]
+    by_check = {found["check"]: found for found in findings}
+    assert done.code == any(found["level"] == "bad" for found in findings), done.err
+    assert by_check["workers"]["text"].startswith(f"{count_gpus()} cuda worker"), by_check["workers"]
+    assert by_check["torch_gpu"]["level"] == "good"
+    assert "torch_build" in by_check
+    if by_check["gpu"]["facts"].get("driver") is not None:
+        assert by_check["driver"]["level"] == "good"
+        assert {gpu["memory_mib"] > 0 for gpu in by_check["gpu"]["facts"]["gpus"]} == {True}
+    if count_gpus() > 1:
+        assert by_check["all_reduce"]["facts"]["correct"]
+        assert by_check["all_reduce"]["facts"]["backend"] == "nccl"
+        assert {"nccl", "peer_access"} <= by_check.keys()

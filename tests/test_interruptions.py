@@ -619,11 +619,12 @@ def test_the_best_checkpoint_stays_and_a_metric_that_is_none_is_refused(recipe: 
     best = min(losses, key=lambda step: losses[step])
     assert {int(path.name[5:]) for path in complete_checkpoints(done.run / "checkpoints")} == {best, 60}
     wrong = recipe(*overrides, "trainer.keep_best=max:eval/acc")
-    assert wrong.code == 1
+    assert wrong.code == 2
     assert (
         "trainer.keep_best=max:eval/acc names no metric of the evaluation: there are eval/loss, eval/accuracy."
         in wrong.err
     )
+    assert not wrong.run.exists()
 
 
 def test_the_average_of_the_weights_is_what_is_evaluated_and_kept(recipe: Recipe) -> None:

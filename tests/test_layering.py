@@ -32,7 +32,7 @@ ROWS = [
     ["run"],
     ["train"],
     ["sweep"],
-    ["plan"],
+    ["plan", "doctor"],
     ["cli"],
     ["__main__"],
 ]
@@ -43,6 +43,7 @@ COMMAND = (
     "__main__", "cli.main", "cli.subcommands", "run.prepare", "config", "config.compose", "run.directory",
     "data.mnist.prepare",
     "data.images.files", "launch.launchers.local", "launch.supervise.coordinator", "run.training",
+    "doctor.verb",
 )  # fmt: skip
 HEAVY = {"torch", "torchvision", "numpy", "rich", "safetensors", "tensorboard", "recipes"}
 

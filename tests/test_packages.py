@@ -15,6 +15,12 @@ from tests.conftest import PATIENCE, ROOT, Ddpexp, Done, finish
 PARTS = ("recipe=sides", "logger=[tensorboard,rows]", "launcher=shy", "scheduler=stable")
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a package offers is tested, not how fork servers start."""
+    return warm_environ
+
+
 def files_of(document: str) -> dict[str, str]:
     """Return the files that a document shows, by the name in the first line of each."""
     text = (ROOT / document).read_text()

@@ -1,18 +1,20 @@
-"""The forks that stand for new fork servers (`tests.warm`): they are taken, and taken only where they are as good."""
+"""The forks that stand for new commands and fork servers (`tests.warm`): taken, and only where they are as good."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from ddpexp.system.process import ancestors
-from tests.conftest import PATIENCE, SMALL, Ddpexp, finish, living
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, finish, living
 from tests.points import Recipe
-from tests.warm.state import SOCKET, ignored_signals, state
+from tests.warm.popen import Forked
+from tests.warm.state import COMMANDS, SOCKET, ignored_signals, state
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +37,8 @@ def test_a_command_gets_a_fork_unless_a_new_interpreter_would_differ(
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    assert isinstance(process, Forked)
+    assert process.forked == forked
     [rank] = set(living(run)) - {process.pid}
     assert (process.pid not in ancestors(rank)) == forked
     process.send_signal(signal.SIGTERM)
@@ -56,10 +60,31 @@ def test_a_run_is_the_same_with_a_fork_and_with_a_server_of_its_own(
     assert left(ddpexp) == left(Ddpexp(plain, plain_environ))
 
 
-def test_without_the_process_a_command_fails_and_does_not_start_slowly(ddpexp: Ddpexp, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_forked_commands_end_is_reported(ddpexp: Ddpexp, number: signal.Signals) -> None:
+    process, run = ddpexp.start(*SMALL, "trainer.max_steps=1000000", "trainer.epochs=null")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    process.send_signal(number)
+    done = finish(process, run)
+    assert done.code == (-9 if number == signal.SIGKILL else 128 + 15), done
+    assert process.poll() == done.code
+
+
+def test_modules_on_another_path_are_imported_by_a_new_interpreter(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    process, run = ddpexp.start("--version", environ={"PYTHONPATH": f"{tmp_path / 'there'}:{ROOT}"})
+    assert isinstance(process, Forked)
+    assert not process.forked
+    assert finish(process, run).code == 0
+
+
+def test_without_the_processes_a_command_fails_and_does_not_start_slowly(ddpexp: Ddpexp, tmp_path: Path) -> None:
     done = ddpexp(*SMALL, environ={SOCKET: str(tmp_path / "nothing")})
     assert done.code != 0
     assert "No such file or directory" in done.err
+    with pytest.raises(FileNotFoundError):
+        ddpexp(*SMALL, environ={COMMANDS: str(tmp_path / "nothing")})
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ _OPTIONS = {
     "status": ("--help",),
     "table": ("--help",),
     "plan": ("--config-dir", "--help"),
+    "doctor": ("--config-dir", "--help"),
     "help": ("--config-dir",),
     "completion": ("--help",),
 }
@@ -206,6 +207,8 @@ def _own_options(command: str) -> Sequence[str]:
         from ddpexp.plan.arguments import NUMBERS, SWITCHES
 
         return (*SWITCHES, *NUMBERS)
+    if command == "doctor":
+        return ("--json",)
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED
 

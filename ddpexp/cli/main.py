@@ -107,6 +107,17 @@ def _plan(argv: list[str], _server: Server | None) -> int:
     return plan(argv[1:])
 
 
+def _doctor(argv: list[str], server: Server | None) -> int:
+    from ddpexp.doctor import verb
+
+    prepared = verb.prepare(argv[1:])
+    if prepared is None:
+        return EXIT_DONE
+    launcher, job = prepared
+    check_started_once(launcher, job)
+    return verb.diagnose(launcher, job, partial(outcome.launch, launcher, job, server), "--json" in argv)
+
+
 def _help(argv: list[str], server: Server | None) -> int:
     words = [word for word in argv[1:] if word not in _HELP]
     return _explain(words or (["help"] if len(argv) > 1 else []), server, by_name=True)
@@ -205,6 +216,7 @@ _COMMANDS = {
     "status": _look,
     "table": _look,
     "plan": _plan,
+    "doctor": _doctor,
     "help": _help,
     "completion": _completion,
     "member": _member,  # what launchers start, and no person types
@@ -247,8 +259,8 @@ def _will_fork(argv: list[str]) -> bool:
         word.startswith("launcher.start_method=") and word != "launcher.start_method=forkserver" for word in argv
     )
     here = all(name in _FORK_HERE and _FORK_HERE[name] in (None, *os.environ) for name in chosen)
-    if argv[:1] in (["evaluate"], ["resume"]):
-        return here and not fresh and len(argv) > 1 and not _HELP & set(argv)
+    if argv[:1] in (["evaluate"], ["resume"], ["doctor"]):
+        return here and not fresh and len(argv) > (argv[0] != "doctor") and not _HELP & set(argv)
     asks = any(word.startswith("-") and not word.startswith(_NO_QUESTION) for word in argv)
     return here and not asks and not fresh
 

@@ -43,6 +43,10 @@ COMMANDS = (
         ),
         ("estimate", "profile", "dry-run"),
     ),
+    Command(
+        "doctor", "[key=value ...] [--config-dir DIR] [--json]", "what a run would meet on these machines",
+        ("check", "diagnose", "env", "debug", "preflight"),
+    ),
     Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man",
         "doc")),
     Command("completion", "bash | zsh | fish", "print the script that lets a shell complete ddpexp", ("complete",)),

@@ -124,7 +124,7 @@ def compose_sweep(argv: list[str]) -> Swept:
         words=tuple(overrides),
         folder=cfg.hydra.sweep.dir if chosen else None,
         config_dir=arguments.config_dir,
-        warnings=warnings_of(added),
+        warnings=warnings_of(added, cfg.hydra.runtime.choices, overrides),
     )
 
 

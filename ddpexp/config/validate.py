@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
-from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
 
@@ -40,6 +41,22 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
             "trainer.compile=true."
         )
     experiment.strategy.check_layout(trainer, layout, batch.gradient_accumulation_steps)
+
+
+def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
+    """Check that the global batch splits over each layout of the range trainer.nodes; does nothing for a single one.
+
+    Raises:
+        RefusedError: it does not split over some; with a batch that splits over all.
+    """
+    trainer = experiment.trainer
+    if len(layouts) == 1:
+        return
+    data_sizes = {
+        layout.nodes: experiment.strategy.data_rank(0, layout.world_size).size
+        for layout in sorted(layouts, key=lambda layout: layout.nodes)
+    }
+    check_range(trainer.global_batch_size, trainer.micro_batch_size, data_sizes, str(trainer.nodes))
 
 
 def check(experiment: Experiment) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
 from ddpexp.config.build import shown
-from ddpexp.config.folders import conf_folder
+from ddpexp.config.folders import conf_folder, options
 from ddpexp.config.hydra_section import (
     answered,
     answers_of,
@@ -81,7 +82,9 @@ def finish(base: Tree, overrides: Sequence[str], added: Path | None, run: Path |
     folders = [conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()]
     _check_types(values, base.choices, folders, typed_targets(overrides))
     check_present(values, trust_of(values))
-    return Composed(values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), warnings_of(added))
+    return Composed(
+        values, OmegaConf.to_yaml(OmegaConf.create(kept)), tuple(overrides), warnings_of(added, base.choices, overrides)
+    )
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -145,9 +148,21 @@ def trust_of(values: Mapping[str, Any]) -> Trust:
     return Trust(tuple(map(str, prefixes)), Path(run["code"]) if run["code"] else None)
 
 
-def warnings_of(added: Path | None) -> tuple[str, ...]:
+def warnings_of(added: Path | None, choices: Mapping[str, str], overrides: Sequence[str]) -> tuple[str, ...]:
     """Return the warnings about the user's and the plugins' files."""
-    return tuple(warning for folder in ([added] if added else []) + plugin_folders() for warning in _shadowed(folder))
+    folders = ([added] if added else []) + plugin_folders()
+    unchosen = _unchosen(added, choices.get("recipe", ""), overrides) if added else ()
+    return (*unchosen, *(warning for folder in folders for warning in _shadowed(folder)))
+
+
+def _unchosen(added: Path, recipe: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a warning if the user's folder has recipes and the command leaves the default one."""
+    ours = options("recipe", [conf_folder()])
+    theirs = [name for name in options("recipe", [added]) if name not in ours]
+    chooses = any(re.match(r"recipe=|\+[\w/]+=", override) for override in overrides)
+    if recipe in ours and theirs and not chooses:
+        offered = " or ".join(f"recipe={name}" for name in theirs)
+        yield f"no recipe is chosen, so the default is used, recipe={recipe}; to use one of {added}, add {offered}."
 
 
 def _shadowed(added: Path) -> Iterator[str]:

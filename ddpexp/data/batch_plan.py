@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ddpexp.errors import RefusedError
+
+_MOST_TIMES = 16  # a batch this many times as large as the one in the configuration is no advice
+_MOST_LISTED = 8
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,42 @@ def plan_batches(global_batch_size: int, micro_batch_size: int | Literal["auto"]
     return BatchPlan(total, micro, total // one_pass, data_size)
 
 
+def check_range(
+    global_batch_size: int, micro_batch_size: int | Literal["auto"], data_sizes: Mapping[int, int], nodes: str
+) -> None:
+    """Check that the global batch splits over each number of machines in a range, such as `nodes` 1:4.
+
+    `data_sizes` maps each number of machines, in ascending order, to its data size.
+
+    Raises:
+        RefusedError: it does not; names all numbers for which it does not, and a batch that splits over every one.
+    """
+    total, micro = global_batch_size, 1 if micro_batch_size == "auto" else micro_batch_size
+    if total < 1 or micro < 1:
+        return  # `plan_batches` reports it
+    failing = [number for number, size in data_sizes.items() if total % (size * micro)]
+    if not failing:
+        return
+    multiple = math.lcm(*(size * micro for size in data_sizes.values()))
+    passes = "" if micro_batch_size == "auto" else f" with trainer.micro_batch_size={micro}"
+    remedies = []
+    if multiple <= _MOST_TIMES * total:
+        remedies.append(
+            f"Use a multiple of {multiple}, which splits over every number of machines in the range, for example "
+            f"trainer.global_batch_size={_round_up(total, multiple)}."
+        )
+    first, *_ = data_sizes
+    if failing[0] > first:
+        narrower = f"{first}:{failing[0] - 1}" if failing[0] - 1 > first else str(first)
+        remedies.append(f"{'Or use' if remedies else 'Use'} a smaller range, such as trainer.nodes={narrower}.")
+    elif not remedies:
+        remedies.append("Use a smaller range of trainer.nodes.")
+    raise RefusedError(
+        f"with {_listed(failing)} of trainer.nodes={nodes}: trainer.global_batch_size={total} does not split over "
+        f"{_listed([data_sizes[number] for number in failing])} workers{passes}. {' '.join(remedies)}"
+    )
+
+
 def counted(number: int, thing: str) -> str:
     """Return a number with its unit, such as `1 step` or `1,024 steps`."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
@@ -66,6 +107,13 @@ def epochs_text(epochs: float, steps_per_epoch: int) -> str:
 
 def _round_up(value: int, multiple: int) -> int:
     return max(multiple, -(-value // multiple) * multiple)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """Return numbers in a sentence, such as `3, 5 and 7 more`."""
+    shown, more = list(map(str, numbers[:_MOST_LISTED])), len(numbers) - _MOST_LISTED
+    shown += [f"{more} more"] if more > 0 else []
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _either(sizes: list[int]) -> str:

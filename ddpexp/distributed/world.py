@@ -17,7 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import STORE_FD
-from ddpexp.system.network import is_loopback
+from ddpexp.system.gpus import NUMBER, VISIBLE
+from ddpexp.system.network import interface_variables, is_loopback
 
 
 class StoreMailbox:
@@ -80,14 +81,7 @@ class World:
         rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
         size, local_size = int(environ["WORLD_SIZE"]), int(environ["LOCAL_WORLD_SIZE"])
         if layout.device == "cuda":
-            number = int(environ.get("DDPEXP_GPU", local_rank))
-            if number >= torch.cuda.device_count():
-                raise RefusedError(
-                    f"rank {rank} wants GPU {number}, but it sees {torch.cuda.device_count()}. Is trainer.gpus too "
-                    "large?"
-                )
-            torch.cuda.set_device(number)
-            device = torch.device("cuda", number)
+            device = _own_gpu(rank, int(environ.get(NUMBER, local_rank)))
         else:
             device = torch.device("cpu")
         available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
@@ -97,7 +91,7 @@ class World:
             )
         if size > 1:
             if is_loopback(environ["MASTER_ADDR"]):
-                os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+                os.environ.update(interface_variables("lo"))
             timeout = timedelta(seconds=timeout_seconds)
             dist.init_process_group(
                 layout.backend,
@@ -142,6 +136,30 @@ class World:
         """Wait until all ranks are here. Ranks: all; communicates."""
         if self.world_size > 1:
             dist.barrier()
+
+
+def _own_gpu(rank: int, number: int) -> torch.device:
+    """Make a GPU this process's current one and return it.
+
+    Raises:
+        RefusedError: CUDA does not show it, or was initialised before the process was forked.
+    """
+    if torch.cuda._is_in_bad_fork():
+        raise RefusedError(
+            f"rank {rank} was forked from a process that had initialised CUDA, and cannot use it: call CUDA in no "
+            "module while it is imported, or start each worker as a new interpreter with launcher=spawn "
+            "launcher.start_method=spawn."
+        )
+    count = torch.cuda.device_count()
+    if number >= count:
+        visible = os.environ.get(VISIBLE)
+        shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise RefusedError(
+            f"rank {rank} uses GPU {number}, counted from 0, but CUDA shows it {count} GPU{'s' * (count != 1)}{shown}. "
+            "Use a smaller trainer.gpus, or change what is visible; `nvidia-smi -L` lists the GPUs."
+        )
+    torch.cuda.set_device(number)
+    return torch.device("cuda", number)
 
 
 def _store(rank: int, timeout: timedelta, environ: Mapping[str, str]) -> TCPStore:

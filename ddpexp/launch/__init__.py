@@ -91,6 +91,16 @@ class Job:
     def check(self, layout: Layout) -> None:
         """Refuse a layout that the job cannot run on. Called by every command before anything is opened or written."""
 
+    def check_range(self, layouts: Sequence[Layout]) -> None:
+        """Refuse a range of machines if the job cannot run on one of its layouts."""
+        for layout in layouts:
+            try:
+                self.check(layout)
+            except RefusedError as error:
+                if len(layouts) == 1:
+                    raise
+                raise RefusedError(f"with {layout.nodes} of trainer.nodes={self.request.nodes}: {error}") from None
+
     def foresee(self) -> object:
         """Check what a start would find, without changing anything.
 

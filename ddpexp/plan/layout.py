@@ -66,19 +66,11 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
         gpus, device, job.request.backend, max(1, cores // max(1, workers)) if threads == "auto" else threads,
         present=max(1, present) if device == "cuda" else 0,
     )  # fmt: skip
-    for nodes in sizes:
-        try:
-            job.check(replace(each, nodes=nodes, world_size=nodes * each.world_size))
-        except RefusedError as error:
-            raise (
-                error
-                if len(sizes) == 1
-                else RefusedError(f"with {nodes} of trainer.nodes={job.request.nodes}: {error}")
-            ) from None
-    if len(sizes) > 1:
+    layouts = [replace(each, nodes=nodes, world_size=nodes * each.world_size) for nodes in sizes]
+    job.check_range(layouts)
+    if len(layouts) > 1:
         notes.append(f"trainer.nodes={job.request.nodes} is planned as {sizes[-1]}")
-    layout = replace(each, nodes=sizes[-1], world_size=sizes[-1] * each.world_size)
-    return Assumed(layout, cores, request, tuple(notes))
+    return Assumed(layouts[-1], cores, request, tuple(notes))
 
 
 def _num_nodes(nodes: int | str) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import check_layout
+from ddpexp.config.validate import check_batches, check_layout
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Job, Layout, Participants
@@ -33,6 +33,11 @@ class Evaluation(Job):
     def check(self, layout: Layout) -> None:
         """Check that the batch splits, and that the device supports the options."""
         check_layout(self.experiment, layout)
+
+    def check_range(self, layouts: Sequence[Layout]) -> None:
+        """Check every layout of a range; the batch first, over all of them."""
+        check_batches(self.experiment, layouts)
+        super().check_range(layouts)
 
     def begin(self, layout: Layout, participants: Participants) -> None:
         """Prepare the data."""

@@ -18,7 +18,7 @@ from ddpexp.config.compare import list_changes
 from ddpexp.config.plugins import launcher_name
 from ddpexp.config.registry import deprecation_warnings
 from ddpexp.config.schema import Experiment
-from ddpexp.config.validate import check_layout
+from ddpexp.config.validate import check_batches, check_layout
 from ddpexp.errors import Failure, RefusedError
 from ddpexp.launch import Job, Layout, Participants
 from ddpexp.launch.rendezvous import started_by
@@ -88,6 +88,11 @@ class Training(Job):
         source = self.experiment.run.init_from
         if source is not None and not resume.has_checkpoint(self._existing(())):
             weights.check_usable(Path(source), f"run.init_from={source}")
+
+    def check_range(self, layouts: Sequence[Layout]) -> None:
+        """Check every layout of a range; the batch first, over all of them."""
+        check_batches(self.experiment, layouts)
+        super().check_range(layouts)
 
     def prepare(self) -> None:
         """Prepare the data on this host."""

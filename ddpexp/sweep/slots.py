@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from ddpexp.errors import RefusedError
-from ddpexp.system.hardware import CORES, usable_cores, visible_gpus
+from ddpexp.system.hardware import CORES, restricted_to, usable_cores, visible_gpus
 
 
 class Slots:
@@ -71,7 +71,7 @@ class Slots:
     def environ(self, slots: Sequence[int], on_gpus: bool) -> dict[str, str]:
         """Return the environment variables that restrict a job to its GPUs and its share of the cores."""
         share = {CORES: str(max(1, self.cores * len(slots) // self.count))}
-        return {**share, "CUDA_VISIBLE_DEVICES": ",".join(self.names(slots))} if on_gpus else share
+        return {**share, **restricted_to(self.names(slots))} if on_gpus else share
 
     def names(self, slots: Sequence[int]) -> list[str]:
         """Return the GPUs of slots."""

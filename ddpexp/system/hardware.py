@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Literal
+
+from ddpexp.system import amd, gpus, nvml
+from ddpexp.system.gpus import VISIBLE, Device
 
 CORES = "DDPEXP_CORES"  # the variable with which a sweep gives each of its jobs a share of the cores
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """Count the NVIDIA GPUs that a worker would see."""
-    return len(visible_gpus(environ))
+    """Count the GPUs, or MIG instances, for workers of this machine."""
+    return len(visible_devices(environ))
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the NVIDIA GPUs that a worker would see, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs for workers of this machine, as CUDA_VISIBLE_DEVICES names them."""
+    return [device.entry for device in visible_devices(environ)]
 
-    Uses NVML, never CUDA: initialising CUDA here would break every forked worker.
+
+def visible_devices(environ: Mapping[str, str] = os.environ) -> tuple[Device, ...]:
+    """Return the GPUs, or MIG instances, for workers of this machine.
+
+    Asks the driver's library, never CUDA: initialising CUDA here would break every forked worker.
     """
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    present = _nvml_device_count() if _torch_has_cuda() else 0
-    if visible is None or present == 0:
-        return [str(number) for number in range(present)]
-    # CUDA stops at the first invalid entry, so `0,1,-1,2` gives two devices and Slurm's `NoDevFiles` none; a duplicate
-    # entry hides all.
-    devices: list[str] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        if entry in devices:
-            return []
-        if not (entry.startswith(("GPU-", "MIG-")) or (entry.isdigit() and int(entry) < present)):
-            break
-        devices.append(entry)
-    return devices
+    build = _torch_build()
+    if build == "hip":
+        return tuple(amd.visible(amd.gpus(), environ))
+    if build == "cpu" or environ.get(VISIBLE) in ("", "-1"):
+        return ()
+    return gpus.visible(nvml.driver().gpus, environ).devices
 
 
-def why_none(environ: Mapping[str, str] = os.environ) -> str:
-    """Return why no GPU can be used although this machine has some; an empty text if it has none."""
-    present = _nvml_device_count()
-    if not present:
-        return ""
-    if not _torch_has_cuda():
-        return f" ({present} here, but the installed torch is a CPU-only build)"
-    return f" ({present} here, but CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')} hides all)"
+def restricted_to(entries: Iterable[str]) -> dict[str, str]:
+    """Return the environment variable that shows a process only these GPUs, which `visible_gpus` has named."""
+    return {amd.VISIBLE if _torch_build() == "hip" else VISIBLE: ",".join(entries)}
+
+
+def why_hidden(environ: Mapping[str, str] = os.environ) -> str:
+    """Return why GPUs of this machine cannot be used, to follow a sentence; empty if all can or there are none."""
+    build = _torch_build()
+    return "" if build == "hip" else gpus.why_hidden(nvml.driver(), build == "cuda", environ)
 
 
 def usable_cores() -> int:
@@ -67,65 +68,23 @@ def cores_quota(environ: Mapping[str, str] = os.environ) -> int | None:
     return min(limits, default=None)
 
 
-def gpu_names(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a name for each GPU that a worker would see; the same name in every process of the host."""
-    present = _nvml_names()
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    entries = [entry.strip() for entry in visible.split(",")][: count_gpus(environ)]
-    return [present[int(entry)] if entry.isdigit() and int(entry) < len(present) else entry for entry in entries]
-
-
 def threads_per_worker(workers: int) -> int:
     """Divide the usable cores among the workers of this node, at least one thread each."""
     return max(1, usable_cores() // workers)
 
 
-def _torch_has_cuda() -> bool:
-    """Return whether the installed torch can use GPUs, from its version file, without importing it."""
+def _torch_build() -> Literal["cuda", "hip", "cpu"]:
+    """Return what the installed torch computes on, from its version file, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return False
+        return "cpu"
     try:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
-        return True  # an unusual build: assume that it can
-    return re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) is None
-
-
-def _nvml_device_count() -> int:
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    try:
-        count = ctypes.c_uint(0)
-        return int(count.value) if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 else 0
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _nvml_names() -> list[str]:
-    """Return the UUIDs of the GPUs that the driver reports. Source: NVML's reference, nvmlDeviceGetUUID."""
-    count = _nvml_device_count()
-    if count == 0:
-        return []
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    if nvml.nvmlInit_v2() != 0:
-        return []
-    names = []
-    try:
-        for index in range(count):
-            handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-            opened = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == 0
-            has_uuid = opened and nvml.nvmlDeviceGetUUID(handle, text, len(text)) == 0
-            names.append(text.value.decode() if has_uuid else f"GPU {index}")
-    finally:
-        nvml.nvmlShutdown()
-    return names
+        return "cuda"  # an unusual build: assume that it can
+    if re.search(r"^hip\b[^=]*=\s*['\"]", text, re.MULTILINE):
+        return "hip"
+    return "cpu" if re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) else "cuda"
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -47,13 +47,22 @@ def check_open_files(workers: int, world_size: int) -> None:
     Raises:
         RefusedError: the hard limit is too small.
     """
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    required = max(_COMMAND_FILES + _FILES_PER_WORKER * workers, _RANK_FILES + _FILES_PER_PEER * world_size)
+    limit, required = resource.getrlimit(resource.RLIMIT_NOFILE)[0], required_open_files(workers, world_size)
     if limit != resource.RLIM_INFINITY and limit < required:
         raise RefusedError(
             f"{world_size} worker{'s' if world_size > 1 else ''} need {required} open files, and this shell allows "
             f"{limit} (ulimit -n): raise it with ulimit -n {required} or more, or use fewer workers."
         )
+
+
+def required_open_files(workers: int, world_size: int) -> int:
+    """Return how many open files the command, or one of its ranks, needs: the larger number."""
+    return max(_COMMAND_FILES + _FILES_PER_WORKER * workers, _RANK_FILES + _FILES_PER_PEER * world_size)
+
+
+def process_limits(root: Path = Path("/")) -> list[tuple[str, int, int]]:
+    """Return every limit on processes and threads: its name, how many it allows, and how many there are."""
+    return [(bound.name, bound.allowed, bound.used) for bound in _bounds(root)]
 
 
 def reason(error: BaseException | str, path: Path | None = None) -> str | None:

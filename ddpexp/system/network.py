@@ -7,9 +7,11 @@ import ipaddress
 import os
 import socket
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
+GLOO_INTERFACE, NCCL_INTERFACE = INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # Source: netdevice(7)
 
 
@@ -19,7 +21,7 @@ def own_address() -> str:
     The interface that the user chose for gloo or NCCL takes precedence, then the address that the host name resolves
     to, then the interface of the default route; loopback if there is none.
     """
-    named = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    named = os.environ.get(GLOO_INTERFACE) or os.environ.get(NCCL_INTERFACE)
     if named:
         address = address_of(named.lstrip("=^").split(",")[0])
         if address:
@@ -38,6 +40,31 @@ def own_address() -> str:
             pass
     addresses = [address_of(name) for _, name in socket.if_nameindex()]
     return next((address for address in addresses if address and address != LOOPBACK), LOOPBACK)
+
+
+def interface_variables(
+    interface: str, environ: Mapping[str, str] = os.environ, nccl_files: Sequence[Path] | None = None
+) -> dict[str, str]:
+    """Return the variables that make gloo and NCCL use an interface, each only where the user has not chosen one.
+
+    A variable would override NCCL's configuration files, so what they set counts as chosen too.
+    Source: NCCL user guide, Environment Variables: NCCL_CONF_FILE, else ~/.nccl.conf, and /etc/nccl.conf.
+    """
+    if nccl_files is None:
+        own = Path(environ.get("NCCL_CONF_FILE") or "~/.nccl.conf").expanduser()
+        nccl_files = (own, Path("/etc/nccl.conf"))
+    variables = {name: interface for name in INTERFACES if name not in environ}
+    if NCCL_INTERFACE in variables and any(_sets(path, NCCL_INTERFACE) for path in nccl_files):
+        del variables[NCCL_INTERFACE]
+    return variables
+
+
+def _sets(path: Path, name: str) -> bool:
+    """Return whether a configuration file of NCCL sets a variable."""
+    try:
+        return any(line.strip().startswith(f"{name}=") for line in path.read_text(errors="replace").splitlines())
+    except (OSError, RuntimeError):
+        return False
 
 
 def is_loopback(host: str) -> bool:

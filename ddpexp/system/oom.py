@@ -66,6 +66,22 @@ class Memory:
         return counter.read() > self._before[counter]
 
 
+def tightest_limit(root: Path = Path("/")) -> tuple[str, int, int] | None:
+    """Return the control group with the least room: its folder, its limit, and what is used without the page cache.
+
+    None without a limit. Units: bytes.
+    """
+    limited = []
+    for group in _groups(root):
+        limit = group.limit.read()
+        if 0 < limit < _UNLIMITED:
+            used = _Counter(group.folder / "memory.current").read()
+            used = used or _Counter(group.folder / "memory.usage_in_bytes").read()
+            cache = _Counter(group.folder / "memory.stat", r"^(?:total_)?inactive_file (\d+)$").read()
+            limited.append((str(group.folder), limit, max(0, used - cache)))
+    return min(limited, key=lambda group: group[1] - group[2], default=None)
+
+
 def _groups(root: Path) -> Iterator[_Group]:
     """Yield this process's memory group and its ancestors, of cgroups v1 and v2. Source: cgroups(7)."""
     try:

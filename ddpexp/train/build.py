@@ -16,6 +16,7 @@ from ddpexp.config.schema import Data, Experiment, Trainer
 from ddpexp.data.batch_plan import BatchPlan
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, hold_out, on_device
+from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
@@ -28,6 +29,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
@@ -61,6 +63,8 @@ NO_PARAMETERS = (
     "not find. Put them into a torch.nn.ModuleList."
 )
 
+_DATA_SEED = seed_of(0, DATA, 0, 0)
+
 
 def import_all(experiment: Experiment, world: World) -> None:
     """Import what the configuration names before anything is built from it: see `ddpexp.train.lazy_dynamo`.
@@ -88,10 +92,14 @@ def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
 def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
     """Build the data sets; `prepared` is what `ddpexp.run.prepare` returned. Ranks: all; communicates.
 
+    Random numbers that the data function draws are the same on every rank, at every start and for every trainer.seed:
+    ranks of several machines must see the same samples, and a resumed run those of the steps so far.
+
     Raises:
         RefusedError: they are not what the loop needs, or differ from rank to rank.
     """
     data = experiment.data
+    seed_everything(_DATA_SEED)
     if data.prepare is None:
         returned = instantiate(Node(data.target, data.options), experiment.trust, "data")
     else:
@@ -243,6 +251,7 @@ def build_loop(
     """Build the task, its optimizers, the schedule and the precision, and the loop from everything."""
     experiment, world = context.experiment, context.world
     trust, trainer = experiment.trust, experiment.trainer
+    check_set(trainer.keep_best, evals)
     task = instantiate(experiment.task, trust, "task")
     check_task(task, experiment.task.target)
 

@@ -20,19 +20,20 @@ from torch.optim import Optimizer
 from ddpexp.config.schema import Trainer
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.distributed.world import World
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.task import HasOnEval, Schedule, Task
+from ddpexp.task import HasOnEval, Schedule, Sums, Task
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate
+from ddpexp.train.keep_best import is_better, unknown_metric
 from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import mean_for_a_sum
+from ddpexp.train.task_checks import mean_for_a_sum, metric_names
 
 
 @dataclass(frozen=True)
@@ -239,13 +240,15 @@ class Loop:
     def _train_step(self, step: int, micro_batches: list[Any], due: _Due) -> None:
         """Do one optimizer step, and count it."""
         self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
-        self._metrics.add(self._step.run(step, micro_batches))
+        sums = self._step.run(step, micro_batches)
+        self._metrics.add(sums)
         if self.ema is not None and self._step.moved:
             self.ema.update()
         self.state.step = self.control.step = step + 1
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
+            self._check_keep_best(sums[-1])
             if step == 0 and self._step.manual is None:
                 self._warn_if_loss_is_a_mean(micro_batches[0])
 
@@ -301,17 +304,37 @@ class Loop:
         """Return whether the metric of trainer.keep_best is better than before."""
         if self.options.keep_best is None:
             return False
-        mode, _, name = self.options.keep_best.partition(":")
+        name = self.options.keep_best.partition(":")[2]
         if name not in metrics:
-            raise DdpexpError(
-                f"trainer.keep_best={self.options.keep_best} names no metric of the evaluation: there are "
-                f"{', '.join(metrics)}."
-            )
-        value, best = metrics[name], self.state.best
-        improved = not math.isnan(value) and (best is None or (value > best if mode == "max" else value < best))
+            self._save(end=False)  # no step so far is lost
+            raise unknown_metric(self.options.keep_best, metrics)
+        improved = is_better(self.options.keep_best, metrics[name], self.state.best)
         if improved:
-            self.state.best = value
+            self.state.best = metrics[name]
         return improved
+
+    def _check_keep_best(self, sums: Sums) -> None:
+        """Check after the first step of a start that the evaluation will have the metric of trainer.keep_best.
+
+        If the task does not return it in training, it is asked for the first batch of the evaluation set. Ranks: all.
+
+        Raises:
+            RefusedError: the evaluation will not have it.
+        """
+        if self.options.keep_best is None:
+            return
+        name = self.options.keep_best.partition(":")[2]
+        chosen, _, metric = name.partition("/")
+        if chosen not in self.evals or metric in ("loss", *sums[2]):
+            return
+        with self._clock.paused():
+            names = metric_names(
+                self.task, self.strategy.eval_model, self.strategy.modules, self.evals[chosen].first(), self.precision,
+                self.world.device,
+            )  # fmt: skip
+        if names is not None and metric not in names:
+            error = unknown_metric(self.options.keep_best, [f"{chosen}/{name}" for name in names])
+            raise RefusedError(f"{error} Did you mean {error.override}?")
 
     def _save(self, end: bool) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""

@@ -22,7 +22,7 @@ from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasTrainStep, Sums, Task
 from ddpexp.train.counts import GlobalCounts
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import check_loss, check_sums
+from ddpexp.train.task_checks import check_loss, check_sums, check_unchanged, gradients_of, own_backward
 from ddpexp.train.undo import Undo
 
 _MAX_CALLS = 1 << 20  # of backward in a micro-batch
@@ -120,9 +120,12 @@ class Step:
 
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
+        if self._checked:
+            return self.task.step(self.strategy.train_model, batch)
+        before = gradients_of(self.strategy.parameters())
         sums = self.task.step(self.strategy.train_model, batch)
-        if not self._checked:
-            check_sums(sums, self.task.step, trains=True)
+        check_unchanged(before, self.strategy.parameters(), self.task.step)
+        check_sums(sums, self.task.step, trains=True)
         return sums
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
@@ -193,6 +196,8 @@ class Step:
         if names or self._applied:
             self._check_names(chosen)
         optimizers = [self.optimizers[name] for name in chosen]
+        if not self._checked and not self._applied:
+            self._check_gradients(optimizers)
         if self._counts:
             self._scale_by_counts()
         if self._draws:
@@ -287,6 +292,12 @@ class Step:
         self.strategy.scale_gradient(self._global_counts.factor(counts, places, self.plan.global_batch_size))
         self._counts.clear()
         self._places.clear()
+
+    def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
+        """Check that gradients come from `backward`."""
+        divided = bool(self._counts) or self._has_numbers
+        if self.manual is not None and not divided and any(p.grad is not None for p in _parameters(optimizers)):
+            raise own_backward(self.manual.train_step)
 
     def _check_names(self, chosen: Sequence[str]) -> None:
         unknown = [name for name in chosen if name not in self.optimizers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from numbers import Real
@@ -157,6 +157,66 @@ def mean_for_a_sum(
         f"gradient is {count:g} times "
         f'too small: return the sum (reduction="sum"), or the mean times the count.'
     )
+
+
+def metric_names(
+    task: Task, model: Any, modules: Mapping[str, nn.Module], batch: Any, precision: Precision, device: torch.device
+) -> list[str] | None:
+    """Return the names of the metrics that a task returns for a batch of an evaluation, with `loss`.
+
+    Nothing is changed, as in `mean_for_a_sum`. None where the task holds more than plain values, or its step fails.
+    Ranks: all, for a model may communicate.
+    """
+    if not _is_plain(vars(task) if isinstance(getattr(task, "__dict__", None), dict) else None):
+        return None
+    try:
+        with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
+            _, _, metrics = deepcopy(task).step(model, batch)
+            return ["loss", *metrics]
+    except Exception:  # the evaluation will report it
+        return None
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int] | None]:
+    """Return the gradients with their versions, by which a change can be detected."""
+    gradients = [parameter.grad for parameter in parameters]
+    return [None if gradient is None else (gradient, gradient._version) for gradient in gradients]
+
+
+def check_unchanged(
+    before: Sequence[tuple[Tensor, int] | None], parameters: Iterable[Tensor], step: Callable[..., Any]
+) -> None:
+    """Check that a task's step has left the gradients alone.
+
+    Raises:
+        DdpexpError: it has run a backward pass itself.
+    """
+    for old, new in zip(before, gradients_of(parameters), strict=True):
+        if old is not new and (old is None or new is None or old[0] is not new[0] or old[1] != new[1]):
+            raise DdpexpError(
+                f"{named(step)} runs the backward pass itself{_line_of(step, '.backward(')}, and the loop runs it too, "
+                "with the loss that is returned: gradients would be added twice. Return the loss without calling "
+                "backward(). A task that needs several backward passes has a train_step: see ddpexp.task.HasTrainStep."
+            )
+
+
+def own_backward(step: Callable[..., Any]) -> DdpexpError:
+    """Return the error for a train_step whose gradients are not of `update.backward`."""
+    return DdpexpError(
+        f"{named(step)} calls update.apply with gradients of a backward pass of its own"
+        f"{_line_of(step, '.backward(')}: they are not divided by the count over the global batch. Call "
+        "update.backward(loss_sum, count) in place of loss.backward()."
+    )
+
+
+def _line_of(function: Callable[..., Any], text: str) -> str:
+    """Return the line of a function that has a text, such as ` in line 12`; empty where none is found."""
+    try:
+        lines, first = inspect.getsourcelines(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
+    number = next((first + index for index, line in enumerate(lines) if text in line.partition("#")[0]), None)
+    return "" if number is None else f" in line {number}"
 
 
 def _is_plain(value: Any) -> bool:

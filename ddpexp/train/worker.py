@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,14 +32,15 @@ from ddpexp.data.datasets import Splits
 from ddpexp.data.loader import shared_memory_warning
 from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
 from ddpexp.run.directory import RunDir
+from ddpexp.run.resume_arguments import trust_arguments
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.system.files import relative
+from ddpexp.system.files import relative, shortest
 from ddpexp.system.hardware import usable_cores
 from ddpexp.train import lazy_dynamo
 from ddpexp.train.build import (
@@ -57,6 +59,7 @@ from ddpexp.train.compilations import Compilations, end_processes, limit_process
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate as compute_metrics
+from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
@@ -210,6 +213,13 @@ def fit(context: RunContext, built: Built) -> None:
             context.log.info(built.compilations.summary())
         if context.world.is_rank_zero:
             context.log.info(built.report.finish(outcome, loop.logger))
+    except UnknownMetricError as error:
+        built.checkpointer.drain()
+        words = ["resume", shortest(context.run.path), *trust_arguments(context.run), error.override]
+        raise DdpexpError(
+            f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
+            f"{shlex.join(words)}"
+        ) from None
     except (Exception, SystemExit):
         built.checkpointer.drain()
         raise

@@ -35,6 +35,12 @@ REFUSED = [
 ]
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is refused is tested, not how fork servers start."""
+    return warm_environ
+
+
 def written(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 

@@ -468,6 +468,18 @@ def test_a_colliding_name_draws_a_warning_that_names_the_file(mine: Path) -> Non
     assert composed(f"--config-dir={mine}", "recipe=mine").warnings == made.warnings
 
 
+def test_a_config_folder_with_recipes_of_which_none_is_chosen_draws_a_warning(mine: Path) -> None:
+    write(mine / "recipe/other.yaml", MINE)
+    warning = (
+        f"no recipe is chosen, so the default is used, recipe=mnist; to use one of {mine}, add recipe=mine or "
+        "recipe=other."
+    )
+    assert composed(f"--config-dir={mine}", "trainer.seed=3").warnings == (warning,)
+    assert compose_sweep(["-m", f"--config-dir={mine}", "trainer.seed=1,2"]).warnings == (warning,)
+    for chosen in ("recipe=mnist", "recipe=mine"):
+        assert composed(f"--config-dir={mine}", chosen).warnings == ()
+
+
 # What is written down
 
 

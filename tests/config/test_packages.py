@@ -42,6 +42,12 @@ trainer: {epochs: 1, global_batch_size: 16}
 }
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a package offers is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder on Python's path with such a package."""

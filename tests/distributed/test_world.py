@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddpexp.distributed.world import World
-from ddpexp.errors import WorkerError
+from ddpexp.errors import RefusedError, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call
@@ -27,6 +27,8 @@ def main(folder, size):
     world = World.join(Layout(1, size, "cpu", "gloo", 1))
     assert (world.rank, world.world_size) == (int(os.environ["RANK"]), size), world
     assert (world.local_rank, world.local_world_size, world.node_rank) == (world.rank, size, 0)
+    if size > 1:  # what the user has exported stays, and the other is loopback
+        assert [os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")] == ["lo", "ib0"]
     assert world.is_rank_zero == (world.rank == 0)
     mine = torch.tensor([1.0, float(world.rank)])
     assert world.sum(mine) is mine
@@ -56,6 +58,8 @@ ALONE = {
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_real_processes_meet_and_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     (tmp_path / "code").mkdir()
     (tmp_path / "seen").mkdir()
     (tmp_path / "code/meets.py").write_text(ENTRY)
@@ -76,3 +80,23 @@ def test_alone_every_method_gives_back_what_it_got() -> None:
     assert world.broadcast(value) is value
     world.barrier()
     assert value.item() == 3.0
+
+
+def test_a_worker_that_cannot_have_its_gpu_is_refused_with_what_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(RefusedError) as refused:
+        World.join(Layout(1, 1, "cuda", "nccl", 1), environ={**ALONE, "DDPEXP_GPU": "3"})
+    assert str(refused.value) == (
+        "rank 0 uses GPU 3, counted from 0, but CUDA shows it 0 GPUs (CUDA_VISIBLE_DEVICES=). Use a smaller "
+        "trainer.gpus, or change what is visible; `nvidia-smi -L` lists the GPUs."
+    )
+
+
+def test_a_fork_that_cannot_use_cuda_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(
+        RefusedError,
+        match=r"rank 0 was forked from a process that had initialised CUDA, .*"
+        r"launcher=spawn launcher\.start_method=spawn",
+    ):
+        World.join(Layout(1, 1, "cuda", "nccl", 1), environ=ALONE)

@@ -37,6 +37,12 @@ run()
 SHORT = ("recipe=mnist", "model=linear", "trainer.max_steps=1", "trainer.eval_every=0", "logger=none", "trainer.gpus=1")
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """How data come is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture
 def mirror(mnist_root: Path) -> Iterator[Server]:
     """A mirror with the real files."""

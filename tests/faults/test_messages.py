@@ -93,6 +93,12 @@ class Acts(Paced):
 """
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is printed is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture
 def recipe(recipe: Recipe) -> Recipe:
     with (recipe.folder / "points.py").open("a") as file:

@@ -96,6 +96,12 @@ class Parts(Sides):
 """
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What befalls ranks is tested, not how their fork server starts."""
+    return warm_environ
+
+
 def add(recipe: Recipe, code: str) -> None:
     with (recipe.folder / "points.py").open("a") as file:
         file.write(f"\n\n{code}")

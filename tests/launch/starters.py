@@ -29,6 +29,7 @@ class Starter:
     sizes: tuple[int, ...] = (2, 3, 4)
     needs: str = ""  # a program
     cluster: bool = False
+    usual_size: int | None = None  # in the ordinary run; None: the largest
     own_codes: bool = True  # False: what starts the ranks has its own exit codes
 
     def __str__(self) -> str:
@@ -161,7 +162,10 @@ STARTERS: Sequence[Starter] = (
     Starter("spawn, new interpreters", _plain("launcher.start_method=spawn"), sizes=(2,)),
     Starter("spawn on two machines", _machines, sizes=(2, 4), cluster=True),
     Starter(
-        "torchrun", _module("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=SIZE"), own_codes=False
+        "torchrun",
+        _module("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=SIZE"),
+        usual_size=2,  # four ranks of torchrun's are on two machines
+        own_codes=False,
     ),
     Starter("torchrun on two machines", _two_torchruns, sizes=(4,), cluster=True, own_codes=False),
     Starter(
@@ -171,7 +175,7 @@ STARTERS: Sequence[Starter] = (
         own_codes=False,
     ),
     Starter("variables in shells", _shells, sizes=(2, 3)),
-    Starter("elastic", _plain("launcher=elastic", "launcher.max_restarts=0")),
+    Starter("elastic", _plain("launcher=elastic", "launcher.max_restarts=0"), usual_size=2),
     Starter("sbatch", _submitted, cluster=True),
     Starter("salloc", _allocated, sizes=(4,), cluster=True),
     Starter("srun", _behind("srun", "-N2", "-nSIZE", "slurm"), cluster=True, own_codes=True),
@@ -179,6 +183,7 @@ STARTERS: Sequence[Starter] = (
         "Open MPI",
         _behind("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "SIZE", "mpi"),
         needs="mpirun.openmpi",
+        usual_size=2,
     ),
     Starter("MPICH", _behind("mpirun.mpich", "-n", "SIZE", "mpi"), sizes=(2, 3), needs="mpirun.mpich"),
 )
@@ -191,7 +196,7 @@ OFTEN = ("spawn on two machines", "torchrun", "elastic", "sbatch", "srun", "Open
 def params(sizes: bool = True, often: Sequence[str] = tuple(map(str, STARTERS))) -> list[Any]:
     """Return each way, with each of its sizes or alone, for `pytest.mark.parametrize`.
 
-    In the ordinary run are those named `often`, and of their sizes the largest.
+    In the ordinary run are those named `often`, each with one size: the largest, or `usual_size`.
     """
     found = []
     for starter in STARTERS:
@@ -203,7 +208,7 @@ def params(sizes: bool = True, often: Sequence[str] = tuple(map(str, STARTERS)))
             found.append(pytest.param(starter, marks=marks, id=str(starter)))
             continue
         for size in starter.sizes:
-            more = [] if size == starter.sizes[-1] else [pytest.mark.slow]
+            more = [] if size == (starter.usual_size or starter.sizes[-1]) else [pytest.mark.slow]
             found.append(pytest.param(starter, size, marks=[*marks, *more], id=f"{starter}, {size}"))
     return found
 

@@ -20,6 +20,12 @@ class Tells(Sides):
 OURS = "elastic, mpi, slurm, spawn, torchrun-env"
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a package's launcher does is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("plugins"), environ), CODE)

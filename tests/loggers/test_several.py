@@ -82,6 +82,12 @@ STEPS = ("trainer.gpus=2", "trainer.threads=1", "trainer.log_every=1", "trainer.
 KILLED = {"DDPEXP_FAULT": "backward:kill:0:7"}
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What loggers write is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     recipe = Recipe(Ddpexp(tmp_path_factory.mktemp("several"), environ), CODE)

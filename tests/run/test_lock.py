@@ -41,6 +41,12 @@ HOLDS = (
 )
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """Who may write a run directory is tested, not how fork servers start."""
+    return warm_environ
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "ranks").mkdir()

@@ -19,6 +19,12 @@ PARAMETERS = 58
 WANTED = 2 * PARAMETERS * 4  # the weights and SGD's momentum, in fp32
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """Whether there is room is tested, not how fork servers start."""
+    return warm_environ
+
+
 class Disk:
     """A file system with so much left."""
 

@@ -63,6 +63,12 @@ class Held(Sides):
 """
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a sweep does with its jobs is tested, not how its fork server starts."""
+    return warm_environ
+
+
 @dataclass(frozen=True)
 class SweepDone:
     """How a sweep ended."""

@@ -21,12 +21,6 @@ print(job.start(None, (), None, {}, Path("/dev/full")).wait())
 """
 
 
-@pytest.fixture(scope="session")
-def environ(warm_environ: dict[str, str]) -> dict[str, str]:
-    """How jobs start is tested, not how the fork server of the sweep does."""
-    return warm_environ
-
-
 def test_a_job_that_cannot_write_its_last_line_still_ends(environ: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environ, capture_output=True, text=True, timeout=PATIENCE

@@ -18,12 +18,6 @@ PACED = ("task._target_=points.Paced", "trainer.epochs=200", "trainer.eval_every
 GRID = ("optimizer.lr=0.05,0.2", "trainer.seed=range(2)")
 
 
-@pytest.fixture(scope="session")
-def environ(warm_environ: dict[str, str]) -> dict[str, str]:
-    """What a sweep does with its jobs is tested, not how its fork server starts."""
-    return warm_environ
-
-
 def test_a_grid_fills_the_slots_and_every_job_has_the_weights_of_the_same_run_alone(sweeps: Sweeps) -> None:
     sweep = sweeps(*GRID)
     assert (sweep.code, sweep.err.count("warning")) == (0, 0)

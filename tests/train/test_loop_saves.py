@@ -6,6 +6,7 @@ Real commands of one worker, whose tasks say how well they are at each step.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import complete_checkpoints
 from ddpexp.data.order import Permutation
-from tests.conftest import Ddpexp
+from tests.conftest import Ddpexp, finish
 from tests.points import Recipe
 
 CODE = """\
@@ -29,6 +30,12 @@ class Scored(Sides):
         return loss, count, {"score": (torch.tensor(count * self.scores[self.done - 1]), count)}
 
 
+class Opaque(Sides):
+    # Holds what cannot be copied, so that no step is tried out.
+    def __init__(self):
+        self.held = object()
+
+
 class Broken(Sides):
     # A sample that makes the loss not a number.
     def __init__(self, index):
@@ -38,6 +45,12 @@ class Broken(Sides):
         loss, count, metrics = super().step(model, batch)
         return (loss * float("nan") if model.training and (batch[0] == self.index).any() else loss), count, metrics
 """
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a run saves is tested, not how a rank starts."""
+    return warm_environ
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +73,20 @@ def test_an_evaluation_that_is_better_than_all_before_is_saved_though_no_save_is
     )  # fmt: skip
     assert done.code == 0, done.err
     assert steps(done.run) == kept  # an equal one is not better, and the end is always saved
+
+
+def test_a_run_whose_metric_does_not_exist_is_saved_and_its_last_line_resumes_it(recipe: Recipe) -> None:
+    done = recipe("task._target_=points.Opaque", "trainer.eval_every=5", "trainer.keep_best=max:eval/acc")
+    assert done.code == 1
+    assert steps(done.run)[-1] == 5
+    before, command = done.err.strip().rsplit(": python -m ddpexp ", 1)
+    assert before.endswith("there are eval/loss, eval/accuracy. Step 5 is saved; resume from it with another metric")
+    words = shlex.split(command)
+    assert words[-1] == "trainer.keep_best=max:eval/accuracy"
+    process, _ = recipe.ddpexp.start(*words)
+    again = finish(process, done.run)
+    assert again.code == 0, again.err
+    assert "resumed after step 5 of" in again.out
 
 
 def test_a_checkpoint_after_a_bad_step_is_refused_with_the_number_of_that_step(recipe: Recipe) -> None:

@@ -29,6 +29,12 @@ from tests.fitting import ALONE, Once, fit_alone
 from tests.points import Recipe
 
 
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is wrong with a task is tested, not how a rank starts."""
+    return warm_environ
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("contract"), environ))
@@ -140,6 +146,53 @@ def test_a_tasks_own_train_step_is_looked_at_too(fit: Callable[..., Once], task:
     with pytest.raises(DdpexpError, match=rf"^ByHand\.train_step \({re.escape(__file__)}:\d+\) {message}"):
         fit(task)
     fit(ByHand())  # whose loss needs no gradient
+
+
+class Twice:
+    """A task that runs the backward pass itself."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def step(self, model: Any, batch: Any) -> Any:
+        loss, count, metrics = good(model, batch)
+        if model.training:
+            loss.backward(**self.options)  # type: ignore[no-untyped-call]
+        return loss, count, metrics
+
+
+class OnItsOwn(ByHand):
+    """A task's own train_step that runs the backward pass without update.backward."""
+
+    def train_step(self, update: Any, batches: list[Any]) -> Any:
+        with update.micro_batch(last=True):
+            good(update.models, batches[0])[0].backward()  # type: ignore[no-untyped-call]
+        update.apply()
+        return self.found
+
+
+@pytest.mark.parametrize("options", [{}, {"retain_graph": True}])
+@pytest.mark.parametrize("reduction", ["fast", "exact"])
+def test_a_task_that_runs_the_backward_pass_is_named_with_the_line(
+    fit: Callable[..., Once], reduction: str, options: dict[str, bool]
+) -> None:
+    line = inspect.getsourcelines(Twice.step)[1]
+    with pytest.raises(
+        DdpexpError,
+        match=rf"^Twice\.step \({re.escape(__file__)}:{line}\) runs the backward pass itself in line {line + 3}, and .*: "
+        r"gradients would be added twice\. Return the loss without calling backward\(\)\.",
+    ):
+        fit(Twice(**options), reduction=reduction, micro_batch_size=6)
+
+
+def test_a_train_step_that_runs_the_backward_pass_without_its_count_is_named(fit: Callable[..., Once]) -> None:
+    line = inspect.getsourcelines(OnItsOwn.train_step)[1]
+    with pytest.raises(
+        DdpexpError,
+        match=rf"^OnItsOwn\.train_step \(.*\) calls update\.apply with .* of its own in line {line + 2}: .* Call "
+        r"update\.backward\(loss_sum, count\) in place of loss\.backward\(\)\.",
+    ):
+        fit(OnItsOwn())
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import os
-import resource
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from tests.warm.state import SOCKET, ignored_signals, state
+from tests.warm.state import SOCKET, ignored_signals, state, surroundings
 
 _CLIENT = "ddpexp.launch.workers.client"
 
@@ -67,15 +66,12 @@ def constructor(client: Any, ignored: list[int]) -> Callable[..., None]:
 
 def _fork(channel: socket.socket, ignored: list[int]) -> int | None:
     """Return the process id of a server that serves the channel, or None where it would not be as a new one."""
-    umask = os.umask(0o77)
-    os.umask(umask)
     request = {
         "state": state(ignored),
         "environ": dict(os.environ),
         "folder": os.getcwd(),
         "path": [folder for folder in sys.path if folder],
-        "umask": umask,
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+        **surroundings(),
     }
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[SOCKET])

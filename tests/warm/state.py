@@ -8,10 +8,15 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 SOCKET = "DDPEXP_TESTS_ZYGOTE"
 """The variable with the path of the zygote's socket."""
+COMMANDS = "DDPEXP_TESTS_COMMANDS"
+"""The variable with the path of the socket of the process that forks commands."""
 MOST_BYTES = 1 << 20
 """Of a request to the zygote."""
 VARIABLES = 2
@@ -22,7 +27,7 @@ _VARIABLES = (
     "PYTHON", "LD_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_", "TORCH", "PYTORCH", "ATEN_",
     "CUDA", "NVIDIA_", "LC_", "LANG", "MPL", "MATPLOTLIB",
 )  # fmt: skip
-_TAKEN_OVER = ("PYTHONWARNINGS",)  # the fork applies the options
+_TAKEN_OVER = ("PYTHONWARNINGS", "PYTHONPATH")  # the fork applies them
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
@@ -31,12 +36,12 @@ def ignored_signals() -> list[int]:
     return [number for number in range(1, signal.NSIG) if signal.getsignal(number) == signal.SIG_IGN]
 
 
-def state(ignored: list[int]) -> list[Any]:
+def state(ignored: list[int], environ: Mapping[str, str] = os.environ) -> list[Any]:
     """Return plain values that are equal where new interpreters would be; `ignored` are signals as inherited."""
     numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
     limits = {number: resource.getrlimit(number) for number in numbers - {resource.RLIMIT_NOFILE}}
     variables = {
-        name: value for name, value in os.environ.items() if name.startswith(_VARIABLES) and name not in _TAKEN_OVER
+        name: value for name, value in environ.items() if name.startswith(_VARIABLES) and name not in _TAKEN_OVER
     }
     return [
         ignored,
@@ -47,6 +52,39 @@ def state(ignored: list[int]) -> list[Any]:
         [*os.getresuid(), *os.getresgid(), os.getpriority(os.PRIO_PROCESS, 0)],
         [_text("/proc/self/cgroup"), _text("/proc/self/oom_score_adj")],
     ]
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what a fork takes over from the process that asks for it."""
+    umask = os.umask(0o77)
+    os.umask(umask)
+    return {"umask": umask, "files": resource.getrlimit(resource.RLIMIT_NOFILE)}
+
+
+def take_over(request: dict[str, Any], streams: list[int]) -> None:
+    """Have the surroundings of the process that has asked for this fork, as a new interpreter would."""
+    for target, source in enumerate(streams):
+        os.dup2(source, target)
+        os.close(source)
+    os.chdir(request["folder"])
+    os.umask(request["umask"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    sys.warnoptions[:] = filter(None, os.environ.get("PYTHONWARNINGS", "").split(","))
+    warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
+    faults: Any = sys.modules.get("ddpexp.system.fault_injection")
+    if faults is not None:
+        faults._SPECIFICATION = os.environ.get(faults.VARIABLE, "")
+
+
+def reap() -> None:
+    """Remove children of this process that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
 
 
 def _text(path: str) -> str:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import sys
 import traceback
-import warnings
 from typing import Any
 
 from ddpexp.launch.workers import server
 from ddpexp.launch.workers.client import PRELOAD
 from ddpexp.launch.workers.control import SIGNALS
-from ddpexp.system import fault_injection
+from ddpexp.launch.workers.cuda_guard import CudaGuard
 from ddpexp.system.process import die_with_parent
-from tests.warm.state import MOST_BYTES, ignored_signals, state
+from tests.warm.state import MOST_BYTES, ignored_signals, reap, state, take_over
 
 
 def main(listener: int, parent: int) -> None:
     """Serve until the parent ends this process."""
     die_with_parent(parent)
     own = state(ignored_signals())
-    failed = server._import(PRELOAD)
+    failed = server._import(PRELOAD, CudaGuard())
     assert not failed, failed
     with socket.socket(fileno=listener) as listening:
         while True:
@@ -41,25 +39,15 @@ def main(listener: int, parent: int) -> None:
                 connection.send(json.dumps(pid).encode())
             for number in fds:
                 os.close(number)
-            _reap()
+            reap()
 
 
 def _serve(request: dict[str, Any], fds: list[int]) -> None:
     """Be the server of a command: what `server.main` does, and what a new interpreter would have found."""
     try:
         channel, *streams = fds
-        for target, source in enumerate(streams):
-            os.dup2(source, target)
-            os.close(source)
-        os.chdir(request["folder"])
-        os.umask(request["umask"])
-        resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
-        os.environ.clear()
-        os.environ.update(request["environ"])
+        take_over(request, streams)
         sys.path[:] = request["path"]
-        sys.warnoptions[:] = filter(None, os.environ.get("PYTHONWARNINGS", "").split(","))
-        warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]
-        fault_injection._SPECIFICATION = os.environ.get(fault_injection.VARIABLE, "")
         os.setpgid(0, 0)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # as at the start of a new one
         server.main(channel, os.getppid(), "forkserver", ())  # all is imported
@@ -69,9 +57,5 @@ def _serve(request: dict[str, Any], fds: list[int]) -> None:
         os._exit(0)
 
 
-def _reap() -> None:
-    try:
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-    except ChildProcessError:
-        pass
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -26,7 +25,7 @@ from ddpexp.errors import (
     StoppedError,
     first_end,
 )
-from ddpexp.launch import Job, Layout
+from ddpexp.launch import Job
 from ddpexp.launch.launchers import torchrun_env
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.elastic_board import (
@@ -78,7 +77,7 @@ class Elastic(Launcher):
         """
         low, high = self._range(job.request.nodes)
         here = resolve(job.request.gpus, job.request.device, job.request.backend, job.request.threads)
-        _check_layouts(job, here, range(low, high + 1))
+        job.check_range([replace(here, nodes=n, world_size=n * here.world_size) for n in range(low, high + 1)])
         rendezvous = self._rendezvous(high)
         has_endpoint = self.rdzv_endpoint is not None and self.rdzv_backend == "c10d"
         endpoint = _Endpoint(str(self.rdzv_endpoint)) if has_endpoint else None
@@ -224,15 +223,6 @@ class _Endpoint:
             self._failures += 1
         self._next = time.monotonic() + _ANSWER_SECONDS
         return self._failures < 2
-
-
-def _check_layouts(job: Job, here: Layout, numbers: Iterable[int]) -> None:
-    """Refuse a range in which the job cannot run on one of the numbers of machines like this one."""
-    for nodes in numbers:
-        try:
-            job.check(replace(here, nodes=nodes, world_size=nodes * here.world_size))
-        except RefusedError as error:
-            raise RefusedError(f"with {nodes} of trainer.nodes={job.request.nodes}: {error}") from None
 
 
 def _check_unfinished(job: Job) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.system.hardware import count_gpus, threads_per_worker, why_none
+from ddpexp.system.gpus import Device, nccl_shares_gpus, shared_gpu
+from ddpexp.system.hardware import threads_per_worker, visible_devices, why_hidden
 
 Auto = Literal["auto"]
 _MAX_THREADS = 1024  # per worker; not bounded by this machine's cores, since the configuration may be for another one
@@ -36,33 +38,55 @@ def resolve(
         raise RefusedError(
             f"trainer.gpus={gpus} is more than the {_MAX_WORKERS} workers that one machine can start. Use fewer."
         )
-    if present is None:
-        present = 0 if device == "cpu" else count_gpus()
+    devices = visible_devices() if present is None and device != "cpu" else ()
+    present = len(devices) if present is None else present
     if device == "cuda" and present == 0:
-        why = why_none()
         raise RefusedError(
-            f"trainer.device=cuda, but this machine shows no GPU{why}. Use trainer.device=cpu for CPU workers."
+            f"trainer.device=cuda, but this machine shows no GPU{why_hidden()}. Use trainer.device=cpu for CPU workers."
         )
     kind = "cuda" if present else "cpu"
     workers = external_workers or (max(1, present) if gpus == "auto" else gpus)
     if kind == "cuda" and workers > present and external_workers is None:
         raise RefusedError(
-            f"trainer.gpus={workers}, but this machine shows {present} GPU{'s' if present > 1 else ''}. "
+            f"trainer.gpus={workers}, but this machine shows {present} GPU{'s' if present > 1 else ''}{why_hidden()}. "
             f"Use trainer.gpus={present}, or trainer.device=cpu for {workers} CPU workers."
         )
     if backend == "nccl" and kind == "cpu":
         raise RefusedError(
             "trainer.backend=nccl needs GPUs, and the workers are on CPU. Use trainer.backend=gloo or auto."
         )
+    if backend == "nccl" and external_workers is None:
+        check_nccl_shares(devices[:workers])
     if threads != "auto":
         check_threads(threads)
     return Layout(
         nodes=1,
         world_size=workers,
         device=kind,
-        backend=("nccl" if kind == "cuda" else "gloo") if backend == "auto" else backend,
+        backend=_backend(kind, devices) if backend == "auto" else backend,
         threads=threads_per_worker(workers) if threads == "auto" else threads,
     )
+
+
+def _backend(kind: str, devices: Sequence[Device], environ: Mapping[str, str] = os.environ) -> str:
+    """Return the backend for `auto`: NCCL, but gloo between CPU workers and between MIG instances."""
+    by_gloo = any(device.is_mig for device in devices) and not nccl_shares_gpus(environ)
+    return "nccl" if kind == "cuda" and not by_gloo else "gloo"
+
+
+def check_nccl_shares(devices: Sequence[Device], environ: Mapping[str, str] = os.environ) -> None:
+    """Check that NCCL can connect the workers of this machine, given their devices.
+
+    Raises:
+        RefusedError: two of them are MIG instances of the same GPU.
+    """
+    gpu = shared_gpu(devices)
+    if gpu is not None and not nccl_shares_gpus(environ):
+        raise RefusedError(
+            f"trainer.backend=nccl, but two workers are on MIG instances of the same GPU ({gpu}), which NCCL refuses. "
+            "Use trainer.backend=auto, which takes gloo here; with NCCL 2.30 or newer you can export "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1 instead."
+        )
 
 
 def check_threads(threads: int) -> None:

@@ -32,9 +32,10 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system import start
-from ddpexp.system.hardware import cores_quota, gpu_names, usable_core_numbers
+from ddpexp.system.gpus import Device, worker_variables
+from ddpexp.system.hardware import cores_quota, usable_core_numbers, visible_devices
 from ddpexp.system.limits import check_open_files
-from ddpexp.system.network import LOOPBACK, boot_id, interface_of, is_loopback
+from ddpexp.system.network import LOOPBACK, boot_id, interface_of, interface_variables, is_loopback
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.terminal import Terminal
 
@@ -79,7 +80,7 @@ def run(job: Job, environment: LaunchEnvironment, rendezvous: Rendezvous | None,
         "local_world_size": environment.local_world_size,
         "cores": usable_core_numbers(),
         "quota": cores_quota(),
-        "gpus": gpu_names() if layout.device == "cuda" else [],
+        "gpus": [device.uuid for device in _devices(layout)],
         "owner": environment.owner,
     }
     part = _lead if environment.index == 0 else _follow
@@ -206,10 +207,23 @@ def _next(leader: Peer, kind: str) -> dict[str, Any]:
     return message
 
 
+def _devices(layout: Layout) -> tuple[Device, ...]:
+    """Return the GPUs that this command sees, if the workers use GPUs."""
+    return visible_devices() if layout.device == "cuda" else ()
+
+
 def worker_environment(
-    layout: Layout, assignment: RankAssignment, number: int, store: tuple[str, int], address: str
+    layout: Layout,
+    assignment: RankAssignment,
+    number: int,
+    store: tuple[str, int],
+    address: str,
+    devices: Sequence[Device] = (),
 ) -> dict[str, str]:
-    """Return the environment variables of worker `number` of this command; `address` is this host's own."""
+    """Return the environment variables of worker `number` of this command.
+
+    `address` is this host's own, `devices` are the GPUs that this command sees.
+    """
     host, port = store
     variables = {
         "RANK": str(assignment.first_rank + number),
@@ -220,14 +234,12 @@ def worker_environment(
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
-    if assignment.own_gpus:
-        variables["DDPEXP_GPU"] = str(number)
+    if layout.device == "cuda":
+        variables |= worker_variables(devices, number if assignment.own_gpus else assignment.local_rank + number)
     if not is_loopback(host):
         interface = interface_of(address)
         if interface:
-            variables |= {
-                name: os.environ.get(name, interface) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-            }
+            variables |= interface_variables(interface)
     return variables
 
 
@@ -247,12 +259,13 @@ def _supervise(
     listener = local_store or (store if isinstance(store, socket.socket) else None)
     began = time.time()
     address: tuple[str, int] = listener.getsockname()[:2] if listener else store  # type: ignore[assignment]
-    host = meeting.address if meeting else LOOPBACK
+    host, devices = meeting.address if meeting else LOOPBACK, _devices(layout)
     try:
         workers = []
         for number in range(assignment.workers):
-            environ = worker_environment(layout, assignment, number, address, host)
-            workers.append(_start_worker(job, server, assignment.first_rank + number, environ, listener))
+            environ = worker_environment(layout, assignment, number, address, host, devices)
+            rank, uses_cuda = assignment.first_rank + number, layout.device == "cuda"
+            workers.append(_start_worker(job, server, rank, environ, listener, uses_cuda))
     finally:
         if listener is not None:
             listener.close()
@@ -260,7 +273,7 @@ def _supervise(
         uses_nccl = layout.backend == "nccl" and layout.world_size > 1
         return supervise(server, workers, Terminal(), meeting, job.request, layout.device == "cuda", uses_nccl)
     except BaseException:
-        cleanup.clear(began)
+        cleanup.clear(began, of_gpus=layout.device == "cuda")
         raise
     finally:
         for worker in workers:
@@ -269,7 +282,7 @@ def _supervise(
 
 
 def _start_worker(
-    job: Job, server: Server, rank: int, environ: Mapping[str, str], store: socket.socket | None
+    job: Job, server: Server, rank: int, environ: Mapping[str, str], store: socket.socket | None, uses_cuda: bool
 ) -> Worker:
     control, worker_control = socket.socketpair()
     signals, worker_signals = socket.socketpair()
@@ -283,7 +296,7 @@ def _start_worker(
     if rank == 0 and store is not None:
         descriptors[STORE_FD] = store.fileno()
     log = Log(job.logs, rank)
-    server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors)
+    server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors, uses_cuda)
     worker_control.close()
     worker_signals.close()
     os.close(page_descriptor)

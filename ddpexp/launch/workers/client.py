@@ -19,7 +19,7 @@ from ddpexp.system.oom import Memory
 from ddpexp.system.programs import python
 
 # Modules that a worker needs before its first step. A missing one would cost seconds in every worker, so a test
-# compares the list with what workers import; nothing here may initialise CUDA, which breaks every forked GPU worker.
+# compares the list with what workers import; nothing here may initialise CUDA: GPU workers could not be forked then.
 PRELOAD = ("torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "ddpexp.train.worker")
 
 _DYNAMIC_LOADER_FAILED = 127  # its exit code when it cannot allocate memory
@@ -83,11 +83,13 @@ class Server:
         environ: Mapping[str, str],
         log: int,
         descriptors: Mapping[str, int],
+        uses_cuda: bool = False,
     ) -> None:
         """Request a process that calls `entry` and writes to `log`.
 
-        `descriptors` are passed to it; their numbers there are in its environment under these names. The answers
-        `started` and `exit` arrive on the channel.
+        `descriptors` are passed to it; their numbers there are in its environment under these names. One that
+        `uses_cuda` is not forked from a server that has initialised CUDA. The answers `started` and `exit` arrive on
+        the channel.
         """
         request = {
             "op": "start",
@@ -96,6 +98,7 @@ class Server:
             "arguments": list(arguments),
             "environ": dict(environ),
             "descriptors": list(descriptors),
+            "uses_cuda": uses_cuda,
         }
         try:
             socket.send_fds(self.channel, [json.dumps(request).encode()], [log, *descriptors.values()])

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddpexp.launch.workers.control import SIGNALS
+from ddpexp.launch.workers.cuda_guard import CudaGuard
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.process import die_with_parent
 from ddpexp.system.programs import python
@@ -46,10 +47,13 @@ def main(fd: int, parent: int, start_method: str, preload: Sequence[str]) -> Non
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, for the workers too
             signal.signal(signum, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _serve(socket.socket(fileno=fd), start_method, _import(preload))
+    # What is imported here may ask `torch.cuda.is_available()`, which would initialise CUDA: torch asks NVML instead.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    guard = CudaGuard()
+    _serve(socket.socket(fileno=fd), start_method, _import(preload, guard), guard)
 
 
-def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) -> None:
+def _serve(channel: socket.socket, start_method: str, failed: dict[str, str], guard: CudaGuard) -> None:
     _send(channel, {"kind": "ready", "failed": failed, "pid": os.getpid()})
     wake, children = _watch_children()
     while True:
@@ -67,11 +71,10 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
             for pid in children - {request["spared"]}:
                 os.kill(pid, request["signal"])
         elif request["op"] == "load":
-            _import(request["names"])  # a module that cannot be imported fails again where it is used
+            _import(request["names"], guard)  # a module that cannot be imported fails again where it is used
         else:
-            start = {"clone": _clone}.get(request["op"], _fork if start_method == "forkserver" else _exec)
             try:
-                pid = start(request, fds, (channel, wake))
+                pid = _start(request, fds, (channel, wake), start_method, guard)
             except OSError as error:  # process limit reached: the command reports it, and ends the others
                 text = f"the process of rank {request['rank']} could not be started: {reason_with_limit(error)}"
                 _send(
@@ -84,7 +87,7 @@ def _serve(channel: socket.socket, start_method: str, failed: dict[str, str]) ->
                 os.close(number)
 
 
-def _import(names: Sequence[str]) -> dict[str, str]:
+def _import(names: Sequence[str], guard: CudaGuard) -> dict[str, str]:
     """Import modules with the garbage collector disabled, which would take a fifth of the time; return the failures."""
     failed: dict[str, str] = {}
     gc.disable()
@@ -93,6 +96,7 @@ def _import(names: Sequence[str]) -> dict[str, str]:
             importlib.import_module(name)
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"
+        guard.imported(name)
     gc.freeze()  # workers neither traverse these objects nor copy their pages
     return failed
 
@@ -129,6 +133,24 @@ def _send(channel: socket.socket, message: dict[str, Any]) -> None:
         os._exit(0)  # the command is gone, and the workers die with us
 
 
+def _start(
+    request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket], start_method: str, guard: CudaGuard
+) -> int:
+    """Start a worker, or a server for another command, and return its process id.
+
+    A worker that uses CUDA becomes a new interpreter where a fork of this process could not use CUDA.
+    """
+    if request["op"] == "clone":
+        return _clone(request, fds, private, guard)
+    if start_method != "forkserver":
+        return _exec(request, fds, private)
+    warning = guard.warning(request["rank"]) if request["uses_cuda"] else None
+    if warning is None:
+        return _fork(request, fds, private)
+    os.write(fds[0], f"ddpexp: warning: {warning}\n".encode())
+    return _exec(request, fds, private)
+
+
 def _forked() -> int:
     with warnings.catch_warnings():
         # Python 3.12 warns of threads at a fork. The threads that linear algebra libraries start on import are safe.
@@ -158,7 +180,7 @@ def _fork(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.
         os._exit(code)
 
 
-def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket]) -> int:
+def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket.socket], guard: CudaGuard) -> int:
     """Fork a server for another command, which it serves through the first descriptor."""
     server = os.getpid()
     pid = _forked()
@@ -171,7 +193,7 @@ def _clone(request: dict[str, Any], fds: Sequence[int], private: Sequence[socket
         for channel in private:
             channel.close()
         os.environ.update(request["environ"])
-        _serve(socket.socket(fileno=fds[0]), "forkserver", {})
+        _serve(socket.socket(fileno=fds[0]), "forkserver", {}, guard)
     except BaseException:
         traceback.print_exc()
     finally:

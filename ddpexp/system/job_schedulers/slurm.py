@@ -141,6 +141,12 @@ def _state(name: str) -> JobState:
     return JobState(name, None if name == UNKNOWN else name in _OVER)
 
 
+def show_job(job_id: str, seconds: float = _ANSWER_SECONDS) -> str | None:
+    """Return what `scontrol show job` prints; None: Slurm is not installed, does not answer, or does not know it."""
+    done = _ask(["scontrol", "show", "job", job_id], seconds)
+    return done.stdout if done is not None and not done.returncode else None
+
+
 def array_size() -> int:
     """Return how many tasks an array may have on this cluster."""
     done = _ask(["scontrol", "show", "config"])
@@ -148,7 +154,7 @@ def array_size() -> int:
     return max(1, min((int(size or tasks) for size, tasks in limits), default=_ARRAY_SIZE))
 
 
-def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
+def _ask(argv: Sequence[str], seconds: float = _ANSWER_SECONDS) -> subprocess.CompletedProcess[str] | None:
     """Run one of Slurm's commands without the user's SQUEUE_ defaults; None if it is missing or does not answer."""
     program = find(argv[0])
     if program is None:
@@ -161,7 +167,7 @@ def _ask(argv: Sequence[str]) -> subprocess.CompletedProcess[str] | None:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_ANSWER_SECONDS,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:  # they retry for a minute when the controller is down
         return None

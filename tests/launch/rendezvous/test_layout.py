@@ -11,16 +11,18 @@ import pytest
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch.rendezvous.layout import Auto, check_threads, resolve
-from ddpexp.system import hardware
-from ddpexp.system.hardware import count_gpus, threads_per_worker, usable_cores
+from ddpexp.system import hardware, nvml
+from ddpexp.system.gpus import worker_variables
+from ddpexp.system.hardware import count_gpus, threads_per_worker, usable_cores, visible_devices
+from ddpexp.system.nvml import Driver, Gpu, MigInstance
 from tests.conftest import PATIENCE
 
 
 def on_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int = 8) -> None:
     """Pretend to be a machine: a fake, for the real ones have only what they have."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(hardware, "_nvml_device_count", lambda: gpus)
-    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: True)
+    monkeypatch.setattr(nvml, "driver", lambda: Driver(tuple(Gpu(f"GPU-{number}") for number in range(gpus))))
+    monkeypatch.setattr(hardware, "_torch_build", lambda: "cuda")
     monkeypatch.setattr(hardware, "usable_cores", lambda: cores)
 
 
@@ -96,7 +98,7 @@ def test_the_cores_are_divided_among_the_workers(
     ("visible", "shown"),
     [
         (None, 4), ("0", 1), ("0,1", 2), ("3, 1", 2), ("", 0), ("-1", 0), ("0,1,-1,2", 2), ("0,7,1", 1), ("0,,1", 1),
-        ("0,1,0", 0), ("GPU-5ebe9f43,GPU-ac33420d", 2), ("MIG-a1,MIG-a2,MIG-a3", 3), ("none", 0), ("NoDevFiles", 0),
+        ("0,1,0", 0), ("GPU-1,GPU-3", 2), ("GPU-5ebe9f43,GPU-1", 0), ("none", 0), ("NoDevFiles", 0),
     ],
 )  # fmt: skip
 def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str | None, shown: int) -> None:
@@ -104,25 +106,61 @@ def test_only_visible_gpus_count(monkeypatch: pytest.MonkeyPatch, visible: str |
     assert count_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == shown
 
 
+def test_each_mig_instance_is_a_worker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, 0)
+    instances = tuple(MigInstance(f"MIG-a{number}", number, 0) for number in range(3))
+    monkeypatch.setattr(nvml, "driver", lambda: Driver((Gpu("GPU-0", mig=instances),)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a0,MIG-a2")
+    assert [worker_variables(visible_devices(), number) for number in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "MIG-a0", "DDPEXP_GPU": "0"},
+        {"CUDA_VISIBLE_DEVICES": "MIG-a2", "DDPEXP_GPU": "0"},
+    ]
+    layout = resolve("auto", "auto", "auto", "auto")
+    assert (layout.world_size, layout.device, layout.backend) == (2, "cuda", "gloo")
+    with pytest.raises(RefusedError) as caught:
+        resolve("auto", "auto", "nccl", "auto")
+    assert str(caught.value) == (
+        "trainer.backend=nccl, but two workers are on MIG instances of the same GPU (GPU-0), which NCCL refuses. Use "
+        "trainer.backend=auto, which takes gloo here; with NCCL 2.30 or newer you can export "
+        "NCCL_MULTI_RANK_GPU_ENABLE=1 instead."
+    )
+    assert resolve(1, "auto", "nccl", "auto").backend == "nccl"
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert [resolve("auto", "auto", backend, "auto").backend for backend in ("auto", "nccl")] == ["nccl", "nccl"]
+
+
 @pytest.mark.fault(65)
 @pytest.mark.parametrize(
     ("built", "visible", "why"),
     [
-        (True, "", "(4 here, but CUDA_VISIBLE_DEVICES= hides all)"),
-        (True, "-1", "(4 here, but CUDA_VISIBLE_DEVICES=-1 hides all)"),
-        (False, "0", "(4 here, but the installed torch is a CPU-only build)"),
+        ("cuda", "", "(4 here, but CUDA_VISIBLE_DEVICES= hides all)"),
+        ("cuda", "-1", "(4 here, but CUDA_VISIBLE_DEVICES=-1 hides all)"),
+        ("cuda", "7", "(4 here, but CUDA_VISIBLE_DEVICES=7 names 7, which is none of them)"),
+        ("cuda", "0,0", "(4 here, but CUDA_VISIBLE_DEVICES=0,0 names 0 twice, and CUDA shows none then)"),
+        ("cpu", "0", "(4 here, but the installed torch is a CPU-only build)"),
     ],
 )
 def test_gpus_that_cannot_be_used_are_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch, built: bool, visible: str, why: str
+    monkeypatch: pytest.MonkeyPatch, built: str, visible: str, why: str
 ) -> None:
     on_machine(monkeypatch, 4)
-    monkeypatch.setattr(hardware, "_torch_has_cuda", lambda: built)
+    monkeypatch.setattr(hardware, "_torch_build", lambda: built)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(RefusedError) as caught:
         resolve("auto", "cuda", "auto", "auto")
     sentence = f"trainer.device=cuda, but this machine shows no GPU {why}. Use trainer.device=cpu for CPU workers."
     assert str(caught.value) == sentence
+
+
+def test_too_few_gpus_are_refused_with_what_hides_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_machine(monkeypatch, 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,9,2")
+    with pytest.raises(RefusedError) as caught:
+        resolve(4, "auto", "auto", "auto")
+    assert str(caught.value) == (
+        "trainer.gpus=4, but this machine shows 2 GPUs (4 here, but CUDA_VISIBLE_DEVICES=0,1,9,2 names 9, which is none "
+        "of them, and all after it are ignored). Use trainer.gpus=2, or trainer.device=cpu for 4 CPU workers."
+    )
 
 
 def test_a_machine_without_gpus_shows_none_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

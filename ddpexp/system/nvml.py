@@ -1,0 +1,144 @@
+"""Ask the NVIDIA driver which GPUs this process may use, once per process and without initialising CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Return values of NVML. Source: its API reference, nvmlReturn_t
+_SUCCESS = 0
+_NO_PERMISSION = 4
+_FUNCTION_NOT_FOUND = 13  # also: this library is older than the function
+_UUID_BYTES = 96  # NVML_DEVICE_UUID_V2_BUFFER_SIZE
+
+
+@dataclass(frozen=True)
+class MigInstance:
+    """A part of a GPU in MIG mode, a device of its own for CUDA."""
+
+    uuid: str  # MIG-<uuid>; before driver R470 MIG-GPU-<uuid>/<GPU instance>/<compute instance>
+    gpu_instance: int
+    compute_instance: int
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU of this machine, as the driver describes it to this process."""
+
+    uuid: str
+    obstacle: str = ""  # why this process cannot use it; empty if it can
+    mig: tuple[MigInstance, ...] | None = None  # the instances that it can use; None: not in MIG mode
+
+
+@dataclass(frozen=True)
+class Driver:
+    """What the NVIDIA driver answered."""
+
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""  # why it did not answer although it is installed
+
+
+@functools.cache
+def driver() -> Driver:
+    """Return what the driver answers; no GPUs where there is no driver.
+
+    Cached: without persistence mode the driver initialises every GPU for the first question, which takes seconds.
+    """
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return Driver()
+    nvml = _Nvml(library)
+    status = nvml.call("nvmlInit_v2")
+    if status != _SUCCESS:
+        # The library without a driver is no fault: it is in many container images, and on login nodes.
+        return Driver(error=nvml.error(status) if os.path.exists("/dev/nvidiactl") else "")
+    try:
+        count = ctypes.c_uint(0)
+        status = nvml.call("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        if status != _SUCCESS:
+            return Driver(error=nvml.error(status))
+        return Driver(tuple(_gpu(nvml, index) for index in range(count.value)))
+    finally:
+        nvml.call("nvmlShutdown")
+
+
+def obstacle(status: int, text: str, node_error: int | None) -> str:
+    """Return why a GPU cannot be used, from opening its handle and its device node; empty if it can.
+
+    A device control group, such as Slurm's with ConstrainDevices, hides a GPU from no list: NVML counts it, but its
+    handle does not open (NVML_ERROR_NO_PERMISSION), nor does its node (EPERM, with control groups of either version).
+    Source: NVML's API reference, nvmlDeviceGetCount_v2; the kernel's documentation of control groups, devices.
+    Where there is no node at all (WSL) the handle decides.
+    """
+    if status == _NO_PERMISSION or node_error == errno.EPERM:
+        return "not in this process's device control group"
+    if status != _SUCCESS:
+        return text
+    return "" if node_error in (None, errno.ENOENT) else os.strerror(node_error)
+
+
+def _gpu(nvml: _Nvml, index: int) -> Gpu:
+    handle = ctypes.c_void_p()
+    status = nvml.call("nvmlDeviceGetHandleByIndex_v2", index, ctypes.byref(handle))
+    if status != _SUCCESS:
+        return Gpu(f"GPU {index}", obstacle(status, nvml.error(status), None))
+    minor = nvml.number("nvmlDeviceGetMinorNumber", handle)
+    hindrance = obstacle(status, "", None if minor is None else _open_error(f"/dev/nvidia{minor}"))
+    return Gpu(nvml.uuid(handle) or f"GPU {index}", hindrance, _instances(nvml, handle))
+
+
+def _instances(nvml: _Nvml, gpu: ctypes.c_void_p) -> tuple[MigInstance, ...] | None:
+    current, pending = ctypes.c_uint(0), ctypes.c_uint(0)
+    status = nvml.call("nvmlDeviceGetMigMode", gpu, ctypes.byref(current), ctypes.byref(pending))
+    if status != _SUCCESS or not current.value:
+        return None
+    instances = []
+    for index in range(nvml.number("nvmlDeviceGetMaxMigDeviceCount", gpu) or 0):
+        handle = ctypes.c_void_p()  # instances that do not exist, or that this process may not use, have none
+        if nvml.call("nvmlDeviceGetMigDeviceHandleByIndex", gpu, index, ctypes.byref(handle)) == _SUCCESS:
+            numbers = [nvml.number(f"nvmlDeviceGet{kind}InstanceId", handle) for kind in ("Gpu", "Compute")]
+            uuid = nvml.uuid(handle)
+            if uuid:
+                instances.append(MigInstance(uuid, *(-1 if number is None else number for number in numbers)))
+    return tuple(instances)
+
+
+def _open_error(path: str) -> int | None:
+    """Return the error number with which opening a device node fails; None if it opens."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno
+    return None
+
+
+class _Nvml:
+    """The library's functions."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def call(self, name: str, *arguments: object) -> int:
+        try:
+            function: Callable[..., int] = getattr(self._library, name)
+        except AttributeError:
+            return _FUNCTION_NOT_FOUND
+        return function(*arguments)
+
+    def number(self, name: str, handle: ctypes.c_void_p) -> int | None:
+        value = ctypes.c_uint(0)
+        return int(value.value) if self.call(name, handle, ctypes.byref(value)) == _SUCCESS else None
+
+    def uuid(self, handle: ctypes.c_void_p) -> str:
+        text = ctypes.create_string_buffer(_UUID_BYTES)
+        return text.value.decode() if self.call("nvmlDeviceGetUUID", handle, text, len(text)) == _SUCCESS else ""
+
+    def error(self, status: int) -> str:
+        function = self._library.nvmlErrorString
+        function.restype = ctypes.c_char_p
+        return (function(status) or b"").decode(errors="replace") or f"error {status}"

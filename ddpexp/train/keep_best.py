@@ -1,0 +1,65 @@
+"""The metric of trainer.keep_best: whether the evaluations have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from ddpexp.config.build import nearest
+from ddpexp.errors import DdpexpError, RefusedError
+
+
+class UnknownMetricError(DdpexpError):
+    """The metric is not one of the evaluation's."""
+
+    def __init__(self, message: str, override: str) -> None:
+        """`override` chooses a metric that exists."""
+        super().__init__(message, override)
+        self.message, self.override = message, override
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def check_set(keep_best: str | None, sets: Iterable[str]) -> None:
+    """Check that there is an evaluation set of the metric's name.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    if keep_best is None:
+        return
+    mode, _, name = keep_best.partition(":")
+    chosen, _, metric = name.partition("/")
+    known = list(sets)
+    if chosen in known:
+        return
+    if not known:
+        raise RefusedError(
+            f"trainer.keep_best={keep_best} needs evaluations, and the data has no evaluation set. "
+            "data.validation_fraction=0.1 holds one out, named validation."
+        )
+    meant = nearest(chosen, known) or known[0]
+    raise RefusedError(
+        f"trainer.keep_best={keep_best} names the evaluation set {chosen}, and there is only {', '.join(known)}. Did "
+        f"you mean trainer.keep_best={mode}:{meant}/{metric}?"
+    )
+
+
+def unknown_metric(keep_best: str, metrics: Iterable[str]) -> UnknownMetricError:
+    """Return the error for a metric that is not among the evaluation's `metrics`."""
+    mode, _, name = keep_best.partition(":")
+    known = list(metrics)
+    meant = nearest(name, known)
+    losses = [metric for metric in known if metric.endswith("/loss")]
+    override = f"trainer.keep_best={f'{mode}:{meant}' if meant else f'min:{losses[0]}'}"
+    return UnknownMetricError(
+        f"trainer.keep_best={keep_best} names no metric of the evaluation: there are {', '.join(known)}.", override
+    )
+
+
+def is_better(keep_best: str, value: float, best: float | None) -> bool:
+    """Return whether a value of the metric is better than the best one before."""
+    if math.isnan(value):
+        return False
+    return best is None or (value > best if keep_best.startswith("max:") else value < best)

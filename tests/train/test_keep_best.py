@@ -1,0 +1,121 @@
+"""The metric of trainer.keep_best is checked before training is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpexp.errors import RefusedError
+from ddpexp.train.keep_best import UnknownMetricError, check_set, is_better
+from tests.conftest import Ddpexp
+from tests.fitting import Once, fit_alone, loop_alone
+from tests.points import Recipe
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Any:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("best"), environ)).module()
+
+
+@pytest.fixture
+def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
+    return partial(fit_alone, points, tmp_path)
+
+
+class Saves:
+    """Records the steps that the loop saves."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def save(self, state: Any, optimizers: Any, precision: Any, epoch: float, end: bool) -> None:
+        self.steps.append(state.step)
+
+    def check(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "sets", "sentence"),
+    [
+        ("max:val/accuracy", ["eval"], (
+            "trainer.keep_best=max:val/accuracy names the evaluation set val, and there is only eval. Did you mean "
+            "trainer.keep_best=max:eval/accuracy?"
+        )),
+        ("min:valid/loss", ["eval", "validation"], (
+            "trainer.keep_best=min:valid/loss names the evaluation set valid, and there is only eval, validation. Did "
+            "you mean trainer.keep_best=min:validation/loss?"
+        )),
+        ("min:eval/loss", [], (
+            "trainer.keep_best=min:eval/loss needs evaluations, and the data has no evaluation set. "
+            "data.validation_fraction=0.1 holds one out, named validation."
+        )),
+    ],
+)  # fmt: skip
+def test_an_evaluation_set_that_does_not_exist_is_refused(keep_best: str, sets: list[str], sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        check_set(keep_best, sets)
+    assert str(caught.value) == sentence
+
+
+def test_nothing_else_is_refused() -> None:
+    check_set(None, [])
+    check_set("max:eval/anything", ["eval"])
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "value", "best", "better"),
+    [
+        ("max:eval/a", 1.0, None, True), ("max:eval/a", 2.0, 1.0, True), ("max:eval/a", 1.0, 1.0, False),
+        ("min:eval/a", 0.5, 1.0, True), ("min:eval/a", 2.0, 1.0, False), ("min:eval/a", math.nan, None, False),
+    ],
+)  # fmt: skip
+def test_the_mode_says_what_is_better(keep_best: str, value: float, best: float | None, better: bool) -> None:
+    assert is_better(keep_best, value, best) is better
+
+
+def test_an_unknown_metric_is_refused_after_the_first_step(points: Any, tmp_path: Path) -> None:
+    loop, _ = loop_alone(points, tmp_path, points.Sides(), keep_best="max:eval/acc")
+    with pytest.raises(RefusedError) as caught:
+        loop.fit()
+    assert str(caught.value) == (
+        "trainer.keep_best=max:eval/acc names no metric of the evaluation: there are eval/loss, eval/accuracy. Did you "
+        "mean trainer.keep_best=max:eval/accuracy?"
+    )
+    assert loop.state.step == 1
+
+
+def test_the_look_at_an_evaluation_changes_nothing(points: Any, fit: Callable[..., Once]) -> None:
+    class Quiet(points.Sides):  # type: ignore[misc]
+        calls = 0
+
+        def step(self, model: Any, batch: Any) -> Any:
+            self.calls += 1
+            loss, count, metrics = super().step(model, batch)
+            return loss * (1 + 0.1 * torch.rand(())), count, {} if model.training else metrics
+
+    looked = fit(first := Quiet(), keep_best="max:eval/accuracy")
+    alone = fit(second := Quiet(), keep_best="min:eval/loss")
+    assert all(torch.equal(looked.weights[name], tensor) for name, tensor in alone.weights.items())
+    assert first.calls == second.calls
+
+
+def test_what_only_the_first_evaluation_shows_is_saved_before_the_run_fails(points: Any, tmp_path: Path) -> None:
+    class Holds(points.Sides):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.held = object()  # of which a copy may share something: the task is not tried out
+
+    loop, _ = loop_alone(points, tmp_path, Holds(), keep_best="max:eval/f1", eval_every=3)
+    loop.checkpointer = saves = Saves()
+    with pytest.raises(UnknownMetricError) as caught:
+        loop.fit()
+    assert str(caught.value) == (
+        "trainer.keep_best=max:eval/f1 names no metric of the evaluation: there are eval/loss, eval/accuracy."
+    )
+    assert caught.value.override == "trainer.keep_best=min:eval/loss"
+    assert saves.steps == [3]
