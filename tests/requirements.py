@@ -1,4 +1,4 @@
-"""Write requirements.lock and requirements-cuda13.lock anew: `python -m tests.requirements`.
+"""Write requirements.lock, requirements-cuda13.lock and requirements-build.lock: `python -m tests.requirements`.
 
 uv resolves the dependencies for every Python and platform at once, within constraints.txt. Versions that
 constraints.txt leaves open stay as they are in the files unless `--upgrade` is typed; then nothing younger than a week
@@ -17,6 +17,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK, CUDA = ROOT / "requirements.lock", ROOT / "requirements-cuda13.lock"
+BUILD = ROOT / "requirements-build.lock"
+BUILDERS = ("hatchling>=1.27", "setuptools")
+"""What builds ddpexp itself, as pyproject.toml names it, and antlr4-python3-runtime."""
 LOWEST_PYTHON = "3.10"
 GPU = re.compile(r"(torch|triton|nvidia-|cuda-)")
 """What depends on which GPU there is: torch itself, and what only its builds for GPUs need."""
@@ -37,12 +40,17 @@ HEADS = {
 # Written by `python -m tests.requirements`.
 """,
 }
+BUILD_HEAD = """\
+# What builds wheels of ddpexp and of antlr4-python3-runtime, with the hashes of all files, for Python 3.10 to 3.13. The
+# Dockerfile and ddpexp.def install it, so that pip fetches nothing without a hash (--no-build-isolation).
+# Written by `python -m tests.requirements`.
+"""
 
 
-def resolve(*words: str) -> str:
-    """Resolve ddpexp's dependencies within constraints.txt, for every Python and platform, with uv.
+def resolve(*words: str, source: str = "pyproject.toml") -> str:
+    """Resolve ddpexp's dependencies, or those of another file, within constraints.txt, for every Python and platform.
 
-    Return the lines.
+    Return the lines that uv prints.
     """
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--universal"]
     command += [
@@ -50,7 +58,7 @@ def resolve(*words: str) -> str:
         LOWEST_PYTHON,
         "--no-header",
         "--no-annotate",
-        "pyproject.toml",
+        source,
         "-c",
         "constraints.txt",
         *words,
@@ -64,19 +72,28 @@ def entries(text: str) -> list[str]:
     return re.findall(r"^\S.*\n(?:\s.*\n)*", "".join(lines), re.MULTILINE)
 
 
-def write(upgrade: bool) -> None:
-    """Write both files."""
+def locked(upgrade: bool, present: list[Path], source: str = "pyproject.toml") -> list[str]:
+    """Resolve, with hashes; the versions in the files that are `present` stay, unless `upgrade`."""
     with tempfile.TemporaryDirectory() as folder:
         pins = Path(folder) / "pins.txt"  # uv keeps what its output file holds already
         words = ["--generate-hashes", "--output-file", str(pins)]
         if upgrade:
             words += ["--exclude-newer", "7 days"]
         else:
-            pins.write_text("".join(entry for path in HEADS if path.exists() for entry in entries(path.read_text())))
-        resolve(*words)
-        found = entries(pins.read_text())
+            pins.write_text("".join(entry for path in present if path.exists() for entry in entries(path.read_text())))
+        resolve(*words, source=source)
+        return entries(pins.read_text())
+
+
+def write(upgrade: bool) -> None:
+    """Write the files."""
+    found = locked(upgrade, list(HEADS))
     for path, head in HEADS.items():
         path.write_text(head + "".join(entry for entry in found if bool(GPU.match(entry)) == (path == CUDA)))
+    with tempfile.NamedTemporaryFile("w", suffix=".in") as source:
+        source.write("\n".join(BUILDERS))
+        source.flush()
+        BUILD.write_text(BUILD_HEAD + "".join(locked(upgrade, [BUILD], source.name)))
 
 
 def main() -> int:

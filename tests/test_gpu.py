@@ -1,9 +1,14 @@
-"""What only a GPU shows: the host waits for it at records alone."""
+"""What only a GPU shows: which ones a process gets, and that the host waits for them at records alone."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +17,13 @@ import torch
 from ddpexp.checkpoint.layout import lay_out, share
 from ddpexp.checkpoint.staging import Stage
 from ddpexp.distributed.transfers import LateFlag, gathered, rows
+from ddpexp.launch.workers.cuda_guard import sentence
 from ddpexp.strategy.base import Shard
-from ddpexp.system.hardware import count_gpus
+from ddpexp.system import nvml
+from ddpexp.system.hardware import count_gpus, visible_devices
 from tests.checkpoint.test_writer import Pinning
 from tests.conftest import PATIENCE, Ddpexp
+from tests.launch.workers.test_cuda_guard import output_of_worker
 from tests.points import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")]
@@ -152,6 +160,98 @@ def test_doctor_examines_the_gpus_and_their_links(ddpexp: Ddpexp) -> None:
         assert by_check["all_reduce"]["facts"]["correct"]
         assert by_check["all_reduce"]["facts"]["backend"] == "nccl"
         assert {"nccl", "peer_access"} <= by_check.keys()
+
+
+# ---------------------------------------------------------------------------------------------------------- the devices
+
+
+def printed(program: str, **environ: str) -> str:
+    """Return what a Python program prints."""
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(
+        argv, env={**os.environ, **environ}, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    return done.stdout
+
+
+def test_the_gpus_and_instances_are_those_of_nvidia_smi() -> None:
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    usable = [gpu for gpu in nvml.driver().gpus if not gpu.obstacle]
+    uuids = [uuid for gpu in usable for uuid in (gpu.uuid, *(instance.uuid for instance in gpu.mig or ()))]
+    assert uuids == re.findall(r"UUID: ([^)]+)\)", done.stdout)
+
+
+@pytest.mark.skipif(any(gpu.mig is not None for gpu in nvml.driver().gpus), reason="CUDA shows one MIG instance")
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "", "-1", "0", " 0", "+0", "0gpu", "0,-1", "0,99", "99,0", "0,0", "none", "{uuid}", "{prefix}", "{uuid},0",
+        "0,{uuid}", "{uuid},{uuid}", "{uuid},{prefix}", "{uuid},GPU-ffffffff", "GPU-ffffffff,{uuid}", "MIG-{uuid}",
+    ],
+)  # fmt: skip
+def test_the_variable_is_read_as_cuda_itself_reads_it(variable: str) -> None:
+    uuid = next(gpu.uuid for gpu in nvml.driver().gpus if not gpu.obstacle)
+    value = variable.format(uuid=uuid, prefix=uuid[:16])
+    count = printed("import torch; print(torch._C._cuda_getDeviceCount())", CUDA_VISIBLE_DEVICES=value)
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": value}) == int(count)
+
+
+def test_nvml_does_not_initialise_cuda_and_cuda_itself_is_noticed() -> None:
+    program = """
+from ddpexp.launch.workers.cuda_guard import CudaGuard
+from ddpexp.system.hardware import count_gpus
+import torch
+guard = CudaGuard()
+count_gpus()
+torch.cuda.is_available()
+assert guard.warning(0) is None, guard.warning(0)
+torch._C._cuda_getDeviceCount()
+guard.imported("initialises")
+print(guard.warning(0))
+"""
+    assert printed(program, PYTORCH_NVML_BASED_CUDA_CHECK="1").strip() == sentence(0, "initialises")
+
+
+@pytest.mark.parametrize(("call", "forked"), [("is_available", True), ("init", False)])
+def test_a_worker_has_its_gpu_whatever_the_server_has_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, forked: bool
+) -> None:
+    (tmp_path / "asks_cuda.py").write_text(f"import torch\n\ntorch.cuda.{call}()\n")
+    (tmp_path / "works.py").write_text(
+        "import sys\nimport torch\n\n\n"
+        "def main():\n"
+        "    print('forked', 'asks_cuda' in sys.modules, torch.ones(2, device='cuda').sum().item(), flush=True)\n"
+        "    return 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    warning = [] if forked else [f"ddpexp: warning: {sentence(0, 'asks_cuda')}"]
+    assert output_of_worker("works:main", "asks_cuda", True) == [*warning, f"forked {forked} 2.0"]
+
+
+DEVICES = """class Shows(Sides):
+    # Prints which GPU, or instance, this worker computes on.
+    def step(self, model, batch):
+        if not hasattr(self, "shown"):
+            self.shown = torch.cuda.get_device_properties(batch[1].device).uuid
+            print("device", batch[1].device, self.shown, os.environ.get("NCCL_SOCKET_IFNAME"), flush=True)
+        return super().step(model, batch)
+"""
+
+
+def devices_of(run: Path, workers: int) -> list[list[str]]:
+    """Return what each worker has printed: its device, the UUID of its GPU, the interface that NCCL uses."""
+    logs = [(run / "ranks" / f"{rank}.log").read_text() for rank in range(workers)]
+    return [re.findall(r"^device (\S+) (\S+) (\S+)$", log, re.MULTILINE)[0] for log in logs]
+
+
+@pytest.mark.skipif(sum(device.is_mig for device in visible_devices()) < 2, reason="fewer than two MIG instances")
+def test_each_worker_has_a_mig_instance_of_its_own(ddpexp: Ddpexp) -> None:
+    done = Recipe(ddpexp, DEVICES)("task._target_=points.Shows", "trainer.gpus=2", timeout=PATIENCE)
+    assert done.code == 0, done.err
+    shown = devices_of(done.run, 2)
+    assert [device for device, *_ in shown] == ["cuda:0", "cuda:0"]
+    assert len({uuid for _, uuid, _ in shown}) == 2
 
 
 COMPILED = """\

@@ -21,6 +21,7 @@ from ddpexp.launch.rendezvous.environment import externally_started
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
 from ddpexp.system import secrets
+from ddpexp.system.containers import name_user
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
 from ddpexp.system.terminal import print_message, show, within_patience
@@ -37,6 +38,7 @@ def main() -> int:
         os.environ.get(SAFE_PATH) == OURS
     ):  # of the command that has started this one; not meant for what a recipe starts
         del os.environ[SAFE_PATH]
+    name_user()
     os.environ["PATH"] = safe_path()  # libraries start programs too: Python's own `platform` asks uname
     sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])

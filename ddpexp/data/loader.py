@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 from ddpexp.data.samples import describe_samples, first_mismatch, form, origin, tensors_of, user_code_error
 from ddpexp.distributed.rng import seed_everything
 from ddpexp.errors import CodeError, LoaderError
+from ddpexp.system.containers import enlarge_shared_memory, runtime, shared_memory_place
 from ddpexp.system.process import die_with_parent
 
 Key = tuple[int, list[int]]  # a micro-batch: its seed and its indices
@@ -103,9 +104,11 @@ def shared_memory_warning(num_workers: int) -> str | None:
     size, _ = _shared_memory()
     if not num_workers or size is None or size >= _SMALL:
         return None
+    kind = runtime()
     return (
-        f"{_SHARED} has {size / 1e6:,.1f} MB on this host, little for the batches of data.num_workers={num_workers} "
-        "DataLoader workers a rank: enlarge it (docker run --shm-size=1g), or use data.num_workers=0"
+        f"{_SHARED} of this {shared_memory_place(kind)} has {size / 1e6:,.1f} MB, little for the batches of "
+        f"data.num_workers={num_workers} DataLoader workers a rank: enlarge it ({enlarge_shared_memory(kind)}), or use "
+        "data.num_workers=0"
     )
 
 
@@ -213,9 +216,11 @@ def _no_room() -> LoaderError:
         if size is not None and free is not None
         else "too little"
     )
+    kind = runtime()
     return LoaderError(
-        f"the batches of the DataLoader workers do not fit into shared memory: {_SHARED} of this host has {found}. "
-        "Enlarge it (docker run --shm-size=1g), or use data.num_workers=0, or a smaller trainer.micro_batch_size."
+        f"the batches of the DataLoader workers do not fit into shared memory: {_SHARED} of this "
+        f"{shared_memory_place(kind)} has {found}. Enlarge it ({enlarge_shared_memory(kind)}), or use "
+        "data.num_workers=0, or a smaller trainer.micro_batch_size."
     )
 
 

@@ -35,6 +35,15 @@ _JUDGES: Mapping[str, Judge] = {
     "clock": host.judge_clock,
     "scheduler": host.judge_scheduler,
 }
+# The check that stands for a probe without an answer, where it has another name.
+_CHECKS = {
+    "software": "versions",
+    "gpus": "gpu",
+    "shared_memory": "shm",
+    "limits": "open_files",
+    "files": "file_system",
+    "temporary": "tmp",
+}
 # What a run needs as well, so that it would hang there, with what to look at.
 _NEEDED = {
     "files": "is the file server reachable? Choose another place with run.dir=... .",
@@ -68,6 +77,7 @@ def judge_host(
 ) -> list[Finding]:
     """Judge one host: the facts of its probes, what its ranks found, and NCCL's log there."""
     findings: list[Finding] = []
+    facts = {**facts, "cores": resources.with_cores_of(facts["cores"], [rank["cores"] for rank in ranks])}
     for name, judge in _JUDGES.items():
         findings += _answered(name, facts[name], partial(judge, setting=setting))
         if name == "gpus":
@@ -87,7 +97,7 @@ def _answered(name: str, facts: Facts, judge: Callable[[Facts], list[Finding]]) 
     else:
         return judge(facts)
     report = bad if name in _NEEDED else doubtful
-    return [report(name, text, _NEEDED.get(name, advice), **facts)]
+    return [report(_CHECKS.get(name, name), text, _NEEDED.get(name, advice), **facts)]
 
 
 def links_of(facts: Mapping[str, Facts], workers: int) -> tuple[str, float] | None:

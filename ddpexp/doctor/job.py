@@ -38,6 +38,10 @@ class ElsewhereError(RefusedError):
     """The launcher would start further commands, and this job is for those that are there."""
 
 
+class NoAnswerError(RefusedError):
+    """The file system of run directories gives no answer, so that a run would hang."""
+
+
 class Diagnosis(Job):
     """Gather the facts of every host and measure the links between the workers; writes no files of its own."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddpexp.doctor.gather import Facts
@@ -36,6 +36,17 @@ def gather_cores(environ: Mapping[str, str] = os.environ) -> Facts:
         "load": round(os.getloadavg()[0], 1),
         "omp_num_threads": environ.get("OMP_NUM_THREADS"),
     }
+
+
+def with_cores_of(facts: Facts, ranks: Sequence[Sequence[int]]) -> Facts:
+    """Return the facts with the cores of all ranks of the host, where each was started with cores of its own.
+
+    `ranks` holds the numbers of each one's cores.
+    """
+    together = {number for cores in ranks for number in cores}
+    if len(together) <= facts.get("affinity", len(together)):
+        return facts
+    return {**facts, "usable": len(together), "affinity": len(together), "quota": None}
 
 
 def judge_cores(facts: Facts, setting: Setting) -> list[Finding]:

@@ -16,10 +16,11 @@ from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
 from ddpexp.doctor.checks import judge_host, judge_together
 from ddpexp.doctor.gather import Facts
-from ddpexp.doctor.job import Diagnosis, ElsewhereError
+from ddpexp.doctor.job import Diagnosis, ElsewhereError, NoAnswerError
 from ddpexp.doctor.report import Finding, as_json, as_text, bad, doubtful, exit_code, good, merge
 from ddpexp.errors import EXIT_DONE, RefusedError, WorkerError
 from ddpexp.launch.launchers.base import Launcher
+from ddpexp.run.outcome import write_torchrun_error
 from ddpexp.system.terminal import print_message, show
 
 _USAGE = f"""{commands.of("doctor").usage}
@@ -104,7 +105,7 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
     job.gather(launcher.ranks_started_externally)
     try:
         if job.folder_hangs:
-            raise RefusedError(f"the file system of {job.setting.folder} does not answer.")
+            raise NoAnswerError(f"the file system of {job.setting.folder} does not answer")
         with redirect_stdout(sys.stderr):  # the workers' output is no part of the report
             launch()
     except (RefusedError, WorkerError) as error:
@@ -120,6 +121,8 @@ def diagnose(launcher: Launcher, job: Diagnosis, launch: Callable[[], int], json
         show(as_json(findings))
     else:
         show(as_text(findings, hosts, _headline(job, hosts), time.monotonic() - began))
+    if names := list(dict.fromkeys(finding.check for finding in findings if finding.level == "bad")):
+        write_torchrun_error(f"ddpexp doctor: bad: {', '.join(names)}; the report is above")
     return exit_code(findings)
 
 
@@ -169,6 +172,8 @@ def _of_workers(job: Diagnosis, failure: RefusedError | WorkerError | None) -> F
         if setting.launcher != "slurm":
             advice = "start the ranks with torchrun and launcher=torchrun-env, or with srun and launcher=slurm"
         return doubtful("workers", f"not measured: {failure}", advice)
+    if isinstance(failure, NoAnswerError):
+        return bad("workers", f"nothing was started: {failure}", "a run would hang: see file_system")
     if isinstance(failure, WorkerError):
         cause = failure.failure
         text = f"rank {cause.rank} on {cause.host} failed ({cause.phase or 'start'}): {cause.kind}: {cause.message}"

@@ -18,6 +18,7 @@ from ddpexp.doctor.request import Request
 from ddpexp.errors import DdpexpError
 from ddpexp.launch import Layout
 from ddpexp.launch.workers.control import Control
+from ddpexp.system.hardware import usable_core_numbers
 from ddpexp.train.process import run_rank
 
 _BYTES = {"cuda": 256_000_000, "cpu": 8_000_000}  # of the measured all-reduce: large enough that latency does not count
@@ -49,6 +50,7 @@ def _measure(request: Request, control: Control) -> None:
         "rank": world.rank,
         "node_rank": world.node_rank,
         "time": now,
+        "cores": usable_core_numbers(),
         **describe_torch(world.device),
     }
     if world.local_rank == 0:

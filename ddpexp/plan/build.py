@@ -32,6 +32,8 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Parameter
 from ddpexp.strategy.replica import Models
+from ddpexp.system.limits import reason
+from ddpexp.system.oom import memory_left
 from ddpexp.system.process import die_with_parent
 from ddpexp.task import HasOptimizers, HasTrainStep, Task
 from ddpexp.train.build import count_steps, open_data
@@ -57,7 +59,8 @@ def answer(parent: int, answers: int) -> None:
         result = {"refused": str(error)}
     except Exception as error:  # of the user's own code, as it would end a run
         traceback.print_exc()
-        result = {"failed": f"{type(error).__name__}: {error}"}
+        limit = reason(error)
+        result = {"failed": f"{type(error).__name__}: {error}{f' ({limit})' if limit else ''}"}
     with open(answers, "w") as file:
         json.dump(result, file)
 
@@ -246,4 +249,6 @@ def _bound_memory() -> None:
     """Take no more than what is free now: a model that is too large for this machine ends this process, not others."""
     with open("/proc/meminfo") as file:
         free = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    if (left := memory_left()) is not None:
+        free = min(free, left)
     resource.setrlimit(resource.RLIMIT_DATA, (free + _own_memory(), resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -18,6 +18,7 @@ from typing import Any
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.system import process
+from ddpexp.system.containers import HOST_PID_NAMESPACE, pid_namespace
 from ddpexp.system.job_schedulers import ScheduledJob, current_job, owner_keys, owning_job
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.network import boot_id
@@ -41,28 +42,34 @@ class Owner:
     started: str  # start time of the process as the kernel counts it: a later process with the same PID has another one
     job: ScheduledJob | None
     since: str
+    pid_namespace: str = ""  # of `pid`; empty in what earlier versions wrote
 
     @classmethod
     def here(cls) -> Owner:
         """Describe this process."""
         pid, since = os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        return cls(platform.node(), boot_id(), pid, _started(pid) or "", current_job(), since)
+        return cls(platform.node(), boot_id(), pid, _started(pid) or "", current_job(), since, pid_namespace())
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Owner:
         """Return the owner that a lock file records. Raises KeyError and ValueError for records that are invalid."""
         host, boot, pid, started, since = (record[name] for name in ("host", "boot_id", "pid", "started", "since"))
-        return cls(host, boot, pid, started, owning_job(record), since)
+        return cls(host, boot, pid, started, owning_job(record), since, record.get("pid_namespace", ""))
 
     def as_record(self) -> dict[str, Any]:
         """Return what the lock file records."""
         process = {"host": self.host, "boot_id": self.boot_id, "pid": self.pid, "started": self.started}
+        process["pid_namespace"] = self.pid_namespace
         return {**process, **owner_keys(self.job), "since": self.since}
 
     def is_alive(self) -> bool | None:
         """Return whether the command is still running; None if that cannot be checked from this host."""
         if self.host == platform.node():
-            return self.boot_id == boot_id() and _started(self.pid) == self.started
+            if self.boot_id == boot_id() and self.pid_namespace in ("", pid_namespace()):
+                return _started(self.pid) == self.started
+            if self.boot_id != boot_id() and self.pid_namespace in ("", HOST_PID_NAMESPACE):
+                return False  # this host has been started again since
+            # Containers of one name: another one's processes are not visible here.
         if self.job is not None:
             over = self.job.is_over()
             return None if over is None else not over

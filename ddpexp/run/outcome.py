@@ -94,11 +94,15 @@ def _record(job: Job, error: WorkerError | RefusedError) -> None:
 
 def _report_to_torchrun(error: End) -> None:
     """Write the error to the file from which torchrun's summary reads it. Source: torch's ErrorHandler."""
+    trace = error.failure.traceback if isinstance(error, WorkerError) else None
+    write_torchrun_error(_first_line(error), trace)
+
+
+def write_torchrun_error(summary: str, trace: str | None = None) -> None:
+    """Write what torchrun's summary is to say about this rank, where torchrun has started it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    trace = error.failure.traceback if isinstance(error, WorkerError) else None
-    summary = _first_line(error)
     extra = {"py_callstack": f"{trace}{summary}" if trace else summary, "timestamp": str(int(time.time()))}
     try:
         with open(path, "w") as file:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ddpexp.system import amd, gpus, nvml
+from ddpexp.system.control_groups import control_groups
 from ddpexp.system.gpus import VISIBLE, Device
 
 CORES = "DDPEXP_CORES"  # the variable with which a sweep gives each of its jobs a share of the cores
@@ -87,16 +88,18 @@ def _torch_build() -> Literal["cuda", "hip", "cpu"]:
     return "cpu" if re.search(r"^cuda\b[^=]*=\s*None", text, re.MULTILINE) else "cuda"
 
 
-def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the whole cores that the control group allows, or None without a limit."""
+def _cgroup_quota(root: Path = Path("/")) -> int | None:
+    """Return the whole cores that the control group and those above it allow, or None without a limit."""
+    quotas = (_quota_of(folder, version) for folder, version in control_groups("cpu", root))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota_of(folder: Path, version: int) -> int | None:
     try:
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        pass
-    try:
-        quota_us = int((root / "cpu/cpu.cfs_quota_us").read_text())
-        period_us = int((root / "cpu/cpu.cfs_period_us").read_text())
-        return max(1, quota_us // period_us) if quota_us > 0 else None
-    except (OSError, ValueError):
+        if version == 2:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
+    except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -89,6 +89,8 @@ def reason(error: BaseException | str, path: Path | None = None) -> str | None:
         return _describe_rlimit("KiB of address space", resource.RLIMIT_AS, "v", 1024)
     if number == errno.EAGAIN:
         return _describe_process_limit()
+    if "no usable temporary directory" in text:  # Source: Python's tempfile.gettempdir
+        return "set TMPDIR to a folder that can be written, or start the container with --tmpfs /tmp"
     if number in (errno.ENOSPC, errno.EDQUOT):
         filename = error.filename if isinstance(error, OSError) and isinstance(error.filename, str) else None
         path = path or (Path(filename) if filename else None)

@@ -42,6 +42,21 @@ def own_address() -> str:
     return next((address for address in addresses if address and address != LOOPBACK), LOOPBACK)
 
 
+def address_towards(host: str, port: int) -> str | None:
+    """Return the IPv4 address of this host on its route to another one, or that of the interface chosen for gloo.
+
+    None if the other one is not known, or is reached by IPv6.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME"):
+        return own_address()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, port))  # nothing is sent, the kernel only chooses a route
+            return str(probe.getsockname()[0])
+        except (OSError, OverflowError, UnicodeError):
+            return None
+
+
 def interface_variables(
     interface: str, environ: Mapping[str, str] = os.environ, nccl_files: Sequence[Path] | None = None
 ) -> dict[str, str]:

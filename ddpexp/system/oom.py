@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpexp.system.control_groups import control_groups
+
 _UNLIMITED = 1 << 60  # bytes; cgroups v1 report no limit as the largest number of pages
 _KILLS = r"^oom_kill (\d+)$"
 _CURE = (
@@ -72,48 +74,35 @@ def tightest_limit(root: Path = Path("/")) -> tuple[str, int, int] | None:
     None without a limit. Units: bytes.
     """
     limited = []
-    for group in _groups(root):
-        limit = group.limit.read()
+    for folder, version in control_groups("memory", root):
+        limit = _Counter(folder / _FILES[version][0]).read()
         if 0 < limit < _UNLIMITED:
-            used = _Counter(group.folder / "memory.current").read()
-            used = used or _Counter(group.folder / "memory.usage_in_bytes").read()
-            cache = _Counter(group.folder / "memory.stat", r"^(?:total_)?inactive_file (\d+)$").read()
-            limited.append((str(group.folder), limit, max(0, used - cache)))
+            used = _Counter(folder / _FILES[version][1]).read()
+            name = "inactive_file" if version == 2 else "total_inactive_file"
+            cache = _Counter(folder / "memory.stat", rf"^{name} (\d+)$").read()
+            limited.append((str(folder), limit, max(0, used - cache)))
     return min(limited, key=lambda group: group[1] - group[2], default=None)
 
 
+def memory_left(root: Path = Path("/")) -> int | None:
+    """Return how much more memory the control groups allow this process; None without a limit. Units: bytes."""
+    tightest = tightest_limit(root)
+    return None if tightest is None else max(0, tightest[1] - tightest[2])
+
+
+_FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+
+
 def _groups(root: Path) -> Iterator[_Group]:
-    """Yield this process's memory group and its ancestors, of cgroups v1 and v2. Source: cgroups(7)."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            for top in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
-                for folder in _up(root / top, path, "memory.events"):
-                    full = _Counter(folder / "memory.events.local", r"^oom (\d+)$")
-                    yield _Group(
-                        folder, _Counter(folder / "memory.max"), full, _Counter(folder / "memory.events", _KILLS)
-                    )
-        elif "memory" in controllers.split(","):
-            for folder in _up(root / "sys/fs/cgroup/memory", path, "memory.oom_control"):
-                full, kills = _Counter(folder / "memory.failcnt"), _Counter(folder / "memory.oom_control", _KILLS)
-                yield _Group(folder, _Counter(folder / "memory.limit_in_bytes"), full, kills)
-
-
-def _up(top: Path, path: str, counter: str) -> Iterator[Path]:
-    """Yield the folders of a group and its ancestors that count kills."""
-    folder = top / path.strip("/")
-    # In a container the path may be the host's, which is not visible here: then the top is the container's own group.
-    folder = folder if folder.is_dir() else top
-    while True:
-        if (folder / counter).is_file():
-            yield folder
-        if folder == top:
-            return
-        folder = folder.parent
+    """Yield this process's memory group and its ancestors that count kills."""
+    for folder, version in control_groups("memory", root):
+        limit = _Counter(folder / _FILES[version][0])
+        if version == 2 and (folder / "memory.events").is_file():
+            full = _Counter(folder / "memory.events.local", r"^oom (\d+)$")
+            yield _Group(folder, limit, full, _Counter(folder / "memory.events", _KILLS))
+        elif version == 1 and (folder / "memory.oom_control").is_file():
+            full, kills = _Counter(folder / "memory.failcnt"), _Counter(folder / "memory.oom_control", _KILLS)
+            yield _Group(folder, limit, full, kills)
 
 
 def _human(num_bytes: int) -> str:

@@ -165,8 +165,9 @@ def test_only_the_first_task_of_a_host_gathers(job: Diagnosis) -> None:
 
 
 def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     release, started = threading.Event(), threading.Event()
     monkeypatch.setattr(storage, "nearest_folder", lambda _: release.wait(60))
     monkeypatch.setattr(job_module, "_FOLDER_SECONDS", 0.2)
@@ -182,9 +183,39 @@ def test_a_file_system_that_hangs_is_reported_and_nothing_is_started(
     release.set()
     out = capsys.readouterr().out
     assert (code, started.is_set()) == (1, False)
-    assert f"a run would be refused: the file system of {Path.cwd()}/outputs/mnist does not answer." in out
-    assert "bad       files         no answer within 2 s" in out
+    assert f"nothing was started: the file system of {Path.cwd()}/outputs/mnist does not answer" in out
+    assert "bad       file_system   no answer within 2 s" in out
+    assert "bad: workers, file_system" in (tmp_path / "error.json").read_text()
     assert "good      cores" in out or "doubtful  cores" in out
+
+
+DEAD = """
+import ctypes, os, subprocess, sys
+device = os.open("/dev/fuse", os.O_RDWR)
+libc = ctypes.CDLL(None, use_errno=True)
+options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
+if (
+    libc.unshare(0x20000)  # CLONE_NEWNS
+    or libc.mount(None, b"/", None, 0x44000, None)  # MS_REC | MS_PRIVATE
+    or libc.mount(b"dead", sys.argv[1].encode(), b"fuse.dead", 0, options)
+):
+    sys.exit(77)
+command = [sys.executable, "-m", "ddpexp", "doctor", f"run.dir={sys.argv[1]}/outputs/a", "trainer.device=cpu"]
+sys.exit(subprocess.run(command, timeout=100).returncode)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0 or not os.path.exists("/dev/fuse"), reason="needs root and FUSE")
+def test_a_file_system_whose_server_is_gone_holds_up_no_other_check(ddpexp: Ddpexp) -> None:
+    (ddpexp.folder / "dead").mkdir()
+    (ddpexp.folder / "mount.py").write_text(DEAD)
+    done = finish(ddpexp.paste(f"exec {sys.executable} mount.py {ddpexp.folder}/dead"), ddpexp.folder)
+    if done.code == 77:
+        pytest.skip("this container may not mount")
+    assert done.code == 1, done.err
+    assert "bad       file_system   no answer within" in done.out
+    assert "good      tmp" in done.out
 
 
 def test_a_hang_is_reported_soon(job: Diagnosis) -> None:

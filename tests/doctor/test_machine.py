@@ -38,6 +38,14 @@ def test_workers_that_share_cores_are_doubtful() -> None:
     assert levels(resources.judge_cores({**CORES, "load": 20.0}, HERE)) == ["doubtful"]
 
 
+def test_cores_that_each_rank_has_for_itself_count_together() -> None:
+    bound = {**CORES, "usable": 1, "affinity": 1, "machine": 2}
+    facts = resources.with_cores_of(bound, [[0], [1]])  # as mpirun binds ranks
+    assert levels(resources.judge_cores(facts, replace(HERE, workers=2))) == ["good"]
+    assert resources.with_cores_of(CORES, [list(range(8))] * 2) == CORES
+    assert resources.with_cores_of({"hung": 15.0}, [[0]]) == {"hung": 15.0}
+
+
 MEMORY = {"total": 64 * GIB, "available": 50 * GIB, "group": None, "limit": None, "used": None}
 
 

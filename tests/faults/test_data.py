@@ -14,6 +14,7 @@ import sys
 import pytest
 import torch
 
+from ddpexp.system.containers import enlarge_shared_memory, runtime, shared_memory_place
 from tests.conftest import Done, finish
 from tests.faults.harness import Ended, Running, faulted, loader_workers
 from tests.points import ITEMS, Recipe, wait_for, weights
@@ -326,9 +327,12 @@ def test_batches_that_do_not_fit_into_shared_memory_say_its_size_and_what_to_do(
     error = Ended(done).error
     assert done.code == 1
     assert error["kind"] == "LoaderError"
-    assert re.search(r"do not fit into shared memory: /dev/shm of this host has 1\.0 MB, [01]\.\d MB of it free\. Enlarge it "
-                     r"\(docker run --shm-size=1g\), or use data\.num_workers=0", error["message"])  # fmt: skip
-    warning = "/dev/shm has 1.0 MB on this host, little for the batches of data.num_workers=2 DataLoader workers a rank"
+    place, remedy = shared_memory_place(runtime()), enlarge_shared_memory(runtime())
+    assert re.search(rf"do not fit into shared memory: /dev/shm of this {place} has 1\.0 MB, [01]\.\d MB of it free\. "
+                     rf"Enlarge it \({re.escape(remedy)}\), or use data\.num_workers=0", error["message"])  # fmt: skip
+    warning = (
+        f"/dev/shm of this {place} has 1.0 MB, little for the batches of data.num_workers=2 DataLoader workers a rank"
+    )
     assert (done.out + done.err).count(warning) == 1
 
 

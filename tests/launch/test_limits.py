@@ -221,6 +221,11 @@ def test_the_machines_limit_on_open_files_is_named() -> None:
     assert said.startswith(f"fs.file-max allows {most:,} open files on this machine, and ")
 
 
+def test_without_a_temporary_folder_the_variable_that_names_one_is_named() -> None:
+    error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/var/tmp', '/work']")
+    assert reason(error) == "set TMPDIR to a folder that can be written, or start the container with --tmpfs /tmp"
+
+
 def test_other_errors_mean_no_limit() -> None:
     assert reason(OSError(errno.ENOENT, "x")) is None
     assert reason(OSError(errno.ENOSPC, "x")) is None

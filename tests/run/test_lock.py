@@ -20,6 +20,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.rank_log import held_logs
 from ddpexp.run import lock
 from ddpexp.run.lock import Owner, read, take
+from ddpexp.system.containers import HOST_PID_NAMESPACE
 from ddpexp.system.job_schedulers import ScheduledJob
 from ddpexp.system.job_schedulers.slurm import SLURM, SlurmScheduler
 from tests.conftest import PATIENCE, Ddpexp, finish, starts_of
@@ -112,8 +113,20 @@ def test_a_process_of_the_same_number_is_another_one() -> None:
     assert Owner.here().is_alive() is True
     assert gone().is_alive() is False
     assert replace(Owner.here(), pid=2**22 + 1).is_alive() is False
-    assert replace(Owner.here(), boot_id="before the host was started again").is_alive() is False
+    assert replace(Owner.here(), boot_id="before a restart", pid_namespace=HOST_PID_NAMESPACE).is_alive() is False
     assert replace(Owner.here(), host="another").is_alive() is None
+
+
+def test_a_command_in_another_container_of_the_same_name_cannot_be_checked() -> None:
+    here = Owner.here()
+    assert here.pid_namespace
+    assert Owner.of_record(here.as_record()) == here
+    assert replace(here, pid_namespace="4026999999").is_alive() is None  # docker run --network host
+    assert replace(here, pid_namespace="4026999999", started="0").is_alive() is None
+    assert replace(here, pid_namespace="4026999999", boot_id="another machine's").is_alive() is None
+    assert replace(here, pid_namespace=HOST_PID_NAMESPACE, boot_id="before a restart").is_alive() is False
+    earlier = {key: value for key, value in here.as_record().items() if key != "pid_namespace"}
+    assert Owner.of_record(earlier).is_alive() is True  # as earlier versions wrote it
 
 
 def test_the_rest_of_a_command_that_is_gone_is_waited_for(
@@ -176,7 +189,7 @@ def test_without_file_system_locks_the_lock_files_text_decides(folder: Path, mon
     assert "is in use by process" in refused(folder)
     held.release()
     assert read(folder / "lock") is None
-    for owner in (gone(), replace(Owner.here(), boot_id="before")):
+    for owner in (gone(), replace(Owner.here(), boot_id="before", pid_namespace=HOST_PID_NAMESPACE)):
         write(folder, owner)
         taken(folder).release()
     elsewhere = replace(Owner.here(), host="node7")

@@ -40,6 +40,7 @@ from ddpexp.launch.launchers.elastic_board import (
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.launch.workers import foreign
 from ddpexp.launch.workers.client import Server
+from ddpexp.system.network import address_towards
 from ddpexp.system.terminal import print_message
 
 _END_SECONDS = 2.0  # for the command to end the agent
@@ -199,6 +200,10 @@ class Elastic(Launcher):
             f"--rdzv-endpoint={self.rdzv_endpoint}",
             f"--rdzv-id={self.rdzv_id}",
         ]
+        host, port = _host_and_port(self.rdzv_endpoint)
+        if (address := address_towards(host, port)) is not None:
+            # By default the agent publishes this host's name, which other containers often cannot resolve.
+            arguments.append(f"--local-addr={address}")
         return [*arguments, *([f"--rdzv-conf={self.rdzv_conf}"] if self.rdzv_conf else [])]
 
 
@@ -215,14 +220,19 @@ class _Endpoint:
         """Return whether it can be connected to, checked once a second; False after two failures in a row."""
         if time.monotonic() < self._next:
             return self._failures < 2
-        host, _, port = self.address.rpartition(":") if ":" in self.address else (self.address, "", _PORT)
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS).close()
+            socket.create_connection(_host_and_port(self.address), timeout=_ANSWER_SECONDS).close()
             self._failures = 0
-        except (OSError, ValueError):
+        except (OSError, ValueError, OverflowError):
             self._failures += 1
         self._next = time.monotonic() + _ANSWER_SECONDS
         return self._failures < 2
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    """Return host and port of `launcher.rdzv_endpoint`; -1 for what is not a number."""
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", _PORT)
+    return host.strip("[]"), int(port) if str(port).isdecimal() else -1
 
 
 def _check_unfinished(job: Job) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from ddpexp.system.containers import HOST_PID_NAMESPACE, pid_namespace, sees_owners_of_shared_memory
 from ddpexp.system.process import is_gone
 
 _FOLDER = Path("/dev/shm")
@@ -20,7 +21,6 @@ _OF_CUDA = re.compile(r"cuda\.shm\.[0-9a-f]+\.(?P<hex>[0-9a-f]+)\.[0-9a-f]+")
 # file. Source: NCCL's src/misc/shmutils.cc and src/misc/ipcsocket.cc; `nccl-shm-...` before 2.12.
 _OF_NCCL = re.compile(r"nccl-([A-Za-z0-9]{6}|shm-[a-z]+-[0-9a-f]+(-\d+)+)")
 _DYING_SECONDS = 0.5  # for DataLoader workers to end after their rank
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # Source: the kernel's include/linux/proc_ns.h, PROC_PID_INIT_INO
 
 
 def clear(since: float, folder: Path = _FOLDER, of_gpus: bool = False) -> None:
@@ -29,9 +29,11 @@ def clear(since: float, folder: Path = _FOLDER, of_gpus: bool = False) -> None:
     `of_gpus`: those of NCCL and CUDA too.
 
     Their names do not identify the run, so everything older, of another user, of a living process, or open in one is
-    kept. A process in another container that shares the folder is not visible: there NCCL's files, of which only that
-    would tell, are kept.
+    kept. So is everything where the process IDs in the names are of other namespaces. A process in another container
+    that shares the folder is not visible: there NCCL's files, of which only that would tell, are kept.
     """
+    if folder == _FOLDER and not sees_owners_of_shared_memory():
+        return
     deadline = time.monotonic() + _DYING_SECONDS
     nccl = of_gpus and _sees_all_processes()
     while files := dict(_created_since(since, folder, of_gpus, nccl)):
@@ -83,7 +85,4 @@ def _used(folder: Path) -> set[str]:
 
 def _sees_all_processes() -> bool:
     """Return whether /proc shows all processes of the host: false in a container with process numbers of its own."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False
+    return pid_namespace() == HOST_PID_NAMESPACE

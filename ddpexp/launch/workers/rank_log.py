@@ -32,7 +32,7 @@ class Log:
             RefusedError: another start keeps writing to it.
         """
         if folder is None:
-            self._file: IO[bytes] = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+            self._file: IO[bytes] = _temporary_file()
         else:
             self._file = _open(folder / f"{rank}.log")
             _lock(self._file, folder / f"{rank}.log")
@@ -93,6 +93,14 @@ class Log:
     def close(self) -> None:
         """Close this end of the file."""
         self._file.close()
+
+
+def _temporary_file() -> IO[bytes]:
+    """Return an unnamed file, in memory where no temporary folder can be written, as in a read-only container."""
+    try:
+        return tempfile.TemporaryFile(buffering=0)
+    except OSError:
+        return os.fdopen(os.memfd_create("ddpexp-log"), "w+b", buffering=0)
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -175,27 +175,6 @@ def test_cores_are_those_of_the_affinity_within_the_quota(tmp_path: Path, monkey
     assert usable_cores() == 1
 
 
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "250000 100000\n"}, 2),
-        ({"cpu.max": "50000 100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
-        ({"cpu.max": "what\n"}, None),
-        ({}, None),
-    ],
-)
-def test_the_quota_of_both_kinds_of_control_groups_is_read(
-    tmp_path: Path, files: dict[str, str], cores: int | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert hardware._cgroup_quota(tmp_path) == cores
-
-
 def test_counting_loads_neither_torch_nor_cuda() -> None:
     program = (
         "import sys; from ddpexp.system.hardware import count_gpus; count_gpus();"

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +30,17 @@ def child(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         ours.close()
         yield process
         process.kill()
+
+
+def test_without_a_temporary_folder_the_log_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp', '/work']")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)  # a container with a read-only root file system
+    log = Log(None, 0)
+    subprocess.run([sys.executable, "-c", "print('prepared')"], stdout=log.fileno(), check=True)
+    assert log.new_lines() == ["prepared"]
+    log.close()
 
 
 def test_a_log_is_held_as_long_as_a_process_has_it(tmp_path: Path, child: subprocess.Popen[str]) -> None:
