@@ -1,4 +1,4 @@
-"""What only a GPU shows: which ones a process gets, and that the host waits for them at records alone."""
+"""What only a GPU shows: which ones a process gets, who waits for them, hangs in NCCL, and memory that runs out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpexp.strategy.base import Shard
 from ddpexp.system import nvml
 from ddpexp.system.hardware import count_gpus, visible_devices
 from tests.checkpoint.test_writer import Pinning
-from tests.conftest import PATIENCE, Ddpexp
+from tests.conftest import PATIENCE, ROOT, Ddpexp
 from tests.launch.workers.test_cuda_guard import output_of_worker
 from tests.points import Recipe
 
@@ -141,6 +141,93 @@ def test_a_deterministic_run_on_three_gpus_does_not_hide_an_unused_parameter(ddp
     done = Recipe(ddpexp, code)(*words, timeout=PATIENCE)
     assert done.code == 1
     assert "got no gradient in a micro-batch" in done.err
+
+
+FAILS = """\
+import torch.distributed as dist
+
+
+class Greedy(Sides):
+    # Wants more memory than there is, while it trains or while it evaluates.
+    def __init__(self, trains=True):
+        self.trains = trains
+
+    def step(self, model, batch):
+        if model.training == self.trains:
+            torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
+        return super().step(model, batch)
+
+
+class Late(Sides):
+    # On rank 1 it stops in the seventh step: the other's host waits for its GPU.
+    def __init__(self):
+        self.calls = 0
+
+    def step(self, model, batch):
+        self.calls += 1
+        if self.calls == 7 and RANK == 1:
+            self.stays()
+        return super().step(model, batch)
+
+    def stays(self):
+        time.sleep(3600)
+
+
+class Extra(Late):
+    # On rank 1 there is a broadcast that no other rank calls.
+    def stays(self):
+        dist.broadcast(torch.ones(10_000_000, device="cuda"), 0)
+"""
+HANG = ("trainer.gpus=2", "trainer.epochs=20", "trainer.timeout.step_seconds=5", "trainer.timeout.init_seconds=60")
+two_gpus = pytest.mark.skipif(count_gpus() < 2, reason="fewer than two GPUs")
+
+
+def test_out_of_memory_is_answered_with_what_to_change(ddpexp: Ddpexp) -> None:
+    done = Recipe(ddpexp, FAILS)("task._target_=points.Greedy", "trainer.gpus=1", timeout=PATIENCE)
+    assert done.code == 1
+    assert "OutOfMemoryError: GPU 0 of " in done.err
+    assert " has no memory for 4096 GiB more: this process holds " in done.err
+    assert "use trainer.micro_batch_size=" in done.err
+    assert "use trainer.precision=bf16" in done.err
+
+
+def test_out_of_memory_in_an_evaluation_names_the_key_of_its_batch(ddpexp: Ddpexp) -> None:
+    words = ("task._target_=points.Greedy", "+task.trains=false", "trainer.gpus=1")
+    done = Recipe(ddpexp, FAILS)(*words, timeout=PATIENCE)
+    assert done.code == 1
+    assert "evaluate in batches of " in done.err
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("Late", r"rank 1 has not called all_reduce number \d+ of the default process group"),
+        ("Extra", r"the ranks called different collective operations as number \d+ of the default process group"),
+    ],
+)
+def test_a_hang_with_nccl_names_the_rank_and_the_collective(ddpexp: Ddpexp, task: str, says: str) -> None:
+    done = Recipe(ddpexp, FAILS)(*HANG, f"task._target_=points.{task}", timeout=PATIENCE)
+    assert done.code == 1
+    assert re.search(says, done.err), done.err
+    if task == "Late":
+        assert "rank 1 on" in done.err
+        assert "in stays" in done.err
+
+
+@two_gpus
+def test_a_recorder_that_the_user_has_turned_off_stays_off(ddpexp: Ddpexp) -> None:
+    words = (*HANG, "task._target_=points.Late")
+    done = Recipe(ddpexp, FAILS)(*words, timeout=PATIENCE, environ={"TORCH_FR_BUFFER_SIZE": "0"})
+    assert done.code == 1
+    assert "Hang: no progress for" in done.err
+    assert "has not called" not in done.err
+
+
+def test_the_benchmark_on_gpus_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--quick", "--out", str(tmp_path), "perceptron", "exact"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_doctor_examines_the_gpus_and_their_links(ddpexp: Ddpexp) -> None:
