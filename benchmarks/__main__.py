@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 import tempfile
 import time
 from importlib import import_module
@@ -27,7 +28,7 @@ BENCHMARKS = {
     "threads": "The same job under every launcher",
     "scale": "Hundreds and thousands of ranks, simulated",
     "mnist": "MNIST to 99 %",
-    "gpu": "The training step on a GPU",
+    "gpu": "Training on GPUs",
     "launchers": "Start under each launcher",
     "checkpoints": "Checkpoints",
     "position": "Resuming within an epoch",
@@ -41,6 +42,8 @@ QUICK = ("start", "cli", "steps", "reduction", "input", "order")
 
 def main() -> None:
     """Run the asked benchmarks and write what they find beside this file; with `--quick` only show it."""
+    if sys.argv[1:2] == ["gpu"]:  # has options of its own, and needs no data
+        raise SystemExit(import_module("benchmarks.gpu").main(sys.argv[2:]))
     lines = [f"  {name:<12}{title}{' (quick)' if name in QUICK else ''}" for name, title in BENCHMARKS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",

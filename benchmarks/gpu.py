@@ -1,112 +1,126 @@
-"""One GPU: ResNet-18 on CIFAR-shaped images and a small network, against a loop by hand with the same switches.
+"""`python -m benchmarks gpu`: training on GPUs, in pieces that fit into minutes and are kept one by one.
 
-bf16, compiled, the samples in the GPU's memory; both loops in one process, blocks of steps in turn.
+The same command goes on with the pieces that are missing. `benchmarks/on_gpu.sh` calls it on a machine with GPUs; there
+`gpu.json` is all that has to be brought back, and the same command with that file writes RESULTS.md anywhere.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
-import sys
-from dataclasses import dataclass
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
+from benchmarks import report
+from benchmarks.gpu_pieces import PIECES, Place
+from benchmarks.suite import Bench, Chart, Report, Row
+from ddpexp.system.hardware import count_gpus
 
-from benchmarks.equal import RECIPE, turns
-from benchmarks.peers.job import EVERY
-from benchmarks.race import Arm, quartiles, race, refuse_other_work
-from benchmarks.suite import Bar, Bench, Chart, Report, Row, records
-from ddpexp.data.batch_plan import plan_batches
-from ddpexp.data.batches import TrainBatches
-
-_TOLERANCE = 0.05  # of the loss at the end: bf16 and atomic sums make no run the same as another
-_BLOCK = 100
-_BAR = Bar("at least", 0.98)
+TITLE = "Training on GPUs"
+OUT = Path(__file__).resolve().parent / "gpu-results"
 
 
-@dataclass(frozen=True)
-class _Job:
-    what: str
-    model: str
-    shape: tuple[int, ...]
-    batch: int
-    steps: int
-    channels_last: bool
-
-
-_JOBS = (
-    _Job("ResNet-18, 50,000 x 3 x 32 x 32, batch 512, channels-last", "resnet18", (50_000, 3, 32, 32), 512, 2000, True),
-    _Job("784-128-10, 60,000 x 28 x 28, batch 128", "shallow", (60_000, 1, 28, 28), 128, 10_000, False),
-)
+def main(arguments: Sequence[str]) -> int:
+    """Run the missing pieces, keep each at once, and write RESULTS.md; return the exit code."""
+    words = _parser().parse_args(arguments)
+    unknown = [name for name in words.pieces if name not in PIECES]
+    if unknown:
+        raise SystemExit(f"there is no piece {unknown[0]}; there are {', '.join(PIECES)}")
+    results = Results(words.out / ("quick.json" if words.quick else "gpu.json"))
+    wanted = words.pieces or list(PIECES)
+    missing = [name for name in wanted if not results.has(name)]
+    gpus = count_gpus() if words.device == "cuda" else 1
+    if missing and not gpus:
+        raise SystemExit("this machine shows no GPU; --device cpu --quick tries every piece without one")
+    left = run_pieces(missing, results, words.device, words.quick, gpus, words.seconds)
+    found = results.report()
+    report.show(TITLE, found, 0.0)
+    if not words.quick:
+        report.write("gpu", TITLE, found, results.machine, results.date)
+    failed = [name for name in wanted if results.failed(name)]
+    for name in failed:
+        print(f"{name} failed: {results.failed(name)}")
+    if left:
+        print(f"{len(left)} left ({', '.join(left)}): the same command goes on with them")
+    return 1 if failed else 0
 
 
 def run(bench: Bench) -> Report:
-    report = Report()
-    groups = {}
-    for job in _JOBS:
-        found = _rounds(job, bench)
-        share, again, more = (quartiles([row[figure] for row in found]) for figure in ("share", "again", "more"))
-        ours, theirs = (statistics.median(row[figure] for row in found) for figure in ("ours", "theirs"))
-        figures = f"{1e6 / ours:,.0f} against {1e6 / theirs:,.0f}; {more.median:+.1f} us a step"
-        met, note = _BAR.met(share.median), torch.cuda.get_device_name() if torch.cuda.is_available() else "on the CPU"
-        report.rows.append(
-            Row(
-                f"steps a second, {job.what}, by hand",
-                figures,
-                str(share),
-                str(again),
-                str(_BAR),
-                met,
-                note,
-                share.median,
-            )
-        )
-        groups[job.what] = {
-            name: [row[key] for row in found] for name, key in (("ddpexp", "ours"), ("by hand", "theirs"))
-        }
-    report.charts.append(Chart("a step on one GPU, bf16, compiled", "microseconds", groups, log=True))
-    return report
+    """Run all pieces, as one of all benchmarks."""
+    results = Results(bench.folder / "gpu.json")
+    run_pieces(list(PIECES)[2:], results, "cuda", bench.quick, count_gpus(), float("inf"))
+    return results.report()
 
 
-def _rounds(job: _Job, bench: Bench) -> list[dict[str, float]]:
-    folder = bench.folder / job.model
-    _write(folder, job.shape)
-    plan = plan_batches(job.batch, "auto", 1)
-    order = TrainBatches(range(job.shape[0]), plan, 0, 0, torch.device("cpu")).indices(0, job.steps)
-    np.save(folder / "order.npy", np.stack(list(order)))
-
-    def command(place: Path) -> list[str]:
-        told = {"data": folder, "order": folder / "order.npy", "folder": place, "model": job.model, "block": _BLOCK}
-        told["channels_last"] = job.channels_last
-        return [
-            sys.executable, "-m", "ddpexp", "--config-dir", RECIPE, "recipe=raced", "data=images",
-            f"data.root={folder}",
-            f"model.name={job.model}", f"trainer.global_batch_size={job.batch}", f"trainer.max_steps={job.steps}",
-            f"trainer.log_every={EVERY}", f"run.dir={place / 'run'}", "trainer.gpus=1", "data.on_device=true",
-            "trainer.precision=bf16", "trainer.compile=true", f"trainer.channels_last={job.channels_last}",
-            "trainer.checkpoint_every=1000000", "task._target_=raced.InTurnOnDevice",
-            *(f"+task.{key}={value}" for key, value in told.items()),
-        ]  # fmt: skip
-
-    def figures(place: Path, _output: str, _begin: float, _end: float) -> dict[str, float]:
-        loss, theirs = (
-            records(place / "run")[-1]["train/loss"],
-            json.loads((place / "by_hand.json").read_text())["loss"],
-        )
-        refuse_other_work({"ddpexp": [{"loss": loss}], "by hand": [{"loss": theirs}]}, "loss", _TOLERANCE)
-        return {**turns(place), "loss": loss}
-
-    return race([Arm("in turn", command, figures)], bench.at_most(7), folder / "rounds", bench.say)["in turn"]
+def run_pieces(
+    names: Sequence[str], results: Results, device: str, quick: bool, gpus: int, seconds: float
+) -> list[str]:
+    """Run pieces as long as there is time for the next one; return those that are left."""
+    began, left = time.monotonic(), []
+    for name in names:
+        piece, takes = PIECES[name]
+        if not quick and time.monotonic() - began + takes > seconds:
+            left.append(name)
+            continue
+        folder = Path(tempfile.mkdtemp(prefix="gpu-"))
+        try:
+            start = time.monotonic()
+            found = piece(Place(folder, device, quick, gpus))
+            results.keep(name, {**asdict(found), "seconds": round(time.monotonic() - start, 1)})
+        except Exception as error:  # the others can still be measured
+            traceback.print_exc()
+            results.keep(name, {"error": f"{type(error).__name__}: {str(error)[-2000:]}"})
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return left
 
 
-def _write(folder: Path, shape: tuple[int, ...]) -> None:
-    """Write random images in files, brighter the higher the label: something to learn."""
-    folder.mkdir(parents=True)
-    draw = np.random.default_rng(0)
-    for part, count in (("train", shape[0]), ("test", 128)):
-        labels = draw.integers(0, 10, count)
-        noise = draw.integers(0, 148, (count, *shape[1:]), dtype=np.uint8)
-        np.save(folder / f"{part}-images.npy", noise + (12 * labels).astype(np.uint8).reshape(-1, 1, 1, 1))
-        np.save(folder / f"{part}-labels.npy", labels)
+class Results:
+    """What is known so far, in one small file."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the file, if it is there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        kept: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        self._pieces: dict[str, Mapping[str, Any]] = kept.get("pieces", {})
+        self.machine: str = kept.get("machine") or report.machine()
+        self.date: str = kept.get("date") or time.strftime("%Y-%m-%d")
+
+    def has(self, name: str) -> bool:
+        """Return whether a piece is finished."""
+        return "rows" in self._pieces.get(name, {})
+
+    def failed(self, name: str) -> str | None:
+        """Return why a piece failed; it is tried again by the next call."""
+        return self._pieces.get(name, {}).get("error")
+
+    def keep(self, name: str, piece: Mapping[str, Any]) -> None:
+        """Write a piece down, so that a call that is cut off loses only the one in progress."""
+        self._pieces[name] = piece
+        content = {"machine": self.machine, "date": self.date, "pieces": self._pieces}
+        beside = self._path.with_suffix(".partial")
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(self._path)
+
+    def report(self) -> Report:
+        """Return all finished pieces in their order."""
+        done = [self._pieces[name] for name in PIECES if self.has(name)]
+        rows = [Row(**row) for piece in done for row in piece["rows"]]
+        return Report(rows, [Chart(**chart) for piece in done for chart in piece["charts"]])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
+    parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"{', '.join(PIECES)}; all without one")
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder for gpu.json (benchmarks/gpu-results)")
+    parser.add_argument("--seconds", type=float, default=540.0, help="begin no piece that would take longer (540)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes: tries the program, measures nothing")
+    return parser

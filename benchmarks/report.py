@@ -31,11 +31,19 @@ stays here, with the reason.
 """
 
 
-def write(name: str, title: str, found: Report) -> None:
-    """Keep a benchmark's findings beside those of the others, and draw all anew."""
+def write(name: str, title: str, found: Report, on: str | None = None, date: str | None = None) -> None:
+    """Keep a benchmark's findings beside those of the others, and draw all anew.
+
+    `on` and `date`: where and when, if not here and now.
+    """
     path = FOLDER / "results.json"
     kept: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    kept[name] = {"title": title, "machine": _machine(), "date": time.strftime("%Y-%m-%d"), **asdict(found)}
+    kept[name] = {
+        "title": title,
+        "machine": on or machine(),
+        "date": date or time.strftime("%Y-%m-%d"),
+        **asdict(found),
+    }
     path.write_text(json.dumps(kept, indent=1) + "\n")
     render(kept)
 
@@ -85,7 +93,8 @@ def render(kept: Mapping[str, Any]) -> None:
     (FOLDER / "RESULTS.md").write_text("\n".join(lines))
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Return what this machine is."""
     try:
         model = next(
             line.split(":")[1].strip()
@@ -97,7 +106,8 @@ def _machine() -> str:
     found = (
         subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if Path("/dev/nvidia0").exists() else None
     )
-    gpus = f", {found.stdout.split('(')[0].strip()}" if found is not None else ""
+    names = [line.partition(": ")[2].split(" (")[0] for line in found.stdout.splitlines()] if found is not None else []
+    gpus = "".join(f", {names.count(name)} x {name}" for name in dict.fromkeys(names))
     return (
         f"{os.cpu_count()} cores of {model}{gpus}, Python {platform.python_version()}, torch "
         f"{metadata.version('torch')}"

@@ -1,9 +1,14 @@
-"""What only a GPU shows: the host waits for it at records alone."""
+"""What only a GPU shows: which ones a process gets, who waits for them, hangs in NCCL, and memory that runs out."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +17,13 @@ import torch
 from ddpexp.checkpoint.layout import lay_out, share
 from ddpexp.checkpoint.staging import Stage
 from ddpexp.distributed.transfers import LateFlag, gathered, rows
+from ddpexp.launch.workers.cuda_guard import sentence
 from ddpexp.strategy.base import Shard
-from ddpexp.system.hardware import count_gpus
+from ddpexp.system import nvml
+from ddpexp.system.hardware import count_gpus, visible_devices
 from tests.checkpoint.test_writer import Pinning
-from tests.conftest import PATIENCE, Ddpexp
+from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.launch.workers.test_cuda_guard import output_of_worker
 from tests.points import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")]
@@ -135,6 +143,93 @@ def test_a_deterministic_run_on_three_gpus_does_not_hide_an_unused_parameter(ddp
     assert "got no gradient in a micro-batch" in done.err
 
 
+FAILS = """\
+import torch.distributed as dist
+
+
+class Greedy(Sides):
+    # Wants more memory than there is, while it trains or while it evaluates.
+    def __init__(self, trains=True):
+        self.trains = trains
+
+    def step(self, model, batch):
+        if model.training == self.trains:
+            torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
+        return super().step(model, batch)
+
+
+class Late(Sides):
+    # On rank 1 it stops in the seventh step: the other's host waits for its GPU.
+    def __init__(self):
+        self.calls = 0
+
+    def step(self, model, batch):
+        self.calls += 1
+        if self.calls == 7 and RANK == 1:
+            self.stays()
+        return super().step(model, batch)
+
+    def stays(self):
+        time.sleep(3600)
+
+
+class Extra(Late):
+    # On rank 1 there is a broadcast that no other rank calls.
+    def stays(self):
+        dist.broadcast(torch.ones(10_000_000, device="cuda"), 0)
+"""
+HANG = ("trainer.gpus=2", "trainer.epochs=20", "trainer.timeout.step_seconds=5", "trainer.timeout.init_seconds=60")
+two_gpus = pytest.mark.skipif(count_gpus() < 2, reason="fewer than two GPUs")
+
+
+def test_out_of_memory_is_answered_with_what_to_change(ddpexp: Ddpexp) -> None:
+    done = Recipe(ddpexp, FAILS)("task._target_=points.Greedy", "trainer.gpus=1", timeout=PATIENCE)
+    assert done.code == 1
+    assert "OutOfMemoryError: GPU 0 of " in done.err
+    assert " has no memory for 4096 GiB more: this process holds " in done.err
+    assert "use trainer.micro_batch_size=" in done.err
+    assert "use trainer.precision=bf16" in done.err
+
+
+def test_out_of_memory_in_an_evaluation_names_the_key_of_its_batch(ddpexp: Ddpexp) -> None:
+    words = ("task._target_=points.Greedy", "+task.trains=false", "trainer.gpus=1")
+    done = Recipe(ddpexp, FAILS)(*words, timeout=PATIENCE)
+    assert done.code == 1
+    assert "evaluate in batches of " in done.err
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("Late", r"rank 1 has not called all_reduce number \d+ of the default process group"),
+        ("Extra", r"the ranks called different collective operations as number \d+ of the default process group"),
+    ],
+)
+def test_a_hang_with_nccl_names_the_rank_and_the_collective(ddpexp: Ddpexp, task: str, says: str) -> None:
+    done = Recipe(ddpexp, FAILS)(*HANG, f"task._target_=points.{task}", timeout=PATIENCE)
+    assert done.code == 1
+    assert re.search(says, done.err), done.err
+    if task == "Late":
+        assert "rank 1 on" in done.err
+        assert "in stays" in done.err
+
+
+@two_gpus
+def test_a_recorder_that_the_user_has_turned_off_stays_off(ddpexp: Ddpexp) -> None:
+    words = (*HANG, "task._target_=points.Late")
+    done = Recipe(ddpexp, FAILS)(*words, timeout=PATIENCE, environ={"TORCH_FR_BUFFER_SIZE": "0"})
+    assert done.code == 1
+    assert "Hang: no progress for" in done.err
+    assert "has not called" not in done.err
+
+
+def test_the_benchmark_on_gpus_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--quick", "--out", str(tmp_path), "perceptron", "exact"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2 * PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_doctor_examines_the_gpus_and_their_links(ddpexp: Ddpexp) -> None:
     began = time.monotonic()
     done = ddpexp("doctor", "--json")
@@ -152,3 +247,95 @@ def test_doctor_examines_the_gpus_and_their_links(ddpexp: Ddpexp) -> None:
         assert by_check["all_reduce"]["facts"]["correct"]
         assert by_check["all_reduce"]["facts"]["backend"] == "nccl"
         assert {"nccl", "peer_access"} <= by_check.keys()
+
+
+# ---------------------------------------------------------------------------------------------------------- the devices
+
+
+def printed(program: str, **environ: str) -> str:
+    """Return what a Python program prints."""
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(
+        argv, env={**os.environ, **environ}, capture_output=True, text=True, check=True, timeout=PATIENCE
+    )
+    return done.stdout
+
+
+def test_the_gpus_and_instances_are_those_of_nvidia_smi() -> None:
+    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    usable = [gpu for gpu in nvml.driver().gpus if not gpu.obstacle]
+    uuids = [uuid for gpu in usable for uuid in (gpu.uuid, *(instance.uuid for instance in gpu.mig or ()))]
+    assert uuids == re.findall(r"UUID: ([^)]+)\)", done.stdout)
+
+
+@pytest.mark.skipif(any(gpu.mig is not None for gpu in nvml.driver().gpus), reason="CUDA shows one MIG instance")
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "", "-1", "0", " 0", "+0", "0gpu", "0,-1", "0,99", "99,0", "0,0", "none", "{uuid}", "{prefix}", "{uuid},0",
+        "0,{uuid}", "{uuid},{uuid}", "{uuid},{prefix}", "{uuid},GPU-ffffffff", "GPU-ffffffff,{uuid}", "MIG-{uuid}",
+    ],
+)  # fmt: skip
+def test_the_variable_is_read_as_cuda_itself_reads_it(variable: str) -> None:
+    uuid = next(gpu.uuid for gpu in nvml.driver().gpus if not gpu.obstacle)
+    value = variable.format(uuid=uuid, prefix=uuid[:16])
+    count = printed("import torch; print(torch._C._cuda_getDeviceCount())", CUDA_VISIBLE_DEVICES=value)
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": value}) == int(count)
+
+
+def test_nvml_does_not_initialise_cuda_and_cuda_itself_is_noticed() -> None:
+    program = """
+from ddpexp.launch.workers.cuda_guard import CudaGuard
+from ddpexp.system.hardware import count_gpus
+import torch
+guard = CudaGuard()
+count_gpus()
+torch.cuda.is_available()
+assert guard.warning(0) is None, guard.warning(0)
+torch._C._cuda_getDeviceCount()
+guard.imported("initialises")
+print(guard.warning(0))
+"""
+    assert printed(program, PYTORCH_NVML_BASED_CUDA_CHECK="1").strip() == sentence(0, "initialises")
+
+
+@pytest.mark.parametrize(("call", "forked"), [("is_available", True), ("init", False)])
+def test_a_worker_has_its_gpu_whatever_the_server_has_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, forked: bool
+) -> None:
+    (tmp_path / "asks_cuda.py").write_text(f"import torch\n\ntorch.cuda.{call}()\n")
+    (tmp_path / "works.py").write_text(
+        "import sys\nimport torch\n\n\n"
+        "def main():\n"
+        "    print('forked', 'asks_cuda' in sys.modules, torch.ones(2, device='cuda').sum().item(), flush=True)\n"
+        "    return 0\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    warning = [] if forked else [f"ddpexp: warning: {sentence(0, 'asks_cuda')}"]
+    assert output_of_worker("works:main", "asks_cuda", True) == [*warning, f"forked {forked} 2.0"]
+
+
+DEVICES = """class Shows(Sides):
+    # Prints which GPU, or instance, this worker computes on.
+    def step(self, model, batch):
+        if not hasattr(self, "shown"):
+            self.shown = torch.cuda.get_device_properties(batch[1].device).uuid
+            print("device", batch[1].device, self.shown, os.environ.get("NCCL_SOCKET_IFNAME"), flush=True)
+        return super().step(model, batch)
+"""
+
+
+def devices_of(run: Path, workers: int) -> list[list[str]]:
+    """Return what each worker has printed: its device, the UUID of its GPU, the interface that NCCL uses."""
+    logs = [(run / "ranks" / f"{rank}.log").read_text() for rank in range(workers)]
+    return [re.findall(r"^device (\S+) (\S+) (\S+)$", log, re.MULTILINE)[0] for log in logs]
+
+
+@pytest.mark.skipif(sum(device.is_mig for device in visible_devices()) < 2, reason="fewer than two MIG instances")
+def test_each_worker_has_a_mig_instance_of_its_own(ddpexp: Ddpexp) -> None:
+    done = Recipe(ddpexp, DEVICES)("task._target_=points.Shows", "trainer.gpus=2", timeout=PATIENCE)
+    assert done.code == 0, done.err
+    shown = devices_of(done.run, 2)
+    assert [device for device, *_ in shown] == ["cuda:0", "cuda:0"]
+    assert len({uuid for _, uuid, _ in shown}) == 2

@@ -15,7 +15,9 @@ from benchmarks.peers.common import model
 from benchmarks.peers.job import EVERY, RATE
 
 
-def steps(data: Path, order: Path, folder: Path, name: str, channels_last: bool) -> Iterator[None]:
+def steps(
+    data: Path, order: Path, folder: Path, name: str, channels_last: bool, compiles: bool = True, every: int = EVERY
+) -> Iterator[None]:
     """Take every step of the order, and yield after each.
 
     At the end leave the mean loss of the last record in `by_hand.json`.
@@ -25,19 +27,19 @@ def steps(data: Path, order: Path, folder: Path, name: str, channels_last: bool)
     rows = torch.from_numpy(np.load(order)).to(device)
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     network = model(name).to(device, memory_format=memory_format)  # type: ignore[call-overload]
-    called, loss_of = torch.compile(network), nn.CrossEntropyLoss()
+    called, loss_of = torch.compile(network) if compiles else network, nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(network.parameters(), RATE, momentum=0.9, nesterov=True)
     writer, since = SummaryWriter(folder), torch.zeros((), device=device)
     for step, row in enumerate(rows, start=1):
         batch = images.index_select(0, row).float().mul_(1 / 127.5).sub_(1).contiguous(memory_format=memory_format)
         with torch.autocast(device.type, torch.bfloat16):
-            loss = loss_of(called(batch), labels.index_select(0, row))  # type: ignore[no-untyped-call]
+            loss = loss_of(called(batch), labels.index_select(0, row))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         since += loss.detach()
-        if step % EVERY == 0:
-            mean = since.item() / EVERY
+        if step % every == 0:
+            mean = since.item() / every
             writer.add_scalar("loss", mean, step)
             (folder / "by_hand.json").write_text(json.dumps({"loss": mean}))
             since.zero_()

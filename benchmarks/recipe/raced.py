@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.peers import by_hand, common, on_device
-from benchmarks.peers.job import Job
+from benchmarks.peers import by_hand, common, gpt, on_device
+from benchmarks.peers.job import EVERY, Job
+from ddpexp.data.datasets import Arrays, Splits
 
 
 def model(name: str) -> nn.Module:
@@ -46,6 +47,11 @@ class Turns(Loss):
 
     def step(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
         """Return the sum over the batch, after a block of the other loop where it is its turn. Shapes: as in `Loss`."""
+        self.take_turn()
+        return super().step(model, batch)
+
+    def take_turn(self) -> None:
+        """Take a block of the other loop, if it is its turn."""
         if self._calls % self._block == 0:
             end = _now()
             done = len(list(islice(self._by_hand, self._block)))
@@ -55,7 +61,6 @@ class Turns(Loss):
                     print(json.dumps([(end - self._began) / done, theirs / done]), file=file)
             self._began = _now()
         self._calls += 1
-        return super().step(model, batch)
 
 
 class InTurn(Turns):
@@ -71,9 +76,71 @@ class InTurn(Turns):
 class InTurnOnDevice(Turns):
     """In turn with the loop by hand that has its samples on the device."""
 
-    def __init__(self, data: str, order: str, folder: str, model: str, block: int, channels_last: bool) -> None:
-        """Take where data and order are, and how many steps a block has."""
-        super().__init__(on_device.steps(Path(data), Path(order), Path(folder), model, channels_last), folder, block)
+    def __init__(
+        self,
+        data: str,
+        order: str,
+        folder: str,
+        model: str,
+        block: int,
+        channels_last: bool,
+        compiles: bool = True,
+        every: int = EVERY,
+    ) -> None:
+        """Take where data and order are, how many steps a block has, and from one record to the next."""
+        by_hand = on_device.steps(Path(data), Path(order), Path(folder), model, channels_last, compiles, every)
+        super().__init__(by_hand, folder, block)
+
+
+class NextToken:
+    """Cross entropy of the next token, as in the loop by hand."""
+
+    def step(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
+        """Return the sum over all tokens. Shapes: (batch, context + 1)."""
+        return gpt.loss_of(model, batch, "sum"), batch[:, 1:].numel(), {}
+
+
+class NextTokenInTurn(NextToken):
+    """In turn with the GPT's loop by hand."""
+
+    def __init__(self, order: str, folder: str, block: int, size: str, samples: int, every: int) -> None:
+        """Take the order, the folder for the times, and what the model and the data are."""
+        by_hand = gpt.steps(Path(order), Path(folder), size, samples, every)
+        self._turns = Turns(by_hand, folder, block)
+
+    def step(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int, dict[str, tuple[Tensor, int]]]:
+        """Return the sum over all tokens, after a block of the other loop where it is its turn. Shapes: as above."""
+        self._turns.take_turn()
+        return super().step(model, batch)
+
+
+def language_model(size: str) -> nn.Module:
+    """Build the GPT of a loop by hand, with its weights."""
+    return gpt.model(size)
+
+
+def tokens(size: str, samples: int) -> Splits:
+    """Return random tokens, some more frequent than others: something to learn."""
+    return Splits(train=Arrays([gpt.tokens(size, samples)], lambda rows: rows.long()), evals={})
+
+
+class Wide(nn.Module):
+    """Many parameters and little to compute: what a checkpoint of it costs is not hidden behind the step."""
+
+    def __init__(self, millions: float) -> None:
+        """Make square layers of up to 64 million weights each."""
+        super().__init__()
+        width = min(8192, int((millions * 1e6) ** 0.5))
+        count = max(1, round(millions * 1e6 / width**2))
+        self.first, self.last = nn.Linear(784, width), nn.Linear(width, 10)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return scores. Shapes: (batch, 1, 28, 28) to (batch, 10)."""
+        values: Tensor = self.first(images.flatten(1))
+        for layer in self.layers:
+            values = values + layer(values)
+        return self.last(values)  # type: ignore[no-any-return]
 
 
 def _now() -> float:

@@ -26,7 +26,8 @@ def check_usable(path: Path, description: str) -> None:
         RefusedError: it does not exist, or is a pickled file of other programs.
     """
     if not path.exists():
-        raise RefusedError(f"{description}: there is no such file.")
+        download = " Download it first: ddpexp reads only local files." if "://" in description else ""
+        raise RefusedError(f"{description}: there is no such file.{download}")
     if path.is_file() and _is_pickled(path):
         target = path.with_suffix(".safetensors").name
         code = (

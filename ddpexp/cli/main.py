@@ -17,7 +17,7 @@ from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.launchers.local import Spawn
-from ddpexp.launch.rendezvous.environment import externally_started
+from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
 from ddpexp.system import secrets
@@ -201,6 +201,8 @@ def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] 
             f"{starter} has started {count} of these commands, and launcher=spawn would run each alone: "
             f"add launcher={right}."
         )
+    if (warning := ignored_variables(environ)) is not None:
+        print_message(f"ddpexp: warning: {warning}")
 
 
 def _check_sweep_is_started_once() -> None:

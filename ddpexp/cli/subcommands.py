@@ -24,6 +24,7 @@ from ddpexp.run import directory
 from ddpexp.run.directory import RunDir
 from ddpexp.run.evaluation import Evaluation
 from ddpexp.run.resume_arguments import merge_overrides, trust_arguments
+from ddpexp.run.stored_config import check_config, copy_command, newest_config
 from ddpexp.run.training import Training
 from ddpexp.system import files
 from ddpexp.system.terminal import print_message
@@ -108,6 +109,11 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     run = RunDir(Path(source))
     if not run.path.exists():
         raise RefusedError(f"resume {source}: there is no such directory.")
+    if not run.config.exists() and (copy := newest_config(run)) is not None:
+        raise RefusedError(
+            f"resume {source}: config.yaml is missing. Its newest checkpoint holds a copy: "
+            f"{copy_command(copy, run.config)}"
+        )
     if not run.config.is_file() or not directory.is_ours(run.path):
         home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
         advice = f" Did you mean {files.typed(home)}?" if home is not None else _runs_below(run.path)
@@ -118,6 +124,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
     moved = next((word for word in words if word.startswith("run.dir=")), None)
     if moved is not None:
         raise RefusedError(f"{moved}: resume continues in {source} itself.")
+    check_config(run, f"resume {source}")
     values, text = override_file(run.config, words, resumes=True)
     _check_code_is_typed(run, values, command)
     typed = [

@@ -10,11 +10,13 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union
 
-from ddpexp.config.foreign import advice_on_key, value_here
+from ddpexp.config.foreign import advice_on_key, advice_on_value, value_here
 from ddpexp.errors import RefusedError
 
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
 _NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
+_CHOSEN = ("model", "data", "optimizer", "scheduler", "launcher", "logger", "strategy")  # sections of groups
 _TRUTHS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
@@ -40,7 +42,11 @@ def build(cls: type[T], values: Any, where: str) -> T:
         RefusedError: an unknown key (with the nearest known one), a missing key or a value of another type.
     """
     if not isinstance(values, Mapping):
-        raise RefusedError(f"{where}={values} is not a section: it has the keys {_listed(_names(cls))}.")
+        names = _names(cls)
+        advice = (
+            f" Type one of them, for example {where}.{names[0]}={values}." if isinstance(values, int | float) else ""
+        )
+        raise RefusedError(f"{where}={values} is not a section: it has the keys {_listed(names)}.{advice}")
     names = _names(cls)
     for key in values:
         if key not in names:
@@ -87,9 +93,16 @@ def unknown_key(
     """
     known, keys = [name for name in known if not name.startswith("_")], list(keys)
     typed = f"{where}.{key}" if where else key
+    if not where and _VARIABLE.fullmatch(key):
+        return RefusedError(
+            f"{key} is a variable of the environment, not a key: type it before the command, as in {key}=... python -m "
+            "ddpexp ... ."
+        )
     head, _, rest = key.partition(".")
     last = key.rpartition(".")[2]
     advice = _NO_SUCH_KEY.get(typed, "") or advice_on_key(last)
+    if not advice and where in _CHOSEN and key in ("name", "type"):
+        advice = f" An option is chosen as {where}=NAME, with the names that ddpexp help {where} lists."
     if not advice:
         alike = (nearest(head, known, _SURE) if not rest else None) or nearest(typed.replace("/", "."), keys, _SURE)
         named = [one for one in keys if one.rpartition(".")[2] == last]
@@ -156,6 +169,8 @@ def _wrong(value: Any, hint: Any, key: str) -> RefusedError:
     parts = [hint, *typing.get_args(hint)]
     if isinstance(value, str) and _NUMBER.fullmatch(value) and {int, float} & set(parts):
         return RefusedError(f"{key}='{value}' is a text, and the key takes {spoken(hint)}: leave out the quotes.")
+    if advice := advice_on_value(key, shown(value).lower()):
+        return RefusedError(f"{key}={shown(value)} is not {spoken(hint)}.{advice}")
     near = _meant(value, hint, parts, key)
     meant = f" Did you mean {key}={near}?" if near else ""
     if key == "trainer.gpus" and not near:

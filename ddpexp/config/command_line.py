@@ -27,6 +27,7 @@ ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(
     r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE
 )  # what Hydra does not read as a text
+_TORCHRUN = ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts")
 _OPTIONS = (
     "--help",
     "--hydra-help",
@@ -82,6 +83,13 @@ def _no_option(word: str) -> str:
         return (
             f"{word} is not an option: a checkpoint is named by its folder, as in ddpexp evaluate "
             "RUN_DIR/checkpoints/step-00000100, and weights to start from as run.init_from=..."
+        )
+    if key == "resume":
+        return f"{word} is not an option: a run is resumed with python -m ddpexp resume {value or 'RUN_DIR'}."
+    if key in _TORCHRUN:
+        return (
+            f"{word} is an option of torchrun, and stands before -m: torchrun {word} --nproc-per-node 2 -m ddpexp ... "
+            "launcher=torchrun-env. Without torchrun, trainer.gpus=2 starts the workers."
         )
     advice = advice_on_key(key)
     section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)

@@ -69,6 +69,8 @@ def _not_a_folder(folder: Path, typed: str) -> str:
             f" Type the folder of its group's folder: --config-dir {Path(typed).parent.parent} "
             f"{folder.parent.name}={folder.stem}."
         )
+    if typed != typed.strip() and Path(typed.strip()).is_dir():
+        return f" It has a space at its end: type --config-dir {typed.strip()}."
     return (
         " The shell makes a folder of ~ only where it begins a word: --config-dir ~/..."
         if typed.startswith("~")

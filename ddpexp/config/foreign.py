@@ -5,12 +5,14 @@ What is typed here in their place.
 
 from __future__ import annotations
 
+import re
+
 _KEYS = {
     "trainer.epochs": "max_epochs num_epochs num_train_epochs n_epochs",
     "trainer.max_steps": "max_train_steps num_training_steps num_train_steps total_steps max_iters",
     "trainer.global_batch_size": "batch_size train_batch_size",
     "trainer.micro_batch_size": "per_device_train_batch_size per_gpu_train_batch_size accumulate_grad_batches "
-    "gradient_accumulation_steps",
+    "gradient_accumulation_steps accum_iter accumulation_steps",
     "trainer.gpus": "devices num_gpus n_gpu n_gpus nproc_per_node num_processes",
     "trainer.nodes": "num_nodes nnodes num_machines",
     "trainer.device": "accelerator",
@@ -24,12 +26,14 @@ _KEYS = {
     "trainer.keep_last": "save_total_limit save_top_k",
     "trainer.seed": "random_seed seed_everything manual_seed",
     "trainer.compile": "torch_compile",
-    "optimizer.lr": "lr learning_rate base_lr",
+    "optimizer.lr": "lr learning_rate base_lr max_lr peak_lr initial_lr",
     "optimizer.weight_decay": "wd weight_decay_rate",
+    "scheduler": "lr_scheduler lr_scheduler_type lr_schedule",
     "optimizer.eps": "epsilon adam_epsilon",
     "data.root": "data_dir data_path dataset_path dataset_dir",
+    "data.validation_fraction": "val_split validation_split val_size",
     "data.num_workers": "dataloader_num_workers n_workers",
-    "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir",
+    "run.dir": "output_dir out_dir save_dir log_dir logging_dir default_root_dir run_name exp_name experiment_name",
     "sweep.objective": "optimized_metric",
 }
 _REMARKS = {
@@ -43,7 +47,12 @@ _WHOLE = (
     "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves evaluations out."
 )
 _SENTENCES = {
-    "ckpt_path resume_from_checkpoint": _RESUME,
+    "ckpt_path resume_from_checkpoint resume_from": _RESUME,
+    "max_time": (
+        "A run that is stopped saves first: timeout 12h before the command ends it after that time, and the same "
+        "command resumes it."
+    ),
+    "num_sanity_val_steps": "There is nothing like it: keys and the task are checked before and in the first step.",
     "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
     "limit_val_batches limit_test_batches limit_eval_batches limit_predict_batches": _WHOLE,
     "fast_dev_run": "There is nothing like it: trainer.max_steps=2 ends a run after two steps.",
@@ -51,6 +60,13 @@ _SENTENCES = {
     "callbacks early_stopping patience": (
         "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."
     ),
+    "shuffle": "Training data is always shuffled, by trainer.seed, and evaluations keep the order of their set.",
+    "drop_last": (
+        "Samples of an epoch that fill no global batch are left out, and evaluations take every sample: nothing is to "
+        "be set."
+    ),
+    "pin_memory persistent_workers prefetch_factor": "The loader sets it: data.num_workers is all that is to be set.",
+    "enable_checkpointing": "trainer.checkpoint_every=0 saves only at the end.",
     "warmup_steps warmup_ratio num_warmup_steps": (
         "Schedules have one: scheduler=cosine scheduler.warmup=0.05 (of all steps)."
     ),
@@ -63,9 +79,14 @@ _VALUES = {
     },
     "trainer.device": {"cuda": "gpu", "auto": "any"},
     "trainer.gpus": {"auto": "-1 all"},
-    "run.resume": {"auto": "true yes", "never": "false no"},
+    "run.resume": {"auto": "true yes latest last newest", "require": "must always force", "never": "false no none off"},
+    "scheduler": {
+        "constant": "none false no off",
+        "cosine": "cosineannealing cosineannealinglr cosine_annealing",
+        "onecycle": "one_cycle",
+    },
     "launcher": {
-        "spawn": "local ddp ddp_spawn mp process single none",
+        "spawn": "local ddp ddp_spawn mp process single none accelerate deepspeed fabric lightning",
         "torchrun-env": "env",
         "slurm": "srun sbatch salloc submitit submitit_slurm",
         "mpi": "mpirun mpiexec horovod",
@@ -74,6 +95,25 @@ _VALUES = {
     "sweep.mode": {"max": "maximize maximise", "min": "minimize minimise"},
     "trainer.eval_every": {"0": "no never"},
     "trainer.checkpoint_every": {"0": "no never"},
+    "trainer.keep_last": {"null": "all"},
+    "trainer.clip_grad_norm": {"null": "off no never false disabled"},
+    "trainer.ema_decay": {"null": "off no never false disabled"},
+    "trainer.checkpoint_every_seconds": {"null": "off no never false disabled"},
+    "trainer.keep_best": {"null": "off no never false disabled"},
+}
+
+_NO_DEVICE = "The workers run on GPUs of CUDA or on CPUs."
+_ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
+    "trainer.device": {
+        r"cuda:\d+": "Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the command chooses GPUs.",
+        "mps|tpu|xla|xpu|hpu|npu": _NO_DEVICE,
+    },
+    "trainer.gpus": {"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},
+    "trainer.precision": {
+        "tf32|high|medium": "torch.set_float32_matmul_precision('high') in the recipe allows it in fp32.",
+    },
+    "trainer.checkpoint_every": {"best": "trainer.keep_best=max:eval/accuracy keeps the best one, too."},
+    "trainer.eval_every": {r"[\d.]+|\d+ ?epochs?": "It is a number of optimizer steps, or epoch."},
 }
 
 _KEY_OF = {word: key for key, words in _KEYS.items() for word in words.split()}
@@ -97,3 +137,12 @@ def value_here(key: str, value: str) -> str | None:
     None where we know of none.
     """
     return next((here for here, words in _VALUES.get(key, {}).items() if value in words.split()), None)
+
+
+def advice_on_value(key: str, value: str) -> str:
+    """Say what to do instead of a value that has no counterpart, with a space in front.
+
+    Empty where nothing is known.
+    """
+    advice = _ADVICE_ON_VALUES.get(key, {}).items()
+    return next((f" {sentence}" for pattern, sentence in advice if re.fullmatch(pattern, value)), "")

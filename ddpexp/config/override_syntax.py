@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _FUNCTIONS = {  # of Hydra's sweeps
 _CASTS = ("int", "float", "str", "bool", "json_str", "extend_list")  # functions of Hydra's for single runs
 _UNITS = r"[kmgt]i?b?|seconds?|s|minutes?|mins?|m|hours?|h|days?|d|%"
 _BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
+_ASCII = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"))  # dashes and the minus of formatted texts
 _EXAMPLE = "write key=value, for example trainer.gpus=2"
 
 
@@ -136,6 +138,10 @@ def unread(word: str) -> str:
         return f"{word} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
     if (found := re.search(f"[{_QUOTES}]", value)) is not None:
         return f"{word} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
+    plain = unicodedata.normalize("NFKC", value).translate(_ASCII).rstrip(",;")
+    if not value.isascii() and plain.isascii() and _is_read(f"{key}={plain}"):
+        character = next(one for one in value if not one.isascii())
+        return f"{word} has the character {character}, which only looks like a plain one: write {key}={plain}."
     if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
         return f"{word} is not read: words are separated by spaces, not by {more[0][0]}."
     if (more := re.search(r"\s(\+{0,2}[A-Za-z_][\w./]*=.*)", value)) is not None:

@@ -143,7 +143,9 @@ def _composition(error: ConfigCompositionException) -> str:
     if several:
         key, _, value = several[1].partition("=")
         or_list = f", or write a list as {key}=[{value}]" if key == "logger" or takes_list(key) else ""
-        if takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
+        if takes_number(key) and not takes_fraction(key) and re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
+            or_list = f", or {key}={value.replace(',', '')}"
+        elif takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma
             or_list = f", or {key}={value.replace(',', '.')}" if takes_fraction(key) else or_list
         return f"{several[1]} gives several values: add -m for a run with each{or_list}."
     sweeps = re.match(r"Sweep parameters '(.+)' requires --multirun", str(error))

@@ -249,7 +249,9 @@ def check_free(path: Path) -> None:
     Raises:
         RefusedError: there is a file, or a folder that is not empty.
     """
-    if path.is_file() or (path.is_dir() and any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise RefusedError(f"run.dir={path} is a file, and a run needs a folder: choose another name.")
+    if path.is_dir() and any(path.iterdir()):
         raise _taken(path)
 
 

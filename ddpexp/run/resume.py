@@ -75,6 +75,10 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
         notes.append(
             f"the run was finished at step {result.get('step')}, but its final checkpoint cannot be used ({lost})"
         )
+    elif status == "done" and not has_checkpoint(run):
+        notes.append(
+            f"the run was finished at step {result.get('step')} and has no checkpoint any more: it starts from step 0"
+        )
     return PreviousRun(
         manifest, changes, list(dict.fromkeys(notes)), bool(changes) or (bool(edits) and read_config(run) != new)
     )

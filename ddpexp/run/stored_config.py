@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ddpexp.checkpoint.format import newest
+from ddpexp.checkpoint.format import CONFIG, complete_checkpoints, newest
 from ddpexp.config.compare import Change, compare
 from ddpexp.errors import RefusedError
 from ddpexp.run.directory import RunDir
-from ddpexp.system.files import check_yaml, check_yaml_text, sha256
+from ddpexp.system.files import check_yaml, check_yaml_text, sha256, shortest
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.yaml_text import load_yaml
 
@@ -99,10 +101,47 @@ def read_config(run: RunDir) -> dict[str, Any] | None:
         check_yaml(run.config)
         tree = parse_config(run.config.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise RefusedError(f"{run.config} cannot be read: {error}.") from None
+        problem = " ".join(str(error).split())  # PyYAML's is of several lines
+        raise RefusedError(f"{run.config} cannot be read: {problem}.") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("run"), dict):
         raise RefusedError(f"{run.config} is not the configuration of a run.")
     return tree
+
+
+def newest_config(run: RunDir) -> Path | None:
+    """Return the copy of config.yaml in the newest checkpoint that has one that can be read."""
+    for checkpoint in complete_checkpoints(run.checkpoints):
+        path = checkpoint / CONFIG
+        try:
+            check_yaml(path)
+            tree = parse_config(path.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        if isinstance(tree, dict) and isinstance(tree.get("run"), dict):
+            return path
+    return None
+
+
+def copy_command(copy: Path, config: Path) -> str:
+    """Return the command that puts the copy of a checkpoint in the place of config.yaml."""
+    return shlex.join(["cp", shortest(copy), shortest(config)])
+
+
+def check_config(run: RunDir, name: str) -> None:
+    """Check that config.yaml can be read, where a checkpoint holds a copy; `name` is the run's name in the message.
+
+    Raises:
+        RefusedError: it cannot; with the command that copies it.
+    """
+    try:
+        read_config(run)
+    except RefusedError as error:
+        copy = newest_config(run)
+        if copy is None:
+            raise
+        raise RefusedError(
+            f"{name}: {str(error).rstrip('.')}. Its newest checkpoint holds a copy: {copy_command(copy, run.config)}"
+        ) from None
 
 
 def parse_config(text: str) -> Any:

@@ -32,10 +32,18 @@ def stat(pid: int) -> list[str] | None:
 def children(pid: int) -> list[int]:
     """Return the child processes that have not been waited for; empty if the process is gone. Source: proc(5)."""
     pids: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+    for thread in threads(pid):
         with suppress(OSError):  # the thread has ended
-            pids += map(int, path.read_text().split())
+            pids += map(int, (thread / "children").read_text().split())
     return pids
+
+
+def threads(pid: int) -> list[Path]:
+    """Return the folders of a process's threads; empty if the process is gone. Source: proc(5), /proc/PID/task."""
+    try:
+        return list(Path(f"/proc/{pid}/task").iterdir())
+    except OSError:
+        return []
 
 
 def ancestors(pid: int) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 
 from ddpexp.config.instantiate import Node, instantiate, locate, targets
 from ddpexp.config.schema import Data, Experiment, Trainer
-from ddpexp.data.batch_plan import BatchPlan
+from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, hold_out, on_device
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
@@ -114,6 +114,26 @@ def arrange(splits: Splits, data: Data, world: World) -> Splits:
     if data.validation_fraction:
         splits = _hold_out(splits, data)
     return on_device(splits, world.device) if data.on_device else splits
+
+
+def check_held_out(experiment: Experiment, splits: Splits, undivided: Splits) -> None:
+    """Check that data.validation_fraction leaves a global batch to train.
+
+    Raises:
+        RefusedError: it does not, and without it there is one.
+    """
+    size, left, before = experiment.trainer.global_batch_size, len(splits.train), len(undivided.train)
+    if left < size <= before:
+        fraction = experiment.data.validation_fraction
+        raise RefusedError(
+            f"data.validation_fraction={fraction} leaves {counted(left, 'training sample')} of {before:,}, fewer than "
+            f"trainer.global_batch_size={size}. Use at most data.validation_fraction={_share(before, size):g}."
+        )
+
+
+def _share(total: int, kept: int) -> float:
+    """Return the largest fraction of four digits that can be held out of `total` samples and leave `kept`."""
+    return math.floor((total - kept) / total * 1e4) / 1e4
 
 
 def _hold_out(splits: Splits, data: Data) -> Splits:

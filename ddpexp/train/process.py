@@ -90,6 +90,7 @@ def _leave(code: int) -> int:
 
 
 def _prepare_process(control: Control) -> None:
+    del sys.argv[1:]  # these are not for a recipe that parses arguments where it is imported
     faulthandler.enable()
     _forbid_debugger()
     for stream in (sys.stdout, sys.stderr):

@@ -10,7 +10,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative, shortest
-from ddpexp.train import lazy_dynamo
+from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
     arrange,
@@ -49,6 +49,7 @@ from ddpexp.train.build import (
     build_logger,
     build_loop,
     build_strategy,
+    check_held_out,
     count_steps,
     import_all,
     load_data,
@@ -103,9 +104,10 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     Ranks: all.
     """
     context = join(run, worker_args, control)
-    built = build(context)
-    restore(context, built)
-    fit(context, built)
+    with gpu_memory.explained(lambda: _situation(context.experiment, context.world, control)):
+        built = build(context)
+        restore(context, built)
+        fit(context, built)
 
 
 def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunContext:
@@ -140,6 +142,7 @@ def build(context: RunContext) -> Built:
     undivided = load_data(experiment, context.prepared, world)
     inputs = _inputs(context, undivided) if world.is_rank_zero else {}
     splits = arrange(undivided, experiment.data, world)
+    check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
     batches = TrainBatches(
@@ -233,6 +236,11 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.set_phase("join")
     world = _join_world(experiment, layout, control)
+    with gpu_memory.explained(lambda: _situation(experiment, world, control, evaluation["batch_size"])):
+        _evaluate_weights(evaluation, experiment, world, control)
+
+
+def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, world: World, control: Control) -> None:
     log = open_log(world, control, None)
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
@@ -254,6 +262,17 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
     log.info(f"weights {evaluation['weights']}  sha256 {weights_sha256(models)}")
     world.barrier()
+
+
+def _situation(
+    experiment: Experiment, world: World, control: Control, batch_size: int | None = None
+) -> gpu_memory.Situation:
+    """Return what this rank does, for an answer to an error. `batch_size`: of an evaluation."""
+    trainer, data = experiment.trainer, experiment.strategy.data_rank(world.rank, world.world_size)
+    plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)
+    if batch_size is not None:
+        plan = replace(plan, micro_batch_size=batch_size)
+    return gpu_memory.Situation(plan, trainer.precision, control.phase, experiment.data.on_device)
 
 
 def _read_configuration(run: RunDir, digest: str | None) -> str:

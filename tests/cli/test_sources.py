@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ddpexp.checkpoint.weights import check_usable
 from ddpexp.cli.help import answer
 from ddpexp.cli.subcommands import evaluate, resume
 from ddpexp.errors import RefusedError
@@ -107,3 +109,43 @@ def test_a_current_folder_that_is_removed_is_one_sentence_and_2(tmp_path: Path) 
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "ddpexp: the current folder has been removed: change to another one.\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        (None, "resume run: config.yaml is missing."),
+        ("trainer: {", "resume run: {path} cannot be read: while parsing a flow node"),
+        ("- a\n", "resume run: {path} is not the configuration of a run."),
+    ],
+)
+def test_for_a_lost_config_the_command_that_copies_it_from_a_checkpoint_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str | None, sentence: str
+) -> None:
+    run = shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    config, newest = run / "config.yaml", max((run / "checkpoints").glob("step-*"))
+    shutil.move(config, newest / "config.yaml")
+    if written is not None:
+        config.write_text(written)
+    said = refused(resume, ["run"], ["ddpexp", "resume", "run"])
+    assert said.startswith(sentence.format(path=Path("run/config.yaml")))
+    command = said.partition(" Its newest checkpoint holds a copy: ")[2]
+    subprocess.run(command.split(), check=True, timeout=PATIENCE)
+    assert "names code of its own" in refused(resume, ["run"], ["ddpexp", "resume", "run"])
+
+
+def test_a_damaged_config_without_a_copy_is_reported_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    (run / "config.yaml").write_text("- a\n")
+    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == "run/config.yaml is not the configuration of a run."
+    (run / "config.yaml").unlink()
+    assert refused(resume, ["run"], ["ddpexp", "resume", "run"]) == "resume run: it is no run directory."
+
+
+def test_of_weights_at_a_url_the_download_is_left_to_the_user() -> None:
+    url = "https://example.com/model.safetensors"
+    assert refused(check_usable, Path(url), f"run.init_from={url}") == (
+        f"run.init_from={url}: there is no such file. Download it first: ddpexp reads only local files."
+    )

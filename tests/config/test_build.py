@@ -87,7 +87,11 @@ def test_a_whole_number_may_stand_for_a_float_but_not_the_other_way_round() -> N
         ("names", "a", "part.names=a is not a list, each item a text. Did you mean part.names=[a]?"),
         ("names", ["a", 1], "part.names=1 is not a text."),
         ("maybe", "x", "part.maybe=x is not a number or null."),
-        ("inner", 3, "part.inner=3 is not a section: it has the keys depth."),
+        (
+            "inner",
+            3,
+            "part.inner=3 is not a section: it has the keys depth. Type one of them, for example part.inner.depth=3.",
+        ),
         ("inner", {"dept": 3}, "part.inner.dept is not a known key. Did you mean part.inner.depth?"),
     ],
 )

@@ -98,6 +98,8 @@ optimizer.lr=0.1, 0.01, has a space, at which the shell cuts it: leave out the s
 launcher.mem=64 gb has a space, at which the shell cuts it: leave out the space: launcher.mem=64gb.
 > optimizer.lr=0,1
 optimizer.lr=0,1 gives several values: add -m for a run with each, or optimizer.lr=0.1.
+> trainer.max_steps=10,000
+trainer.max_steps=10,000 gives several values: add -m for a run with each, or trainer.max_steps=10000.
 > run.trust=a,b
 run.trust=a,b gives several values: add -m for a run with each, or write a list as run.trust=[a,b].
 > run.dir=a,b
@@ -122,6 +124,14 @@ strategy=ddp.bucket_cap_mb=5 is not read: an option and its key are two override
 trainer.seed is typed twice: write trainer.seed=1,2.
 > -m trainer.seed=1,2 trainer.seed=3
 trainer.seed is typed twice: leave trainer.seed=1,2 or trainer.seed=3 out.
+> trainer.gpus=１
+trainer.gpus=１ has the character １, which only looks like a plain one: write trainer.gpus=1.
+> optimizer.lr=1e−3
+optimizer.lr=1e−3 has the character −, which only looks like a plain one: write optimizer.lr=1e-3.
+> -m optimizer.lr=0.1，0.2
+optimizer.lr=0.1，0.2 has the character ，, which only looks like a plain one: write optimizer.lr=0.1,0.2.
+> trainer.epochs=3；
+trainer.epochs=3； has the character ；, which only looks like a plain one: write trainer.epochs=3.
 > trainer.gpus==2
 trainer.gpus==2 has = twice: write trainer.gpus=2.
 > optimizer.lr=1e-3, trainer.gpus=2
@@ -202,6 +212,34 @@ hydra.sweep.dir=x is for sweeps: add -m, or leave it out.
 hydra/launcher=joblib: Hydra's own settings have no effect here. ddpexp starts the jobs of a sweep itself.
 > -m hydra.mode=RUN
 hydra.mode=RUN is one run, and -m a sweep: leave one of them out.
+> CUDA_VISIBLE_DEVICES=0 trainer.gpus=1
+CUDA_VISIBLE_DEVICES is a variable of the environment, not a key: type it before the command, as in CUDA_VISIBLE_DEVICE
+> scheduler.max_lr=0.1
+scheduler.max_lr is not a known key. Did you mean optimizer.lr?
+> trainer.lr_scheduler=cosine
+trainer.lr_scheduler is not a known key. Did you mean scheduler?
+> data.shuffle=false
+data.shuffle is not a known key. Training data is always shuffled, by trainer.seed, and evaluations keep the order of t
+> data.drop_last=true
+data.drop_last is not a known key. Samples of an epoch that fill no global batch are left out, and evaluations take eve
+> data.pin_memory=true
+data.pin_memory is not a known key. The loader sets it: data.num_workers is all that is to be set.
+> data.val_split=0.1
+data.val_split is not a known key. Did you mean data.validation_fraction?
+> trainer.enable_checkpointing=false
+trainer.enable_checkpointing is not a known key. trainer.checkpoint_every=0 saves only at the end.
+> model.name=resnet18
+model.name is not a known key. An option is chosen as model=NAME, with the names that ddpexp help model lists.
+> run_name=first
+run_name is not a known key. Did you mean run.dir?
+> trainer.max_time=00:12:00:00
+trainer.max_time is not a known key. A run that is stopped saves first: timeout 12h before the command ends it after tha
+> trainer.num_sanity_val_steps=0
+trainer.num_sanity_val_steps is not a known key. There is nothing like it: keys and the task are checked before and in t
+> scheduler=none
+scheduler=none is not a known option. Did you mean scheduler=constant?
+> launcher=accelerate
+launcher=accelerate is not a known option. Did you mean launcher=spawn?
 > trainer.seed=${SEED}
 trainer.seed: Interpolation key 'SEED' not found. A variable of the environment is written ${oc.env:SEED}.
 > model.hidden=${model.hiden}
@@ -244,6 +282,30 @@ trainer.gpus=2.0 is not auto or a whole number. Did you mean trainer.gpus=2?
 trainer.gpus='2' is a text, and the key takes auto or a whole number: leave out the quotes.
 > trainer.gpus=[0,1]
 trainer.gpus=[0, 1] is not auto or a whole number. It is a number of GPUs; CUDA_VISIBLE_DEVICES=0,1 chooses which.
+> trainer.gpus=cpu
+trainer.gpus=cpu is not auto or a whole number. It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on
+> trainer.device=mps
+trainer.device=mps is not one of auto, cpu, cuda. The workers run on GPUs of CUDA or on CPUs.
+> trainer.device=tpu
+trainer.device=tpu is not one of auto, cpu, cuda. The workers run on GPUs of CUDA or on CPUs.
+> trainer.device=cuda:0
+trainer.device=cuda:0 is not one of auto, cpu, cuda. Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the
+> trainer.precision=tf32
+trainer.precision=tf32 is not one of fp32, bf16, fp16. torch.set_float32_matmul_precision('high') in the recipe allows i
+> trainer.eval_every=0.25
+trainer.eval_every=0.25 is not epoch or a whole number. It is a number of optimizer steps, or epoch.
+> trainer.eval_every=2epochs
+trainer.eval_every=2epochs is not epoch or a whole number. It is a number of optimizer steps, or epoch.
+> trainer.checkpoint_every=best
+trainer.checkpoint_every=best is not epoch or a whole number. trainer.keep_best=max:eval/accuracy keeps the best one, to
+> trainer.keep_last=all
+trainer.keep_last=all is not a whole number or null. Did you mean trainer.keep_last=null?
+> trainer.clip_grad_norm=off
+trainer.clip_grad_norm=off is not a number or null. Did you mean trainer.clip_grad_norm=null?
+> trainer.timeout=60
+trainer.timeout=60 is not a section: it has the keys init_seconds, step_seconds, save_seconds, data_seconds. Type one of
+> run.resume=latest
+run.resume=latest is not one of auto, never, require. Did you mean run.resume=auto?
 > trainer.epochs=1e1
 trainer.epochs=10.0 is not a whole number or null. Did you mean trainer.epochs=10?
 > trainer.epochs=None
@@ -280,6 +342,10 @@ strategy._target_ is not a known key. An installed package brings your own strat
 logger._target_ is not a known key. Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md
 > --lr=0.1
 --lr=0.1 is not an option: write key=value, for example trainer.gpus=2. Did you mean optimizer.lr?
+> --resume=outputs/first
+--resume=outputs/first is not an option: a run is resumed with python -m ddpexp resume outputs/first.
+> --standalone recipe=mnist
+--standalone is an option of torchrun, and stands before -m: torchrun --standalone --nproc-per-node 2 -m ddpexp ... laun
 > --multi-run
 --multi-run is not an option. Did you mean --multirun?
 > --resolve
@@ -319,6 +385,12 @@ def test_several_overrides_inside_one_pair_of_quotes_are_recognized() -> None:
     )
     assert refusal("run.dir=a b c=d").endswith("each on its own, or a text that holds both: 'run.dir=\"a b c=d\"'.")
     assert refusal("-m", "optimizer.lr=0.1 0.01").endswith(" Did you mean optimizer.lr=0.1,0.01?")
+
+
+def test_a_space_behind_the_config_folder_is_reported(project: Path) -> None:
+    assert refusal("--config-dir", "mine/conf ", "recipe=mine") == (
+        "--config-dir mine/conf  is not a directory. It has a space at its end: type --config-dir mine/conf."
+    )
 
 
 def test_what_is_suggested_for_a_sweep_is_one() -> None:

@@ -174,8 +174,13 @@ def test_any_user_id_runs_on_a_read_only_file_system(
     assert {path.stat().st_uid for path in outputs.rglob("*")} == {12345}
 
 
-def test_what_needs_a_temporary_folder_says_so_on_a_read_only_file_system(image: Image, tmp_path: Path) -> None:
-    code, text = Container(image, (*DDPEXP, "plan", *SMALL), tmp_path / "container", read_only=True).wait(120)
+def test_what_needs_a_temporary_folder_says_so_on_a_read_only_file_system(
+    image: Image, outputs: Path, tmp_path: Path
+) -> None:
+    code, text = Container(
+        image, (*DDPEXP, "plan", *SMALL), tmp_path / "container", volumes={"/work/outputs": outputs}, read_only=True,
+        environ={"XDG_CACHE_HOME": "/work/outputs/.cache"},
+    ).wait(120)  # fmt: skip
     assert code == 1
     assert "set TMPDIR to a folder that can be written, or start the container with --tmpfs /tmp" in text
 

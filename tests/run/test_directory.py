@@ -99,10 +99,14 @@ def test_a_directory_that_holds_something_is_refused_and_left_alone(here: Path) 
     Path("full").mkdir()
     Path("full/mine.txt").write_text("x")
     Path("file").write_text("x")
-    for name in ("full", "file"):
+    for name, sentence in {
+        "full": "run.dir=full exists and is not empty: choose another one, or remove it.",
+        "file": "run.dir=file is a file, and a run needs a folder: choose another name.",
+        "/dev/null": "run.dir=/dev/null is a file, and a run needs a folder: choose another name.",
+    }.items():
         with pytest.raises(RefusedError) as caught:
             create(name, "mnist")
-        assert str(caught.value) == f"run.dir={name} exists and is not empty: choose another one, or remove it."
+        assert str(caught.value) == sentence
     assert sorted(os.listdir("full")) == ["mine.txt"]
 
 

@@ -19,10 +19,10 @@ import yaml
 from ddpexp.launch import Layout
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
-from ddpexp.run.resume import PreviousRun, resolve_layout
+from ddpexp.run.resume import PreviousRun, Start, inspect, resolve_layout
 from ddpexp.run.resume_arguments import merge_overrides
 from tests.cli.test_evaluate import listing
-from tests.conftest import PATIENCE, SMALL, Ddpexp, Done, finish, starts_of
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish, starts_of
 from tests.points import Recipe, wait_for
 
 SLOW = """\
@@ -455,6 +455,15 @@ def test_a_submission_resumes_in_the_same_directory_and_not_twice(ddpexp: Ddpexp
     assert json.loads((stopped / "result.json").read_text())["status"] == "done"
     assert subprocess.run(command, cwd=ddpexp.folder, env={**ddpexp.environ, **environ, **step, "SLURM_LOCALID": "0"},
                           timeout=PATIENCE, capture_output=True).returncode == 0  # fmt: skip
+
+
+def test_a_longer_finished_run_without_checkpoints_reports_that_it_starts_anew(tmp_path: Path) -> None:
+    run = RunDir(shutil.copytree(ROOT / "tests/kept/finished", tmp_path / "run"))
+    longer = Start("run", run.config.read_text().replace("epochs: 2", "epochs: 9"), ["trainer.epochs=9"])
+    assert not any("starts from step 0" in note for note in inspect(run, longer).notes)
+    shutil.rmtree(run.checkpoints)
+    note = "the run was finished at step 12 and has no checkpoint any more: it starts from step 0"
+    assert note in inspect(run, longer).notes
 
 
 # Wrong words.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 
 from ddpexp.data import loader
 from ddpexp.launch.launchers.elastic import Elastic
+from ddpexp.launch.supervise import activity
 from ddpexp.launch.workers import cleanup
-from ddpexp.system import containers, hardware, network
+from ddpexp.system import containers, hardware, network, process
 from ddpexp.system.containers import HOST_PID_NAMESPACE, name_user, runtime, sees_owners_of_shared_memory
 from ddpexp.system.oom import memory_left
 
@@ -223,6 +225,23 @@ def test_an_elastic_machine_gives_the_others_its_address_on_the_way_to_the_rende
 def test_the_interface_that_is_chosen_for_gloo_gives_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert network.address_towards("192.0.2.1", 29500) == "127.0.0.1"
+
+
+def test_a_process_that_ends_while_it_is_looked_at_has_neither_threads_nor_children(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its folder vanishes between two system calls: `Path.glob` raises then."""
+    pid = os.getpid()
+    assert pid in {int(thread.name) for thread in process.threads(pid)}
+    assert pid in activity.cpu_delays(pid, "train") or not Path("/proc/self/schedstat").exists()
+
+    def vanished(path: object = ".") -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(os, "scandir", vanished)
+    monkeypatch.setattr(os, "listdir", vanished)
+    assert process.children(pid) == []
+    assert activity.cpu_delays(pid, "train") == {}
 
 
 def test_namespaces_are_read_where_they_are_visible() -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import parse
-from ddpexp.train.build import load_data
+from ddpexp.data.datasets import Splits
+from ddpexp.errors import RefusedError
+from ddpexp.train.build import arrange, check_held_out, load_data
 from tests.fitting import ALONE
 
 DRAWN = """\
@@ -47,3 +49,25 @@ def test_data_drawn_at_random_is_the_same_at_every_start_and_for_every_seed(
         for (row, *numbers), (same, *same_numbers) in zip(starts[0], other, strict=True):
             assert torch.equal(row, same)
             assert numbers == same_numbers
+
+
+@pytest.mark.parametrize(("fraction", "left", "most"), [("0.9999", 1, "0.36"), ("0.5", 100, "0.36")])
+def test_a_fraction_that_leaves_no_batch_to_train_is_refused_with_the_largest_that_does(
+    fraction: str, left: int, most: str
+) -> None:
+    overrides = ["data.source=embedded", "trainer.global_batch_size=128", "trainer.gpus=1"]
+    undivided = Splits(list(range(200)), {})
+
+    def check(value: str) -> None:
+        made = compose([*overrides, f"data.validation_fraction={value}"])
+        assert made is not None
+        experiment = parse(made.values)
+        check_held_out(experiment, arrange(undivided, experiment.data, ALONE), undivided)
+
+    with pytest.raises(RefusedError) as caught:
+        check(fraction)
+    assert str(caught.value) == (
+        f"data.validation_fraction={fraction} leaves {left} training sample{'s' if left > 1 else ''} of 200, fewer "
+        f"than trainer.global_batch_size=128. Use at most data.validation_fraction={most}."
+    )
+    check(most)

@@ -19,6 +19,12 @@ from tests.conftest import OWN_SERVER, Ddpexp, Done
 from tests.points import ITEMS, Recipe, weights
 
 CODE = """\
+import argparse
+
+if "RANK" in os.environ:  # in a worker, of whose own arguments a script that became a recipe sees none
+    argparse.ArgumentParser().parse_args()
+
+
 def load_list(**options):
     return [1, 2, 3]
 

@@ -159,6 +159,22 @@ def externally_started(environ: Mapping[str, str] = os.environ) -> tuple[str, in
     return None
 
 
+def ignored_variables(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return a warning for a command that runs alone where the variables of one rank of several are exported.
+
+    They may be left from another run, so this is no reason to refuse: a job scheduler that exports them for torchrun's
+    rendezvous starts the command once for each rank.
+    """
+    size = environ.get("WORLD_SIZE", "")
+    names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if CONTROL_FD in environ or not all(map(environ.get, names)) or not size.isdecimal() or int(size) < 2:
+        return None
+    return (
+        f"RANK={environ['RANK']} and WORLD_SIZE={size} are exported, and launcher=spawn ignores them: this command "
+        f"trains alone. For one rank of {size} add launcher=torchrun-env."
+    )
+
+
 def process_identity(pid: int) -> str | None:
     """Return a unique identity of a process: host, process id and start time; None when it is gone."""
     fields = stat(pid)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ddpexp.system.process import children, stat
+from ddpexp.system.process import children, stat, threads
 
 
 def cpu_ticks(pid: int | None) -> int:
@@ -27,9 +27,9 @@ def cpu_delays(pid: int | None, phase: str) -> dict[int, int]:
     pids = [pid, *(children(pid) if phase in ("data", "evaluate") else ())]
     delays = {}
     for pid in pids:
-        for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        for thread in threads(pid):
             with suppress(OSError, IndexError, ValueError):  # the thread has ended
-                delays[int(path.parent.name)] = int(path.read_text().split()[1])
+                delays[int(thread.name)] = int((thread / "schedstat").read_text().split()[1])
     return delays
 
 

@@ -19,8 +19,8 @@ _EQUAL_SIZES = {
 }  # fmt: skip
 
 # missing: it has not called what others wait for. different: it has called something else. device: its GPU has not
-# finished what others' have. circle: ranks wait for one another in different groups. silent: it did not report what it
-# has called. nobody: all have called it.
+# finished, or not begun, what others' have. circle: ranks wait for one another in different groups. silent: it did not
+# report what it has called. nobody: all have called it.
 Kind = Literal["missing", "different", "device", "circle", "silent", "nobody"]
 
 
@@ -43,6 +43,7 @@ class _Wait:
     absent: Sequence[int]  # have not called it
     finished: Sequence[int]
     silent: Sequence[int]  # nothing is known of them
+    started: Sequence[int]  # of those that wait: their GPU has begun it; only known with TORCH_NCCL_ENABLE_TIMING=1
 
 
 def find_blocked(records: Mapping[int, Record | None]) -> Blocked | None:
@@ -131,7 +132,9 @@ def _wait(
     else:
         sizes = f" ({call.sizes})" if call.sizes else ""
         shown = f"{call.operation} number {number} of {label}{sizes}"
-    return _Wait(label, shown, waiting, absent, finished, silent)
+    calls = {rank: members[rank].calls.get(number) for rank in waiting}
+    started = [rank for rank, known in calls.items() if known is not None and known.state == "started"]
+    return _Wait(label, shown, waiting, absent, finished, silent, started)
 
 
 def _blocked(waits: Sequence[_Wait]) -> Blocked | None:
@@ -139,8 +142,7 @@ def _blocked(waits: Sequence[_Wait]) -> Blocked | None:
     for wait in waits:
         roots = [rank for rank in wait.absent if rank not in waiting]
         if roots:
-            have = "has" if len(roots) == 1 else "have"
-            text = f"{_ranks(roots)} {have} not called {wait.call}, for which {_wait_for(wait.waiting)}"
+            text = f"{_ranks(roots)} {_have(roots)} not called {wait.call}, for which {_wait_for(wait.waiting)}"
             return Blocked("missing", roots, text)
     for wait in waits:
         if wait.silent:
@@ -156,18 +158,27 @@ def _blocked(waits: Sequence[_Wait]) -> Blocked | None:
         return Blocked("circle", sorted({rank for wait in circle for rank in wait.absent}), text)
     for wait in waits:
         if wait.finished:
-            has, its = ("has", "GPU") if len(wait.waiting) == 1 else ("have", "GPUs")
-            text = (
-                f"the {its} of {_ranks(wait.waiting)} {has} not finished {wait.call}, which {_ranks(wait.finished)} "
-                f"{'has' if len(wait.finished) == 1 else 'have'} finished"
-            )
-            return Blocked("device", wait.waiting, text)
+            return _behind(wait, wait.waiting, "finished", wait.finished)
+    for wait in waits:
+        not_started = [rank for rank in wait.waiting if rank not in wait.started]
+        if wait.started and not_started:
+            return _behind(wait, not_started, "begun", wait.started)
     if waits:
         wait = waits[0]
         return Blocked(
             "nobody", wait.waiting, f"{_ranks(wait.waiting)} have called {wait.call}, and no GPU has finished it"
         )
     return None
+
+
+def _behind(wait: _Wait, behind: Sequence[int], what: str, ahead: Sequence[int]) -> Blocked:
+    subject = f"the GPU{'s' if len(behind) > 1 else ''} of {_ranks(behind)}"
+    text = f"{subject} {_have(behind)} not {what} {wait.call}, which {_ranks(ahead)} {_have(ahead)} {what}"
+    return Blocked("device", behind, text)
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def _wait_for(ranks: Sequence[int]) -> str:

@@ -186,6 +186,11 @@ class Control:
         if self._words is not None:
             self._words[_PHASE] = _NUMBERS[phase]
 
+    @property
+    def phase(self) -> Phase | None:
+        """Return this rank's phase; None without a supervisor."""
+        return None if self._page is None else self._page.phase
+
     def heartbeat(self) -> None:
         """Record progress within the phase; costs 0.1 us. Ranks: any."""
         if self._words is not None:

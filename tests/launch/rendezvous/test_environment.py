@@ -17,6 +17,7 @@ from ddpexp.launch import WorkerRequest
 from ddpexp.launch.rendezvous.environment import (
     LaunchEnvironment,
     externally_started,
+    ignored_variables,
     of_mpi,
     of_slurm_task,
     of_torchrun,
@@ -133,6 +134,26 @@ def test_what_has_started_several_commands_is_recognised(
     environ: dict[str, str], started: tuple[str, int, str] | None
 ) -> None:
     assert externally_started(environ) == started
+
+
+@pytest.mark.parametrize(
+    ("environ", "warns"),
+    [
+        (BY_HAND, True),
+        ({**BY_HAND, "WORLD_SIZE": "1"}, False),
+        ({**BY_HAND, "MASTER_ADDR": ""}, False),
+        ({**BY_HAND, "DDPEXP_CONTROL_FD": "5"}, False),  # started by a worker of ours
+        ({"WORLD_SIZE": "2"}, False),
+        ({}, False),
+    ],
+)
+def test_exported_variables_of_a_rank_that_are_ignored_draw_a_warning(environ: dict[str, str], warns: bool) -> None:
+    assert ignored_variables(environ) == (
+        "RANK=1 and WORLD_SIZE=2 are exported, and launcher=spawn ignores them: this command trains alone. For one "
+        "rank of 2 add launcher=torchrun-env."
+        if warns
+        else None
+    )
 
 
 def test_slurms_short_form_gives_every_node_its_tasks() -> None:

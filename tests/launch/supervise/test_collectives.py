@@ -130,6 +130,14 @@ def test_a_gpu_that_has_not_finished_what_the_others_have() -> None:
     assert found[2].endswith("(Float[250, 4]), which ranks 0 and 2 have finished")
 
 
+def test_a_gpu_that_has_not_begun_what_the_others_have() -> None:
+    begun = [*DONE, entry(4, state="started"), entry(5, sizes=SMALL, state="scheduled")]
+    found = blocked(dump(*begun), dump(*WAITS), dump(*begun))
+    assert found is not None
+    assert found[:2] == ("device", [1])
+    assert "the GPU of rank 1 has not begun all_reduce number 4" in found[2]
+
+
 def test_the_wait_in_one_group_is_followed_into_another() -> None:
     pair = entry(1, group=PAIR, state="scheduled")
     # Rank 2 waits for rank 0 in the world, rank 0 for rank 1 in the pair, and rank 1 for nobody.

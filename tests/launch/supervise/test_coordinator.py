@@ -22,6 +22,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
 from ddpexp.launch.supervise.assignment import RankAssignment, assign_ranks, first_difference
 from ddpexp.launch.supervise.coordinator import worker_environment
+from ddpexp.system.gpus import Device
 from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish
 from tests.points import Recipe, session, wait_for
 
@@ -162,6 +163,25 @@ def test_commands_that_see_their_own_gpus_count_them_from_the_first(
         ]
         first = 0 if own else assignment.local_rank
         assert [one["DDPEXP_GPU"] for one in found] == [str(first + number) for number in range(assignment.workers)]
+
+
+@pytest.mark.parametrize(
+    ("handshakes", "seen"),
+    [
+        (with_gpus("MIG-1 MIG-2", workers=2, given=False), ["MIG-1 MIG-2"]),  # one command
+        (with_gpus("MIG-1 MIG-2", "MIG-1 MIG-2"), ["MIG-1 MIG-2"] * 2),  # torchrun, or srun: every task sees all
+        (with_gpus("MIG-1", "MIG-2"), ["MIG-1", "MIG-2"]),  # srun --gpus-per-task=1
+    ],
+)
+def test_each_worker_sees_its_own_mig_instance_as_device_0(handshakes: list[dict[str, Any]], seen: list[str]) -> None:
+    layout, assignments = assign_ranks(handshakes, "auto", "rank")
+    found = []
+    for assignment, names in zip(assignments, seen, strict=True):
+        devices = [Device(name, "GPU-0", name, alone=True) for name in names.split()]
+        for number in range(assignment.workers):
+            variables = worker_environment(layout, assignment, number, ("127.0.0.1", 1), "127.0.0.1", devices)
+            found.append((variables["CUDA_VISIBLE_DEVICES"], variables["DDPEXP_GPU"]))
+    assert found == [("MIG-1", "0"), ("MIG-2", "0")]
 
 
 @pytest.mark.parametrize(

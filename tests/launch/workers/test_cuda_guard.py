@@ -11,6 +11,23 @@ from ddpexp.launch.workers.client import Server
 from ddpexp.launch.workers.cuda_guard import START, CudaGuard, is_initialised, open_files, sentence
 from ddpexp.launch.workers.rank_log import Log
 
+
+def output_of_worker(entry: str, preloaded: str, uses_cuda: bool) -> list[str]:
+    """Start a worker from a server that has imported a module; return what it prints."""
+    server, log = Server(preload=[preloaded]), Log(None, 0)
+    try:
+        server.start(0, entry, [], {}, log.fileno(), {}, uses_cuda)
+        while (answer := server.receive()) is not None and answer["kind"] != "exit":
+            assert not answer.get("failed"), answer
+        lines = log.new_lines(last=True)
+    finally:
+        server.close()
+        log.close()
+    assert answer is not None
+    assert answer["code"] == 0, lines
+    return lines
+
+
 NVML = ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap1", "socket:[7]", "/dev/null"]
 
 
@@ -76,16 +93,6 @@ def test_a_gpu_worker_is_not_forked_from_a_server_in_which_a_module_has_initiali
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
     if forked:
         monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "kept")
-    server, log = Server(preload=["asks_cuda"]), Log(None, 0)
-    try:
-        server.start(0, "works:main", [], {}, log.fileno(), {}, uses_cuda)
-        while (answer := server.receive()) is not None and answer["kind"] != "exit":
-            assert not answer.get("failed"), answer
-        lines = log.new_lines(last=True)
-    finally:
-        server.close()
-        log.close()
-    assert answer is not None
-    assert answer["code"] == 0, lines
+    lines = output_of_worker("works:main", "asks_cuda", uses_cuda)
     warning = [] if forked else [f"ddpexp: warning: {sentence(0, 'asks_cuda')}"]
     assert lines == [*warning, f"forked {forked} {'kept' if forked else '1'}"]

@@ -1,0 +1,53 @@
+"""What only two GPUs show: who computes on which, what NCCL is given, and what a killed run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from ddpexp.system.hardware import visible_devices
+from tests.conftest import PATIENCE, Ddpexp
+from tests.points import Recipe
+from tests.test_gpu import DEVICES, devices_of
+
+WHOLE = [device for device in visible_devices() if not device.is_mig]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(len(WHOLE) < 2, reason="fewer than two GPUs")]
+SHOWS = ("task._target_=points.Shows", "trainer.gpus=2")
+
+
+def test_each_worker_has_a_gpu_of_its_own(ddpexp: Ddpexp) -> None:
+    done = Recipe(ddpexp, DEVICES)(*SHOWS, timeout=PATIENCE)
+    assert done.code == 0, done.err
+    assert [device for device, *_ in devices_of(done.run, 2)] == ["cuda:0", "cuda:1"]
+    assert len({uuid for _, uuid, _ in devices_of(done.run, 2)}) == 2
+
+
+def test_gpus_are_chosen_by_abbreviated_uuids_in_their_order(ddpexp: Ddpexp) -> None:
+    chosen = [device.uuid for device in (WHOLE[1], WHOLE[0])]
+    environ = {"CUDA_VISIBLE_DEVICES": ",".join(uuid[:16] for uuid in chosen)}
+    done = Recipe(ddpexp, DEVICES)(*SHOWS, timeout=PATIENCE, environ=environ)
+    assert done.code == 0, done.err
+    assert [uuid for _, uuid, _ in devices_of(done.run, 2)] == [uuid.removeprefix("GPU-") for uuid in chosen]
+
+
+def test_nccl_uses_the_interface_that_the_user_has_exported(ddpexp: Ddpexp) -> None:
+    recipe = Recipe(ddpexp, DEVICES)
+    for exported, used in (({}, "lo"), ({"NCCL_SOCKET_IFNAME": "^docker0"}, "^docker0")):
+        done = recipe(*SHOWS, timeout=PATIENCE, environ=exported)
+        assert done.code == 0, done.err
+        assert [interface for *_, interface in devices_of(done.run, 2)] == [used, used]
+
+
+def test_killed_ranks_leave_no_shared_memory(ddpexp: Ddpexp) -> None:
+    def files() -> set[str]:
+        folder, kinds = Path("/dev/shm"), ("nccl-*", "cuda.shm.*", "torch_*")
+        return {path.name for kind in kinds for path in folder.glob(kind)}
+
+    before = files()
+    environ = {"DDPEXP_FAULT": "forward:kill:1:2", "NCCL_P2P_DISABLE": "1"}  # then NCCL uses shared memory
+    done = Recipe(ddpexp, DEVICES)(*SHOWS, timeout=PATIENCE, environ=environ)
+    assert (done.code, json.loads((done.run / "error.json").read_text())["signal"]) == (1, signal.SIGKILL)
+    assert files() <= before
