@@ -114,7 +114,7 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
     },
     "trainer.gpus": {"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},
     "trainer.precision": {
-        "tf32|high|medium": "torch.set_float32_matmul_precision('high') in the recipe allows it in fp32.",
+        "tf32|high|medium": "trainer.matmul_precision=high lets matrix products in fp32 use TF32.",
     },
     "trainer.checkpoint_every": {"best": "trainer.keep_best=max:eval/accuracy keeps the best one, too."},
     "trainer.eval_every": {r"[\d.]+|\d+ ?epochs?": "It is a number of optimizer steps, or epoch."},

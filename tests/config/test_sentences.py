@@ -291,7 +291,7 @@ trainer.device=tpu is not one of auto, cpu, cuda. The workers run on GPUs of CUD
 > trainer.device=cuda:0
 trainer.device=cuda:0 is not one of auto, cpu, cuda. Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the
 > trainer.precision=tf32
-trainer.precision=tf32 is not one of fp32, bf16, fp16. torch.set_float32_matmul_precision('high') in the recipe allows i
+trainer.precision=tf32 is not one of fp32, bf16, fp16. trainer.matmul_precision=high lets matrix products in fp32 use TF
 > trainer.eval_every=0.25
 trainer.eval_every=0.25 is not epoch or a whole number. It is a number of optimizer steps, or epoch.
 > trainer.eval_every=2epochs
