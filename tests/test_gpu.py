@@ -339,3 +339,54 @@ def test_each_worker_has_a_mig_instance_of_its_own(ddpexp: Ddpexp) -> None:
     shown = devices_of(done.run, 2)
     assert [device for device, *_ in shown] == ["cuda:0", "cuda:0"]
     assert len({uuid for _, uuid, _ in shown}) == 2
+
+
+COMPILED = """\
+class Blocks(nn.Sequential):
+    def __init__(self, **options):
+        super().__init__(nn.Linear(4, 16), Block(), Block(), Block(), nn.Linear(16, 2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, rows):
+        return rows + torch.relu(self.layer(rows))
+
+
+class Numbers(Sides):
+    # Prints in which numbers matrices are multiplied.
+    def step(self, model, batch):
+        print(f"numbers {torch.get_float32_matmul_precision()} {torch.backends.cudnn.benchmark}")
+        return super().step(model, batch)
+"""
+
+
+@pytest.mark.parametrize("mode", ["true", "reduce-overhead", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("blocks", ["null", "Block"])
+def test_compiled_models_train_on_a_gpu_and_say_so(ddpexp: Ddpexp, mode: str, blocks: str) -> None:
+    words = ("model._target_=points.Blocks", "trainer.gpus=1", f"trainer.compile={mode}")
+    done = Recipe(ddpexp, COMPILED)(*words, f"trainer.compile_blocks={blocks}", timeout=PATIENCE)
+    assert done.code == 0, done.err
+    assert "\ntorch.compile: " in done.out
+
+
+def test_precision_and_benchmark_reach_torch(ddpexp: Ddpexp) -> None:
+    words = ("task._target_=points.Numbers", "trainer.gpus=1", "trainer.max_steps=1")
+    keys = ("trainer.matmul_precision=high", "trainer.cudnn_benchmark=true")
+    done = Recipe(ddpexp, COMPILED)(*words, *keys, timeout=PATIENCE)
+    assert done.code == 0, done.err
+    assert "numbers high True\n" in done.out
+
+
+@pytest.mark.skipif(count_gpus() < 2, reason="fewer than two GPUs")
+def test_a_compiled_model_trains_on_two_gpus_as_on_one(ddpexp: Ddpexp) -> None:
+    recipe, found = Recipe(ddpexp, COMPILED), []
+    for size in (1, 2):
+        words = ("model._target_=points.Blocks", "trainer.compile=true", f"trainer.gpus={size}", "trainer.log_every=1")
+        done = recipe(*words, timeout=PATIENCE)
+        assert done.code == 0, done.err
+        found.append([record["train/loss"] for record in done.metrics() if "train/loss" in record])
+    assert found[0] == pytest.approx(found[1], rel=1e-3)

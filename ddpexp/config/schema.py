@@ -18,6 +18,7 @@ MOST_LOADERS = 1024  # processes for each worker
 
 
 Auto = Literal["auto"]
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 DATA_KEYS = ("prepare", "validation_fraction", "num_workers", "on_device")  # what every data section understands
@@ -45,7 +46,7 @@ class Trainer:
     global_batch_size: int
     micro_batch_size: Auto | int
     precision: Literal["fp32", "bf16", "fp16"]
-    compile: bool
+    compile: bool | CompileMode
     channels_last: bool
     clip_grad_norm: float | None
     ema_decay: float | None
@@ -61,6 +62,10 @@ class Trainer:
     deterministic: bool
     grace_seconds: float
     timeout: Timeout
+    # Older runs do not have these.
+    compile_blocks: str | None = None
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    cudnn_benchmark: bool = False
 
 
 @dataclass(frozen=True)

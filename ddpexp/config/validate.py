@@ -35,6 +35,11 @@ def check_layout(experiment: Experiment, layout: Layout) -> None:
         raise RefusedError(
             "trainer.reduction=exact on GPUs needs trainer.deterministic=true: else a GPU's own sums differ each time."
         )
+    if trainer.compile == "reduce-overhead" and layout.device == "cpu":
+        raise RefusedError(
+            "trainer.compile=reduce-overhead records CUDA graphs, and the workers have no GPU. Use "
+            "trainer.compile=true."
+        )
     experiment.strategy.check_layout(trainer, layout, batch.gradient_accumulation_steps)
 
 
@@ -99,8 +104,37 @@ def _check_trainer(trainer: Trainer) -> None:
         raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
     if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
         raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
+    _check_speed(trainer)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+
+
+def _check_speed(trainer: Trainer) -> None:
+    """Check what makes steps faster, alone and against the promise of equal bits."""
+    if trainer.compile_blocks is not None and not trainer.compile:
+        raise RefusedError(
+            f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
+            "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
+        )
+    if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
+        raise RefusedError(
+            f"trainer.compile_blocks={trainer.compile_blocks}: use the name of a class without its module, such as "
+            "TransformerEncoderLayer, or null."
+        )
+    exact = trainer.reduction == "exact"
+    promise = "trainer.reduction=exact" if exact else "trainer.deterministic=true"
+    if not (exact or trainer.deterministic):
+        return
+    if trainer.cudnn_benchmark:
+        raise RefusedError(
+            f"trainer.cudnn_benchmark=true is incompatible with {promise}: cuDNN chooses algorithms by the time that "
+            "they take, so another start may choose others, with other bits. Use trainer.cudnn_benchmark=false."
+        )
+    if str(trainer.compile).startswith("max-autotune"):
+        raise RefusedError(
+            f"trainer.compile={trainer.compile} is incompatible with {promise}: kernels are chosen by the time that "
+            "they take, so another start may choose others, with other bits. Use trainer.compile=true."
+        )
 
 
 def _check_saving(trainer: Trainer) -> None:

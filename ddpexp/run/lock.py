@@ -59,7 +59,8 @@ class Owner:
     def as_record(self) -> dict[str, Any]:
         """Return what the lock file records."""
         process = {"host": self.host, "boot_id": self.boot_id, "pid": self.pid, "started": self.started}
-        process["pid_namespace"] = self.pid_namespace
+        if self.pid_namespace:
+            process["pid_namespace"] = self.pid_namespace
         return {**process, **owner_keys(self.job), "since": self.since}
 
     def is_alive(self) -> bool | None:

@@ -18,6 +18,7 @@ from ddpexp.strategy.bucket import BroadcastBuffers, Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
 from ddpexp.strategy.ddp_memory import fixes_buckets
 from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Gradients, Models, Replicas, broadcast_rank_zero, check_same_models
 
 
@@ -31,7 +32,7 @@ class DDP(Replicas):
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
         channels_last: bool = False,
-        compile: bool = False,
+        compilation: Compilation | None = None,
         prepare: Callable[[Models], None] = lambda models: None,
         deterministic: bool = False,
     ) -> None:
@@ -41,7 +42,7 @@ class DDP(Replicas):
         Ranks: all; broadcasts rank zero's weights.
         """
         super().__init__(
-            world, factory, channels_last=channels_last, compile=compile, sync_batchnorm=options.sync_batchnorm,
+            world, factory, channels_last=channels_last, compilation=compilation, sync_batchnorm=options.sync_batchnorm,
             prepare=prepare,
         )  # fmt: skip
         self._world = world

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout
-from ddpexp.strategy.options import Options, TrainerOptions
+from ddpexp.strategy.options import Compilation, Options, TrainerOptions
 
 if TYPE_CHECKING:
     from ddpexp.distributed.world import World
@@ -90,6 +90,12 @@ class DDPOptions(Options):
                 "step: torch would reduce other passes than it planned. Use strategy.static_graph=false or a larger "
                 "trainer.micro_batch_size."
             )
+        if trainer.compile and trainer.reduction == "fast" and layout.world_size > 1 and self.bucket_cap_mb < 1:
+            raise RefusedError(
+                f"strategy.bucket_cap_mb={self.bucket_cap_mb} is incompatible with trainer.compile="
+                f"{str(trainer.compile).lower()}, which cuts the graph where buckets end, to reduce them during "
+                "backward, and the first of them at 1 MiB: use strategy.bucket_cap_mb=1 or more."
+            )
         if self.comm_hook == "bf16" and layout.backend == "gloo":
             raise RefusedError(
                 "strategy.comm_hook=bf16 needs trainer.backend=nccl: gloo cannot add bf16 numbers. Use fp16 or none."
@@ -162,7 +168,7 @@ class DDPOptions(Options):
         from ddpexp.strategy.exact.strategy import Exact
 
         common: dict[str, Any] = {
-            "channels_last": trainer.channels_last, "compile": trainer.compile, "prepare": prepare,
+            "channels_last": trainer.channels_last, "compilation": Compilation.of(trainer), "prepare": prepare,
         }  # fmt: skip
         if trainer.reduction == "exact":
             return Exact(self, world, factory, gradient_accumulation_steps=gradient_accumulation_steps, **common)

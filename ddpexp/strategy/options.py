@@ -56,8 +56,13 @@ class TrainerOptions(Protocol):
         ...
 
     @property
-    def compile(self) -> bool:
-        """Return whether models are compiled."""
+    def compile(self) -> bool | str:
+        """Return whether models are compiled, or the mode of torch.compile."""
+        ...
+
+    @property
+    def compile_blocks(self) -> str | None:
+        """Return the class of the modules that are compiled one by one; None: the whole model is compiled."""
         ...
 
     @property
@@ -69,6 +74,21 @@ class TrainerOptions(Protocol):
     def ema_decay(self) -> float | None:
         """Return the decay of the weights' moving average."""
         ...
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """What is compiled for training, and how."""
+
+    mode: str = "default"  # of torch.compile
+    blocks: str | None = None  # the class of modules that are compiled one by one; None: the whole model
+
+    @classmethod
+    def of(cls, trainer: TrainerOptions) -> Compilation | None:
+        """Return what the trainer section asks for; None if nothing is compiled."""
+        if not trainer.compile:
+            return None
+        return cls("default" if trainer.compile is True else str(trainer.compile), trainer.compile_blocks)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from hashlib import sha256
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from ddpexp.distributed.world import Memory, World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
-from ddpexp.strategy.options import DataRank
+from ddpexp.strategy.compiled import CompiledForward, compile_blocks, compile_model
+from ddpexp.strategy.options import Compilation, DataRank
 from ddpexp.system.text import first_few
 from ddpexp.task import OptimizerStep, Sums
 
@@ -35,7 +36,7 @@ class Replicas:
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
         channels_last: bool = False,
-        compile: bool = False,
+        compilation: Compilation | None = None,
         sync_batchnorm: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
     ) -> None:
@@ -54,10 +55,11 @@ class Replicas:
                 self.modules[name] = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         prepare(self.modules)
         self.wrapped = dict(self.modules)  # as they are called in training
-        if compile:
-            # Not `module.compile()`: torch 2.13 then does not compile classes whose forward is torch's own, such as
-            # nn.Sequential.
-            self.wrapped = {name: cast(nn.Module, torch.compile(module)) for name, module in self.modules.items()}
+        self._blocks: list[CompiledForward] = []
+        if compilation is not None and compilation.blocks is not None:
+            self._blocks = compile_blocks(self.modules, compilation.blocks, compilation.mode)
+        elif compilation is not None:
+            self.wrapped = {name: compile_model(module, compilation.mode) for name, module in self.modules.items()}
         self.data = DataRank(world.rank, world.world_size)
         self.gradient_weight = 1.0
         self.memory: Memory | None = None
@@ -92,6 +94,8 @@ class Replicas:
         """Set every module to training or evaluation mode."""
         for module in self.wrapped.values():
             module.train(mode)
+        for block in self._blocks:
+            block.enabled = mode
 
     def build_optimizers(self, build: Callable[[Any], Mapping[str, Optimizer]]) -> Mapping[str, Optimizer]:
         """Return the optimizers that `build(model)` makes."""

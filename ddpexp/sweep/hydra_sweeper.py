@@ -22,7 +22,7 @@ from ddpexp.sweep.folder import key_of
 from ddpexp.sweep.job_result import Ended
 from ddpexp.system.limits import reason_with_limit
 
-_MOST = 100_000  # jobs of a grid
+_MOST = 10_000  # jobs of a grid: each is composed and checked before the first starts
 
 
 RunBatch = Callable[[Sequence[Sequence[str]]], Sequence[Ended]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpexp.config.instantiate import Node
-from ddpexp.config.schema import Experiment
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import counted, epochs_text
 from ddpexp.data.batches import TrainBatches
 from ddpexp.launch import Layout
@@ -51,7 +51,7 @@ class Report:
         lines = {
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
             "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
-            "model": f"{_model(experiment.model)}, {size:,} parameters, {experiment.trainer.precision}",
+            "model": f"{_model(experiment.model)}, {size:,} parameters, {_numbers(experiment.trainer)}",
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
             "batch": f"{plan.global_batch_size} = {batch}",
             "steps": f"{self.num_steps:,} ({epochs_text(epochs, per_epoch)})",
@@ -96,6 +96,17 @@ class Report:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
         shown = "  ".join(f"{one_line(name)} {metric_text(name, value)}" for name, value in outcome.metrics.items())
         return f"done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
+
+
+def _numbers(trainer: Trainer) -> str:
+    """Return in which numbers the model computes, and what is compiled."""
+    parts: list[str] = [trainer.precision]
+    if trainer.matmul_precision != "highest":
+        parts.append(f"matrix products in {trainer.matmul_precision} precision")
+    if trainer.compile:
+        blocks = f" {trainer.compile_blocks}" if trainer.compile_blocks else ""
+        parts.append(f"compiled{blocks}{'' if trainer.compile is True else f' ({trainer.compile})'}")
+    return ", ".join(parts)
 
 
 def _hyperparameters(experiment: Experiment) -> dict[str, bool | float | str]:

@@ -41,6 +41,7 @@ from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.system.files import relative, shortest
+from ddpexp.system.hardware import usable_cores
 from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
@@ -55,6 +56,7 @@ from ddpexp.train.build import (
     load_data,
     open_data,
 )
+from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate as compute_metrics
@@ -91,6 +93,7 @@ class Built:
     report: Report
     newest: Checkpoint | None  # the checkpoint to resume from
     damaged: Sequence[Damaged]  # newer ones that cannot be read. Ranks: rank zero
+    compilations: Compilations | None = None  # None: nothing is compiled
 
     @property
     def resumes_at(self) -> int:
@@ -136,7 +139,8 @@ def build(context: RunContext) -> Built:
     context.control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
     import_all(experiment, world)
-    if not trainer.compile:
+    compilations = _watch_compilations(world) if trainer.compile else None
+    if compilations is None:
         lazy_dynamo.defer()
 
     undivided = load_data(experiment, context.prepared, world)
@@ -173,7 +177,7 @@ def build(context: RunContext) -> Built:
     log.info(report.headline())
     evals = build_evals(experiment, splits, data, world.device, plan.micro_batch_size)
     loop = build_loop(context, strategy, batches, evals, logger, checkpointer, num_steps)
-    return Built(loop, checkpointer, report, newest, damaged)
+    return Built(loop, checkpointer, report, newest, damaged, compilations)
 
 
 def restore(context: RunContext, built: Built) -> None:
@@ -208,6 +212,8 @@ def fit(context: RunContext, built: Built) -> None:
         outcome = loop.fit()
         control.set_phase("save")
         built.checkpointer.finish()
+        if built.compilations is not None:
+            context.log.info(built.compilations.summary())
         if context.world.is_rank_zero:
             context.log.info(built.report.finish(outcome, loop.logger))
     except UnknownMetricError as error:
@@ -222,6 +228,7 @@ def fit(context: RunContext, built: Built) -> None:
         raise
     finally:
         loop.logger.close()
+        end_processes()
     context.world.barrier()
     fault_point("leave")
     if outcome.interrupted:
@@ -293,6 +300,8 @@ def _join_world(experiment: Experiment, layout: Layout, control: Control) -> Wor
     if experiment.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision(experiment.trainer.matmul_precision)
+    torch.backends.cudnn.benchmark = experiment.trainer.cudnn_benchmark
     experiment.trust.make_importable()
     uses_nccl = layout.backend == "nccl" and layout.world_size > 1
     if uses_nccl:
@@ -302,6 +311,11 @@ def _join_world(experiment: Experiment, layout: Layout, control: Control) -> Wor
         flight_recorder.answer_inquiries(control, os.environ)
     fault_point("joined")
     return world
+
+
+def _watch_compilations(world: World) -> Compilations:
+    limit_processes(os.environ, usable_cores(), world.local_world_size)
+    return Compilations.watched()
 
 
 def _keep_freed_memory() -> None:

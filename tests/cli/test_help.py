@@ -93,7 +93,7 @@ def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() 
     for lines in (
         "  trainer.seed=41                           a whole number\n      Seed of the initialization",
         "  trainer.precision=fp32                    one of fp32, bf16, fp16\n      fp32, bf16 (autocast)",
-        "  trainer.compile=false                     true or false\n",
+        "  trainer.deterministic=false               true or false\n",
         "  launcher.partition=null                   a text or null\n",
         "  model.width=[4,8]                         a list\n      Channels of the two convolutions.\n",
         "  trainer.timeout                           a section\n      A run ends after this many seconds without",

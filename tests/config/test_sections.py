@@ -81,7 +81,34 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__backend": "nccl"}, "trainer.backend=nccl needs GPUs, and the workers are on CPU."),
         ({"trainer__threads": 0}, "trainer.threads=0 leaves a worker without a thread: use 1 or more."),
         ({"trainer__precision": "bf61"}, "trainer.precision=bf61 is not one of fp32, bf16, fp16. Did you mean"),
-        ({"trainer__compile": "yes"}, "trainer.compile=yes is not true or false."),
+        ({"trainer__compile": "yes"}, "trainer.compile=yes is not true or false or one of default, "),
+        ({"trainer__compile": "reduce_overhead"}, (
+            "trainer.compile=reduce_overhead is not true or false or one of default, reduce-overhead, max-autotune, "
+            "max-autotune-no-cudagraphs. Did you mean trainer.compile=reduce-overhead?"
+        )),
+        ({"trainer__compile": "reduce-overhead"}, (
+            "trainer.compile=reduce-overhead records CUDA graphs, and the workers have no GPU."
+        )),
+        ({"trainer__compile_blocks": "Block"}, (
+            "trainer.compile_blocks=Block names what is compiled, and trainer.compile=false compiles nothing: type "
+            "trainer.compile=true"
+        )),
+        ({"trainer__compile": True, "trainer__compile_blocks": "zoo.Block"}, (
+            "trainer.compile_blocks=zoo.Block: use the name of a class without its module"
+        )),
+        ({"trainer__compile": "max-autotune", "trainer__deterministic": True}, (
+            "trainer.compile=max-autotune is incompatible with trainer.deterministic=true: kernels are chosen"
+        )),
+        ({"trainer__compile": True, "trainer__gpus": 2, "strategy__bucket_cap_mb": 0.5}, (
+            "strategy.bucket_cap_mb=0.5 is incompatible with trainer.compile=true, which cuts the graph"
+        )),
+        ({"trainer__cudnn_benchmark": True, "trainer__reduction": "exact", "trainer__micro_batch_size": 8}, (
+            "trainer.cudnn_benchmark=true is incompatible with trainer.reduction=exact: cuDNN chooses"
+        )),
+        ({"trainer__matmul_precision": "tf32"}, (
+            "trainer.matmul_precision=tf32 is not one of highest, high, medium. Did you mean "
+            "trainer.matmul_precision=high?"
+        )),
         ({"trainer__seed": -1}, "trainer.seed=-1: use a whole number from 0 to 2**63 - 1."),
         ({"trainer__seed": 2**63}, f"trainer.seed={2**63}: use a whole number from 0 to 2**63 - 1."),
         ({"trainer__seed": 1.0}, "trainer.seed=1.0 is not a whole number."),

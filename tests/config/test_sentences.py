@@ -291,7 +291,7 @@ trainer.device=tpu is not one of auto, cpu, cuda. The workers run on GPUs of CUD
 > trainer.device=cuda:0
 trainer.device=cuda:0 is not one of auto, cpu, cuda. Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the
 > trainer.precision=tf32
-trainer.precision=tf32 is not one of fp32, bf16, fp16. torch.set_float32_matmul_precision('high') in the recipe allows i
+trainer.precision=tf32 is not one of fp32, bf16, fp16. trainer.matmul_precision=high lets matrix products in fp32 use TF
 > trainer.eval_every=0.25
 trainer.eval_every=0.25 is not epoch or a whole number. It is a number of optimizer steps, or epoch.
 > trainer.eval_every=2epochs
@@ -310,8 +310,8 @@ run.resume=latest is not one of auto, never, require. Did you mean run.resume=au
 trainer.epochs=10.0 is not a whole number or null. Did you mean trainer.epochs=10?
 > trainer.epochs=None
 trainer.epochs=None is not a whole number or null. Did you mean trainer.epochs=null?
-> trainer.compile=yes
-trainer.compile=yes is not true or false. Did you mean trainer.compile=true?
+> trainer.deterministic=yes
+trainer.deterministic=yes is not true or false. Did you mean trainer.deterministic=true?
 > trainer.timeout.step_seconds=10m
 trainer.timeout.step_seconds=10m is not a number. Did you mean trainer.timeout.step_seconds=600?
 > data.validation_fraction=20%

@@ -210,5 +210,5 @@ def test_a_record_that_no_run_writes_is_no_point_of_a_curve(tmp_path: Path, line
 def test_a_grid_larger_than_memory_is_refused_at_once(sweeps: Sweeps, overrides: list[str]) -> None:
     done = sweeps(*overrides)
     assert done.code == 2
-    assert f"{overrides[-1]} makes this a sweep of more than 100,000 jobs" in done.err
+    assert f"{overrides[-1]} makes this a sweep of more than 10,000 jobs" in done.err
     assert not done.path.exists()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from ddpexp.config.instantiate import Node
-from ddpexp.train.report import _model
+from ddpexp.train.report import _model, _numbers
+from tests.fitting import TRAINER
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,16 @@ from ddpexp.train.report import _model
 )
 def test_a_model_is_called_by_its_own_name(target: str, kwargs: dict[str, Any], shown: str) -> None:
     assert _model(Node(target, kwargs)) == shown
+
+
+@pytest.mark.parametrize(
+    ("keys", "shown"),
+    [
+        ({}, "fp32"),
+        ({"precision": "bf16", "compile": True}, "bf16, compiled"),
+        ({"compile": "reduce-overhead", "compile_blocks": "Block"}, "fp32, compiled Block (reduce-overhead)"),
+        ({"matmul_precision": "high"}, "fp32, matrix products in high precision"),
+    ],
+)
+def test_the_headline_says_in_which_numbers_the_model_computes(keys: dict[str, Any], shown: str) -> None:
+    assert _numbers(replace(TRAINER, **keys)) == shown

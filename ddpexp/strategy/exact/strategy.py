@@ -21,6 +21,7 @@ from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.buffers import BufferDelta, Buffers, BufferSlot, ConstantBuffers, always_summed
 from ddpexp.strategy.exact.exchange import OverMemory, exchange_for
 from ddpexp.strategy.exact.tree import Partial
+from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Models, Replicas, unused
 from ddpexp.system.text import first_few
 
@@ -42,7 +43,7 @@ class Exact(Replicas):
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
         channels_last: bool = False,
-        compile: bool = False,
+        compilation: Compilation | None = None,
         prepare: Callable[[Models], None] = lambda models: None,
         gradient_accumulation_steps: int,
     ) -> None:
@@ -53,7 +54,7 @@ class Exact(Replicas):
         Ranks: all; broadcasts rank zero's weights.
         """
         super().__init__(
-            world, factory, channels_last=channels_last, compile=compile, sync_batchnorm=options.sync_batchnorm,
+            world, factory, channels_last=channels_last, compilation=compilation, sync_batchnorm=options.sync_batchnorm,
             prepare=prepare,
         )  # fmt: skip
         self._world = world

@@ -1,0 +1,65 @@
+"""Models compiled for training, whole or block by block. Evaluations use the same modules without compilation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ddpexp.errors import RefusedError
+from ddpexp.system.text import first_few
+
+
+def compile_model(module: nn.Module, mode: str) -> nn.Module:
+    """Return a compiled module that shares the parameters of `module`, which itself stays as it is.
+
+    DDP is wrapped around it, and not the other way round: compilation happens in DDP's forward pass, where torch cuts
+    the graph at the ends of buckets, so that they are reduced during backward. Around DDP, torch 2.13 leaves models
+    uncompiled whose forward is its own, such as nn.Sequential. So does `module.compile()`.
+    """
+    return cast(nn.Module, torch.compile(module, mode=mode))
+
+
+class CompiledForward:
+    """The forward of a module: compiled in training, as written otherwise."""
+
+    def __init__(self, plain: Callable[..., Any], mode: str) -> None:
+        """Compile `plain` when it is first called."""
+        self.enabled = True
+        self._plain = plain
+        self._compiled = torch.compile(plain, mode=mode)
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Call the module's forward."""
+        return (self._compiled if self.enabled else self._plain)(*inputs, **named)
+
+
+def compile_blocks(models: Mapping[str, nn.Module], name: str, mode: str) -> list[CompiledForward]:
+    """Compile the forward of each module whose class has this name, in place; return them.
+
+    A block inside another one is compiled with it. torch compiles blocks with the same code only once.
+
+    Raises:
+        RefusedError: there is no such module.
+    """
+    blocks = {id(block): block for model in models.values() for block in _outermost(model, name)}
+    if not blocks:
+        counts = Counter(type(module).__name__ for model in models.values() for module in model.modules())
+        several = [f"{other} ({count})" for other, count in counts.most_common()]
+        raise RefusedError(
+            f"trainer.compile_blocks={name}: the model has no module of that class. It has {first_few(several)}."
+        )
+    found = []
+    for block in blocks.values():
+        found.append(CompiledForward(block.forward, mode))
+        block.forward = found[-1]
+    return found
+
+
+def _outermost(module: nn.Module, name: str) -> list[nn.Module]:
+    if type(module).__name__ == name:
+        return [module]
+    return [block for child in module.children() for block in _outermost(child, name)]

@@ -1,0 +1,152 @@
+"""What is compiled, how often, and by how many processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ddpexp.errors import RefusedError
+from ddpexp.strategy import compiled
+from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.options import Compilation
+from ddpexp.train.compilations import Compilations, Recompilation, describe, limit_processes
+from tests.fitting import ALONE, STRATEGY, TRAINER
+
+
+@pytest.mark.parametrize(
+    ("environ", "cores", "workers", "threads"),
+    [({}, 8, 2, "4"), ({}, 2, 4, "1"), ({}, 7, 2, "3"), ({"TORCHINDUCTOR_COMPILE_THREADS": "5"}, 8, 2, "5")],
+)
+def test_the_workers_share_the_cores_unless_the_user_says_otherwise(
+    environ: Mapping[str, str], cores: int, workers: int, threads: str
+) -> None:
+    found = dict(environ)
+    limit_processes(found, cores, workers)
+    assert found == {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+
+
+def test_what_was_compiled_again_is_counted_with_the_last_reason() -> None:
+    reasons = [
+        Recompilation("forward", "/home/me/model.py", 12, "L['x'] is not a Tensor"),
+        Recompilation("forward", "/home/me/model.py", 12, "tensor 'x' size mismatch\n at index 0"),
+    ]
+    assert describe(["0/0", "1/0"], []) == "torch.compile: 2 compiled, 0 compiled again"
+    assert describe(["0/0", "0/1", "1/0", "!2/0/2"], reasons) == (
+        "torch.compile: 2 compiled, 2 compiled again, the last one forward (model.py:12): tensor 'x' size mismatch "
+        "at index 0"
+    )
+    assert describe(["0/0", "0/1"], []) == "torch.compile: 1 compiled, 1 compiled again"  # torch has forgotten why
+
+
+def test_what_the_trainer_section_asks_for() -> None:
+    assert Compilation.of(TRAINER) is None
+    assert Compilation.of(replace(TRAINER, compile=True)) == Compilation("default", None)
+    assert Compilation.of(replace(TRAINER, compile="max-autotune", compile_blocks="Block")) == Compilation(
+        "max-autotune", "Block"
+    )
+
+
+class Block(nn.Module):
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Add to the rows."""
+        return rows + torch.relu(self.layer(rows))
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Collect the graphs that are compiled; a backend of the tests runs them as they are."""
+    found: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda code, mode: real(code, backend=backend))
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def train(strategy: DDP, *batches: int) -> None:
+    for size in batches:
+        with strategy.micro_batch(last=True):
+            strategy.train_model(torch.ones(size, 4)).sum().backward()
+        strategy.clear_gradient()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, of its own access
+@pytest.mark.parametrize("kind", [Block, lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)])
+def test_blocks_with_the_same_code_are_compiled_once_and_evaluated_as_written(graphs: list[Any], kind: Any) -> None:
+    name = type(kind()).__name__
+    compilation = Compilation("default", name)
+    model = DDP(STRATEGY, ALONE, lambda: nn.Sequential(*(kind() for _ in range(6))), compilation=compilation)
+    assert not any(key.count("_orig_mod") for key in model.eval_model.state_dict())
+    batch = torch.ones(3, 2, 4)
+    with model.micro_batch(last=True):
+        model.train_model(batch).sum().backward()
+    count = len(graphs)
+    assert 0 < count <= 2  # of the first block, whose input needs no gradient, and of the others
+    with model.evaluation() as evaluated:
+        evaluated(torch.ones(5, 2, 4))
+    assert len(graphs) == count
+    with model.micro_batch(last=True):
+        model.train_model(batch).sum().backward()
+    assert len(graphs) == count
+
+
+def test_a_block_inside_another_is_compiled_with_it(graphs: list[Any]) -> None:
+    outer = Block()
+    outer.layer = nn.Sequential(Block(), Block())  # type: ignore[assignment]
+    assert len(compiled.compile_blocks({"model": nn.Sequential(outer, Block())}, "Block", "default")) == 2
+
+
+def test_a_class_that_the_model_does_not_have_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(
+        RefusedError,
+        match=r"^trainer\.compile_blocks=Blok: the model has no module of that class\. It has Block \(2\), Linear \(2\), ",
+    ):
+        compiled.compile_blocks({"model": nn.Sequential(Block(), Block())}, "Blok", "default")
+
+
+def test_recompilations_are_noticed(graphs: list[Any]) -> None:
+    compilations = Compilations.watched()
+    model = DDP(STRATEGY, ALONE, lambda: nn.Sequential(Block()), compilation=Compilation())
+    train(model, 3, 3)
+    assert compilations.summary() == "torch.compile: 1 compiled, 0 compiled again"
+    train(model, 7)
+    assert compilations.summary().startswith("torch.compile: 1 compiled, 1 compiled again, the last one ")
+    assert "size mismatch" in compilations.summary()
+
+
+def done(result: Tensor) -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+def test_a_compiled_model_in_ddp_is_cut_where_buckets_end(graphs: list[Any]) -> None:
+    """So that they are reduced during backward."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        world = replace(ALONE, world_size=2, local_world_size=1)
+        options = replace(STRATEGY, bucket_cap_mb=1, reduce_through="backend")
+        layers = [nn.Linear(512, 512) for _ in range(4)]  # a bucket each
+        model = DDP(options, world, lambda: nn.Sequential(*layers), compilation=Compilation())
+        model.train_model.register_comm_hook(None, lambda _, bucket: done(bucket.buffer()))
+        with model.micro_batch(last=True):
+            model.train_model(torch.ones(2, 512)).sum().backward()
+        assert len(graphs) == 4
+    finally:
+        dist.destroy_process_group()
