@@ -1,16 +1,16 @@
 # ddpexp in a container, on CPUs or NVIDIA GPUs. docs/containers.md explains how to run it.
 #
-#     docker build -t ddpexp .                             # torch for CPUs
-#     docker build -t ddpexp --build-arg TORCH=cuda13 .    # torch for CUDA 13, driver 580 or newer
+#     docker build -t ddpexp .                                                      # torch for CUDA 13
+#     docker build -t ddpexp --build-arg TORCH=cpu --build-arg TORCH_INDEX=URL .    # torch for CPUs
 #
 # The image contains Python, an init process, ddpexp and its requirements: no data, no recipes of yours, no secrets.
-# Everything from PyPI is installed by hash, what builds packages too. torch for CPUs is not on PyPI: it comes from
-# TORCH_INDEX, and without a hash unless there is a requirements-cpu.lock (requirements-cuda13.lock says how to write
-# one).
+# Everything is installed by hash, what builds packages too. Only torch for CUDA is among the locked packages: torch for
+# CPUs comes from the package index that pytorch.org/get-started shows (TORCH_INDEX), and without a hash unless there is
+# a requirements-cpu.lock (requirements-cuda13.lock says how to write one).
 ARG PYTHON=3.12
 FROM python:${PYTHON}-slim-bookworm AS build
-ARG TORCH=cpu
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH=cuda13
+ARG TORCH_INDEX=none
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /src
 COPY requirements*.lock constraints.txt ./
@@ -19,10 +19,10 @@ RUN python -m venv /opt/build \
     && /opt/build/bin/pip install --no-deps --require-hashes -r requirements-build.lock
 RUN if [ -e "requirements-${TORCH}.lock" ]; then \
         /opt/ddpexp/bin/pip install --no-deps --require-hashes -r "requirements-${TORCH}.lock"; \
-    elif [ "${TORCH}" = cpu ]; then \
+    elif [ "${TORCH}" = cpu ] && [ "${TORCH_INDEX}" != none ]; then \
         /opt/ddpexp/bin/pip install --no-deps --index-url "${TORCH_INDEX}" -c constraints.txt torch; \
     else \
-        echo "TORCH=${TORCH}: use cpu, or cuda13" >&2; exit 2; \
+        echo "TORCH=${TORCH}: use cuda13, or cpu with TORCH_INDEX=URL (see pytorch.org/get-started)" >&2; exit 2; \
     fi
 RUN /opt/build/bin/pip wheel --no-deps --require-hashes --no-build-isolation -w /wheels -r requirements.lock \
     && /opt/ddpexp/bin/pip install --no-deps --no-index /wheels/*.whl

@@ -11,6 +11,7 @@ from pathlib import Path
 from ddpexp.doctor.gather import Facts
 from ddpexp.doctor.report import Finding, bad, doubtful, good
 from ddpexp.doctor.setting import Setting
+from ddpexp.system.containers import enlarge_shared_memory, runtime
 from ddpexp.system.hardware import cores_quota, usable_core_numbers, usable_cores
 from ddpexp.system.limits import human, process_limits, required_open_files
 from ddpexp.system.oom import tightest_limit
@@ -105,11 +106,12 @@ def gather_shared_memory(folder: str = _SHARED) -> Facts:
     try:
         status = os.statvfs(folder)
     except OSError as error:
-        return {"size": None, "free": None, "reason": error.strerror, "writable": False}
+        return {"size": None, "free": None, "reason": error.strerror, "writable": False, "container": runtime()}
     return {
         "size": status.f_blocks * status.f_frsize,
         "free": status.f_bavail * status.f_frsize,
         "writable": os.access(folder, os.W_OK),
+        "container": runtime(),
     }
 
 
@@ -117,7 +119,7 @@ def judge_shared_memory(facts: Facts, setting: Setting) -> list[Finding]:
     """Compare the shared memory with what NCCL and DataLoader workers put there."""
     uses = [f"data.num_workers={setting.num_workers}"] if setting.num_workers else []
     uses += ["NCCL between GPUs without peer access"] if setting.device == "cuda" and setting.workers > 1 else []
-    size, advice = facts["size"], "docker run --shm-size=1g or --ipc=host; elsewhere mount -o remount,size=1g /dev/shm"
+    size, advice = facts["size"], enlarge_shared_memory(facts["container"])
     if size is None or not facts["writable"]:
         text = f"{_SHARED} " + ("cannot be written" if size is not None else f"is missing ({facts['reason']})")
         used = " and ".join(uses) or "data.num_workers above 0"

@@ -38,9 +38,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     folder = Path(kept) if kept else tmp_path_factory.mktemp("image")
     if shutil.which("debootstrap") is None:
         pytest.skip("debootstrap is not installed, which makes the base image")
-    arguments = {"PYTHON": "3.11"}  # of Debian 12
-    if "PIP_FIND_LINKS" in pip_settings():  # this machine has a build of torch for CPUs, and may not reach PyTorch's
-        arguments["TORCH_INDEX"] = "file:///nowhere"
+    if "PIP_FIND_LINKS" not in pip_settings():
+        pytest.skip("PIP_FIND_LINKS names no folder with a build of torch for CPUs")
+    arguments = {"PYTHON": "3.11", "TORCH": "cpu", "TORCH_INDEX": "file:///nowhere"}  # Python of Debian 12
     return build(debian(folder), folder / "layers", arguments)
 
 

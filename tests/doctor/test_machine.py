@@ -90,13 +90,16 @@ def test_the_tightest_control_group_counts_without_the_page_cache(tmp_path: Path
     ],
 )
 def test_shared_memory_is_for_loaders_and_nccl(free: int, setting: Setting, level: str) -> None:
-    [finding] = resources.judge_shared_memory({"size": free, "free": free, "writable": True}, setting)
+    facts = {"size": free, "free": free, "writable": True, "container": "docker"}
+    [finding] = resources.judge_shared_memory(facts, setting)
     assert finding.level == level
     assert ("--shm-size" in finding.advice) == (level != "good")
+    [outside] = resources.judge_shared_memory({**facts, "container": ""}, setting)
+    assert ("mount -o remount" in outside.advice) == (level != "good")
 
 
 def test_shared_memory_that_is_missing_is_bad_where_it_is_used() -> None:
-    missing = {"size": None, "free": None, "writable": False, "reason": "No such file or directory"}
+    missing = {"size": None, "free": None, "writable": False, "reason": "No such file or directory", "container": ""}
     assert levels(resources.judge_shared_memory(missing, HERE)) == ["doubtful"]
     assert levels(resources.judge_shared_memory(missing, replace(HERE, num_workers=2))) == ["bad"]
 
