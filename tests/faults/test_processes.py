@@ -147,7 +147,7 @@ def test_what_a_failure_brings_about_is_not_taken_for_the_cause(recipe: Recipe) 
             "train",
             r"Hang: .*: it is busy in backward \(.*/optimizer_step.py:\d+\), and the others wait",
         ),
-        pytest.param("step:sleep:1:5", "train", r"Hang: .*: it waits in fit ", marks=pytest.mark.slow),
+        pytest.param("step:sleep:1:5", "train", r"Hang: .*: it waits in _train_step ", marks=pytest.mark.slow),
         ("data:sleep:0:5", "data", r"Hang: .*\(trainer.timeout.data_seconds=4\): it waits in "),
         pytest.param("evaluate:stop:1:1", "evaluate", r"Hang: .*stopped", marks=pytest.mark.slow),
         ("save:sleep:1:1", "save", r"Hang: .*\(trainer.timeout.save_seconds=4\): it waits in "),
