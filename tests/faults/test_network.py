@@ -241,7 +241,7 @@ def test_a_vanished_host_that_keeps_the_list_of_hosts_ends_the_other_saying_so(r
     hosts.vanish(0)
     first, second = both.finish()
     assert (first.code, second.code) == (-9, 1)
-    assert "launcher.rdzv_endpoint=node0:29820 does not answer any more" in second.err
+    assert "node0:29820, which keeps the list of the machines, does not answer any more" in second.err
     assert " on node0 is gone: it was killed" in second.err
 
 

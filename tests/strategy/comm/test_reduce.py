@@ -325,7 +325,7 @@ def buffers(world):
     for one, other in zip(trained(25), trained(0.00001), strict=True):
         assert torch.equal(one, other)
     apart = DDP(options(broadcast_buffers=False), world, net)
-    assert type(apart.training) is nn.Sequential
+    assert type(apart.train_model) is nn.Sequential
     assert len(apart.local_buffers()) == 6
 
 
