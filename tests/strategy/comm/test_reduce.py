@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from ddpexp.errors import Failure, RefusedError, WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from tests.conftest import Call, Ddpexp, finish
-from tests.points import Recipe, session, wait_for
+from tests.points import Recipe, session
 
 WORKER = """\
 import ctypes
@@ -625,11 +624,10 @@ def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe,
     process, run = recipe.start(
         "task._target_=points.Marked", f"+task.folder={tmp_path}", "trainer.gpus=3", "trainer.epochs=100000",
         "trainer.log_every=200", "trainer.eval_every=0", "trainer.checkpoint_every=0",
+        environ={"DDPEXP_FAULT": f"backward:kill:{victim}:300"},  # so the others wait for its gradients
     )  # fmt: skip
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len((run / "metrics.jsonl").read_text().splitlines()) > 3)
-    [pid] = [int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{victim}-*")]
-    os.kill(pid, signal.SIGKILL)
     done = finish(process, run)
+    [pid] = [int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{victim}-*")]
     assert (done.code, json.loads((run / "error.json").read_text())["rank"]) == (1, victim)
     assert re.search(rf"rank {victim} on \S+ failed \(.*killed by SIGKILL", done.err)
     assert session(process.pid) == {}
