@@ -207,7 +207,8 @@ def test_what_others_have_named_does_not_steer_the_terminal(recipe: Recipe, how:
     assert found == code, text
     assert not STEERS.search(text), STEERS.search(text)
     assert "\\x1b]0;owned\\x07" in text  # it is shown, as text
-    for path in (run / "run.log", *(run / "ranks").iterdir(), *run.glob("*.json")):
+    assert run.exists() == (how != "refuse")  # which leaves nothing
+    for path in (*run.glob("run.log"), *run.glob("ranks/*"), *run.glob("*.json")):
         assert not STEERS.search(path.read_text()), path
     if how == "warn":
         assert "[rank 1] a warning \\x1b]0;owned\\x07\\x1b[2Jgone\\x0d" in text
