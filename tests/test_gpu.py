@@ -182,6 +182,7 @@ HANG = ("trainer.gpus=2", "trainer.epochs=20", "trainer.timeout.step_seconds=5",
 two_gpus = pytest.mark.skipif(count_gpus() < 2, reason="fewer than two GPUs")
 
 
+@pytest.mark.fault(72)
 def test_out_of_memory_is_answered_with_what_to_change(ddpexp: Ddpexp) -> None:
     done = Recipe(ddpexp, FAILS)("task._target_=points.Greedy", "trainer.gpus=1", timeout=PATIENCE)
     assert done.code == 1
