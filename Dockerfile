@@ -40,15 +40,15 @@ ARG PACKAGES=""
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends tini ${PACKAGES} \
     && rm -rf /var/lib/apt/lists/*
-# /work is the current folder and the home of whoever runs the container, with any user ID: mount a volume there.
+# /experiments is the current folder and the home of whoever runs the container, with any user ID: mount a volume there.
 RUN groupadd --gid 1000 ddpexp \
-    && useradd --uid 1000 --gid 1000 --home-dir /work --no-create-home --shell /bin/bash ddpexp \
-    && install --directory --owner=ddpexp --group=ddpexp --mode=1777 /work /work/outputs /data
+    && useradd --uid 1000 --gid 1000 --home-dir /experiments --no-create-home --shell /bin/bash ddpexp \
+    && install --directory --owner=ddpexp --group=ddpexp --mode=1777 /experiments /experiments/outputs /data
 COPY --from=build /opt/ddpexp /opt/ddpexp
-ENV PATH=/opt/ddpexp/bin:/usr/local/bin:/usr/bin:/bin HOME=/work DDPEXP_DATA=/data \
+ENV PATH=/opt/ddpexp/bin:/usr/local/bin:/usr/bin:/bin HOME=/experiments DDPEXP_DATA=/data \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 1000:1000
-WORKDIR /work
+WORKDIR /experiments
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["/usr/bin/tini", "--"]
 CMD ["python", "-m", "ddpexp", "--help"]

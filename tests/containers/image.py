@@ -34,7 +34,7 @@ def debian(folder: Path) -> Path:
     if root.exists():
         return root
     command = ["debootstrap", "--variant=minbase", f"--include={_PACKAGES}", "bookworm", str(root)]
-    subprocess.run([*command, "http://deb.debian.org/debian"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (root / "usr/local/bin/python").symlink_to("/usr/bin/python3")
     return root
 

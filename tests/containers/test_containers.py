@@ -76,7 +76,9 @@ def undisturbed(image: Image, tmp_path_factory: pytest.TempPathFactory) -> tuple
     folder = tmp_path_factory.mktemp("undisturbed")
     outputs = volume(folder / "outputs", 1000)
     command = (*TRAIN, "run.dir=outputs/run")
-    code, text = Container(image, command, folder / "container", volumes={"/work/outputs": outputs}).wait(RUN_SECONDS)
+    code, text = Container(image, command, folder / "container", volumes={"/experiments/outputs": outputs}).wait(
+        RUN_SECONDS
+    )
     assert code == 0, text
     assert "2 CPU workers (gloo, gradients through shared memory)" in text
     owners = {(path.stat().st_uid, path.stat().st_gid) for path in outputs.rglob("*")}
@@ -88,9 +90,8 @@ def test_the_image_holds_the_package_and_runs_it_without_privileges(image: Image
     shown = Container(image, image.command, tmp_path / "help").wait(60)
     assert shown[0] == 0
     assert "python -m ddpexp recipe=mnist trainer.gpus=2" in shown[1]
-    script = (
-        "id -u; cat /proc/1/comm; grep CapEff /proc/self/status; ls /src /opt /data /work; df -B1 /dev/shm | tail -1"
-    )
+    folders = "ls /src /opt /data /experiments"
+    script = f"id -u; cat /proc/1/comm; grep CapEff /proc/self/status; {folders}; df -B1 /dev/shm | tail -1"
     _, text = Container(image, ["sh", "-c", f"{script}; touch /opt/ddpexp/new"], tmp_path / "look").wait(60)
     assert text.startswith("1000\ntini\nCapEff:\t0000000000000000\n")
     assert "cannot access '/src'" in text
@@ -105,7 +106,9 @@ def test_a_stopped_container_saves_and_another_one_resumes_to_the_same_weights(
     image: Image, undisturbed: tuple[str, int, str], outputs: Path, tmp_path: Path, init: bool
 ) -> None:
     command = (*TRAIN, "run.dir=outputs/run")
-    first = Container(image, command, tmp_path / "first", volumes={"/work/outputs": outputs}, name="first", init=init)
+    first = Container(
+        image, command, tmp_path / "first", volumes={"/experiments/outputs": outputs}, name="first", init=init
+    )
     first.wait_for(r"^step +\d+/600")
     begin = time.monotonic()
     first.send(signal.SIGTERM)
@@ -128,7 +131,7 @@ def test_a_container_that_is_killed_leaves_nothing_and_is_resumed(
     image: Image, undisturbed: tuple[str, int, str], outputs: Path, tmp_path: Path, init: bool
 ) -> None:
     command = (*TRAIN, "trainer.checkpoint_every=20", "run.dir=outputs/run")
-    first = Container(image, command, tmp_path / "first", volumes={"/work/outputs": outputs}, init=init)
+    first = Container(image, command, tmp_path / "first", volumes={"/experiments/outputs": outputs}, init=init)
     first.wait_for(r"^step +[4-9]\d/600")
     pids = first.pids()
     assert len(pids) >= 4  # the command, its fork server and two ranks
@@ -137,7 +140,7 @@ def test_a_container_that_is_killed_leaves_nothing_and_is_resumed(
     assert first.wait(STOP_SECONDS)[0] == 1  # unshare's own, after SIGKILL
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     code, text = Container(
-        image, command, tmp_path / "second", volumes={"/work/outputs": outputs}, name="second", init=init
+        image, command, tmp_path / "second", volumes={"/experiments/outputs": outputs}, name="second", init=init
     ).wait(RUN_SECONDS)
     assert code == 0, text
     assert "resumed after step" in text
@@ -166,8 +169,8 @@ def test_any_user_id_runs_on_a_read_only_file_system(
 ) -> None:
     outputs = volume(tmp_path / "outputs", 12345)
     code, text = Container(
-        image, (*TRAIN, "run.dir=outputs/run"), tmp_path / "container", volumes={"/work/outputs": outputs},
-        user="12345:12345", read_only=True, environ={"XDG_CACHE_HOME": "/work/outputs/.cache"},
+        image, (*TRAIN, "run.dir=outputs/run"), tmp_path / "container", volumes={"/experiments/outputs": outputs},
+        user="12345:12345", read_only=True, environ={"XDG_CACHE_HOME": "/experiments/outputs/.cache"},
     ).wait(RUN_SECONDS)  # fmt: skip
     assert code == 0, text
     assert result(outputs / "run") == undisturbed
@@ -178,8 +181,8 @@ def test_what_needs_a_temporary_folder_says_so_on_a_read_only_file_system(
     image: Image, outputs: Path, tmp_path: Path
 ) -> None:
     code, text = Container(
-        image, (*DDPEXP, "plan", *SMALL), tmp_path / "container", volumes={"/work/outputs": outputs}, read_only=True,
-        environ={"XDG_CACHE_HOME": "/work/outputs/.cache"},
+        image, (*DDPEXP, "plan", *SMALL), tmp_path / "container", volumes={"/experiments/outputs": outputs},
+        read_only=True, environ={"XDG_CACHE_HOME": "/experiments/outputs/.cache"},
     ).wait(120)  # fmt: skip
     assert code == 1
     assert "set TMPDIR to a folder that can be written, or start the container with --tmpfs /tmp" in text
@@ -189,11 +192,11 @@ def test_a_second_container_with_the_same_host_name_does_not_take_a_run_that_is_
     image: Image, outputs: Path, tmp_path: Path
 ) -> None:
     command = (*TRAIN, "trainer.epochs=3000", "run.dir=outputs/run")
-    first = Container(image, command, tmp_path / "first", volumes={"/work/outputs": outputs}, name="host")
+    first = Container(image, command, tmp_path / "first", volumes={"/experiments/outputs": outputs}, name="host")
     first.wait_for(r"^step ")
-    code, text = Container(image, command, tmp_path / "second", volumes={"/work/outputs": outputs}, name="host").wait(
-        60
-    )
+    code, text = Container(
+        image, command, tmp_path / "second", volumes={"/experiments/outputs": outputs}, name="host"
+    ).wait(60)
     assert code == 2
     assert "run.dir=outputs/run is still in use after 10 s" in text
     assert "cannot be checked from this host" in text
@@ -239,7 +242,7 @@ def test_two_containers_are_two_machines(
         commands = {"spawn": [*DDPEXP, *spawn], "torchrun": torchrun, "elastic": [*DDPEXP, *elastic]}
         containers.append(
             Container(
-                image, [*commands[launcher], *words], tmp_path / name, volumes={"/work/outputs": outputs},
+                image, [*commands[launcher], *words], tmp_path / name, volumes={"/experiments/outputs": outputs},
                 network=name, name=f"node{number}", address=f"10.99.7.{number + 2}",
             )
         )  # fmt: skip
