@@ -1,6 +1,6 @@
 """`python -m benchmarks gpu`: training on GPUs, in pieces that fit into minutes and are kept one by one.
 
-The same command goes on with the pieces that are missing. `benchmarks/on_gpu.sh` calls it on a machine with GPUs; there
+The same command runs the pieces that are missing. `benchmarks/on_gpu.sh` calls it on a machine with GPUs; there
 `gpu.json` is all that has to be brought back, and the same command with that file writes RESULTS.md anywhere.
 """
 
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in failed:
         print(f"{name} failed: {results.failed(name)}")
     if left:
-        print(f"{len(left)} left ({', '.join(left)}): the same command goes on with them")
+        print(f"{len(left)} left ({', '.join(left)}): the same command runs them")
     return 1 if failed else 0
 
 

@@ -18,7 +18,7 @@ Probe = Callable[[], Facts]
 class Gathering:
     """Probes that run, each in a thread of its own.
 
-    A probe that hangs (a file server that is gone, a driver that does not answer) holds up no other one: its thread is
+    A probe that hangs (a file server that is gone, a driver that does not answer) delays no other one: its thread is
     left behind and ends with the process.
     """
 

@@ -108,7 +108,7 @@ def test_operations_whose_sizes_differ_from_rank_to_rank_are_the_same_call() -> 
 
 
 def test_a_mismatch_that_a_rank_has_completed_is_found() -> None:
-    root = [*DONE, entry(4, "broadcast", SMALL), entry(5, state="scheduled")]  # a root sends and goes on
+    root = [*DONE, entry(4, "broadcast", SMALL), entry(5, state="scheduled")]  # a root sends and does not wait
     other = [*DONE, entry(4, state="scheduled")]
     assert blocked(dump(*root), dump(*other), dump(*other))[:2] == ("different", [0])  # type: ignore[index]
 
