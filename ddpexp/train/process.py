@@ -39,10 +39,20 @@ class _Stopped(BaseException):
     """The supervisor ended this worker."""
 
 
-def run_rank(work: Callable[[Control], None]) -> int:
-    """Do the work, report to the supervisor how it ended, and exit the process: this does not return."""
-    control = Control.from_environ()
+def run_rank(work: Callable[[Control], None], control: Control | None = None) -> int:
+    """Do the work, report to the supervisor how it ended, and exit the process: this does not return.
+
+    Where the process is the command's own it passes its `control`, and gets the exit code.
+    """
+    in_process = control is not None
+    control = control or Control.from_environ()
     _prepare_process(control)
+    code = _run(work, control)
+    return code if in_process else _leave(code)
+
+
+def _run(work: Callable[[Control], None], control: Control) -> int:
+    """Do the work, report to the supervisor how it ended, and return the exit code."""
     code = EXIT_FAILED
     try:
         work(control)
@@ -74,7 +84,7 @@ def run_rank(work: Callable[[Control], None]) -> int:
             code,
             _traceback_of(error),
         )
-    return _leave(code)
+    return code
 
 
 def _leave(code: int) -> int:
@@ -90,7 +100,7 @@ def _leave(code: int) -> int:
 
 
 def _prepare_process(control: Control) -> None:
-    del sys.argv[1:]  # these are not for a recipe that parses arguments where it is imported
+    sys.argv = sys.argv[:1]  # the rest is not for a recipe that parses arguments where it is imported
     faulthandler.enable()
     _forbid_debugger()
     for stream in (sys.stdout, sys.stderr):
@@ -155,7 +165,7 @@ def _report(control: Control, kind: str, message: str, code: int, trace: str | N
     control.send(
         "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code
     )
-    if not control.watched:
+    if not control.is_supervised:
         print(limited or f"{kind}: {message}", file=sys.stderr)
 
 
@@ -238,4 +248,5 @@ class _ToSupervisor(logging.Handler):
         self._control = control
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._control.send_nowait("warning", text=self.format(record).strip())
+        if self._control.watched:
+            self._control.send_nowait("warning", text=self.format(record).strip())

@@ -71,17 +71,17 @@ from ddpexp.train.run_state import RunState, choose, restore_checkpoint, truncat
 _MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic threshold reaches
 
 
-def main(path: str, worker_args: str) -> int:
-    """Train the experiment of a run directory. Never returns in a worker.
+def main(path: str, worker_args: str, control: Control | None = None) -> int:
+    """Train the experiment of a run directory; like `run_rank`.
 
     `worker_args` is JSON made by `ddpexp.run.training.Training`.
     """
-    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control))
+    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control), control)
 
 
-def evaluate(evaluation: str) -> int:
-    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Never returns in a worker."""
-    return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control))
+def evaluate(evaluation: str, control: Control | None = None) -> int:
+    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Like `run_rank`."""
+    return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control), control)
 
 
 @dataclass(frozen=True)

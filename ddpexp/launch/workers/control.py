@@ -151,11 +151,13 @@ class Control:
         page: SharedStatus | None = None,
         signals: int | None = None,
         leads: bool = False,
+        in_process: bool = False,
     ) -> None:
         """Take over the socket, the page and the descriptor for signals, if there are any.
 
-        `leads`: this is rank zero, which may request a save.
+        `leads`: this is rank zero, which may request a save. `in_process`: the worker is the command's own process.
         """
+        self.in_process = in_process
         self.signals = signals  # gets the numbers of the signals that this process receives
         self._channel = channel
         self._rest = b""  # the unsent part of a line
@@ -177,9 +179,14 @@ class Control:
         )
 
     @property
-    def watched(self) -> bool:
-        """Return whether there is a supervisor: then progress goes there instead of to standard output."""
+    def is_supervised(self) -> bool:
+        """Return whether there is a supervisor, which gets errors and requests."""
         return self._channel is not None
+
+    @property
+    def watched(self) -> bool:
+        """Return whether progress and warnings go to a supervisor instead of to standard output."""
+        return self.is_supervised and not self.in_process
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase that this rank enters; costs 0.1 us. Ranks: any."""
