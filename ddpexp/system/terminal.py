@@ -35,7 +35,7 @@ class Terminal:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._left_out = 0
-        self._closing = False
+        self._closing = self._paused = False
         self._shown = self._shown_before = 0  # entries taken by the thread, now and when it was last waited for
         self._budget, self._waited_at = _WAIT_SECONDS, time.monotonic()
 
@@ -46,6 +46,24 @@ class Terminal:
     def progress(self, message: dict[str, Any]) -> None:
         """Show progress: `done` of `total` with `text` beside the bar; without a terminal, print `line` instead."""
         self._put(lambda: self._screen.progress(message))
+
+    def pause(self) -> None:
+        """Write queued lines, end the bar, and keep later output until `resume`: somebody else uses the terminal."""
+        written = threading.Event()
+
+        def end_bar() -> None:
+            self._screen.close()
+            written.set()
+
+        self._put(end_bar)
+        written.wait(_PATIENCE_SECONDS)
+        self._paused = True
+
+    def resume(self) -> None:
+        """Write what was kept."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Write queued lines, waiting briefly at most; the bar stays as it is and later output follows below it."""
@@ -92,7 +110,7 @@ class Terminal:
     def _show(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self._changed.wait_for(lambda: (self._waiting and not self._paused) or self._closing)
                 left_out, self._left_out = self._left_out, 0
                 show = self._waiting.popleft() if self._waiting else None
                 self._shown += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import pdb
 import platform
 import signal
 import sys
@@ -13,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
@@ -21,8 +20,8 @@ from ddpexp.launch.workers.control import SIGNALS, Control
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason
 from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, sanitize
+from ddpexp.train import debugger
 
-_DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "torch")  # packages whose frames are not the user's call
 EXIT_STOPPED = 128 + signal.SIGTERM
 
 
@@ -64,6 +63,9 @@ def _run(work: Callable[[Control], None], control: Control) -> int:
         control.send("stopped", step=end.step)
     except _Stopped:
         code = EXIT_STOPPED
+    except debugger.QuitError:  # raised by debuggers with a `quit` of their own
+        code = EXIT_STOPPED
+        control.send("quit", at_once=True)
     except SystemExit as end:
         code = _exit_code(end)
         _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code, None)
@@ -102,7 +104,7 @@ def _leave(code: int) -> int:
 def _prepare_process(control: Control) -> None:
     sys.argv = sys.argv[:1]  # the rest is not for a recipe that parses arguments where it is imported
     faulthandler.enable()
-    _forbid_debugger()
+    debugger.install(debugger.of_process(control, os.environ))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -123,31 +125,6 @@ def _prepare_process(control: Control) -> None:
             signal.siginterrupt(number, False)  # system calls of libraries are restarted
     faulthandler.register(signal.SIGQUIT, chain=True)
     os.register_at_fork(after_in_child=_forget_signals)
-
-
-def _forbid_debugger() -> None:
-    """Make pdb raise an error if it would read from standard input, which is empty.
-
-    breakpoint(), pdb.set_trace() and tools built on them then fail with a message instead of BdbQuit. Debuggers with a
-    connection of their own still work.
-    """
-    start = pdb.Pdb.set_trace
-
-    def set_trace(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
-        frame = frame or sys._getframe(1)
-        if self.stdin not in (sys.stdin, sys.__stdin__) or os.isatty(0):
-            start(self, frame, **options)
-            return
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
-            frame = frame.f_back
-        raise DdpexpError(
-            f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type "
-            "into. Print what you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 "
-            "ignores every breakpoint(); a debugger with a connection of its own works, for example "
-            "PYTHONBREAKPOINT=remote_pdb.set_trace."
-        )
-
-    pdb.Pdb.set_trace = set_trace  # type: ignore[method-assign,assignment]
 
 
 def _forget_signals() -> None:

@@ -34,7 +34,7 @@ from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
-from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.control import TERMINAL_FD, Control
 from ddpexp.run.directory import RunDir
 from ddpexp.run.resume_arguments import trust_arguments
 from ddpexp.strategy.options import DataRank
@@ -68,6 +68,7 @@ from ddpexp.train.recipe_checks import check_model, check_task
 from ddpexp.train.report import Report
 from ddpexp.train.run_state import RunState, choose, restore_checkpoint, truncate_records
 
+_DEBUGGER_SECONDS = 7 * 24 * 3600.0
 _MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic threshold reaches
 
 
@@ -332,8 +333,11 @@ def _keep_freed_memory() -> None:
 def _collective_timeout(experiment: Experiment) -> float:
     """Return how long a rank waits in a collective. Units: seconds.
 
-    Longer than the command's own timeouts: the command knows which rank is late, and reports it first.
+    Longer than the command's own timeouts: the command knows which rank is late, and reports it first. Where a rank
+    may be at a debugger's prompt, the others wait as long as the user likes.
     """
+    if TERMINAL_FD in os.environ:
+        return _DEBUGGER_SECONDS
     timeout = experiment.trainer.timeout
     return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ddpexp.errors import EXIT_FAILED, Failure
 from ddpexp.launch.supervise import messages
 from ddpexp.launch.supervise.causes import Worker, cause_of, failure_of, is_mismatch
+from ddpexp.launch.supervise.debug_turns import DebugTurns
 from ddpexp.launch.supervise.output import Output
 from ddpexp.launch.supervise.run_end import RunEnd
 from ddpexp.launch.workers.client import check_answer
@@ -48,15 +49,24 @@ class Server(Protocol):
 class WorkerReports:
     """Handles the messages of workers."""
 
-    def __init__(self, output: Output | None, end: RunEnd) -> None:
-        """Show progress and warnings on `output`; None where the worker itself does."""
+    def __init__(
+        self, output: Output | None, end: RunEnd, quit_debugger: Callable[[bool], None], turns: DebugTurns | None = None
+    ) -> None:
+        """Show progress and warnings on `output`; None where the worker itself does, and has the terminal.
+
+        `quit_debugger` stops the run.
+        """
         self._end = end
         self._on_report: dict[type[Any], Callable[[Worker, Any], None]] = {
             messages.TrainingBegan: self._on_training_began,
             messages.Errored: self._on_errored,
             messages.WorkerDone: self._on_worker_done,
             messages.WorkerStopped: self._on_worker_stopped,
+            messages.DebuggerQuit: lambda _worker, message: quit_debugger(message.at_once),
         }
+        if turns is not None:
+            self._on_report[messages.TerminalRequested] = turns.on_request
+            self._on_report[messages.TerminalReturned] = turns.on_return
         if output is not None:
             self._on_report[messages.Progress] = partial(_on_progress, output)
             self._on_report[messages.Warned] = lambda worker, message: output.warned(worker.rank, message.text)
@@ -110,11 +120,11 @@ class WorkerEvents:
     """Keeps the records of this command's workers up to date."""
 
     def __init__(
-        self, server: Server, workers: Sequence[Worker], output: Output, end: RunEnd, dump: Callable[[], None]
+        self, server: Server, workers: Sequence[Worker], end: RunEnd, reports: WorkerReports, dump: Callable[[], None]
     ) -> None:
         """`dump` makes all ranks of this command dump their stacks."""
-        self._server, self._workers, self._end, self._dump = server, workers, end, dump
-        self._reports = WorkerReports(output, end)
+        self._server, self._workers, self._end = server, workers, end
+        self._reports, self._dump = reports, dump
 
     def dispatch(self) -> bool:
         """Handle one answer of the fork server; False when it is gone, and every worker with it."""
