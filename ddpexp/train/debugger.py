@@ -69,21 +69,23 @@ class Debugger:
         """Call `interact`, which shows the prompt, when it is this rank's turn at the terminal."""
         if debugger.prompt == "(Pdb) ":
             debugger.prompt = self._name
-        try:
-            if self._control.in_process:
-                with self._handling_signals():
-                    interact()
-                return
-            if self._is_over or not self._control.request_terminal(_place(frame)):
-                self._end(debugger)
-                return
+        if self._terminal is None:
+            self._interact(debugger, interact)
+        elif self._is_over or not self._control.request_terminal(_place(frame)):
+            self._end(debugger)
+        else:
             try:
-                assert self._terminal is not None
-                with _standard_streams(self._terminal), self._handling_signals():
-                    interact()
+                with _standard_streams(self._terminal):
+                    self._interact(debugger, interact)
             finally:
                 self._control.return_terminal(stepping=debugger.stoplineno != -1)
+
+    def _interact(self, debugger: pdb.Pdb, interact: Callable[[], None]) -> None:
+        try:
+            with self._handling_signals():
+                interact()
         except _PromptClosed:
+            debugger.message("")  # what was typed stays without an answer
             debugger.forget()
             self._end(debugger)
 
@@ -148,6 +150,8 @@ def install(debugger: Debugger) -> None:
         def command(self: pdb.Pdb, argument: str) -> Any:
             if _has_own_connection(self):
                 return commands[name](self, argument)
+            if name == "do_EOF":
+                self.message("")  # Ctrl-D shows nothing
             debugger.quit(self)
             return 1
 
