@@ -28,7 +28,8 @@ from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.files import relative
 from ddpexp.system.secrets import masked_tree
 from ddpexp.train.ema import EMA
-from ddpexp.train.loop import Loop, TrainState
+from ddpexp.train.loop import Loop
+from ddpexp.train.state import TrainState
 
 _TEXT_BYTES = 1024
 _MODEL_NAME = re.compile(r"[\w-]+")
