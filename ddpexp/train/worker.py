@@ -52,6 +52,7 @@ from ddpexp.train.build import (
     load_data,
     open_data,
 )
+from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
@@ -63,7 +64,7 @@ from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_model, check_task
 from ddpexp.train.report import Report
-from ddpexp.train.run_state import RunState, choose, restore_checkpoint, truncate_records
+from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
 from ddpexp.train.same_data import check_same_data, inputs_of
 
 
