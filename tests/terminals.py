@@ -74,7 +74,7 @@ class Session:
         """Return whether the terminal echoes, edits lines, and has its usual keys."""
         mode = termios.tcgetattr(self.theirs)
         usual = termios.ECHO | termios.ICANON | termios.ISIG
-        return mode[3] & usual == usual and mode[6][termios.VSUSP] == b"\x1a"
+        return bool(mode[3] & usual == usual) and mode[6][termios.VSUSP] == b"\x1a"
 
     def _read(self, seconds: float) -> bool:
         if not select.select([self.terminal], [], [], seconds)[0]:
