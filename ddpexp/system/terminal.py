@@ -45,10 +45,11 @@ class Terminal:
 
     def progress(self, message: dict[str, Any]) -> None:
         """Show progress: `done` of `total` with `text` beside the bar; without a terminal, print `line` instead."""
-        self._put(lambda: self._screen.progress(message))
+        if not self._paused or not self._screen.is_live:
+            self._put(lambda: self._screen.progress(message))
 
     def pause(self) -> None:
-        """Write queued lines, end the bar, and keep later output until `resume`: somebody else uses the terminal."""
+        """Write queued lines, end the bar, and keep later lines until `resume`: somebody else uses the terminal."""
         written = threading.Event()
 
         def end_bar() -> None:
@@ -61,6 +62,8 @@ class Terminal:
 
     def resume(self) -> None:
         """Write what was kept."""
+        if not self._paused:
+            return
         with self._changed:
             self._paused = False
             self._changed.notify_all()
@@ -129,7 +132,7 @@ class _Screen:
 
     def __init__(self) -> None:
         # A dumb terminal cannot redraw a line; Open MPI gives rank zero a TTY regardless of mpirun's own output.
-        self._live = (
+        self.is_live = (
             sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
         )
         self._bar: Progress | None = None
@@ -146,10 +149,10 @@ class _Screen:
             ValueError,
         ):  # the reader is gone (`| head`, a closed terminal): the run continues, and its log has every line
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            self._live, self._bar = False, None
+            self.is_live, self._bar = False, None
 
     def progress(self, message: dict[str, Any]) -> None:
-        if not self._live:
+        if not self.is_live:
             self.line(message["line"])
             return
         try:
@@ -158,7 +161,7 @@ class _Screen:
             assert self._task is not None
             self._bar.update(self._task, completed=message["done"], text=message["text"])
         except (OSError, ValueError):
-            self._live, self._bar = False, None
+            self.is_live, self._bar = False, None
         if message["done"] >= message["total"]:
             self.close()  # later lines are printed below it
 

@@ -52,7 +52,7 @@ class DebugTurns:
         self.advance()
 
     def on_return(self, worker: Worker, message: TerminalReturned) -> None:
-        """Take the terminal back: the rank continues, or executes a line."""
+        """Take the terminal back: the rank continues, or executes a line; then nothing is drawn in between."""
         self._stepping = worker if message.stepping else None
         self._expected_until = time.monotonic() + _STEPPING_SECONDS
         self._take_back()
@@ -86,6 +86,9 @@ class DebugTurns:
                 denied.worker.status_page.answer(denied.number, granted=False)
         elif (request := self._next()) is not None:
             self._lend(request)
+            return
+        if self._stepping is None or ends or time.monotonic() > self._expected_until:
+            self._output.terminal.resume()
 
     def close(self) -> None:
         """Restore the terminal's mode at the end of the run."""
@@ -117,6 +120,7 @@ class DebugTurns:
             self._output.terminal.line(
                 f"ddpexp: rank {worker.rank} is at {request.place}{others}. c continues, q saves and stops the run."
             )
+        self._output.terminal.resume()
         self._output.terminal.pause()
         self._guard = self._guard or ModeGuard(self._terminal)
         self._guard.begin()
@@ -128,4 +132,3 @@ class DebugTurns:
             self._holder = None
             if self._guard is not None:
                 self._guard.restore()
-            self._output.terminal.resume()
