@@ -46,7 +46,8 @@ class Slow(Sides):
 class Stuck(Sides):
     # In a call that no signal interrupts, as a C extension may be.
     def step(self, model, batch):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        print("stuck")
         time.sleep(3600)
 """
 LONG = ("trainer.epochs=1000", "task._target_=points.Slow", "trainer.threads=1")
@@ -159,7 +160,7 @@ def test_a_signal_saves_and_leaves(recipe: Recipe, number: signal.Signals) -> No
 @pytest.mark.slow
 def test_a_second_signal_ends_a_worker_that_is_stuck(recipe: Recipe) -> None:
     process, run = recipe.start("trainer.epochs=1000", "task._target_=points.Stuck", "launcher=inline")
-    wait_for(lambda: (run / "ranks/0.log").exists() and "folder" in (run / "ranks/0.log").read_text())
+    wait_for(lambda: (run / "ranks/0.log").exists() and "stuck" in (run / "ranks/0.log").read_text())
     process.send_signal(signal.SIGINT)
     time.sleep(3.0)  # within two seconds it counts as the same signal
     assert process.poll() is None
