@@ -20,7 +20,7 @@ from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
-from ddpexp.system import secrets
+from ddpexp.system import caller, secrets
 from ddpexp.system.containers import name_user
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
@@ -38,6 +38,7 @@ def main() -> int:
         os.environ.get(SAFE_PATH) == OURS
     ):  # of the command that has started this one; not meant for what a recipe starts
         del os.environ[SAFE_PATH]
+    caller.follow()
     name_user()
     os.environ["PATH"] = safe_path()  # libraries start programs too: Python's own `platform` asks uname
     sys.argv[1:] = _take_secrets(sys.argv[1:])

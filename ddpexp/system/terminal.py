@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ddpexp.system import caller
 from ddpexp.system.text import sanitize
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class _Screen:
         )
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._for_caller = caller.is_live()
 
     def line(self, text: str) -> None:
         try:
@@ -131,6 +133,9 @@ class _Screen:
             self._live, self._bar = False, None
 
     def progress(self, message: dict[str, Any]) -> None:
+        done, total, text = message["done"], message["total"], message["text"]
+        if self._for_caller and caller.report(caller.Progress(done, total, text)):
+            return
         if not self._live:
             self.line(message["line"])
             return
