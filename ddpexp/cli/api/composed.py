@@ -50,7 +50,7 @@ def _own_hydra() -> Iterator[None]:
     from hydra.core.singleton import Singleton
     from hydra.version import VersionBase
 
-    kinds = (GlobalHydra, HydraConfig, VersionBase)
+    kinds: tuple[type, ...] = (GlobalHydra, HydraConfig, VersionBase)
     instances = Singleton._instances
     outer = {kind: instances.pop(kind) for kind in kinds if kind in instances}
     try:

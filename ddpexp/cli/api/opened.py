@@ -279,10 +279,8 @@ class Run:
             return best
         found = next((one for one in complete if one.step == which), None)
         if found is None:
-            steps = first_few([str(one.step) for one in reversed(complete)])
-            raise RefusedError(
-                f"checkpoint={which!r} is not 'best', 'last' or one of the steps of {folder}: {steps or 'there are none'}."
-            )
+            steps = first_few([str(one.step) for one in reversed(complete)]) or "there are none"
+            raise RefusedError(f"checkpoint={which!r} is not 'best', 'last' or a step of {folder}: {steps}.")
         return found
 
     def _best(self, complete: Sequence[Checkpoint]) -> Checkpoint | None:
