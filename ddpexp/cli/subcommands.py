@@ -39,7 +39,9 @@ _USAGE = f"""{commands.of("evaluate").usage}
 Evaluate the newest weights of a run directory, or a safetensors file, on the
 run's evaluation data. Weights that lie in no run directory need a recipe:
 
-    ddpexp evaluate weights.safetensors recipe=mnist"""
+    ddpexp evaluate weights.safetensors recipe=mnist
+
+--json prints the metrics for programs, and everything else on standard error."""
 
 _RESUME = f"""{commands.of("resume").usage}
 
@@ -217,12 +219,12 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     Raises:
         RefusedError: no such weights, or a configuration that does not fit.
     """
-    if not argv:
+    if not set(argv) - {"--json"}:
         raise RefusedError(f"evaluate what?\n{_USAGE}")
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return None
-    name, words = _source(argv, "evaluate")
+    name, words = _source([word for word in argv if word != "--json"], "evaluate")
     source = Path(name)
     if not source.exists():
         first = "" if "=" not in name else f" Name the weights first, as in evaluate RUN_DIR {name}."
@@ -241,7 +243,7 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     else:
         text, experiment = _of_words(source, words)
     found = weights.find(source, f"evaluate {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
-    return experiment.launcher, Evaluation(experiment, text, found)
+    return experiment.launcher, Evaluation(experiment, text, found, answers="--json" in argv)
 
 
 def _source(argv: list[str], name: str) -> tuple[str, list[str]]:

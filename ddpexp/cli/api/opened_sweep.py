@@ -10,9 +10,10 @@ from typing import Any
 from ddpexp.cli.api.opened import Run
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory as directories
+from ddpexp.sweep.as_json import row_as_dict
+from ddpexp.sweep.comparison import best_of
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.rows import goal_of, rows_of
-from ddpexp.sweep.rows_json import row_as_dict
 
 
 def open_sweep(
@@ -68,10 +69,10 @@ class Sweep:
         rows, goal = rows_of(self.path), goal_of(self.path)
         if goal.metric is None:
             raise RefusedError(f"{self.path} has no objective: start the sweep with sweep.objective=eval/loss.")
-        place = goal.best([row.objective for row in rows])
-        if place is None:
+        best = best_of(rows, goal)
+        if best is None:
             raise RefusedError(f"{self.path}: no job has recorded {goal.metric} yet.")
-        return self._run(rows[place].path)
+        return self._run(best.path)
 
     def _run(self, path: Path) -> Run:
         return Run(path, self.config_dir, self.trust)
