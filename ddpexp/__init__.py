@@ -59,12 +59,14 @@ class _Package(type(_sys)):  # type: ignore[misc]
             super().__setattr__(name, value)
 
 
-def __getattr__(name: str) -> object:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(__import__(_PUBLIC[name], fromlist=[name]), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # which would take any name for one of this module
+
+    def __getattr__(name: str) -> object:
+        if name not in _PUBLIC:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(__import__(_PUBLIC[name], fromlist=[name]), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

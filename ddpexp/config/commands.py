@@ -31,7 +31,9 @@ COMMANDS = (
         "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...] [--json]", "evaluate the weights of a run, or of a file",
         ("eval", "test", "valid", "validate"),
     ),
-    Command("status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps")),
+    Command(
+        "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
+    ),
     Command(
         "table", "DIR... [sweep.objective=METRIC] [options]", "compare sweeps and runs in a table",
         ("compare", "list", "ls", "runs", "results"),

@@ -155,8 +155,8 @@ class Run:
         Raises:
             RefusedError: There is no such checkpoint, it is damaged, or the run has code that is not trusted.
         """
-        experiment = self.experiment()
         folder, averaged = self._weights(checkpoint, weights)
+        experiment = self.experiment()
         from ddpexp.cli.api.build import saved_model
 
         return saved_model(experiment, folder, averaged)
