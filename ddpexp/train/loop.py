@@ -9,11 +9,9 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,41 +23,16 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.task import HasOnEval, Schedule, Sums, Task
+from ddpexp.task import Schedule, Task
 from ddpexp.train.ema import EMA
-from ddpexp.train.evaluate import evaluate
-from ddpexp.train.keep_best import is_better, unknown_metric
+from ddpexp.train.evaluation import Evaluation
+from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import mean_for_a_sum, metric_names
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Where a run ended."""
-
-    step: int
-    epoch: float
-    metrics: Mapping[str, float]  # of the last evaluation
-    train_seconds: float  # without evaluations, over all starts
-    first_step_at: float  # Unix time when this start's first step was done
-    interrupted: bool = False  # asked to stop before the last step
-    digest: str | None = None  # weights_sha256 of the end. Ranks: rank zero
-
-
-@dataclass
-class TrainState:
-    """Progress of a run, as its checkpoints store it."""
-
-    step: int = 0  # optimizer steps done
-    evaluated: bool = True  # False: the evaluation after this step was interrupted and is still to be done
-    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    evaluated_at: int | None = None  # the step of the last evaluation
-    best: float | None = None  # best value so far of the metric of trainer.keep_best
-    window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
-    train_seconds: float = 0.0
+from ddpexp.train.state import Outcome, TrainState
+from ddpexp.train.task_checks import mean_for_a_sum
 
 
 class Checkpointer(Protocol):
@@ -114,6 +87,7 @@ class Loop:
     _built_settings: dict[str, list[dict[str, Any]]] = field(init=False)
     _parameter_names: Mapping[str, Tensor] = field(init=False)
     _step: Step = field(init=False)
+    _evaluation: Evaluation = field(init=False)
     _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
     _clock: Clock = field(init=False)
     _first_step_at: float = field(init=False, default=math.nan)
@@ -127,6 +101,10 @@ class Loop:
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm,
+        )  # fmt: skip
+        self._evaluation = Evaluation(
+            self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
+            self.ema,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -248,7 +226,8 @@ class Loop:
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
-            self._check_keep_best(sums[-1])
+            with self._clock.paused():
+                self._evaluation.check_metrics(sums[-1])
             if step == 0 and self._step.manual is None:
                 self._warn_if_loss_is_a_mean(micro_batches[0])
 
@@ -280,61 +259,19 @@ class Loop:
 
         Ranks: all, with the same result; communicates.
         """
-        self.control.set_phase("evaluate")
-        step = self.state.step
-        weights = nullcontext() if self.ema is None else self.ema.in_place_of_weights()
-        with self._clock.paused(), weights, self.strategy.evaluation() as model:
-            metrics = evaluate(
-                self.task, model, self.evals, self.precision, self.world, self.strategy.data, self.control
-            )
-            self.state.evaluated = metrics is not None
-            if metrics is None:
-                return True, False
-            self.logger.scalars(step, self._epoch(), metrics)
-            self._check_losses(metrics)
-            if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
-                with torch.no_grad():
-                    self.task.on_eval(model, next(iter(self.evals.values())).first(), self.logger, step)
-        self.state.metrics, self.state.evaluated_at = metrics, step
-        improved = self._update_best(metrics)
+        with self._clock.paused():
+            metrics = self._evaluation.run(self.state.step, self._epoch())
+        self.state.evaluated = metrics is not None
+        if metrics is None:
+            return True, False
+        self.state.metrics, self.state.evaluated_at = metrics, self.state.step
+        try:
+            improved = self._evaluation.improves(metrics, self.state)
+        except UnknownMetricError:
+            self._save(end=False)  # no step so far is lost
+            raise
         self.control.set_phase("train")
         return False, improved
-
-    def _update_best(self, metrics: Mapping[str, float]) -> bool:
-        """Return whether the metric of trainer.keep_best is better than before."""
-        if self.options.keep_best is None:
-            return False
-        name = self.options.keep_best.partition(":")[2]
-        if name not in metrics:
-            self._save(end=False)  # no step so far is lost
-            raise unknown_metric(self.options.keep_best, metrics)
-        improved = is_better(self.options.keep_best, metrics[name], self.state.best)
-        if improved:
-            self.state.best = metrics[name]
-        return improved
-
-    def _check_keep_best(self, sums: Sums) -> None:
-        """Check after the first step of a start that the evaluation will have the metric of trainer.keep_best.
-
-        If the task does not return it in training, it is asked for the first batch of the evaluation set. Ranks: all.
-
-        Raises:
-            RefusedError: the evaluation will not have it.
-        """
-        if self.options.keep_best is None:
-            return
-        name = self.options.keep_best.partition(":")[2]
-        chosen, _, metric = name.partition("/")
-        if chosen not in self.evals or metric in ("loss", *sums[2]):
-            return
-        with self._clock.paused():
-            names = metric_names(
-                self.task, self.strategy.eval_model, self.strategy.modules, self.evals[chosen].first(), self.precision,
-                self.world.device,
-            )  # fmt: skip
-        if names is not None and metric not in names:
-            error = unknown_metric(self.options.keep_best, [f"{chosen}/{name}" for name in names])
-            raise RefusedError(f"{error} Did you mean {error.override}?")
 
     def _save(self, end: bool) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""
@@ -381,8 +318,3 @@ class Loop:
             norm = float(self._step.norm)
             if not math.isfinite(norm):
                 raise nonfinite_error("train/grad_norm", norm, self.state.step)
-
-    def _check_losses(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            if name.endswith("/loss") and not math.isfinite(value) and self.options.nonfinite == "stop":
-                raise nonfinite_error(name, value, self.state.step)

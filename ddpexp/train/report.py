@@ -19,7 +19,7 @@ from ddpexp.system.files import dumps, relative, write
 from ddpexp.system.hardware import usable_cores
 from ddpexp.system.secrets import masked_tree
 from ddpexp.system.text import metric_text, one_line
-from ddpexp.train.loop import Outcome
+from ddpexp.train.state import Outcome
 
 
 @dataclass(frozen=True)
