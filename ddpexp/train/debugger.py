@@ -65,13 +65,13 @@ class Debugger:
             )
         return not self._is_over
 
-    def prompt(self, debugger: pdb.Pdb, frame: FrameType, interact: Callable[[], None]) -> None:
+    def prompt(self, debugger: pdb.Pdb, interact: Callable[[], None]) -> None:
         """Call `interact`, which shows the prompt, when it is this rank's turn at the terminal."""
         if debugger.prompt == "(Pdb) ":
             debugger.prompt = self._name
         if self._terminal is None:
             self._interact(debugger, interact)
-        elif self._is_over or not self._control.request_terminal(_place(frame)):
+        elif self._is_over or not self._control.request_terminal():
             self._end(debugger)
         else:
             try:
@@ -143,8 +143,7 @@ def install(debugger: Debugger) -> None:
         if _has_own_connection(self):
             interaction(self, frame, *arguments)
         elif frame is not None or debugger.start(sys._getframe(1)):  # post-mortem has no frame, and no `set_trace`
-            place = frame or sys._getframe(1)
-            debugger.prompt(self, place, lambda: interaction(self, frame, *arguments))
+            debugger.prompt(self, lambda: interaction(self, frame, *arguments))
 
     def leave(name: str) -> Any:
         def command(self: pdb.Pdb, argument: str) -> Any:

@@ -64,8 +64,8 @@ def session(recipe: Recipe, *overrides: str, ranks: str = "[1]") -> tuple[Sessio
 def test_each_rank_gets_its_turn_while_all_else_waits(recipe: Recipe, expected: str) -> None:
     shell, done = session(recipe, "trainer.timeout.step_seconds=1", "trainer.log_every=1", ranks="[0,1]")
     with shell:
-        shell.expect("is at ")
-        assert shell.expect("; the other ranks wait. c continues, q").startswith(f"{recipe.folder}/points.py:")
+        shell.expect(" is at a breakpoint; the other ranks wait. c continues, q saves and stops the run.")
+        shell.expect(f"> {recipe.folder}/points.py(")
         shell.expect("(Pdb rank ")
         first = int(shell.expect(") "))
         time.sleep(3.0)  # beyond the timeout
@@ -79,7 +79,7 @@ def test_each_rank_gets_its_turn_while_all_else_waits(recipe: Recipe, expected: 
         shell.at(prompt, "n")
         assert "━" not in shell.expect("-> return super().step(model, batch)")
         shell.at(prompt, "c")
-        shell.expect(f"ddpexp: rank {1 - first} is at ")
+        shell.expect(f"ddpexp: rank {1 - first} is at a breakpoint")
         shell.at(f"(Pdb rank {1 - first}) ", "c")
         assert shell.end() == 0, shell.shown
         assert shell.is_sane()

@@ -23,7 +23,6 @@ _STEPPING_SECONDS = 0.5
 class _Request:
     worker: Worker
     number: int
-    place: str
 
 
 class DebugTurns:
@@ -48,7 +47,7 @@ class DebugTurns:
         """Note that a rank is at a breakpoint."""
         if worker.rank != 0 and worker is not self._stepping:
             worker.log.skip()
-        self._waiting.append(_Request(worker, message.number, message.place))
+        self._waiting.append(_Request(worker, message.number))
         self.advance()
 
     def on_return(self, worker: Worker, message: TerminalReturned) -> None:
@@ -118,7 +117,7 @@ class DebugTurns:
         if worker is not self._stepping:
             others = "; the other ranks wait" if self._size > 1 else ""
             self._output.terminal.line(
-                f"ddpexp: rank {worker.rank} is at {request.place}{others}. c continues, q saves and stops the run."
+                f"ddpexp: rank {worker.rank} is at a breakpoint{others}. c continues, q saves and stops the run."
             )
         self._output.terminal.resume()
         self._output.terminal.pause()

@@ -70,7 +70,6 @@ class TerminalRequested:
     """The worker is at a breakpoint, and waits for the terminal."""
 
     number: int  # of the worker's requests
-    place: str
 
 
 @dataclass(frozen=True)

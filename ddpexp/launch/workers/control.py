@@ -273,12 +273,12 @@ class Control:
         except OSError:
             return  # the supervisor is gone
 
-    def request_terminal(self, place: str) -> bool:
+    def request_terminal(self) -> bool:
         """Wait for this rank's turn at the command's terminal; return whether it gets it: not if the run stops."""
         if self._words is None:
             return False
         self._turns += 1
-        self.send("prompt", number=self._turns, place=place)
+        self.send("prompt", number=self._turns)
         while self._words[_TURN] >> 1 != self._turns:
             time.sleep(_TURN_NAP_SECONDS)
         return bool(self._words[_TURN] & 1)
