@@ -112,7 +112,7 @@ def test_the_debugger_session_of_the_documents(ddpexp: Ddpexp) -> None:
     command = re.search(r"^    \$ python -m ddpexp (.*)$", text, re.M)
     assert command is not None
     overrides = [*command[1].replace("examples/", f"{EXAMPLES}/").split(), "run.dir=run"]
-    document = re.sub("outputs/debugging/[-0-9_]+", "run", text).replace("examples/", f"{EXAMPLES}/")
+    document = text.replace("RUN_DIR", "run")
     typed = re.findall(r"^    \(Pdb rank 1\) (.*)$", text, re.M)
     with Session([sys.executable, "-m", "ddpexp", *overrides], ddpexp.folder, ddpexp.environ) as shell:
         shell.at("(Pdb rank 1) ", *typed)
@@ -120,7 +120,7 @@ def test_the_debugger_session_of_the_documents(ddpexp: Ddpexp) -> None:
     shown = shell.shown[shell.shown.index("ddpexp: rank 1") :].splitlines()
     assert len(shown) > 8
     for line in shown:
-        assert line.startswith((">", "->")) or f"    {line}\n" in document, line
+        assert line.startswith((">", "->", "python -m ddpexp resume run")) or f"    {line}\n" in document, line
 
 
 def test_profilers_of_the_documents(ddpexp: Ddpexp) -> None:
