@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 from ddpexp import __version__
-from ddpexp.checkpoint.best import best_checkpoints
 from ddpexp.checkpoint.codec import encode
-from ddpexp.checkpoint.format import FORMAT, MANIFEST, folder_name, scan, seal, set_folder_aside
+from ddpexp.checkpoint.format import FORMAT, MANIFEST, best_first, folder_name, scan, seal, set_folder_aside
 from ddpexp.checkpoint.layout import Span, TensorFile, lay_out, share, ties
 from ddpexp.checkpoint.staging import Shards, Stage
 from ddpexp.distributed.world import World
@@ -299,7 +298,7 @@ class Writer:
         complete = scan(self._folder).complete
         kept = list(complete if self._keep_last is None else complete[: self._keep_last])
         if self._keep_best is not None:
-            kept += best_checkpoints(complete, self._keep_best, self._keep_best_k)
+            kept += best_first(complete, self._keep_best)[: self._keep_best_k]
         if self._keep_every is not None:
             kept += [checkpoint for checkpoint in complete if checkpoint.step % self._keep_every == 0]
         for checkpoint in complete:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddpexp.checkpoint.best import best_checkpoints
-from ddpexp.checkpoint.format import complete_checkpoints, scan
+from ddpexp.checkpoint.format import best_first, complete_checkpoints, scan
 from ddpexp.checkpoint.writer import Content, Writer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
@@ -218,9 +217,9 @@ def test_the_best_and_every_multiple_stay(tmp_path: Path) -> None:
     writer.wait(end=True)
     complete = scan(tmp_path).complete
     assert [checkpoint.step for checkpoint in complete] == [70, 60, 40, 30, 10]
-    assert [checkpoint.step for checkpoint in best_checkpoints(complete, "max:eval/a", 3)] == [10, 40, 60]
-    assert [checkpoint.step for checkpoint in best_checkpoints(complete, "min:eval/a")] == [30]
-    assert best_checkpoints(complete, "max:eval/b") == []
+    assert [checkpoint.step for checkpoint in best_first(complete, "max:eval/a")] == [10, 40, 60, 30]
+    assert best_first(complete, "min:eval/a")[0].step == 30
+    assert best_first(complete, "max:eval/b") == []
 
 
 def test_a_run_has_the_same_numbers_with_all_keys_however_it_is_interrupted(recipe: Recipe) -> None:
