@@ -28,12 +28,17 @@ _VARIABLES = (
     "CUDA", "NVIDIA_", "LC_", "LANG", "MPL", "MATPLOTLIB",
 )  # fmt: skip
 _TAKEN_OVER = ("PYTHONWARNINGS", "PYTHONPATH")  # the fork applies them
+_OF_AGENTS = ("TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # read when ranks meet, or by NCCL
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 def ignored_signals() -> list[int]:
-    """Return the signals that this process ignores, which programs that it starts inherit."""
-    return [number for number in range(1, signal.NSIG) if signal.getsignal(number) == signal.SIG_IGN]
+    """Return the signals that this process ignores, which programs that it starts inherit.
+
+    Apart from SIGTTIN, which terminals alone send, and which MPICH's mpirun ignores.
+    """
+    others = set(range(1, signal.NSIG)) - {signal.SIGTTIN}
+    return [number for number in sorted(others) if signal.getsignal(number) == signal.SIG_IGN]
 
 
 def state(ignored: list[int], environ: Mapping[str, str] = os.environ) -> list[Any]:
@@ -41,7 +46,9 @@ def state(ignored: list[int], environ: Mapping[str, str] = os.environ) -> list[A
     numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
     limits = {number: resource.getrlimit(number) for number in numbers - {resource.RLIMIT_NOFILE}}
     variables = {
-        name: value for name, value in environ.items() if name.startswith(_VARIABLES) and name not in _TAKEN_OVER
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_VARIABLES) and not (name in _TAKEN_OVER or name.startswith(_OF_AGENTS))
     }
     return [
         ignored,
