@@ -43,6 +43,12 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
+def environ(warm_single_environ: dict[str, str]) -> dict[str, str]:
+    """The environment in which the fork servers of all launchers on this host are forks."""
+    return warm_single_environ
+
+
+@pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     recipe = Recipe(Ddpexp(tmp_path_factory.mktemp("interrupted"), environ), CODE)
     (recipe.folder / "conf/model/deep.yaml").write_text("_target_: points.Deep\n")
