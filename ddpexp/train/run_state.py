@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from ddpexp.checkpoint import format as on_disk
-from ddpexp.checkpoint.format import CONFIG, OLDER, Checkpoint, Damaged
+from ddpexp.checkpoint.format import CONFIG, OLDER, Checkpoint
 from ddpexp.checkpoint.layout import lay_out
 from ddpexp.checkpoint.reader import copy_into, read_model, read_part, read_rank_state, weights_sha256
 from ddpexp.checkpoint.writer import Content, Writer
@@ -25,12 +24,11 @@ from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Shard, Strategy
-from ddpexp.system.files import relative
 from ddpexp.system.secrets import masked_tree
 from ddpexp.train.ema import EMA
-from ddpexp.train.loop import Loop, TrainState
+from ddpexp.train.loop import Loop
+from ddpexp.train.state import TrainState
 
-_TEXT_BYTES = 1024
 _MODEL_NAME = re.compile(r"[\w-]+")
 
 
@@ -143,59 +141,6 @@ class RunState:
         self.writer.wait(end=True)
 
 
-def choose(run: RunDir, world: World, required: bool) -> tuple[Checkpoint | None, list[Damaged]]:
-    """Return the newest intact checkpoint, or None, and the damaged ones that are newer.
-
-    Ranks: all, each verifies a share of the bytes; communicates. Only rank zero gets the damaged ones.
-
-    Raises:
-        RefusedError: with `required`, there is none, or the newest is damaged; or another rank reads different bytes
-        than rank zero.
-    """
-    if world.is_rank_zero:
-        on_disk.clean(run.checkpoints)
-    found = on_disk.scan(run.checkpoints) if world.is_rank_zero else on_disk.Found()
-    steps = [checkpoint.step for checkpoint in found.complete]
-    damaged, chosen = list(found.damaged), None
-    for number in range(_agreed(world, len(steps))):
-        step = _agreed(world, steps[number] if world.is_rank_zero else 0)
-        checkpoint = found.complete[number] if world.is_rank_zero else _checkpoint_at(run, step)
-        if checkpoint:
-            problem = checkpoint.problem(world.rank, world.world_size)
-        else:
-            problem = f"{run.checkpoints} of this host lacks it"
-        problems = int(world.sum(torch.tensor(int(problem is not None), device=world.device)))
-        if not problems:
-            chosen = checkpoint
-            break
-        confirmed = (problem or found.complete[number].problem()) if world.is_rank_zero else None
-        if not _agreed(world, int(confirmed is not None)):
-            raise RefusedError(
-                f"the checkpoint of step {step} in {relative(run.path)} is whole where rank zero reads it, but not on "
-                f"every host ({problem or 'see the other ranks'}): see that all hosts have the same file system "
-                "there, then start again."
-            )
-        if confirmed is not None:
-            damaged.append(Damaged(found.complete[number].folder, confirmed))
-    newer = [checkpoint for checkpoint in damaged if chosen is None or checkpoint.step > chosen.step]
-    if required:
-        _check_required(run, world, chosen, newer)
-    return chosen, newer
-
-
-def _check_required(run: RunDir, world: World, chosen: Checkpoint | None, newer: Sequence[Damaged]) -> None:
-    """Raise on all ranks if `run.resume=require` cannot be met. Ranks: all; communicates."""
-    if _agreed(world, len(newer)):
-        latest = max(newer, key=lambda checkpoint: checkpoint.step) if newer else None
-        what = _text_of_rank_zero(world, f"{latest.folder.name}: {latest.problem}" if latest else "")
-        raise RefusedError(
-            f"the newest checkpoint in {relative(run.path)} cannot be used ({what}), and run.resume=require takes no "
-            "older one: use run.resume=auto."
-        )
-    if chosen is None:
-        raise RefusedError(f"run.resume=require, but {relative(run.checkpoints)} holds no complete checkpoint.")
-
-
 def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunState) -> None:
     """Restore everything that the checkpoint holds.
 
@@ -283,7 +228,11 @@ def _split(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the reproducible part of a state, and its times, which differ between equal runs."""
     progress = {**asdict(state), "metrics": masked_tree(state.metrics)}
     window = progress["window"]
-    clock = {"train_seconds": progress.pop("train_seconds"), "since_record": sum(entry["seconds"] for entry in window)}
+    clock = {
+        "train_seconds": progress.pop("train_seconds"),
+        "elapsed_seconds": progress.pop("elapsed_seconds"),
+        "since_record": sum(entry["seconds"] for entry in window),
+    }
     progress["window"] = [{key: value for key, value in entry.items() if key != "seconds"} for entry in window]
     return progress, clock
 
@@ -293,7 +242,9 @@ def _join(progress: Mapping[str, Any], clock: Mapping[str, Any]) -> TrainState:
     fields = {name: progress[name] for name in TrainState.__dataclass_fields__ if name in progress}
     since = float(clock["since_record"])
     window = [{**entry, "seconds": since if number == 0 else 0.0} for number, entry in enumerate(progress["window"])]
-    return TrainState(**{**fields, "window": window, "train_seconds": float(clock["train_seconds"])})
+    seconds = float(clock["train_seconds"])
+    elapsed = float(clock.get("elapsed_seconds", seconds))  # older checkpoints do not have it
+    return TrainState(**{**fields, "window": window, "train_seconds": seconds, "elapsed_seconds": elapsed})
 
 
 def _check_models(strategy: Strategy) -> None:
@@ -336,25 +287,6 @@ def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _non_empty(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Drop empty values."""
     return {key: value for key, value in tree.items() if value}
-
-
-def _text_of_rank_zero(world: World, text: str) -> str:
-    """Return rank zero's text, truncated if it is long, so that all ranks report the same.
-
-    Ranks: all; communicates.
-    """
-    data = text.encode()[:_TEXT_BYTES] if world.is_rank_zero else b""
-    numbers = torch.tensor([*data, *bytes(_TEXT_BYTES - len(data))], device=world.device)
-    return bytes(world.broadcast(numbers).tolist()).rstrip(b"\0").decode(errors="ignore")
-
-
-def _agreed(world: World, number: int) -> int:
-    """Return rank zero's number. Ranks: all; communicates."""
-    return int(world.broadcast(torch.tensor(number, device=world.device)))
-
-
-def _checkpoint_at(run: RunDir, step: int) -> Checkpoint | None:
-    return next((checkpoint for checkpoint in on_disk.scan(run.checkpoints).complete if checkpoint.step == step), None)
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:

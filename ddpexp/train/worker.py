@@ -9,7 +9,6 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,9 @@ from ddpexp.checkpoint.reader import load_weights, weights_sha256
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
 from ddpexp.config.schema import Experiment
-from ddpexp.data import fingerprint
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
-from ddpexp.data.datasets import Splits
 from ddpexp.data.loader import shared_memory_warning
-from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch import Layout
@@ -56,19 +52,20 @@ from ddpexp.train.build import (
     load_data,
     open_data,
 )
+from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate as compute_metrics
+from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_model, check_task
 from ddpexp.train.report import Report
-from ddpexp.train.run_state import RunState, choose, restore_checkpoint, truncate_records
-
-_MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic threshold reaches
+from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_records
+from ddpexp.train.same_data import check_same_data, inputs_of
 
 
 def main(path: str, worker_args: str) -> int:
@@ -117,7 +114,7 @@ def join(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> RunCo
     """Read the configuration and join the other ranks. Ranks: all; returns when all have joined."""
     experiment, layout = load(_read_configuration(run, worker_args.get("config"))), run.layout()
     control.set_phase("join")
-    world = _join_world(experiment, layout, control)
+    world = join_world(experiment, layout, control)
     log = open_log(world, control, run.log)
     for note in worker_args.get("notes", ()) if world.is_rank_zero else ():
         log.info(note)
@@ -144,7 +141,7 @@ def build(context: RunContext) -> Built:
         lazy_dynamo.defer()
 
     undivided = load_data(experiment, context.prepared, world)
-    inputs = _inputs(context, undivided) if world.is_rank_zero else {}
+    inputs = inputs_of(context, undivided) if world.is_rank_zero else {}
     splits = arrange(undivided, experiment.data, world)
     check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
@@ -157,7 +154,7 @@ def build(context: RunContext) -> Built:
     newest, damaged = choose(run, world, experiment.run.resume == "require")
     strategy = build_strategy(experiment, world, plan, _initial_weights(context, newest))
     if newest is not None and world.is_rank_zero:
-        inputs |= _check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
+        inputs |= check_same_data(context, newest, inputs["data"], batches.steps_per_epoch)
     num_steps = count_steps(trainer, batches.steps_per_epoch)
     if newest is not None and newest.step > num_steps:
         raise RefusedError(
@@ -242,7 +239,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     """
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.set_phase("join")
-    world = _join_world(experiment, layout, control)
+    world = join_world(experiment, layout, control)
     with gpu_memory.explained(lambda: _situation(experiment, world, control, evaluation["batch_size"])):
         _evaluate_weights(evaluation, experiment, world, control)
 
@@ -294,48 +291,9 @@ def _read_configuration(run: RunDir, digest: str | None) -> str:
     return raw.decode()
 
 
-def _join_world(experiment: Experiment, layout: Layout, control: Control) -> World:
-    torch.set_num_threads(layout.threads)
-    _keep_freed_memory()
-    if experiment.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision(experiment.trainer.matmul_precision)
-    torch.backends.cudnn.benchmark = experiment.trainer.cudnn_benchmark
-    experiment.trust.make_importable()
-    uses_nccl = layout.backend == "nccl" and layout.world_size > 1
-    if uses_nccl:
-        flight_recorder.enable(os.environ)
-    world = World.join(layout, _collective_timeout(experiment))
-    if uses_nccl:
-        flight_recorder.answer_inquiries(control, os.environ)
-    fault_point("joined")
-    return world
-
-
 def _watch_compilations(world: World) -> Compilations:
     limit_processes(os.environ, usable_cores(), world.local_world_size)
     return Compilations.watched()
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep the memory of activations from step to step, instead of returning and clearing pages each time.
-
-    glibc keeps blocks up to the size of the largest one ever freed, at most 32 MiB. Programs that read their data into
-    memory have freed such a block early on. ddpexp maps its data, and without this a step with convolutions takes a
-    third longer. The block is never written to, so it costs no memory.
-    """
-    with suppress(RuntimeError):  # a limit on the address space is reported where memory is really needed
-        torch.empty(_MMAP_THRESHOLD_BYTES, dtype=torch.uint8)
-
-
-def _collective_timeout(experiment: Experiment) -> float:
-    """Return how long a rank waits in a collective. Units: seconds.
-
-    Longer than the command's own timeouts: the command knows which rank is late, and reports it first.
-    """
-    timeout = experiment.trainer.timeout
-    return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)
 
 
 def _warn_of_little_shared_memory(experiment: Experiment, log: logging.Logger) -> None:
@@ -354,41 +312,3 @@ def _initial_weights(context: RunContext, newest: Checkpoint | None) -> Callable
     path = weights.find(Path(context.init_from or source), override, context.log.warning)
     context.log.info(f"{override}: the weights of {relative(path)}")
     return lambda models: load_weights(models, path, override)
-
-
-def _inputs(context: RunContext, splits: Splits) -> dict[str, Any]:
-    """Return what identifies the configuration and code, as the command recorded them, and the data of this start."""
-    recorded = context.run.read(context.run.manifest).get("inputs")
-    prepared = context.prepared
-    identified = prepared is not None and any(key in prepared for key in fingerprint.IDENTITY)
-    return {
-        **(recorded if isinstance(recorded, dict) else {}),
-        "data": fingerprint.fingerprint(splits, identified, context.experiment.data.num_workers),
-    }
-
-
-def _check_same_data(
-    context: RunContext, newest: Checkpoint, now: Mapping[str, Any], steps_per_epoch: int
-) -> dict[str, Any]:
-    """Compare the data with that of the steps so far, as the checkpoint recorded it. Ranks: rank zero.
-
-    Returns the data as later checkpoints record it, and its changes so far.
-
-    Raises:
-        RefusedError: the data has changed and run.allow_changes does not list it.
-    """
-    inputs = newest.manifest.get("inputs")
-    inputs = inputs if isinstance(inputs, Mapping) else {}
-    before, history = inputs.get("data"), inputs.get("data_changes") or []
-    changes = fingerprint.differences(before, now) if isinstance(before, Mapping) else []
-    if not changes:
-        return {"data": fingerprint.carried_over(before, now), **({"data_changes": history} if history else {})}
-    change = f"since step {newest.step} the data has changed: {', '.join(changes)}"
-    if "data" not in context.experiment.run.allow_changes:
-        raise RefusedError(
-            f"{relative(context.run.path)}: {change}, so the steps to come would see other samples than the steps so "
-            "far. Make the same data available, type run.allow_changes=[data] to resume with this, or start a new "
-            "run with another run.dir."
-        )
-    context.log.info(f"{change} (run.allow_changes=[data]): {steps_per_epoch:,} steps an epoch from here on")
-    return {"data_changes": [*history, change]}

@@ -1,0 +1,36 @@
+"""The progress of a run, and where it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Where a run ended."""
+
+    step: int
+    epoch: float
+    metrics: Mapping[str, float]  # of the last evaluation
+    train_seconds: float  # without evaluations, over all starts
+    elapsed_seconds: float  # with evaluations and saving, over all starts
+    first_step_at: float  # Unix time when this start's first step was done
+    interrupted: bool = False  # asked to stop before the last step
+    digest: str | None = None  # weights_sha256 of the end. Ranks: rank zero
+    stopped: str | None = None  # why the run ended before the last step, as configured: a sentence without full stop
+
+
+@dataclass
+class TrainState:
+    """Progress of a run, as its checkpoints store it."""
+
+    step: int = 0  # optimizer steps done
+    evaluated: bool = True  # False: the evaluation after this step was interrupted and is still to be done
+    metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    evaluated_at: int | None = None  # the step of the last evaluation
+    best: float | None = None  # best value so far of the metric of trainer.keep_best
+    window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
+    train_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
