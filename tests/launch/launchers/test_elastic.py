@@ -86,7 +86,8 @@ def test_etcd_leads_the_ranks_together(recipe: Recipe, etcd: str) -> None:
     )
     done = recipe(*overrides, "trainer.threads=1")
     assert (done.code, done.err) == (0, ""), done.err
-    assert done.result()["weights_sha256"] == recipe("trainer.gpus=2", "trainer.threads=1").result()["weights_sha256"]
+    alone = recipe("trainer.gpus=2", "trainer.threads=1", environ=OWN_SERVER)
+    assert done.result()["weights_sha256"] == alone.result()["weights_sha256"]
 
 
 @pytest.mark.variants(1)
@@ -309,7 +310,7 @@ class Machines:
         return ends
 
     def see(self, done: Done) -> None:
-        undisturbed = self.recipe(*LONG, f"+task.gate={self.gate}")
+        undisturbed = self.recipe(*LONG, f"+task.gate={self.gate}", environ=OWN_SERVER)
         assert done.result()["weights_sha256"] == undisturbed.result()["weights_sha256"]
         assert done.result()["metrics"] == undisturbed.result()["metrics"]
         assert [one["step"] for one in done.metrics()] == [one["step"] for one in undisturbed.metrics()]
