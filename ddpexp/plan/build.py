@@ -77,7 +77,10 @@ def collect(
     data_size = experiment.strategy.data_rank(0, layout.world_size).size
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     before = _own_memory()
-    splits = Splits(range(num_samples), {}) if num_samples is not None else open_data(experiment, prepared, _ALONE)
+    if num_samples is None:
+        splits = open_data(experiment, prepared, _ALONE)
+    else:
+        splits = Splits(range(min(num_samples, trainer.limit_train_samples or num_samples)), {})
     train, there = splits.train, experiment.data.on_device and num_samples is None
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     batches = TrainBatches(train, plan, 0, trainer.seed, _CPU)
