@@ -41,11 +41,6 @@ class FSDPOptions(Options):
                 f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
                 "are gathered by hooks between the modules. Use trainer.compile=false or strategy=ddp."
             )
-        if trainer.channels_last:
-            raise RefusedError(
-                "trainer.channels_last=true is incompatible with strategy=fsdp, which cuts parameters between rows in "
-                "their ordinary memory format. Use trainer.channels_last=false or strategy=ddp."
-            )
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
@@ -96,4 +91,4 @@ class FSDPOptions(Options):
         """Build the model and shard it."""
         from ddpexp.strategy.fsdp.strategy import FSDP
 
-        return FSDP(self, world, factory, prepare=prepare)
+        return FSDP(self, world, factory, channels_last=trainer.channels_last, prepare=prepare)

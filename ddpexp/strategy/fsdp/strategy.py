@@ -37,9 +37,12 @@ class FSDP(Replicas):
         world: World,
         factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
         *,
+        channels_last: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
     ) -> None:
         """Build the whole model on this rank's device, then keep this rank's share.
+
+        With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
 
         Ranks: all; broadcasts rank zero's weights.
 
@@ -64,6 +67,9 @@ class FSDP(Replicas):
             for key, parameter in module.named_parameters()
             if (name := f"{model}.{key}") and parameter.requires_grad
         }
+        if channels_last:
+            for module in self.modules.values():
+                module.register_forward_pre_hook(_channels_last)
         self._buffers_due = True
         if options.broadcast_buffers and world.world_size > 1:
             for module in self.modules.values():
@@ -200,6 +206,13 @@ class FSDP(Replicas):
         if not isinstance(like, DTensor) or like.shape != tensor.shape:
             return tensor
         return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.dim() == 4 else value
+        for value in inputs
+    )
 
 
 def _check_can_be_cut(models: Models) -> None:

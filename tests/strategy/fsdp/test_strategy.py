@@ -56,7 +56,6 @@ def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None
     ("changes", "sentence"),
     [
         ({"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
-        ({"channels_last": True}, "trainer.channels_last=true is incompatible with strategy=fsdp"),
         ({"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=fsdp"),
     ],
 )
