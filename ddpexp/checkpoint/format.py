@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -88,6 +89,11 @@ class Checkpoint:
         return [
             name for name in self.files if name.endswith(".safetensors") and not name.startswith(("state.", "rank-"))
         ]
+
+    @property
+    def has_average(self) -> bool:
+        """Return whether it holds the moving average of the weights, too."""
+        return any(name.endswith(".ema.safetensors") for name in self.weights)
 
     @property
     def config(self) -> str | None:
@@ -188,6 +194,22 @@ def newest_intact(folder: Path, weights_only: bool = False) -> tuple[Checkpoint 
         damaged.append(Damaged(checkpoint.folder, problem))
     newer = [entry for entry in damaged if chosen is None or entry.step > chosen.step]
     return chosen, sorted(newer, key=lambda entry: entry.step, reverse=True)
+
+
+def best_first(checkpoints: Sequence[Checkpoint], keep_best: str) -> list[Checkpoint]:
+    """Return those that have the metric of trainer.keep_best, the best first and of equal ones the earliest.
+
+    A checkpoint also has the metrics of an evaluation before its step: of several with the same evaluation only the
+    earliest counts.
+    """
+    mode, _, name = keep_best.partition(":")
+    rated: dict[int, Checkpoint] = {}
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
+        value = checkpoint.metrics.get(name)
+        if value is not None and not math.isnan(float(value)):
+            rated.setdefault(checkpoint.manifest.get("evaluated_at", checkpoint.step), checkpoint)
+    sign = -1 if mode == "max" else 1
+    return sorted(rated.values(), key=lambda checkpoint: (sign * float(checkpoint.metrics[name]), checkpoint.step))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -15,7 +16,7 @@ from ddpexp.config.instantiate import Node, instantiate, locate, targets
 from ddpexp.config.schema import Data, Experiment, Trainer
 from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, hold_out, on_device
+from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -86,7 +87,7 @@ def import_all(experiment: Experiment, world: World) -> None:
 
 def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
     """Build the data sets, split and placed for training; see `load_data`. Ranks: all; communicates."""
-    return arrange(load_data(experiment, prepared, world), experiment.data, world)
+    return arrange(load_data(experiment, prepared, world), experiment, world)
 
 
 def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
@@ -109,10 +110,13 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     return splits
 
 
-def arrange(splits: Splits, data: Data, world: World) -> Splits:
-    """Hold out the validation samples, and move the data sets to the device if data.on_device is set."""
+def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
+    """Hold out the validation samples, choose those to train on, and move the data sets to the device if configured."""
+    data, limit = experiment.data, experiment.trainer.limit_train_samples
     if data.validation_fraction:
         splits = _hold_out(splits, data)
+    if limit is not None:
+        splits = replace(splits, train=choose_samples(splits.train, limit))
     return on_device(splits, world.device) if data.on_device else splits
 
 
@@ -167,20 +171,24 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
         )
 
 
+def build_model(experiment: Experiment, trains: bool = True) -> Any:
+    """Build the model, or the mapping of models, with the weights that a new run starts with.
+
+    They depend on trainer.seed alone, whichever generator draws them and whatever was drawn before.
+    """
+    seed_everything(experiment.trainer.seed)
+    torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
+    model = instantiate(experiment.model, experiment.trust, "model")
+    return check_model(model, experiment.model.target, trains=trains)
+
+
 def build_strategy(
     experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
 ) -> Strategy:
     """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
-    trainer = experiment.trainer
-
-    def factory() -> Any:
-        torch.manual_seed(trainer.seed)
-        model = instantiate(experiment.model, experiment.trust, "model")
-        return check_model(model, experiment.model.target, trains=True)
-
     return experiment.strategy.build(
-        world, factory,
-        trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
+        world, partial(build_model, experiment),
+        trainer=experiment.trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
     )  # fmt: skip
 
 
@@ -223,7 +231,8 @@ def build_evals(
     experiment: Experiment, splits: Splits, rank: DataRank, device: torch.device, batch_size: int
 ) -> dict[str, EvalBatches]:
     """Return the batches of each evaluation set that this rank evaluates."""
-    data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
+    data, trainer = experiment.data, experiment.trainer
+    limit = trainer.limit_eval_batches * trainer.global_batch_size if trainer.limit_eval_batches is not None else None
     return {
         name: EvalBatches(
             dataset,
@@ -232,9 +241,10 @@ def build_evals(
             rank.size,
             device,
             data.num_workers,
-            seconds,
+            trainer.timeout.data_seconds,
             name,
             data.on_device,
+            limit,
         )
         for name, dataset in splits.evals.items()
     }
