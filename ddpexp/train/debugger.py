@@ -55,7 +55,7 @@ class Debugger:
         if os.getpid() != self._pid:
             raise DdpexpError(
                 f"{_place(frame)} starts a debugger in a process that a worker has started, such as a DataLoader "
-                f"worker, which has no terminal: use launcher=inline data.num_workers=0. {_ADVICE}"
+                f"worker, which has no terminal: use data.num_workers=0. {_ADVICE}"
             )
         if self._terminal is None and not self._control.in_process:
             raise DdpexpError(
