@@ -18,12 +18,11 @@ from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
 from ddpexp.train.ema import EMA
-from ddpexp.train.evaluate import evaluate
+from ddpexp.train.evaluate import evaluate, has_metrics_of_its_own, metric_names
 from ddpexp.train.keep_best import is_better, unknown_metric
 from ddpexp.train.metrics import nonfinite_error
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import TrainState
-from ddpexp.train.task_checks import metric_names
 
 
 @dataclass(frozen=True)
