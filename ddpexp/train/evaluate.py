@@ -127,6 +127,6 @@ def metric_names(
         return None
 
 
-def has_metrics_of_its_own(task: Task) -> bool:
+def has_eval_metrics(task: Task) -> bool:
     """Return whether an evaluation may have metrics that training does not have."""
     return isinstance(task, HasFinish) or any(map(is_torchmetrics, getattr(task, "__dict__", {}).values()))

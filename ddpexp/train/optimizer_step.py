@@ -120,8 +120,10 @@ class Step:
 
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
+        sums: Any
         if self._checked:
-            return self.task.step(self.strategy.train_model, batch)
+            sums = self.task.step(self.strategy.train_model, batch)
+            return sums  # type: ignore[no-any-return]
         before = gradients_of(self.strategy.parameters())
         sums = self.task.step(self.strategy.train_model, batch)
         check_unchanged(before, self.strategy.parameters(), self.task.step)

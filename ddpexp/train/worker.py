@@ -60,6 +60,7 @@ from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
+from ddpexp.train.metrics import MetricError
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_model, check_task
@@ -220,6 +221,12 @@ def fit(context: RunContext, built: Built) -> None:
             f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
             f"{shlex.join(words)}"
         ) from None
+    except MetricError as error:
+        built.checkpointer.drain()
+        words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
+        raise DdpexpError(
+            f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
+        ) from error
     except (Exception, SystemExit):
         built.checkpointer.drain()
         raise

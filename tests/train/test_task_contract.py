@@ -220,7 +220,7 @@ def test_what_waits_for_a_record_survives_a_change_of_the_recipes_metrics() -> N
     window.restore(before.pending(0.0))
     assert window.pending(1.0)[0]["names"] == ["gone", "kept"]
     window.add([(torch.tensor(3.0), 2, {"kept": (torch.tensor(0.0), 2), "new": (torch.tensor(3.0), 1)})])
-    assert window.totals() == {"loss": 1.0, "kept": 0.25, "new": 3.0}
+    assert window.totals() == {"loss": (4.0, 4.0), "kept": (1.0, 4.0), "new": (3.0, 1.0)}
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
