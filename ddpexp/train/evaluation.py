@@ -109,7 +109,7 @@ class Evaluation:
         if not sets or self.options.eval_every == 0:
             return
         chosen, _, metric = keep_best.partition(":")[2].partition("/") if keep_best else (next(iter(sets)), "", "loss")
-        if not has_eval_metrics(self.task) and (chosen not in sets or metric in ("loss", *sums[2])):
+        if chosen not in sets or (metric in ("loss", *sums[2]) and not has_eval_metrics(self.task)):
             return
         names = metric_names(
             self.task, self.strategy.eval_model, self.strategy.modules, sets[chosen].first(), self.precision,
