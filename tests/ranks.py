@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ddpexp.distributed.world import World
 
@@ -41,7 +42,7 @@ def _be_rank(rank: int, size: int, store: Path, function: Callable[[World], Any]
     torch.set_num_threads(1)
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        rendezvous = dist.FileStore(str(store), size)
+        rendezvous = FileStore(str(store), size)
         dist.init_process_group(
             "gloo", store=rendezvous, rank=rank, world_size=size, timeout=timedelta(seconds=_SECONDS)
         )
