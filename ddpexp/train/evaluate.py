@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ddpexp.config.build import nearest
+from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batches import EvalBatches
 from ddpexp.distributed.world import World
-from ddpexp.errors import DdpexpError
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.options import DataRank
 from ddpexp.system.fault_injection import fault_point
@@ -48,6 +50,23 @@ def evaluate(
                 return None
             metrics |= {f"{name}/{key}": value for key, value in values.items()}
     return metrics
+
+
+def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]:
+    """Return the evaluation sets that `ddpexp evaluate --split` names; without names all but `test`.
+
+    Raises:
+        RefusedError: there is no such set, or none but `test`.
+    """
+    for name in split:
+        if name not in sets:
+            meant = nearest(name, sets)
+            hint = f"Did you mean --split {meant}?" if meant else f"There is {', '.join(sets) or 'none'}."
+            raise RefusedError(f"--split {name} names no evaluation set of the data. {hint}")
+    chosen = {name: sets[name] for name in split or sets if split or name != TEST_SET}
+    if sets and not chosen:
+        raise RefusedError(f"the only evaluation set is `{TEST_SET}`, which must be named: type --split {TEST_SET}.")
+    return chosen
 
 
 def _evaluate_set(

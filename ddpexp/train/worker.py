@@ -56,6 +56,7 @@ from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
+from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
@@ -256,7 +257,8 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
-    evals = build_evals(experiment, splits, data, world.device, evaluation["batch_size"])
+    sets = chosen_sets(splits.evals, evaluation["split"])
+    evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
     model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
