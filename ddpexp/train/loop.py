@@ -104,7 +104,8 @@ class Loop:
         self._recorded_lrs = rates_by_name(self.optimizers)
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
-            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self._records_graphs(),
+            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
+            self._records_graphs(),
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
@@ -120,7 +121,7 @@ class Loop:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
         self._start()
-        interrupted = self._finish_interrupted_evaluation()
+        interrupted = self._evaluate_before_steps()
         self._prepare_for_data()
         for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.state.step):
             self.control.set_phase("train")
@@ -183,9 +184,21 @@ class Loop:
         compilation = Compilation.of(self.options)
         return compilation is not None and compilation.records_graphs
 
-    def _finish_interrupted_evaluation(self) -> bool:
-        """Redo the evaluation that a stop request interrupted; return whether it was stopped again."""
-        return not self.state.evaluated and self._evaluate()[0]
+    def _evaluate_before_steps(self) -> bool:
+        """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
+        state = self.state
+        at_start = (
+            self.options.eval_at_start
+            and state.step == 0
+            and state.evaluated_at is None
+            and bool(self._evaluation.periodic)
+        )
+        if not at_start and state.evaluated:
+            return False
+        interrupted, improved = self._evaluate()
+        if at_start and improved:
+            self._save(end=False)
+        return interrupted
 
     def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
         ends = interrupted or self.stopped is not None
@@ -208,7 +221,8 @@ class Loop:
             evaluation=bool(self._evaluation.periodic)
             and options.eval_every != 0
             and (self._is_due(step, options.eval_every) or is_last),
-            checkpoint=self.checkpointer is not None and self._is_due(step, options.checkpoint_every),
+            checkpoint=self.checkpointer is not None
+            and (self._is_due(step, options.checkpoint_every) or self._is_due(step, options.keep_every or 0)),
             is_last=is_last,
         )
 
