@@ -187,12 +187,8 @@ class Loop:
     def _evaluate_before_steps(self) -> bool:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
         state = self.state
-        at_start = (
-            self.options.eval_at_start
-            and state.step == 0
-            and state.evaluated_at is None
-            and bool(self._evaluation.periodic)
-        )
+        sets = self._evaluation.periodic
+        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(sets)
         if not at_start and state.evaluated:
             return False
         interrupted, improved = self._evaluate()
