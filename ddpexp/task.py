@@ -161,7 +161,11 @@ class HasOnEval(Protocol):
     """A task that logs something about an evaluation, such as images with predictions."""
 
     def on_eval(self, model: nn.Module, batch: Any, logger: Logger, step: int) -> None:
-        """Log the first batch of an evaluation. Ranks: rank zero; must not communicate."""
+        """Log the first batch of an evaluation.
+
+        Ranks: rank zero; must not communicate. Where a forward pass communicates (`strategy=fsdp` with
+        `strategy.gather_in_evaluation=false`), all, with a logger that records nothing on the others.
+        """
         ...
 
 
