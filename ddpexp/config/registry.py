@@ -23,7 +23,10 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "onecycle": "ddpexp.train.schedule.OneCycle",
     },
     "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
-    "strategy": {"ddp": "ddpexp.strategy.ddp_options.DDPOptions"},
+    "strategy": {
+        "ddp": "ddpexp.strategy.ddp_options.DDPOptions",
+        "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
+    },
     "data": {"mnist": "ddpexp.data.mnist.dataset.load", "images": "ddpexp.data.images.dataset.load"},
     "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
 }
