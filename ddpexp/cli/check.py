@@ -218,7 +218,7 @@ def judge(
     findings = [Finding(**finding) for finding in one["findings"]]
     problems = {finding.check for finding in findings if finding.ok is False}
     if one["weights"] is None:
-        if "parameters" in problems or "memory" in problems:
+        if problems - {"steps", "sums", "forward"}:  # it ends for the same reason
             findings = [finding for finding in findings if finding.check != "steps"]
         return _unique(findings)
     findings.append(Finding("steps", True, "two steps, an evaluation, a checkpoint"))
@@ -231,12 +231,14 @@ def judge(
                 Finding("workers", None, f"not checked: see {min(unrepeatable)}"),
             ]
         )
-    findings.append(_judge_resume(one, parts["resumed"], experiment))
-    findings.append(_judge_workers(one, parts["two"], records, experiment))
-    return _unique(findings)
+    resume = _judge_resume(one, parts["resumed"])
+    workers = _judge_ranks(one, parts["two"], experiment) or _judge_steps(one, parts["two"], records, experiment)
+    if not resume.ok and workers.check == "workers":
+        workers = Finding("workers", None, "not checked: see resume")
+    return _unique([*findings, resume, workers])
 
 
-def _judge_resume(one: Mapping[str, Any], resumed: Mapping[str, Any] | str | None, experiment: Experiment) -> Finding:
+def _judge_resume(one: Mapping[str, Any], resumed: Mapping[str, Any] | str | None) -> Finding:
     if not isinstance(resumed, Mapping) or resumed["weights"] is None:
         found = [finding["text"] for finding in resumed["findings"]] if isinstance(resumed, Mapping) else [resumed]
         return Finding("resume", False, f"the run cannot be resumed from its first checkpoint: {found[0]}")
@@ -247,7 +249,7 @@ def _judge_resume(one: Mapping[str, Any], resumed: Mapping[str, Any] | str | Non
         return Finding("resume", True, f"the step after a resume gives the same weights, to the bit{note}")
     where = (
         f"this changed during the steps, and is not in checkpoints: {places}. Keep it in a buffer "
-        "(register_buffer), or in get_extra_state of the module"
+        "of the model (register_buffer), or in get_extra_state of a module"
         if changed
         else "no attribute of model, task or data has changed, so look at global variables of libraries and at the "
         "state of the optimizer"
@@ -255,33 +257,42 @@ def _judge_resume(one: Mapping[str, Any], resumed: Mapping[str, Any] | str | Non
     return Finding("resume", False, f"the second step gives other weights after a resume than without one: {where}.")
 
 
-def _judge_workers(
+def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, experiment: Experiment) -> Finding | None:
+    """Return the problem of two workers that fail, or that compute different losses for the same batch."""
+    if not isinstance(two, Mapping):
+        return Finding("two", False if two and two.startswith("rank ") else None, f"at two workers: {two}")
+    losses = two["losses"]
+    if _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+        return None
+    return Finding(
+        "rank",
+        False,
+        f"{one['step']} depends on the rank, or its model or data do: for the same batch, weights and random seed the "
+        f"loss is {losses[0]:.6g} on rank 0 and {losses[1]:.6g} on rank 1.",
+    )
+
+
+def _judge_steps(
     one: Mapping[str, Any], two: Mapping[str, Any] | str | None, records: Mapping[str, Mapping[str, float]],
     experiment: Experiment,
 ) -> Finding:  # fmt: skip
-    if not isinstance(two, Mapping):
-        return Finding("workers", False if two and two.startswith("rank ") else None, f"two workers: {two}")
+    """Compare the steps of one and of two workers."""
+    assert isinstance(two, Mapping)
     trainer = experiment.trainer
-    tolerance = _TOLERANCE[trainer.precision]
-    losses = two["losses"]
-    if not _agree(losses, tolerance):
-        return Finding(
-            "workers", False,
-            f"the ranks compute different losses for the same batch, weights and random seed: {losses[0]:.6g} on rank "
-            f"0, {losses[1]:.6g} on rank 1. The forward pass or the data depends on the rank: {one['step']}.",
-        )  # fmt: skip
     if trainer.reduction == "exact":
         if two["weights"] == one["weights"]:
             return Finding("workers", True, "one and two workers give the same weights, to the bit")
         return Finding("workers", False, "one and two workers give different weights with trainer.reduction=exact")
-    for name in ("train/loss", "train/grad_norm"):
+    # The sums of a train_step may be those of its last micro-batch.
+    for name in ("train/grad_norm",) if one["is_manual"] else ("train/loss", "train/grad_norm"):
         values = [records[part].get(name, math.nan) for part in ("one", "two")]
-        if not _agree(values, tolerance):
+        if not _agree(values, _TOLERANCE[trainer.precision]):
             return Finding(
-                "workers", False,
+                "workers",
+                False,
                 f"the same step has {name} {values[0]:.6g} at one worker and {values[1]:.6g} at two: {one['step']} "
                 "depends on how the batch is divided.",
-            )  # fmt: skip
+            )
     return Finding("workers", True, "the same step at one and at two workers, within rounding")
 
 

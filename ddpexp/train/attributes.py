@@ -6,7 +6,7 @@ import inspect
 import pickle
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,19 +20,19 @@ _DEPTH = 4
 class Attributes:
     """The attributes of some objects at one moment."""
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: Sequence[Any]) -> None:
         """Read the attributes of the objects, of their submodules, and the plain globals of their modules."""
         self._kept: list[Any] = []  # so that no id is used again
-        self._values: dict[str, tuple[Any, Any]] = {}  # the owner, and what its attribute is compared by
+        self._values: dict[str, tuple[Any, str, Any]] = {}  # owner, name there, what the value is compared by
         for name, owner, attribute, value in _attributes(objects):
-            self._values.setdefault(f"{name}.{attribute}", (owner, self._identity(value, _DEPTH)))
+            self._values.setdefault(name, (owner, attribute, self._identity(value, _DEPTH)))
 
     def changed(self, later: Attributes) -> dict[str, str]:
         """Return the attributes that differ later, each with the file and line that may set it."""
         return {
-            name: place_of(owner, name.rpartition(".")[2])
-            for name, (owner, value) in later._values.items()
-            if name not in self._values or self._values[name][1] != value
+            name: place_of(owner, attribute)
+            for name, (owner, attribute, value) in later._values.items()
+            if name not in self._values or self._values[name][2] != value
         }
 
     def _identity(self, value: Any, depth: int) -> Any:
@@ -59,10 +59,10 @@ class Attributes:
             return id(value)
 
 
-def _attributes(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield a name, the object, the name of its attribute and the value."""
+def _attributes(objects: Sequence[Any]) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield the name of each attribute as a message shows it, its owner, its own name and the value."""
     modules = {}
-    for name, root in objects.items():
+    for root in objects:
         parts = root.named_modules() if isinstance(root, nn.Module) else [("", root)]
         for place, part in parts:
             if type(part).__module__.partition(".")[0] in ("torch", "ddpexp", "builtins"):
@@ -71,30 +71,32 @@ def _attributes(objects: Mapping[str, Any]) -> Iterator[tuple[str, Any, str, Any
             values = getattr(part, "__dict__", None)
             for attribute, value in values.items() if isinstance(values, dict) else ():
                 if not (isinstance(part, nn.Module) and attribute in _MODULE):
-                    where = f"{name}.{place}" if place else name
-                    yield f"{where} ({type(part).__qualname__})", part, attribute, value
+                    of = f" of {place}" if place else ""
+                    yield f"{type(part).__qualname__}.{attribute}{of}", part, attribute, value
     for name, module in modules.items():
         for attribute, value in list(vars(module).items()) if module is not None else ():
             if not attribute.startswith("__") and isinstance(value, bool | int | float | str | list | dict | set):
-                yield f"the module {name}", module, attribute, value
+                yield f"{name}.{attribute}", module, attribute, value
 
 
 def place_of(owner: Any, attribute: str) -> str:
     """Return the file and line that sets an attribute outside of `__init__`, else that of the owner's class."""
-    subject = owner if inspect.ismodule(owner) else type(owner)
-    try:
-        lines, first = inspect.getsourcelines(subject)
-        path = inspect.getsourcefile(subject)
-    except (OSError, TypeError):
-        return subject.__name__
-    pattern = re.compile(
-        rf"\b{re.escape(attribute)}\b(\[[^\]]*\])?\s*([-+*/|&]|//)?=(?!=)|\b{re.escape(attribute)}\.(append|add|update)\b"
+    subjects = [owner] if inspect.ismodule(owner) else list(type(owner).__mro__)
+    assigned = re.compile(
+        rf"\b{re.escape(attribute)}(\[[^\]]*\])?\s*(//|[-+*/|&])?=(?!=)|\b{re.escape(attribute)}\.(append|add|update)\b"
     )
-    inside_init, found = False, None
-    for number, line in enumerate(lines):
-        if match := re.match(r"\s*def (\w+)", line):
-            inside_init = match[1] == "__init__"
-        if not inside_init and line[:1].isspace() and pattern.search(line.partition("#")[0]):
-            found = number
-            break
-    return f"{path}:{max(first, 1) + (found or 0)}"
+    for subject in subjects:
+        try:
+            lines, first = inspect.getsourcelines(subject)
+        except (OSError, TypeError):
+            continue
+        function = ""
+        for number, line in enumerate(lines, start=max(first, 1)):
+            if match := re.match(r"\s*(async )?def (\w+)", line):
+                function = match[2]
+            if function not in ("", "__init__") and assigned.search(line.partition("#")[0]):
+                return f"{inspect.getsourcefile(subject)}:{number}"
+    try:
+        return f"{inspect.getsourcefile(subjects[0])}:{max(inspect.getsourcelines(subjects[0])[1], 1)}"
+    except (OSError, TypeError):
+        return str(subjects[0])

@@ -21,7 +21,6 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.run.check import Finding
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.ddp_options import DDPOptions
-from ddpexp.strategy.replica import Models
 from ddpexp.system.oom import available_bytes
 from ddpexp.system.text import first_few
 from ddpexp.task import HasTrainStep
@@ -92,7 +91,12 @@ class _Examined:
             self._try("parameters", lambda: self._unused(steps[0]), "every parameter gets a gradient")
         answer = self.trained()
         function = subject.task.train_step if isinstance(subject.task, HasTrainStep) else subject.task.step
-        return {**answer, "changed": before.changed(self._attributes()), "step": named(function)}
+        return {
+            **answer,
+            "changed": before.changed(self._attributes()),
+            "step": named(function),
+            "is_manual": subject.is_manual,
+        }
 
     def together(self) -> dict[str, Any]:
         """Compare what the ranks compute for the same batch, then train. Ranks: all; communicates."""
@@ -155,16 +159,9 @@ class _Examined:
         )
 
     def _attributes(self) -> Attributes:
-        loop = self._built.loop
-        sets = {"train": loop.train.data, **{name: batches.data for name, batches in loop.evals.items()}}
-        models: Models = self._subject.modules
-        return Attributes(
-            {
-                **{f"model {name}": module for name, module in models.items()},
-                "task": self._subject.task,
-                **{f"set {name}": origin(data, [0])[0] for name, data in sets.items()},
-            }
-        )
+        loop, subject = self._built.loop, self._subject
+        sets = [loop.train.data, *(batches.data for batches in loop.evals.values())]
+        return Attributes([*subject.modules.values(), subject.task, *(origin(data, [0])[0] for data in sets)])
 
     def _is_memory(self, error: Exception) -> bool:
         return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(_NO_MEMORY.search(str(error)))

@@ -88,7 +88,7 @@ def different_samples(train: TrainBatches, evals: Mapping[str, EvalBatches]) -> 
 
 def different_losses(subject: Subject, batch: Any) -> str | None:
     """Return the problem of a step that depends on more than weights, batch and seed."""
-    losses = [float(subject.copied(trains=True).step(batch)[0]) for _ in range(2)]
+    losses = [loss_of(subject, batch) for _ in range(2)]
     if _equal(losses[0], losses[1], subject):
         return None
     return (
@@ -100,7 +100,7 @@ def different_losses(subject: Subject, batch: Any) -> str | None:
 
 def loss_of(subject: Subject, batch: Any) -> float:
     """Return the loss of a batch in training mode."""
-    return float(subject.copied(trains=True).step(batch)[0])
+    return float(_number(subject.copied(trains=True).step(batch)[0]))
 
 
 def wrong_sums(subject: Subject, batch: Any) -> list[str]:
@@ -122,8 +122,8 @@ def wrong_sums(subject: Subject, batch: Any) -> list[str]:
             continue
         what = "the loss" if name == "loss" else f"the metric {name!r}"
         problems.append(
-            f"{named(step)} returns {what}{line_of(step, repr(name)) or line_of(step, chr(34) + name + chr(34))} that "
-            f"is not a sum over samples: {_shown(total)} over {_shown(count)} for a batch, and together "
+            f"{named(step)} returns {what}{line_of(step, repr(name)) or line_of(step, chr(34) + name + chr(34))}, "
+            f"which is not a sum over samples: {_shown(total)} over {_shown(count)} for a batch, and together "
             f"{_shown(added)} over {_shown(counted)} for its two parts. An evaluation would depend on the batch size "
             "and on the number of workers: return sums and counts over the samples."
         )
@@ -186,7 +186,7 @@ def _sums(returned: Any) -> list[tuple[str, Any, Any]]:
 
 def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().double().cpu() if value.dim() else float(value)
+        return value.detach().double().cpu() if value.dim() else float(value.detach())
     return float(value)
 
 
