@@ -131,6 +131,13 @@ def _check_speed(trainer: Trainer) -> None:
             f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
             "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
         )
+    if trainer.activation_checkpointing and trainer.compile:
+        names = ",".join(trainer.activation_checkpointing)
+        raise RefusedError(
+            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
+            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
+            "out."
+        )
     if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
         raise RefusedError(
             f"trainer.compile_blocks={trainer.compile_blocks}: use the name of a class without its module, such as "

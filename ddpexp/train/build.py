@@ -30,6 +30,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
@@ -186,9 +187,16 @@ def build_strategy(
     experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
 ) -> Strategy:
     """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
+    trainer = experiment.trainer
+
+    def prepare_all(models: Models) -> None:
+        prepare(models)
+        if trainer.activation_checkpointing:
+            checkpoint_activations(models, trainer.activation_checkpointing)
+
     return experiment.strategy.build(
         world, partial(build_model, experiment),
-        trainer=experiment.trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
+        trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
 
 

@@ -68,17 +68,17 @@ from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_record
 from ddpexp.train.same_data import check_same_data, inputs_of
 
 
-def main(path: str, worker_args: str) -> int:
-    """Train the experiment of a run directory. Never returns in a worker.
+def main(path: str, worker_args: str, control: Control | None = None) -> int:
+    """Train the experiment of a run directory; like `run_rank`.
 
     `worker_args` is JSON made by `ddpexp.run.training.Training`.
     """
-    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control))
+    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control), control)
 
 
-def evaluate(evaluation: str) -> int:
-    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Never returns in a worker."""
-    return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control))
+def evaluate(evaluation: str, control: Control | None = None) -> int:
+    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Like `run_rank`."""
+    return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control), control)
 
 
 @dataclass(frozen=True)
