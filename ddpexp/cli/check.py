@@ -161,7 +161,7 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
 
 
 def _num_workers(experiment: Experiment) -> int:
-    """Return how many workers the run would have, as far as that is known here."""
+    """Return how many workers the run would have, as far as that can be seen on this machine."""
     trainer = experiment.trainer
     nodes = trainer.nodes if isinstance(trainer.nodes, int) else 1
     gpus = trainer.gpus if isinstance(trainer.gpus, int) else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import pickle
+import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -47,16 +49,20 @@ class Attributes:
             return [self._identity(tensor, 1) for tensor in value.state_dict().values() if isinstance(tensor, Tensor)]
         if isinstance(value, torch.Generator):
             return value.get_state().tolist()
-        if depth == 0 or callable(value):
+        if depth == 0 or isinstance(value, FunctionType | MethodType | ModuleType | type):
             return id(value)
         if isinstance(value, Mapping):
             return [(repr(key), self._identity(inner, depth - 1)) for key, inner in list(value.items())[:_SMALL]]
         if isinstance(value, list | tuple | set | frozenset):
             return [self._identity(inner, depth - 1) for inner in list(value)[:_SMALL]]
-        try:
-            return pickle.dumps(value)
-        except Exception:  # whatever an object of the user raises
-            return id(value)
+        if isinstance(value, np.ndarray):
+            return value.tobytes() if value.size <= _SMALL else id(value)
+        if isinstance(value, np.random.Generator):
+            return repr(value.bit_generator.state)
+        if isinstance(value, random.Random):
+            return value.getstate()
+        inner = getattr(value, "__dict__", None)
+        return [id(value), self._identity(inner, depth - 1) if isinstance(inner, dict) else None]
 
 
 def _attributes(objects: Sequence[Any]) -> Iterator[tuple[str, Any, str, Any]]:

@@ -14,6 +14,7 @@ import torch
 
 from ddpexp.config.instantiate import Node, instantiate, locate, targets
 from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
@@ -289,7 +290,7 @@ def build_loop(
     """Build the task, its optimizers, the schedule and the precision, and the loop from everything."""
     experiment, world = context.experiment, context.world
     trust, trainer = experiment.trust, experiment.trainer
-    check_set(trainer.keep_best, evals)
+    check_set(trainer.keep_best, [name for name in evals if name != TEST_SET])
     task = instantiate(experiment.task, trust, "task")
     check_task(task, experiment.task.target)
 

@@ -128,12 +128,12 @@ class Step:
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
         if self._checked:
-            return self.task.step(self.strategy.train_model, batch)
+            return self.task.step(self.strategy.train_model, batch)  # type: ignore[return-value]
         before = gradients_of(self.strategy.parameters())
         sums = self.task.step(self.strategy.train_model, batch)
         check_unchanged(before, self.strategy.parameters(), self.task.step)
         check_sums(sums, self.task.step, trains=True)
-        return sums
+        return sums  # type: ignore[return-value]
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`.

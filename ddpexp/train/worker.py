@@ -56,10 +56,12 @@ from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
 from ddpexp.train.ema import EMA
+from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
+from ddpexp.train.metrics import MetricError
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_model, check_task
@@ -220,6 +222,12 @@ def fit(context: RunContext, built: Built) -> None:
             f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
             f"{shlex.join(words)}"
         ) from None
+    except MetricError as error:
+        built.checkpointer.drain()
+        words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
+        raise DdpexpError(
+            f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
+        ) from error
     except (Exception, SystemExit):
         built.checkpointer.drain()
         raise
@@ -249,7 +257,8 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
-    evals = build_evals(experiment, splits, data, world.device, evaluation["batch_size"])
+    sets = chosen_sets(splits.evals, evaluation["split"])
+    evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
     model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -136,6 +138,33 @@ def test_attributes_that_change_in_a_step_are_named_with_their_lines(
     assert before.changed(Attributes(objects)) == {}
     objects[1].step(objects[0], batch())
     assert before.changed(Attributes(objects)) == {name: line(text) for name, text in changed.items()}
+
+
+class Inner:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Held:
+    def __init__(self) -> None:
+        self.python, self.numpy, self.torch = random.Random(0), np.random.default_rng(0), torch.Generator()
+        self.table, self.inner = np.zeros(3), Inner()
+
+
+@pytest.mark.parametrize("attribute", ["python", "numpy", "torch", "table", "inner"])
+def test_generators_arrays_and_objects_of_a_recipe_are_compared_by_their_state(attribute: str) -> None:
+    held = Held()
+    before = Attributes([held])
+    assert before.changed(Attributes([held])) == {}
+    changes: dict[str, Callable[[], Any]] = {
+        "python": held.python.random,
+        "numpy": held.numpy.random,
+        "torch": lambda: torch.rand(1, generator=held.torch),
+        "table": lambda: held.table.fill(1),
+        "inner": lambda: setattr(held.inner, "count", 1),
+    }
+    changes[attribute]()
+    assert list(before.changed(Attributes([held]))) == [f"Held.{attribute}"]
 
 
 # The verdict.
