@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpexp.distributed.world import World
-from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.errors import RefusedError
 from ddpexp.strategy.bucket import BroadcastBuffers, Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
 from ddpexp.strategy.ddp_memory import fixes_buckets
@@ -78,7 +78,6 @@ class DDP(Replicas):
                     replace_reducer(wrapped, reducer, world)
         self._late = [module for module in self.wrapped.values() if isinstance(module, LateDDP)]  # none if frozen
         self._overlaps = False  # a micro-batch has one backward pass, during which gradients can be reduced
-        self._static_graph = options.static_graph
         self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
 
     def train(self, mode: bool) -> None:
@@ -153,13 +152,8 @@ class _MicroBatch(AbstractContextManager[None]):
         for bucket in self._strategy._buckets:
             bucket.last = self._last
         overlaps = self._last and self._strategy._overlaps
-        if self._strategy._static_graph and not self._strategy._overlaps:
-            raise DdpexpError(
-                "strategy.static_graph=true is incompatible with a task's train_step, which may run several backward "
-                "passes in a micro-batch. Leave it false."
-            )
         for module in self._strategy._late:
-            module.begin(self._last)
+            module.begin(self._last, overlaps)
             if not overlaps:
                 self._no_sync.enter_context(module.no_sync())
 

@@ -25,8 +25,17 @@ class LateDDP(DistributedDataParallel):
     _last = False  # inside of the last micro-batch of a round
     _prepared = False  # a forward pass of this micro-batch has prepared the reduction during backward
 
-    def begin(self, last: bool) -> None:
-        """Begin a micro-batch; under `no_sync` nothing is reduced during backward."""
+    def begin(self, last: bool, overlaps: bool) -> None:
+        """Begin a micro-batch: the last one of a round or not, and whether backward may reduce gradients.
+
+        Raises:
+            DdpexpError: `strategy.static_graph` is set, for which the last backward pass of a round must reduce them.
+        """
+        if last and not overlaps and self.static_graph:
+            raise DdpexpError(
+                "strategy.static_graph=true is incompatible with a task's train_step, which may run several backward "
+                "passes in a micro-batch. Leave it false."
+            )
         self._last, self._prepared = last, False
 
     def finish(self) -> None:
