@@ -204,7 +204,9 @@ def accept_run(words: Sequence[str]) -> None:
 def accept_sweep(swept: Swept) -> None:
     """Compose a sweep's first job."""
     settings_of(swept.settings)
-    first = [re.sub(r"=(?:range|interval|choice)\(([^,)]+).*|=([^,\[]+),.*", r"=\1\2", word) for word in swept.words]
+    first = [
+        re.sub(r"=(?:range|interval|choice)\(([^,)]+).*|=([^,\[]+),.*", r"=\1\2", word) for word in swept.overrides
+    ]
     words = [word for word in first if not word.startswith(("sweep.", "hydra"))]
     accept_composed(JobComposer(swept).compose(words, Path("job")))
 

@@ -9,9 +9,11 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +24,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
+from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
 from ddpexp.train.ema import EMA
@@ -82,6 +85,7 @@ class Loop:
     checkpointer: Checkpointer | None = None
     ema: EMA | None = None
     state: TrainState = field(default_factory=TrainState)
+    stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
     _base_lrs: list[float] = field(init=False)  # of each parameter group, as built; the schedule multiplies it
     _recorded_lrs: Mapping[str, float] = field(init=False)  # base learning rates, by the suffix of their record
     _built_settings: dict[str, list[dict[str, Any]]] = field(init=False)
@@ -100,7 +104,7 @@ class Loop:
         self._recorded_lrs = rates_by_name(self.optimizers)
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
-            self.options.seed, self.options.reduction, self.options.clip_grad_norm,
+            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self._records_graphs(),
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
@@ -116,9 +120,9 @@ class Loop:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
         self._start()
-        stopped = self._finish_interrupted_evaluation()
+        interrupted = self._finish_interrupted_evaluation()
         self._prepare_for_data()
-        for step, micro_batches in enumerate(self._remaining_steps(stopped), start=self.state.step):
+        for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.state.step):
             self.control.set_phase("train")
             lr_factor = self._set_learning_rate(step)
             due = self._due_after(step + 1)
@@ -127,17 +131,19 @@ class Loop:
                 self._record(lr_factor)
             improved = False
             if due.evaluation:
-                stopped, improved = self._evaluate()
-            if due.is_last or stopped:
+                interrupted, improved = self._evaluate()
+            if due.is_last or interrupted or self.stopped is not None:
                 break
-            request = self.control.poll(self.state.step, save=self._checkpoint_overdue())
-            stopped = request == "stop"
-            if stopped:
+            request = self.control.poll(self.state.step, save=self._checkpoint_overdue(), end=self._time_is_over())
+            interrupted = request == "stop"
+            if request == "end":
+                self.stopped = self._out_of_time()
+            if interrupted or self.stopped is not None:
                 break
             if due.checkpoint or improved or request == "save":
                 self._save(end=False)
             self._wait_for_data()
-        return self._finish(stopped)
+        return self._finish(interrupted)
 
     def restore(self, optimizers: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
         """Restore the optimizers and the gradient scale from what was passed to `Checkpointer.save`.
@@ -155,26 +161,35 @@ class Loop:
         self.precision.restore(precision)
 
     def _start(self) -> None:
-        self._clock = Clock(self.state.train_seconds, sum(entry["seconds"] for entry in self.state.window))
+        state, limit = self.state, self.options.max_seconds
+        since_record = sum(entry["seconds"] for entry in state.window)
+        self._clock = Clock(state.train_seconds, since_record, state.elapsed_seconds)
+        if limit is not None and state.elapsed_seconds >= limit and state.step < self.num_steps:
+            self.stopped = self._out_of_time()
         self._metrics = self._new_accumulator()
         self._metrics.restore(self.state.window)
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
-        data, manual = self.strategy.data, self._step.manual
+        data, manual, copies = self.strategy.data, self._step.manual, self._records_graphs()
         if manual is not None:
-            return MetricAccumulator(self.world, data, [data.rank], data.size, manual.train_step)
+            return MetricAccumulator(self.world, data, [data.rank], data.size, manual.train_step, copies)
         num_micro_batches = self.train.plan.gradient_accumulation_steps
         first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
-        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step)
+        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step, copies)
+
+    def _records_graphs(self) -> bool:
+        compilation = Compilation.of(self.options)
+        return compilation is not None and compilation.records_graphs
 
     def _finish_interrupted_evaluation(self) -> bool:
         """Redo the evaluation that a stop request interrupted; return whether it was stopped again."""
         return not self.state.evaluated and self._evaluate()[0]
 
-    def _remaining_steps(self, stopped: bool) -> Iterable[list[Any]]:
-        return () if stopped else self.train.steps(self.state.step, self.num_steps)
+    def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
+        ends = interrupted or self.stopped is not None
+        return () if ends else self.train.steps(self.state.step, self.num_steps)
 
     def _prepare_for_data(self) -> None:
         self.strategy.train(True)
@@ -207,6 +222,14 @@ class Loop:
         every = self.options.checkpoint_every_seconds
         return every is not None and self.checkpointer is not None and self._clock.since_save() > every
 
+    def _time_is_over(self) -> bool:
+        """Return whether trainer.max_seconds has passed. Ranks: rank zero's answer counts, since clocks differ."""
+        return self.options.max_seconds is not None and self._clock.elapsed() >= self.options.max_seconds
+
+    def _out_of_time(self) -> str:
+        limit = f"trainer.max_seconds={self.options.max_seconds:.15g}"
+        return f"{limit} reached after step {self.state.step:,} of {self.num_steps:,}"
+
     def _set_learning_rate(self, step: int) -> float:
         """Set the learning rate of every parameter group for this step; return the schedule's factor."""
         factor = float(self.schedule.factor(step, self.num_steps))
@@ -226,19 +249,23 @@ class Loop:
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
-            with self._clock.paused():
+            with self._clock.paused(), self._as_written():
                 self._evaluation.check_metrics(sums[-1])
             if step == 0 and self._step.manual is None:
                 self._warn_if_loss_is_a_mean(micro_batches[0])
 
     def _warn_if_loss_is_a_mean(self, batch: Any) -> None:
         """Warn of a task that seems to return a mean instead of a sum, once in the life of a run. Ranks: all."""
-        with self._clock.paused():
+        with self._clock.paused(), self._as_written():
             warning = mean_for_a_sum(
                 self.task, self.strategy.eval_model, self.strategy.modules, batch, self.precision, self.world.device
             )
         if warning is not None and self.world.is_rank_zero:
             logging.getLogger("ddpexp").warning(warning)
+
+    def _as_written(self) -> AbstractContextManager[Any]:
+        """Return a context in which blocks run as they are written: for a check they would be compiled once more."""
+        return nullcontext() if self.options.compile_blocks is None else torch.compiler.set_stance("force_eager")
 
     def _record(self, lr_factor: float) -> None:
         """Log the means since the last record. Ranks: all; communicates."""
@@ -283,7 +310,7 @@ class Loop:
             self._step.check()
             self._check_finite()
             self.state.window = self._metrics.pending(self._clock.since_record())
-            self.state.train_seconds = self._clock.total()
+            self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()
             optimizers = {
                 name: {
                     **optimizer_state(optimizer, self._parameter_names, self.strategy.shard),
@@ -296,9 +323,23 @@ class Loop:
         return digest
 
     def _finish(self, interrupted: bool) -> Outcome:
+        if self.stopped is not None and not interrupted:
+            interrupted = self._complete_early_end()
         digest = self._save(end=True)
-        state, seconds = self.state, self._clock.total()
-        return Outcome(state.step, self._epoch(), state.metrics, seconds, self._first_step_at, interrupted, digest)
+        state = self.state
+        return Outcome(
+            state.step, self._epoch(), state.metrics, self._clock.total(), self._clock.elapsed(), self._first_step_at,
+            interrupted, digest, None if interrupted else self.stopped,
+        )  # fmt: skip
+
+    def _complete_early_end(self) -> bool:
+        """Record and evaluate as after the last step, unless that is done; return whether a stop interrupted it."""
+        state = self.state
+        if len(self._metrics):
+            self._record(float(self.schedule.factor(state.step - 1, self.num_steps)))
+        if not self.evals or self.options.eval_every == 0 or state.evaluated_at == state.step:
+            return False
+        return self._evaluate()[0]
 
     def _epoch(self) -> float:
         return self.state.step / self.train.steps_per_epoch

@@ -39,6 +39,13 @@ def detached(sums: Sums) -> Sums:
     return loss.detach(), count, {name: (_without_graph(total), n) for name, (total, n) in metrics.items()}
 
 
+def copied(sums: Sums) -> Sums:
+    """Return copies of the sums without the graphs that computed them."""
+    loss, count, metrics = sums
+    copies = {name: (_copy(total), _copy(n)) for name, (total, n) in metrics.items()}
+    return _copy(loss), _copy(count), copies
+
+
 class MetricAccumulator:
     """Sums of the loss and the metrics over several steps, reduced over all ranks when they are read.
 
@@ -54,13 +61,15 @@ class MetricAccumulator:
         slots: Sequence[int],
         num_slots: int,
         source: Callable[..., Any] | None = None,
+        copies: bool = False,
     ) -> None:
         """Start empty; this rank fills `slots` of the `num_slots` slots of a step, in the order of its micro-batches.
 
-        `source` is the function of the task that returns the sums, for errors.
+        `source` is the function of the task that returns the sums, for errors. `copies`: the next step may overwrite
+        what it has returned.
         """
         self._world, self._data = world, data
-        self._keep = _to_numbers if is_host(world.device) else detached
+        self._keep = _to_numbers if is_host(world.device) else copied if copies else detached
         self._slots = slots
         self._num_slots = num_slots
         self._source = source
@@ -216,9 +225,13 @@ class MetricAccumulator:
 class Clock:
     """Training time: evaluations and saving are excluded with `paused`. Units: seconds."""
 
-    def __init__(self, seconds_before: float, since_record: float) -> None:
-        """Start at `seconds_before` of earlier starts, of which `since_record` came after the last record."""
+    def __init__(self, seconds_before: float, since_record: float, elapsed_before: float = 0.0) -> None:
+        """Start at `seconds_before` of earlier starts, of which `since_record` came after the last record.
+
+        `elapsed_before` is the time of earlier starts with evaluations and saving.
+        """
         self._start = self._saved = time.perf_counter()
+        self._began = self._start - elapsed_before
         self._lap = self._start - since_record
         self._away = -seconds_before
 
@@ -235,6 +248,10 @@ class Clock:
     def total(self) -> float:
         """Return the training time of the run, earlier starts included."""
         return time.perf_counter() - self._start - self._away
+
+    def elapsed(self) -> float:
+        """Return the time of the run with evaluations and saving, earlier starts included."""
+        return time.perf_counter() - self._began
 
     def saved(self) -> None:
         """Note that a checkpoint was saved now."""
@@ -260,6 +277,10 @@ def _stride(slots: Sequence[int]) -> int:
 
 def _without_graph(value: float | Tensor) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _copy(value: float | Tensor) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _to_numbers(sums: Sums) -> Sums:

@@ -15,9 +15,11 @@ class Outcome:
     epoch: float
     metrics: Mapping[str, float]  # of the last evaluation
     train_seconds: float  # without evaluations, over all starts
+    elapsed_seconds: float  # with evaluations and saving, over all starts
     first_step_at: float  # Unix time when this start's first step was done
     interrupted: bool = False  # asked to stop before the last step
     digest: str | None = None  # weights_sha256 of the end. Ranks: rank zero
+    stopped: str | None = None  # why the run ended before the last step, as configured: a sentence without full stop
 
 
 @dataclass
@@ -31,3 +33,4 @@ class TrainState:
     best: float | None = None  # best value so far of the metric of trainer.keep_best
     window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
     train_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
