@@ -278,7 +278,7 @@ def build_loop(
     trust, trainer = experiment.trust, experiment.trainer
     check_set(trainer.keep_best, evals)
     task = instantiate(experiment.task, trust, "task")
-    check_task(task, experiment.task.target)
+    check_task(task, experiment.task.target, evaluates=bool(evals) and trainer.eval_every != 0)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         if not isinstance(parameters, Mapping | torch.Tensor):

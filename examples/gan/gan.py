@@ -18,6 +18,7 @@ from ddpexp.task import OptimizerStep, Sums
 
 Images = tuple[Tensor, Tensor]  # of data=mnist: normalized images (batch, 1, 28, 28), and labels, which are not used
 LATENT_SIZE = 64
+ZERO = torch.zeros((), dtype=torch.float64)  # sums in fp64 have the same bits however workers divide the micro-batches
 
 
 class Generator(nn.Sequential):
@@ -67,7 +68,7 @@ class GAN:
 
     def train_step(self, update: OptimizerStep, batches: list[Images]) -> Sums:
         generator, discriminator = update.models["generator"], update.models["discriminator"]
-        count, losses = 0, {"discriminator": torch.zeros(()), "generator": torch.zeros(())}
+        count, losses = 0, {"discriminator": ZERO, "generator": ZERO}
         for number, (images, _) in enumerate(batches, start=1):
             with update.micro_batch(last=number == len(batches)):
                 with torch.no_grad():
@@ -97,6 +98,43 @@ class GAN:
         images = model["generator"](fixed_noise(64, batch[0].device)).float().cpu()
         sheet = images.reshape(8, 8, 28, 28).transpose(1, 2).reshape(8 * 28, 8 * 28)
         logger.image("samples", ((sheet + 1) * 127.5).to(torch.uint8)[:, :, None].expand(-1, -1, 3), step)
+
+
+@dataclass(frozen=True)
+class WassersteinGAN(GAN):
+    """The discriminator is a critic with a penalty on its gradient, and steps more often than the generator.
+
+    Source: Gulrajani et al., "Improved training of Wasserstein GANs", 2017.
+    """
+
+    penalty: float = 10.0
+    generator_every: int = 5  # steps
+
+    def train_step(self, update: OptimizerStep, batches: list[Images]) -> Sums:
+        generator, critic = update.models["generator"], update.models["discriminator"]
+        count, losses = 0, {"discriminator": ZERO, "generator": ZERO}
+        for number, (images, _) in enumerate(batches, start=1):
+            with update.micro_batch(last=number == len(batches)):
+                real = pixels(images)
+                with torch.no_grad():
+                    fake = generator(noise_for(images)).float()
+                between = torch.lerp(real, fake, torch.rand(len(real), 1, 1, 1, device=real.device)).requires_grad_()
+                [slope] = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
+                excess = slope.float().flatten(1).norm(dim=1) - 1
+                loss = (critic(fake) - critic(real)).float().sum() + self.penalty * excess.square().sum()
+                update.backward(loss, len(images))
+            count += len(images)
+            losses["discriminator"] = losses["discriminator"] + loss.detach()
+        update.apply("discriminator")
+        if generator_steps := (update.step + 1) % self.generator_every == 0:
+            for number, (images, _) in enumerate(batches, start=1):
+                with update.micro_batch(last=number == len(batches)):
+                    loss = -critic(generator(noise_for(images))).float().sum()
+                    update.backward(loss, len(images))
+                losses["generator"] = losses["generator"] + loss.detach()
+            update.apply("generator")
+        counts = {"discriminator": count, "generator": count if generator_steps else 0}
+        return losses["discriminator"], count, {f"{name}_loss": (losses[name], counts[name]) for name in losses}
 
 
 def pixels(images: Tensor) -> Tensor:
