@@ -267,7 +267,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
-    check_task(task, experiment.task.target)
+    check_task(task, experiment.task.target, evaluates=True)
     precision = Precision(experiment.trainer.precision, world.device, False)
     metrics = compute_metrics(task, model, evals, precision, world, data, control)
     if metrics is None:
