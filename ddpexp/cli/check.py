@@ -69,7 +69,7 @@ def check(argv: Sequence[str], server: Server | None) -> int:
         print(_USAGE)
         return EXIT_DONE
     began = time.monotonic()
-    composed = compose(_run_arguments(argv))
+    composed = compose(run_arguments(argv))
     assert composed is not None  # there is no option that asks about the configuration
     experiment = parse(composed.values)
     for warning in composed.warnings:
@@ -90,7 +90,7 @@ def check(argv: Sequence[str], server: Server | None) -> int:
     return EXIT_FAILED if any(finding.ok is False for finding in findings) else EXIT_DONE
 
 
-def _run_arguments(argv: Sequence[str]) -> list[str]:
+def run_arguments(argv: Sequence[str]) -> list[str]:
     """Return the arguments of the run.
 
     Raises:

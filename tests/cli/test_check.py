@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddpexp.cli.check import _run_arguments, judge, shortened
+from ddpexp.cli.check import judge, run_arguments, shortened
 from ddpexp.config.compose import compose
 from ddpexp.config.parse import load, parse
 from ddpexp.config.schema import Experiment
@@ -283,7 +283,7 @@ def test_what_follows_from_another_problem_is_not_reported_again() -> None:
 )
 def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> None:
     with pytest.raises(RefusedError) as caught:
-        _run_arguments(arguments)
+        run_arguments(arguments)
     assert str(caught.value) == sentence
 
 
