@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -12,13 +13,37 @@ if TYPE_CHECKING:
 
     from ddpexp.loggers.base import Logger
 
-Sums = tuple["Tensor", "int | Tensor", Mapping[str, "tuple[Tensor, int | Tensor]"]]
+
+@dataclass(frozen=True)
+class MetricUpdate:
+    """What a metric of torchmetrics is updated with in a batch; made by `metric_update`."""
+
+    metric: Any  # a torchmetrics.Metric or MetricCollection
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+
+def metric_update(metric: Any, /, *arguments: Any, **keywords: Any) -> MetricUpdate:
+    """Return an entry of the metrics of an evaluation that stands for `metric.update(*arguments, **keywords)`.
+
+    The metric itself is not changed: a copy of it gets the batches of all ranks, and what that computes at the end of
+    the evaluation is recorded.
+
+        metrics["auroc"] = ddpexp.metric_update(self.auroc, probabilities, labels)
+    """
+    return MetricUpdate(metric, arguments, keywords)
+
+
+Pair = tuple["Tensor", "int | Tensor"]
+Sums = tuple["Tensor", "int | Tensor", Mapping[str, "Pair"]]
+EvalSums = tuple["Tensor", "int | Tensor", Mapping[str, "Pair | Tensor | MetricUpdate"]]
+"""What a step may return in evaluation."""
 
 
 class Task(Protocol):
     """What is trained: one forward pass returns the loss and the metrics, in training and in evaluation."""
 
-    def step(self, model: Any, batch: Any) -> Sums:
+    def step(self, model: Any, batch: Any) -> EvalSums:
         """Return `(loss_sum, count, {name: (sum, count)})` over the batch.
 
         Sums, not means: the loop divides by the count over the global batch, so that uneven slices, padding and
@@ -27,9 +52,36 @@ class Task(Protocol):
         per step. If the tensors of a whole global batch count nothing, there is no gradient. The names of the metrics
         must be the same in every step.
 
+        In evaluation (`not model.training`) the metrics may also hold what is no mean, for `finish` or torchmetrics:
+
+        - a tensor of integers, of any shape: added up exactly, such as a confusion matrix;
+        - `(sum, count)` with tensors of any shape: added up in the order of the batches;
+        - `ddpexp.metric_update(metric, predictions, labels)`: a metric of torchmetrics, recorded as what it computes.
+
         Called under autocast if `trainer.precision` requires it.
 
-        Shapes: every tensor is a scalar. `model` is what the model section builds: a module, or a mapping of modules.
+        Shapes: but for these, every tensor is a scalar. `model` is what the model section builds: a module, or a
+        mapping of modules.
+        """
+        ...
+
+
+@runtime_checkable
+class HasFinish(Protocol):
+    """A task with metrics of an evaluation that are not means: perplexity, F1, what a confusion matrix shows."""
+
+    def finish(self, sums: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return `{name: number}`, to be recorded beside the means of an evaluation set.
+
+        `sums` holds an entry for each name that `step` returned in evaluation, and `loss`, over the whole set and on
+        the host: `(total, count)` for the loss and for every pair, an int64 tensor for integers, and for a metric of
+        torchmetrics what it computes. Called after each evaluation of each set, not for the records of training.
+
+            def finish(self, sums):
+                total, count = sums["loss"]
+                return {"perplexity": math.exp(total / count)}
+
+        Ranks: rank zero; the others get what it returns. Must not communicate.
         """
         ...
 

@@ -64,9 +64,16 @@ class Trainer:
     timeout: Timeout
     # Older runs do not have these.
     compile_blocks: str | None = None
+    activation_checkpointing: tuple[str, ...] | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cudnn_benchmark: bool = False
     max_seconds: float | None = None
+    limit_train_samples: int | None = None
+    limit_eval_batches: int | None = None
+    clip_grad_value: float | None = None
+    eval_at_start: bool = False
+    keep_best_k: int = 1
+    keep_every: int | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
 
+TEST_SET = "test"
+"""The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
+
 _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
     "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
@@ -59,6 +62,19 @@ def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
     check_range(trainer.global_batch_size, trainer.micro_batch_size, data_sizes, str(trainer.nodes))
 
 
+def check_not_test(override: str, metric: str) -> None:
+    """Check that a key that chooses by a metric does not choose by the test set.
+
+    Raises:
+        RefusedError: it does; `override` is the key with its value, as typed.
+    """
+    if metric.partition("/")[0] == TEST_SET:
+        raise RefusedError(
+            f"{override} chooses by the set `{TEST_SET}`, which is for the final result only and is evaluated once, at "
+            "the end of a run. Choose by another set; data.validation_fraction=0.1 holds one out, named validation."
+        )
+
+
 def check(experiment: Experiment) -> None:
     """Check each section by itself, then what they must be together.
 
@@ -75,7 +91,7 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_trainer(trainer: Trainer) -> None:
-    for name in ("epochs", "max_steps", "log_every"):
+    for name in ("epochs", "max_steps", "log_every", "limit_train_samples", "limit_eval_batches"):
         value = getattr(trainer, name)
         if value is not None and value < 1:
             raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
@@ -106,9 +122,22 @@ def _check_trainer(trainer: Trainer) -> None:
         raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
     if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
         raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
+    if trainer.clip_grad_value is not None and not trainer.clip_grad_value > 0:
+        raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
+    _check_limits(trainer)
     _check_speed(trainer)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+
+
+def _check_limits(trainer: Trainer) -> None:
+    """Check what limits the data."""
+    samples, size = trainer.limit_train_samples, trainer.global_batch_size
+    if samples is not None and samples < size:
+        raise RefusedError(
+            f"trainer.limit_train_samples={samples} is fewer than trainer.global_batch_size={size}, the samples of a "
+            f"step. Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}."
+        )
 
 
 def _check_speed(trainer: Trainer) -> None:
@@ -117,6 +146,13 @@ def _check_speed(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
             "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
+        )
+    if trainer.activation_checkpointing and trainer.compile:
+        names = ",".join(trainer.activation_checkpointing)
+        raise RefusedError(
+            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
+            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
+            "out."
         )
     if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
         raise RefusedError(
@@ -148,13 +184,23 @@ def _check_saving(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all."
         )
+    if trainer.keep_every is not None and trainer.keep_every < 1:
+        raise RefusedError(f"trainer.keep_every={trainer.keep_every}: use a number of steps from 1, or null.")
+    if trainer.keep_best_k < 1:
+        raise RefusedError(f"trainer.keep_best_k={trainer.keep_best_k} is too small: use 1 or more.")
     if trainer.keep_best is None:
+        if trainer.keep_best_k > 1:
+            raise RefusedError(
+                f"trainer.keep_best_k={trainer.keep_best_k} needs a metric: type it as well, for example "
+                "trainer.keep_best=max:eval/accuracy."
+            )
         return
     if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
         raise RefusedError(
             f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
             f"such as max:eval/accuracy."
         )
+    check_not_test(f"trainer.keep_best={trainer.keep_best}", trainer.keep_best.partition(":")[2])
     if trainer.eval_every == 0:
         raise RefusedError(
             f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."

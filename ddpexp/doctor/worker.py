@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.doctor.request import Request
 from ddpexp.errors import DdpexpError
@@ -31,16 +32,19 @@ _LOG_BYTES, _LOG_LINES = 4 << 20, 500
 _MOST_HOSTS = 32  # whose own ranks are measured apart: each needs a group, which all ranks make
 
 
-def measure(request: str) -> int:
-    """Examine the devices and measure the links; `request` is JSON of a `Request`. Never returns in a worker."""
-    return run_rank(lambda control: _measure(Request.of(request), control))
+def measure(request: str, control: Control | None = None) -> int:
+    """Examine the devices and measure the links; `request` is JSON of a `Request`. Like `run_rank`."""
+    return run_rank(lambda control: _measure(Request.of(request), control), control)
 
 
 def _measure(request: Request, control: Control) -> None:
     layout = request.layout
     torch.set_num_threads(layout.threads)
     control.set_phase("join")
-    log = _record_nccl() if layout.backend == "nccl" else None
+    log = None
+    if layout.backend == "nccl":
+        flight_recorder.enable(os.environ)
+        log = _record_nccl()
     world = World.join(layout, request.timeout_seconds)
     control.set_phase("evaluate")
     world.barrier()

@@ -14,9 +14,10 @@ import torch
 
 from ddpexp.config.instantiate import Node, instantiate, locate, targets
 from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, hold_out, on_device
+from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -30,6 +31,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
@@ -87,7 +89,7 @@ def import_all(experiment: Experiment, world: World) -> None:
 
 def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
     """Build the data sets, split and placed for training; see `load_data`. Ranks: all; communicates."""
-    return arrange(load_data(experiment, prepared, world), experiment.data, world)
+    return arrange(load_data(experiment, prepared, world), experiment, world)
 
 
 def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
@@ -110,10 +112,13 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     return splits
 
 
-def arrange(splits: Splits, data: Data, world: World) -> Splits:
-    """Hold out the validation samples, and move the data sets to the device if data.on_device is set."""
+def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
+    """Hold out the validation samples, choose those to train on, and move the data sets to the device if configured."""
+    data, limit = experiment.data, experiment.trainer.limit_train_samples
     if data.validation_fraction:
         splits = _hold_out(splits, data)
+    if limit is not None:
+        splits = replace(splits, train=choose_samples(splits.train, limit))
     return on_device(splits, world.device) if data.on_device else splits
 
 
@@ -183,9 +188,16 @@ def build_strategy(
     experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
 ) -> Strategy:
     """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
+    trainer = experiment.trainer
+
+    def prepare_all(models: Models) -> None:
+        prepare(models)
+        if trainer.activation_checkpointing:
+            checkpoint_activations(models, trainer.activation_checkpointing)
+
     return experiment.strategy.build(
         world, partial(build_model, experiment),
-        trainer=experiment.trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
+        trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
 
 
@@ -228,7 +240,8 @@ def build_evals(
     experiment: Experiment, splits: Splits, rank: DataRank, device: torch.device, batch_size: int
 ) -> dict[str, EvalBatches]:
     """Return the batches of each evaluation set that this rank evaluates."""
-    data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
+    data, trainer = experiment.data, experiment.trainer
+    limit = trainer.limit_eval_batches * trainer.global_batch_size if trainer.limit_eval_batches is not None else None
     return {
         name: EvalBatches(
             dataset,
@@ -237,9 +250,10 @@ def build_evals(
             rank.size,
             device,
             data.num_workers,
-            seconds,
+            trainer.timeout.data_seconds,
             name,
             data.on_device,
+            limit,
         )
         for name, dataset in splits.evals.items()
     }
@@ -276,7 +290,7 @@ def build_loop(
     """Build the task, its optimizers, the schedule and the precision, and the loop from everything."""
     experiment, world = context.experiment, context.world
     trust, trainer = experiment.trust, experiment.trainer
-    check_set(trainer.keep_best, evals)
+    check_set(trainer.keep_best, [name for name in evals if name != TEST_SET])
     task = instantiate(experiment.task, trust, "task")
     check_task(task, experiment.task.target)
 
@@ -301,7 +315,9 @@ def build_loop(
         strategy=strategy,
         optimizers=strategy.build_optimizers(make_all),
         schedule=build_schedule(experiment, num_steps),
-        precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight),
+        precision=Precision(
+            trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight, strategy
+        ),
         world=replace(world, memory=strategy.memory),
         train=train,
         evals=evals,

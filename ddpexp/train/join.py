@@ -7,13 +7,14 @@ from contextlib import suppress
 
 import torch
 
-from ddpexp.config.schema import Experiment
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
-from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.control import TERMINAL_FD, Control
 from ddpexp.system.fault_injection import fault_point
 
+_DEBUGGER_SECONDS = 7 * 24 * 3600.0
 _MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic threshold reaches
 
 
@@ -21,11 +22,7 @@ def join_world(experiment: Experiment, layout: Layout, control: Control) -> Worl
     """Set up this process as the configuration says and join the other ranks. Ranks: all."""
     torch.set_num_threads(layout.threads)
     _keep_freed_memory()
-    if experiment.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision(experiment.trainer.matmul_precision)
-    torch.backends.cudnn.benchmark = experiment.trainer.cudnn_benchmark
+    choose_algorithms(experiment.trainer)
     experiment.trust.make_importable()
     uses_nccl = layout.backend == "nccl" and layout.world_size > 1
     if uses_nccl:
@@ -35,6 +32,15 @@ def join_world(experiment: Experiment, layout: Layout, control: Control) -> Worl
         flight_recorder.answer_inquiries(control, os.environ)
     fault_point("joined")
     return world
+
+
+def choose_algorithms(trainer: Trainer) -> None:
+    """Set which algorithms and number formats torch uses in this process, before CUDA is initialised."""
+    if trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
 
 
 def _keep_freed_memory() -> None:
@@ -51,7 +57,10 @@ def _keep_freed_memory() -> None:
 def _collective_timeout(experiment: Experiment) -> float:
     """Return how long a rank waits in a collective. Units: seconds.
 
-    Longer than the command's own timeouts: the command knows which rank is late, and reports it first.
+    Longer than the command's own timeouts: the command knows which rank is late, and reports it first. Where a rank
+    may be at a debugger's prompt, the others wait as long as the user likes.
     """
+    if TERMINAL_FD in os.environ:
+        return _DEBUGGER_SECONDS
     timeout = experiment.trainer.timeout
     return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)

@@ -30,7 +30,7 @@ from ddpexp.task import Schedule, Task
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
-from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
+from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
@@ -104,7 +104,8 @@ class Loop:
         self._recorded_lrs = rates_by_name(self.optimizers)
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
-            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self._records_graphs(),
+            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
+            self._records_graphs(),
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
@@ -120,7 +121,7 @@ class Loop:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
         self._start()
-        interrupted = self._finish_interrupted_evaluation()
+        interrupted = self._evaluate_before_steps()
         self._prepare_for_data()
         for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.state.step):
             self.control.set_phase("train")
@@ -183,9 +184,17 @@ class Loop:
         compilation = Compilation.of(self.options)
         return compilation is not None and compilation.records_graphs
 
-    def _finish_interrupted_evaluation(self) -> bool:
-        """Redo the evaluation that a stop request interrupted; return whether it was stopped again."""
-        return not self.state.evaluated and self._evaluate()[0]
+    def _evaluate_before_steps(self) -> bool:
+        """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
+        state = self.state
+        sets = self._evaluation.periodic
+        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(sets)
+        if not at_start and state.evaluated:
+            return False
+        interrupted, improved = self._evaluate()
+        if at_start and improved:
+            self._save(end=False)
+        return interrupted
 
     def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
         ends = interrupted or self.stopped is not None
@@ -205,10 +214,11 @@ class Loop:
             self.checkpointer.check()
         return _Due(
             record=step % options.log_every == 0 or is_last,
-            evaluation=bool(self.evals)
+            evaluation=bool(self._evaluation.periodic)
             and options.eval_every != 0
             and (self._is_due(step, options.eval_every) or is_last),
-            checkpoint=self.checkpointer is not None and self._is_due(step, options.checkpoint_every),
+            checkpoint=self.checkpointer is not None
+            and (self._is_due(step, options.checkpoint_every) or self._is_due(step, options.keep_every or 0)),
             is_last=is_last,
         )
 
@@ -286,8 +296,7 @@ class Loop:
 
         Ranks: all, with the same result; communicates.
         """
-        with self._clock.paused():
-            metrics = self._evaluation.run(self.state.step, self._epoch())
+        metrics = self._run_evaluation(test=False)
         self.state.evaluated = metrics is not None
         if metrics is None:
             return True, False
@@ -299,6 +308,26 @@ class Loop:
             raise
         self.control.set_phase("train")
         return False, improved
+
+    def _evaluate_test(self) -> bool:
+        """Evaluate the set `test` at the end of the run, unless that is done; return whether a stop interrupted it."""
+        state = self.state
+        if not self._evaluation.is_test_due(state):
+            return False
+        metrics = self._run_evaluation(test=True)
+        if metrics is not None:
+            others = state.metrics if state.evaluated_at == state.step else {}
+            state.metrics, state.evaluated_at = {**others, **metrics}, state.step
+        return metrics is None
+
+    def _run_evaluation(self, test: bool) -> dict[str, float] | None:
+        try:
+            with self._clock.paused():
+                return self._evaluation.run(self.state.step, self._epoch(), test)
+        except MetricError:
+            self.state.evaluated = test and self.state.evaluated
+            self._save(end=False)  # no step so far is lost, and a resume evaluates again
+            raise
 
     def _save(self, end: bool) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""
@@ -325,6 +354,8 @@ class Loop:
     def _finish(self, interrupted: bool) -> Outcome:
         if self.stopped is not None and not interrupted:
             interrupted = self._complete_early_end()
+        if not interrupted:
+            interrupted = self._evaluate_test()
         digest = self._save(end=True)
         state = self.state
         return Outcome(
@@ -337,7 +368,7 @@ class Loop:
         state = self.state
         if len(self._metrics):
             self._record(float(self.schedule.factor(state.step - 1, self.num_steps)))
-        if not self.evals or self.options.eval_every == 0 or state.evaluated_at == state.step:
+        if not self._evaluation.periodic or self.options.eval_every == 0 or state.evaluated_at == state.step:
             return False
         return self._evaluate()[0]
 

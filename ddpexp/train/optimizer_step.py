@@ -18,6 +18,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Strategy
+from ddpexp.strategy.replica import clip_values
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasTrainStep, Sums, Task
 from ddpexp.train.counts import GlobalCounts
@@ -46,6 +47,7 @@ class Step:
     seed: int
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
+    clip_grad_value: float | None = None
     records_graphs: bool = False  # torch.compile uses CUDA graphs
     want_norm: bool = False
     norm: Tensor | None = None
@@ -126,12 +128,12 @@ class Step:
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
         if self._checked:
-            return self.task.step(self.strategy.train_model, batch)
+            return self.task.step(self.strategy.train_model, batch)  # type: ignore[return-value]
         before = gradients_of(self.strategy.parameters())
         sums = self.task.step(self.strategy.train_model, batch)
         check_unchanged(before, self.strategy.parameters(), self.task.step)
         check_sums(sums, self.task.step, trains=True)
-        return sums
+        return sums  # type: ignore[return-value]
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
         """Add the gradient of `loss_sum / (count over the global batch)`.
@@ -213,6 +215,8 @@ class Step:
             self.norm = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
         elif self.want_norm:
             self.norm = self.strategy.gradient_norm(_parameters(optimizers))
+        if self.clip_grad_value is not None:
+            clip_values(_parameters(optimizers), self.clip_grad_value)
         if self.precision.step(*optimizers):
             self.moved = True
         elif self._undo is not None:

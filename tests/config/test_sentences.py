@@ -248,8 +248,8 @@ model.hidden: Interpolation key 'model.hiden' not found. Did you mean ${model.hi
 trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
-> strategy.kind=fsdp
-strategy.kind=fsdp names no strategy. Available: ddp. A strategy of your own is an installed package with an entry poin
+> strategy.kind=zero
+strategy.kind=zero names no strategy. Available: ddp, fsdp. A strategy of your own is an installed package with an
 > --config-dir mine/conf task._target_=mine.extra.Task
 task._target_=mine.extra.Task: {project}/mine/extra.py is a module beside {project}/mine/mine.py, not in
 > --config-dir mine/conf task._target_=mine.Regress
@@ -431,10 +431,9 @@ FOREIGN = [
         "from weights."
     )),
     ("trainer.limit_train_batches=3", "There is nothing like it: trainer.max_steps=N ends a run after N steps."),
-    ("limit_eval_batches=3", (
-        "There is nothing like it: an evaluation takes its whole data set, and "
-        "trainer.eval_every=0 leaves"
-    )),
+    ("limit_val_batches=3", "Did you mean trainer.limit_eval_batches?"),
+    ("trainer.overfit_batches=3", "trainer.limit_train_samples=64 trains on this many samples only."),
+    ("trainer.save_top_k=3", "Did you mean trainer.keep_best_k?"),
     ("trainer.fast_dev_run=true", "There is nothing like it: trainer.max_steps=2 ends a run after two steps."),
     ("callbacks=none", "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."),
     ("output_dir=x", "Did you mean run.dir?"),
@@ -460,13 +459,10 @@ def test_for_another_frameworks_key_ours_is_suggested(word: str, advice: str) ->
 
 
 def test_the_error_is_the_same_wherever_the_key_stands(project: Path) -> None:
-    advice = (
-        "is not a known key. There is nothing like it: an evaluation takes its whole data set, and "
-        "trainer.eval_every=0 leaves"
-    )
-    for key in ("limit_eval_batches", "trainer.limit_eval_batches"):
+    advice = "is not a known key. There is nothing like it: trainer.max_steps=N ends a run after N steps."
+    for key in ("limit_train_batches", "trainer.limit_train_batches"):
         assert refusal(f"{key}=3").startswith(f"{key} {advice}")
-    assert refusal("+trainer.limit_eval_batches=3").startswith(f"trainer.limit_eval_batches {advice}")
+    assert refusal("+trainer.limit_train_batches=3").startswith(f"trainer.limit_train_batches {advice}")
 
 
 @pytest.mark.parametrize(("word", "advice"), FOREIGN_VALUES)
@@ -477,7 +473,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=resnet18", "strategy=fsdp", "scheduler=linear", "logger=wandb", "data=cifar10"]
+    "word", ["model=resnet18", "strategy=deepspeed", "scheduler=linear", "logger=wandb", "data=cifar10"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)
