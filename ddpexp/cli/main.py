@@ -25,6 +25,7 @@ from ddpexp.system import caller, secrets
 from ddpexp.system.containers import name_user
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
+from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
 # Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
@@ -46,7 +47,7 @@ def main() -> int:
     sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):
-        print_message("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
+        print_message(NOT_LINUX)
         return EXIT_REFUSED
     with ExitStack() as leaving:
         return outcome.exit_code_of(lambda: _answer(argv, leaving))
