@@ -56,8 +56,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.before_attention(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        x = x + self.mlp(self.before_mlp(x))
-        return x
+        return x + self.mlp(self.before_mlp(x))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):
