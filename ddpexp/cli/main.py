@@ -130,6 +130,12 @@ def _doctor(argv: list[str], server: Server | None) -> int:
     return verb.diagnose(launcher, job, partial(outcome.launch, launcher, job, server), "--json" in argv)
 
 
+def _check(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.check import check
+
+    return check(argv[1:], server)
+
+
 def _help(argv: list[str], server: Server | None) -> int:
     words = [word for word in argv[1:] if word not in _HELP]
     return _explain(words or (["help"] if len(argv) > 1 else []), server, by_name=True)
@@ -232,6 +238,7 @@ _COMMANDS = {
     "table": _look,
     "plan": _plan,
     "doctor": _doctor,
+    "check": _check,
     "help": _help,
     "completion": _completion,
     "member": _member,  # what launchers start, and no person types
@@ -267,6 +274,8 @@ def _will_fork(argv: list[str]) -> bool:
         or commands.unknown(argv[0]) is not None
     ):
         return False
+    if argv[0] == "check":  # workers are forked here whatever the launcher
+        return len(argv) > 1 and not _HELP & set(argv)
     chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
     if argv[:1] == ["resume"]:
         chosen = chosen or _launcher_of_run(argv[1:])

@@ -292,7 +292,8 @@ def build_loop(
     trust, trainer = experiment.trust, experiment.trainer
     check_set(trainer.keep_best, [name for name in evals if name != TEST_SET])
     task = instantiate(experiment.task, trust, "task")
-    check_task(task, experiment.task.target)
+    evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
+    check_task(task, experiment.task.target, evaluates)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         if not isinstance(parameters, Mapping | torch.Tensor):

@@ -105,7 +105,7 @@ class Loop:
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
-            self._records_graphs(),
+            self.num_steps, self._records_graphs(),
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
@@ -284,9 +284,7 @@ class Loop:
         means = self._metrics.reduce(self.state.step - num_steps + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": base_lr * lr_factor for suffix, base_lr in self._recorded_lrs.items()}
-        if self._step.norm is not None:
-            values["train/grad_norm"] = float(self._step.norm)
-            self._check_norm()
+        values |= self._check_norms()
         values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)
@@ -383,10 +381,12 @@ class Loop:
         """
         if self.options.nonfinite == "stop":
             self._metrics.check_finite(self.state.step - len(self._metrics) + 1)
-            self._check_norm()
+            self._check_norms()
 
-    def _check_norm(self) -> None:
-        if self.options.nonfinite == "stop" and self._step.norm is not None and not self.precision.skips:
-            norm = float(self._step.norm)
-            if not math.isfinite(norm):
-                raise nonfinite_error("train/grad_norm", norm, self.state.step)
+    def _check_norms(self) -> dict[str, float]:
+        """Return the gradient norms of the last step as they are recorded."""
+        norms = {f"train/grad_norm{suffix}": float(norm) for suffix, norm in self._step.norms.items()}
+        bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+        if bad is not None and self.options.nonfinite == "stop" and not self.precision.skips:
+            raise nonfinite_error(bad, norms[bad], self.state.step)
+        return norms
