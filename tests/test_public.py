@@ -33,6 +33,7 @@ PUBLIC = {
     "RunInterruptedError": ["run", "signum", "sweep"],
     "DdpexpError": ["exit_code", "quiet"],
     "RefusedError": ["exit_code", "quiet"],
+    "metric_update": ["metric", "arguments", "keywords"],
 }  # fmt: skip
 """The names, with the parameters of functions and the attributes of classes."""
 

@@ -16,6 +16,7 @@ from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.inline import Inline
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
@@ -24,11 +25,13 @@ from ddpexp.system import caller, secrets
 from ddpexp.system.containers import name_user
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
+from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
 # Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
 _FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
 _HELP = {"--help", "-h"}
+_WORKER = "ddpexp.train.process"  # imported where this process was a worker
 _NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
 
 
@@ -44,7 +47,7 @@ def main() -> int:
     sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):
-        print_message("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
+        print_message(NOT_LINUX)
         return EXIT_REFUSED
     with ExitStack() as leaving:
         return outcome.exit_code_of(lambda: _answer(argv, leaving))
@@ -127,6 +130,12 @@ def _doctor(argv: list[str], server: Server | None) -> int:
     return verb.diagnose(launcher, job, partial(outcome.launch, launcher, job, server), "--json" in argv)
 
 
+def _check(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.check import check
+
+    return check(argv[1:], server)
+
+
 def _help(argv: list[str], server: Server | None) -> int:
     words = [word for word in argv[1:] if word not in _HELP]
     return _explain(words or (["help"] if len(argv) > 1 else []), server, by_name=True)
@@ -200,13 +209,14 @@ def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] 
     Raises:
         RefusedError: torchrun, mpirun or srun has, and the launcher is the one for a command that stands alone.
     """
-    if not isinstance(launcher, Spawn) or job.request.nodes not in ("auto", 1):
+    if not isinstance(launcher, Spawn | Inline) or job.request.nodes not in ("auto", 1):
         return
     if (started := externally_started(environ)) is not None:
         starter, count, right = started
+        name, verb = ("spawn", "add") if isinstance(launcher, Spawn) else ("inline", "use")
         raise RefusedError(
-            f"{starter} has started {count} of these commands, and launcher=spawn would run each alone: "
-            f"add launcher={right}."
+            f"{starter} has started {count} of these commands, and launcher={name} would run each alone: "
+            f"{verb} launcher={right}."
         )
     if (warning := ignored_variables(environ)) is not None:
         print_message(f"ddpexp: warning: {warning}")
@@ -228,6 +238,7 @@ _COMMANDS = {
     "table": _look,
     "plan": _plan,
     "doctor": _doctor,
+    "check": _check,
     "help": _help,
     "completion": _completion,
     "member": _member,  # what launchers start, and no person types
@@ -263,6 +274,8 @@ def _will_fork(argv: list[str]) -> bool:
         or commands.unknown(argv[0]) is not None
     ):
         return False
+    if argv[0] == "check":  # workers are forked here whatever the launcher
+        return len(argv) > 1 and not _HELP & set(argv)
     chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
     if argv[:1] == ["resume"]:
         chosen = chosen or _launcher_of_run(argv[1:])
@@ -309,12 +322,27 @@ def _open_standard_streams() -> None:
 
 
 def run() -> None:
-    """Leave with the exit code of `main`, without the interpreter's slow shutdown."""
+    """Leave with the exit code of `main`, without the interpreter's slow shutdown.
+
+    A command that was the worker (launcher=inline) shuts down in the usual way: profilers write their results then.
+    Under `python -m pdb`, which would start the command again, it does not.
+    """
     _open_standard_streams()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         within_patience(partial(_flush, stream))
+    if _WORKER in sys.modules and not _is_run_by_pdb():
+        sys.exit(code)
     os._exit(code)
+
+
+def _is_run_by_pdb() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") in ("pdb", "bdb"):
+            return True
+    return False
 
 
 def _flush(stream: TextIO) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 _PARTS: Mapping[str, Mapping[str, str]] = {
     "launcher": {
         "spawn": "ddpexp.launch.launchers.local.Spawn",
+        "inline": "ddpexp.launch.launchers.inline.Inline",
         "torchrun-env": "ddpexp.launch.launchers.torchrun_env.TorchrunEnv",
         "mpi": "ddpexp.launch.launchers.mpi.Mpi",
         "slurm": "ddpexp.launch.launchers.slurm.Slurm",
@@ -23,7 +24,10 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "onecycle": "ddpexp.train.schedule.OneCycle",
     },
     "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
-    "strategy": {"ddp": "ddpexp.strategy.ddp_options.DDPOptions"},
+    "strategy": {
+        "ddp": "ddpexp.strategy.ddp_options.DDPOptions",
+        "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
+    },
     "data": {"mnist": "ddpexp.data.mnist.dataset.load", "images": "ddpexp.data.images.dataset.load"},
     "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
 }

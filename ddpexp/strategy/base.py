@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -46,6 +46,7 @@ class Strategy(Protocol):
     modules: dict[str, nn.Module]  # as built: neither wrapped nor compiled
     gradient_weight: float  # the loss is multiplied by it, to make up for how gradients are summed
     memory: Memory | None  # what carries sums of the run loop; None: the backend
+    evaluates_together: bool  # a forward pass in `evaluation` communicates: all ranks do equally many
 
     @property
     def train_model(self) -> Any:
@@ -80,6 +81,17 @@ class Strategy(Protocol):
         """Yield every parameter of every module, as this rank holds it."""
         ...
 
+    def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return what this rank holds of the existing gradients, as dense real tensors that share memory with them."""
+        ...
+
+    def on_any_rank(self, flag: Tensor) -> Tensor:
+        """Return the largest value of a flag on the ranks, such as whether a gradient is not finite. Ranks: all.
+
+        Communicates only if the ranks hold different gradients. Shapes: a scalar.
+        """
+        ...
+
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the reduced gradient, on the device. Ranks: all, with the same result."""
         ...
@@ -99,8 +111,8 @@ class Strategy(Protocol):
     def evaluation(self) -> AbstractContextManager[Any]:
         """Yield the model in evaluation mode, with rank zero's buffers. Ranks: all; may communicate.
 
-        Inside, a forward pass must not communicate: ranks evaluate different numbers of batches, and `Task.on_eval`
-        runs on rank zero alone.
+        Inside, a forward pass must not communicate unless `evaluates_together` is true: otherwise ranks evaluate
+        different numbers of batches, and `Task.on_eval` runs on rank zero alone.
         """
         ...
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ddpexp.config.schema import Trainer
+from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batches import EvalBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -18,17 +19,16 @@ from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
 from ddpexp.train.ema import EMA
-from ddpexp.train.evaluate import evaluate
+from ddpexp.train.evaluate import evaluate, has_eval_metrics, metric_names
 from ddpexp.train.keep_best import unknown_metric, with_value
 from ddpexp.train.metrics import nonfinite_error
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import TrainState
-from ddpexp.train.task_checks import metric_names
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates the model of a run on every evaluation set."""
+    """Evaluates the model of a run on its evaluation sets: the one named `test` at the end, the others on the way."""
 
     task: Task
     strategy: Strategy
@@ -40,27 +40,46 @@ class Evaluation:
     options: Trainer
     ema: EMA | None = None
 
-    def run(self, step: int, epoch: float) -> dict[str, float] | None:
+    @property
+    def periodic(self) -> Mapping[str, EvalBatches]:
+        """Return the sets that are evaluated on the way."""
+        return {name: batches for name, batches in self.evals.items() if name != TEST_SET}
+
+    def is_test_due(self, state: TrainState) -> bool:
+        """Return whether a run that ends in this state still has to evaluate its set `test`."""
+        if TEST_SET not in self.evals or self.options.eval_every == 0:
+            return False
+        is_done = any(name.startswith(f"{TEST_SET}/") for name in state.metrics)
+        return not (is_done and state.evaluated_at == state.step)
+
+    def run(self, step: int, epoch: float, test: bool = False) -> dict[str, float] | None:
         """Evaluate and log; return the metrics as `set/metric`, or None if a stop request ended the evaluation early.
+
+        The set `test` alone is evaluated, or all others.
 
         Units: steps done. Ranks: all, with the same result; communicates.
 
         Raises:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss is not finite.
+            MetricError: on all ranks, for a metric that cannot be computed.
         """
+        sets = {TEST_SET: self.evals[TEST_SET]} if test else self.periodic
         self.control.set_phase("evaluate")
         weights = nullcontext() if self.ema is None else self.ema.in_place_of_weights()
         with weights, self.strategy.evaluation() as model:
             metrics = evaluate(
-                self.task, model, self.evals, self.precision, self.world, self.strategy.data, self.control
-            )
+                self.task, model, sets, self.precision, self.world, self.strategy.data, self.control,
+                self.strategy.evaluates_together,
+            )  # fmt: skip
             if metrics is None:
                 return None
             self.logger.scalars(step, epoch, metrics)
             self._check_losses(metrics, step)
-            if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
+            shows = not test or not self.periodic
+            takes_part = self.world.is_rank_zero or self.strategy.evaluates_together  # others have a null logger
+            if shows and takes_part and isinstance(self.task, HasOnEval):
                 with torch.no_grad():
-                    self.task.on_eval(model, next(iter(self.evals.values())).first(), self.logger, step)
+                    self.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
         return metrics
 
     def improves(self, metrics: Mapping[str, float], state: TrainState) -> bool:
@@ -82,25 +101,28 @@ class Evaluation:
         return best is not None
 
     def check_metrics(self, sums: Sums) -> None:
-        """Check after the first step of a start that the evaluation will have the metric of trainer.keep_best.
+        """Check after the first step of a start what the evaluations will have, on a batch of them. Ranks: all.
 
-        If the task does not return it in training, it is asked for the first batch of the evaluation set. Ranks: all.
+        Nothing is done unless trainer.keep_best names a metric that the task does not return in training, or the task
+        has metrics for evaluation only.
 
         Raises:
-            RefusedError: the evaluation will not have it.
+            RefusedError: the evaluation will not have the metric of trainer.keep_best.
+            MetricError: the task returns what cannot be evaluated.
         """
-        if self.options.keep_best is None:
+        keep_best = self.options.keep_best
+        sets = self.periodic or self.evals
+        if not sets or self.options.eval_every == 0:
             return
-        name = self.options.keep_best.partition(":")[2]
-        chosen, _, metric = name.partition("/")
-        if chosen not in self.evals or metric in ("loss", *sums[2]):
+        chosen, _, metric = keep_best.partition(":")[2].partition("/") if keep_best else (next(iter(sets)), "", "loss")
+        if chosen not in sets or (metric in ("loss", *sums[2]) and not has_eval_metrics(self.task)):
             return
         names = metric_names(
-            self.task, self.strategy.eval_model, self.strategy.modules, self.evals[chosen].first(), self.precision,
+            self.task, self.strategy.eval_model, self.strategy.modules, sets[chosen].first(), self.precision,
             self.world.device,
         )  # fmt: skip
-        if names is not None and metric not in names:
-            error = unknown_metric(self.options.keep_best, [f"{chosen}/{name}" for name in names])
+        if keep_best is not None and names is not None and metric not in names:
+            error = unknown_metric(keep_best, [f"{chosen}/{name}" for name in names])
             raise RefusedError(f"{error} Did you mean {error.override}?")
 
     def _check_losses(self, metrics: Mapping[str, float], step: int) -> None:

@@ -30,7 +30,7 @@ from ddpexp.task import Schedule, Task
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
-from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
+from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
@@ -105,7 +105,7 @@ class Loop:
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
-            self._records_graphs(),
+            self.num_steps, self._records_graphs(),
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
@@ -187,7 +187,8 @@ class Loop:
     def _evaluate_before_steps(self) -> bool:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
         state = self.state
-        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(self.evals)
+        sets = self._evaluation.periodic
+        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(sets)
         if not at_start and state.evaluated:
             return False
         interrupted, improved = self._evaluate()
@@ -213,7 +214,7 @@ class Loop:
             self.checkpointer.check()
         return _Due(
             record=step % options.log_every == 0 or is_last,
-            evaluation=bool(self.evals)
+            evaluation=bool(self._evaluation.periodic)
             and options.eval_every != 0
             and (self._is_due(step, options.eval_every) or is_last),
             checkpoint=self.checkpointer is not None
@@ -283,9 +284,7 @@ class Loop:
         means = self._metrics.reduce(self.state.step - num_steps + 1, stop=self.options.nonfinite == "stop")
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": base_lr * lr_factor for suffix, base_lr in self._recorded_lrs.items()}
-        if self._step.norm is not None:
-            values["train/grad_norm"] = float(self._step.norm)
-            self._check_norm()
+        values |= self._check_norms()
         values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)
@@ -295,8 +294,7 @@ class Loop:
 
         Ranks: all, with the same result; communicates.
         """
-        with self._clock.paused():
-            metrics = self._evaluation.run(self.state.step, self._epoch())
+        metrics = self._run_evaluation(test=False)
         self.state.evaluated = metrics is not None
         if metrics is None:
             return True, False
@@ -308,6 +306,26 @@ class Loop:
             raise
         self.control.set_phase("train")
         return False, improved
+
+    def _evaluate_test(self) -> bool:
+        """Evaluate the set `test` at the end of the run, unless that is done; return whether a stop interrupted it."""
+        state = self.state
+        if not self._evaluation.is_test_due(state):
+            return False
+        metrics = self._run_evaluation(test=True)
+        if metrics is not None:
+            others = state.metrics if state.evaluated_at == state.step else {}
+            state.metrics, state.evaluated_at = {**others, **metrics}, state.step
+        return metrics is None
+
+    def _run_evaluation(self, test: bool) -> dict[str, float] | None:
+        try:
+            with self._clock.paused():
+                return self._evaluation.run(self.state.step, self._epoch(), test)
+        except MetricError:
+            self.state.evaluated = test and self.state.evaluated
+            self._save(end=False)  # no step so far is lost, and a resume evaluates again
+            raise
 
     def _save(self, end: bool) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""
@@ -334,6 +352,8 @@ class Loop:
     def _finish(self, interrupted: bool) -> Outcome:
         if self.stopped is not None and not interrupted:
             interrupted = self._complete_early_end()
+        if not interrupted:
+            interrupted = self._evaluate_test()
         digest = self._save(end=True)
         state = self.state
         return Outcome(
@@ -346,7 +366,7 @@ class Loop:
         state = self.state
         if len(self._metrics):
             self._record(float(self.schedule.factor(state.step - 1, self.num_steps)))
-        if not self.evals or self.options.eval_every == 0 or state.evaluated_at == state.step:
+        if not self._evaluation.periodic or self.options.eval_every == 0 or state.evaluated_at == state.step:
             return False
         return self._evaluate()[0]
 
@@ -361,10 +381,12 @@ class Loop:
         """
         if self.options.nonfinite == "stop":
             self._metrics.check_finite(self.state.step - len(self._metrics) + 1)
-            self._check_norm()
+            self._check_norms()
 
-    def _check_norm(self) -> None:
-        if self.options.nonfinite == "stop" and self._step.norm is not None and not self.precision.skips:
-            norm = float(self._step.norm)
-            if not math.isfinite(norm):
-                raise nonfinite_error("train/grad_norm", norm, self.state.step)
+    def _check_norms(self) -> dict[str, float]:
+        """Return the gradient norms of the last step as they are recorded."""
+        norms = {f"train/grad_norm{suffix}": float(norm) for suffix, norm in self._step.norms.items()}
+        bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+        if bad is not None and self.options.nonfinite == "stop" and not self.precision.skips:
+            raise nonfinite_error(bad, norms[bad], self.state.step)
+        return norms

@@ -235,7 +235,7 @@ run_name is not a known key. Did you mean run.dir?
 > trainer.max_time=00:12:00:00
 trainer.max_time is not a known key. trainer.max_seconds=43200 ends a run after 12 hours, saved.
 > trainer.num_sanity_val_steps=0
-trainer.num_sanity_val_steps is not a known key. There is nothing like it: keys and the task are checked before and in t
+trainer.num_sanity_val_steps is not a known key. ddpexp check with the same overrides tries training and evaluation.
 > scheduler=none
 scheduler=none is not a known option. Did you mean scheduler=constant?
 > launcher=accelerate
@@ -248,8 +248,8 @@ model.hidden: Interpolation key 'model.hiden' not found. Did you mean ${model.hi
 trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
-> strategy.kind=fsdp
-strategy.kind=fsdp names no strategy. Available: ddp. A strategy of your own is an installed package with an entry poin
+> strategy.kind=zero
+strategy.kind=zero names no strategy. Available: ddp, fsdp. A strategy of your own is an installed package with an
 > --config-dir mine/conf task._target_=mine.extra.Task
 task._target_=mine.extra.Task: {project}/mine/extra.py is a module beside {project}/mine/mine.py, not in
 > --config-dir mine/conf task._target_=mine.Regress
@@ -434,7 +434,7 @@ FOREIGN = [
     ("limit_val_batches=3", "Did you mean trainer.limit_eval_batches?"),
     ("trainer.overfit_batches=3", "trainer.limit_train_samples=64 trains on this many samples only."),
     ("trainer.save_top_k=3", "Did you mean trainer.keep_best_k?"),
-    ("trainer.fast_dev_run=true", "There is nothing like it: trainer.max_steps=2 ends a run after two steps."),
+    ("trainer.fast_dev_run=true", "ddpexp check with the same overrides tries two steps and an evaluation."),
     ("callbacks=none", "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."),
     ("output_dir=x", "Did you mean run.dir?"),
     ("data.data_dir=x", "Did you mean data.root?"),
@@ -473,7 +473,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=resnet18", "strategy=fsdp", "scheduler=linear", "logger=wandb", "data=cifar10"]
+    "word", ["model=resnet18", "strategy=deepspeed", "scheduler=linear", "logger=wandb", "data=cifar10"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)
