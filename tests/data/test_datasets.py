@@ -8,7 +8,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddpexp.data.datasets import Arrays, IndexData, Splits, Subset, hold_out, on_device
-from ddpexp.distributed.transfers import rows
 from ddpexp.errors import RefusedError
 
 CPU = torch.device("cpu")
@@ -62,12 +61,6 @@ def test_a_map_style_set_is_divided_alike() -> None:
     _, expected = hold_out(numbers(100), 0.1)
     assert [int(out[index][0]) for index in range(10)] == all_of(expected)
     assert len(kept) == 90
-
-
-def test_rows_on_a_device_are_gathered_there_and_not_into_pinned_memory_of_the_host() -> None:
-    there = torch.zeros(10, 3, device="meta")  # stands for a GPU
-    found = rows(there, torch.arange(4, device="meta"), pinned=True)
-    assert (found.device, found.shape) == (there.device, (4, 3))
 
 
 def test_rows_that_lie_on_the_device_are_the_same_also_of_a_part_of_a_part() -> None:
