@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 from hydra._internal.utils import get_args_parser
 
 from ddpexp.config.build import nearest
-from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.hydra_section import (
     check_not_typed,
@@ -147,18 +147,19 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
             raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
         if not question:
             check_not_typed(word, in_sweep)
-        if key == "logger" and (value == "null" or word[0] == "~"):
-            raise RefusedError(f"{word}: to record nothing beside metrics.jsonl, write logger=none.")
+        if key in LISTED and (value == "null" or word[0] == "~"):
+            what = {"logger": "to record nothing beside metrics.jsonl", "callbacks": "for a run without callbacks"}[key]
+            raise RefusedError(f"{word}: {what}, write {key}=none.")
         if word.startswith("~"):
             _check_no_deletion(word, key)
         several = re.fullmatch(r"\[(.*,.*)\]", value)
-        if several is not None and key in groups([conf_folder()]) and key != "logger":
+        if several is not None and key in groups([conf_folder()]) and key not in LISTED:
             raise RefusedError(
                 f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
             )
         if value == "null" and key in groups([conf_folder()]):
             raise RefusedError(f"{word}: every run needs one. Available: {', '.join(options(key, [conf_folder()]))}.")
-        parts = value.strip("[]").split(",") if key == "logger" else value.split(",")
+        parts = value.strip("[]").split(",") if key in LISTED else value.split(",")
         number = next((part for part in parts if _NO_NAME.fullmatch(part.strip())), None)
         if number is not None and key in groups([conf_folder()]):
             raise RefusedError(

@@ -60,8 +60,8 @@ _SENTENCES = {
     "limit_val_batches limit_test_batches limit_eval_batches limit_predict_batches": _WHOLE,
     "fast_dev_run": "There is nothing like it: trainer.max_steps=2 ends a run after two steps.",
     "overfit_batches": "There is nothing like it.",
-    "callbacks early_stopping patience": (
-        "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."
+    "early_stopping patience": (
+        "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience counts evaluations."
     ),
     "shuffle": "Training data is always shuffled, by trainer.seed, and evaluations keep the order of their set.",
     "drop_last": (
@@ -96,6 +96,12 @@ _VALUES = {
         "mpi": "mpirun mpiexec horovod",
     },
     "logger": {"tensorboard": "tb", "none": "false no disabled"},
+    "callbacks": {
+        "none": "null false no disabled",
+        "early_stopping": "earlystopping early_stop EarlyStopping",
+        "lr_monitor": "learning_rate_monitor LearningRateMonitor",
+        "find_nonfinite": "detect_anomaly nan anomaly",
+    },
     "sweep.mode": {"max": "maximize maximise", "min": "minimize minimise"},
     "trainer.eval_every": {"0": "no never"},
     "trainer.checkpoint_every": {"0": "no never"},

@@ -105,6 +105,7 @@ class Experiment:
     strategy: Options
     launcher: Launcher
     logger: Mapping[str, Node]  # what records the run beside metrics.jsonl, by the key below `logger`
+    callbacks: Mapping[str, Node]  # in the order of their calls, by the key below `callbacks`
     trainer: Trainer
     run: Run
 
