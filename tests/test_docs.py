@@ -34,8 +34,8 @@ from ddpexp.sweep.arguments import Arguments
 from ddpexp.sweep.folder import SweepDir
 from ddpexp.sweep.settings import settings_of
 from tests.conftest import ROOT, Ddpexp, finish
+from tests.examples import DOCUMENTS, EXAMPLES
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
 KEPT = ROOT / "tests/kept"
 
 # What stands for something else, and what it stands for here.
@@ -75,8 +75,6 @@ NOT_TYPED = {
     "python -P -m ddpexp": "any command",
     "ddpexp": "any command",
     "python -m ddpexp recipe=mnist trainer.gpus=2 launcher=polite launcher.niceness=5": "run by launch/test_plugins.py",
-    "python -m ddpexp --config-dir mine/conf recipe=mine trainer.gpus=2": "run below",
-    "python -m ddpexp --config-dir rows/conf recipe=mnist 'logger=[tensorboard,rows]'": "run by test_packages.py",
     "python -m ddpexp recipe=sides 'logger=[tensorboard,rows]' launcher=shy scheduler=stable trainer.gpus=2": (
         "run by test_packages.py"
     ),
@@ -160,6 +158,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("mnist", "sweep"):
         shutil.copytree(KEPT / name, folder / name)
     (folder / "sweep/sweep.yaml").write_text("words: [recipe=mnist, 'trainer.seed=1,2']\noptions: []\n")
+    (folder / "examples").symlink_to(EXAMPLES)
     shutil.copy(next((folder / "mnist/checkpoints").glob("step-*/model.safetensors")), folder / "weights.safetensors")
     return folder
 
@@ -205,7 +204,9 @@ def accept_run(words: Sequence[str]) -> None:
 def accept_sweep(swept: Swept) -> None:
     """Compose a sweep's first job."""
     settings_of(swept.settings)
-    first = [re.sub(r"=(?:range|interval|choice)\(([^,)]+).*|=([^,\[]+),.*", r"=\1\2", word) for word in swept.words]
+    first = [
+        re.sub(r"=(?:range|interval|choice)\(([^,)]+).*|=([^,\[]+),.*", r"=\1\2", word) for word in swept.overrides
+    ]
     words = [word for word in first if not word.startswith(("sweep.", "hydra"))]
     accept_composed(JobComposer(swept).compose(words, Path("job")))
 
@@ -271,19 +272,6 @@ def test_torchruns_own_options_are_recognized() -> None:
     for line in lines:
         found = get_args_parser().parse_args(shlex.split(line)[1:])
         assert (found.module, found.training_script) == (True, "ddpexp")
-
-
-def test_the_readmes_own_recipe_trains(ddpexp: Ddpexp, tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    files = re.findall(r"^# (mine/\S+)\n(.*?)(?=^# mine/|^```)", text, re.DOTALL | re.MULTILINE)
-    assert sorted(name for name, _ in files) == ["mine/conf/recipe/mine.yaml", "mine/mine.py"]
-    for name, content in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    [line] = [typed.text for typed in ALL if NOT_TYPED.get(typed.text) == "run below"]
-    done = finish(ddpexp.paste(line), tmp_path)
-    assert (done.code, done.err) == (0, ""), done.err
-    assert "step 20/20" in done.out
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, ROOT, Ddpexp, Done, finish
+from tests.conftest import ROOT, Ddpexp, Done, finish
+from tests.examples import install
 
 PARTS = ("recipe=sides", "logger=[tensorboard,rows]", "launcher=shy", "scheduler=stable")
 
@@ -21,25 +19,9 @@ def environ(warm_environ: dict[str, str]) -> dict[str, str]:
     return warm_environ
 
 
-def files_of(document: str) -> dict[str, str]:
-    """Return the files that a document shows, by the name in the first line of each."""
-    text = (ROOT / document).read_text()
-    return dict(re.findall(r"```\w+\n# (\S+\.(?:toml|py|yaml))\n(.*?)```", text, re.DOTALL))
-
-
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
-    files = files_of("docs/packages.md")
-    assert len(files) == 10
-    for name, content in files.items():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(content)
-    options = "-q --no-index --no-deps --no-build-isolation --disable-pip-version-check --target".split()
-    command = [sys.executable, "-m", "pip", "install", *options, str(target), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return target
+    return install("package", tmp_path_factory.mktemp("package"))
 
 
 def seeing(folder: Path) -> dict[str, str]:
@@ -120,12 +102,10 @@ def test_an_entry_point_offers_a_part_of_its_own_group_alone(ddpexp: Ddpexp, ins
 
 
 def test_the_logger_of_the_documentation_records(ddpexp: Ddpexp, tmp_path: Path) -> None:
-    for name, content in files_of("docs/loggers.md").items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    [line] = [
-        text.strip() for text in (ROOT / "docs/loggers.md").read_text().splitlines() if text.startswith("    python")
-    ]
+    text = (ROOT / "docs/loggers.md").read_text()
+    [line] = [line.strip() for line in text.splitlines() if line.startswith("    python")]
+    assert "examples/rows/conf" in line
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     small = " model=linear data.source=embedded data.embedded_train=640 data.embedded_test=100 trainer.max_steps=3"
     done = finish(ddpexp.paste(f"{line}{small} trainer.gpus=1 run.dir={tmp_path}/run", tmp_path), tmp_path / "run")
     assert done.code == 0, done.err

@@ -79,7 +79,7 @@ def old_words(text: str) -> list[tuple[int, str, str]]:
 
 def files() -> list[Path]:
     """Return the files that users and contributors read."""
-    trees = (path for tree in ("ddpexp", "conf", "docs", "recipes") for path in (ROOT / tree).rglob("*"))
+    trees = (path for tree in ("ddpexp", "conf", "docs", "recipes", "examples") for path in (ROOT / tree).rglob("*"))
     return [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",

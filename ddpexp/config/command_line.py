@@ -49,7 +49,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
     """
     parser = get_args_parser()
     parser.exit_on_error = False  # argparse would print the usage of all of Hydra's options
-    abbreviated = next((word for word in argv if re.match("--config(=|$)", word)), None)
+    abbreviated = next((argument for argument in argv if re.match("--config(=|$)", argument)), None)
     if abbreviated is not None:
         raise RefusedError(f"{abbreviated} is not an option. Did you mean --config-dir?")
     try:
@@ -58,7 +58,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
         raise RefusedError(f"{error}. --help shows what can be typed.") from None
     if unknown:
         raise RefusedError(_no_option(unknown[0]))
-    if sum(word.partition("=")[0] in ("--config-dir", "-cd") for word in argv) > 1:
+    if sum(argument.partition("=")[0] in ("--config-dir", "-cd") for argument in argv) > 1:
         raise RefusedError("--config-dir is typed twice: it takes one folder.")
     folder = arguments.config_dir
     if folder is not None and re.match(r"[\w./]+=", folder) and not os.path.isdir(folder):
@@ -72,30 +72,31 @@ def parse_arguments(argv: list[str]) -> Namespace:
     return arguments
 
 
-def _no_option(word: str) -> str:
+def _no_option(argument: str) -> str:
     """Return the message for an unknown option: the nearest option, or the key that it may stand for."""
-    name, _, value = word.lstrip("-").partition("=")
-    option = nearest(f"--{name}", _OPTIONS, 0.8) if word.startswith("--") else None
+    name, _, value = argument.lstrip("-").partition("=")
+    option = nearest(f"--{name}", _OPTIONS, 0.8) if argument.startswith("--") else None
     if option is not None:
-        return f"{word} is not an option. Did you mean {option}?"
+        return f"{argument} is not an option. Did you mean {option}?"
     key = name.replace("-", "_")
     if key.startswith(("checkpoint", "ckpt")):
         return (
-            f"{word} is not an option: a checkpoint is named by its folder, as in ddpexp evaluate "
+            f"{argument} is not an option: a checkpoint is named by its folder, as in ddpexp evaluate "
             "RUN_DIR/checkpoints/step-00000100, and weights to start from as run.init_from=..."
         )
     if key == "resume":
-        return f"{word} is not an option: a run is resumed with python -m ddpexp resume {value or 'RUN_DIR'}."
+        return f"{argument} is not an option: a run is resumed with python -m ddpexp resume {value or 'RUN_DIR'}."
     if key in _TORCHRUN:
         return (
-            f"{word} is an option of torchrun, and stands before -m: torchrun {word} --nproc-per-node 2 -m ddpexp ... "
+            f"{argument} is an option of torchrun, and stands before -m: torchrun {argument} --nproc-per-node 2 -m "
+            f"ddpexp ... "
             "launcher=torchrun-env. Without torchrun, trainer.gpus=2 starts the workers."
         )
     advice = advice_on_key(key)
     section = next((section for section, typed in TYPED_SECTIONS.items() if key in typed.__dataclass_fields__), None)
     if not advice and section is not None:
         advice = f" Did you mean {section}.{key}={value or '...'}?"
-    return f"{word} is not an option: write key=value, for example trainer.gpus=2.{advice}"
+    return f"{argument} is not an option: write key=value, for example trainer.gpus=2.{advice}"
 
 
 def is_sweep(argv: list[str]) -> bool:
@@ -130,7 +131,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], str | None]:
         RefusedError: an unknown option.
     """
     arguments = parse_arguments(list(argv))
-    return [word for word in arguments.overrides if not SWEEPS.match(word)], arguments.config_dir
+    return [argument for argument in arguments.overrides if not SWEEPS.match(argument)], arguments.config_dir
 
 
 def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False) -> None:
@@ -140,25 +141,27 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
         RefusedError: with what to type instead.
     """
     check_syntax(overrides)
-    for word in overrides:
-        key, _, value = word.lstrip("+~").partition("=")
+    for argument in overrides:
+        key, _, value = argument.lstrip("+~").partition("=")
         if key == "sweep.dir":
             of_run = "" if in_sweep else f" or, for one run, run.dir={value}"
             raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
         if not question:
-            check_not_typed(word, in_sweep)
-        if key in LISTED and (value == "null" or word[0] == "~"):
+            check_not_typed(argument, in_sweep)
+        if key in LISTED and (value == "null" or argument[0] == "~"):
             what = {"logger": "to record nothing beside metrics.jsonl", "callbacks": "for a run without callbacks"}[key]
-            raise RefusedError(f"{word}: {what}, write {key}=none.")
-        if word.startswith("~"):
-            _check_no_deletion(word, key)
+            raise RefusedError(f"{argument}: {what}, write {key}=none.")
+        if argument.startswith("~"):
+            _check_no_deletion(argument, key)
         several = re.fullmatch(r"\[(.*,.*)\]", value)
         if several is not None and key in groups([conf_folder()]) and key not in LISTED:
             raise RefusedError(
-                f"{word} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
+                f"{argument} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
             )
         if value == "null" and key in groups([conf_folder()]):
-            raise RefusedError(f"{word}: every run needs one. Available: {', '.join(options(key, [conf_folder()]))}.")
+            raise RefusedError(
+                f"{argument}: every run needs one. Available: {', '.join(options(key, [conf_folder()]))}."
+            )
         parts = value.strip("[]").split(",") if key in LISTED else value.split(",")
         number = next((part for part in parts if _NO_NAME.fullmatch(part.strip())), None)
         if number is not None and key in groups([conf_folder()]):
@@ -167,11 +170,13 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
             )
 
 
-def _check_no_deletion(word: str, key: str) -> None:
+def _check_no_deletion(argument: str, key: str) -> None:
     """Refuse an override that removes a key or a section that every run has."""
     section, _, name = key.partition(".")
     if section in groups([conf_folder()]) and not name:
-        raise RefusedError(f"{word}: every run needs one. Available: {', '.join(options(section, [conf_folder()]))}.")
+        raise RefusedError(
+            f"{argument}: every run needs one. Available: {', '.join(options(section, [conf_folder()]))}."
+        )
     typed = TYPED_SECTIONS.get(section)
     if typed is None or name not in typed.__dataclass_fields__:
         return
@@ -180,29 +185,29 @@ def _check_no_deletion(word: str, key: str) -> None:
         if type(None) in get_args(get_type_hints(typed)[name])
         else f"write {key}=... to change it"
     )
-    raise RefusedError(f"{word}: every run has this key, so it cannot be removed: {instead}.")
+    raise RefusedError(f"{argument}: every run has this key, so it cannot be removed: {instead}.")
 
 
-def check_override_of_sweep(word: str) -> None:
+def check_override_of_sweep(argument: str) -> None:
     """Refuse an override that a sweep cannot have.
 
     Raises:
         RefusedError: with what to type instead.
     """
-    key, _, value = word.lstrip("+~").partition("=")
+    key, _, value = argument.lstrip("+~").partition("=")
     if key in ("sweep", "hydra.sweeper"):
         example = {"sweep": "sweep.slots=2", "hydra.sweeper": "hydra.sweeper.n_trials=20"}[key]
-        raise RefusedError(f"{word}: {key} is a section: set its keys, such as {example}.")
+        raise RefusedError(f"{argument}: {key} is a section: set its keys, such as {example}.")
     if key == "hydra/sweeper" and (value == "null" or _NO_NAME.fullmatch(value)):
         raise RefusedError(
-            f"{word}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed."
+            f"{argument}: every sweep needs one, such as hydra/sweeper=basic, which is there when nothing is typed."
         )
     if key == "run.dir":
         raise RefusedError(
-            f"{word}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... ."
+            f"{argument}: every job of a sweep has a run directory of its own, right below hydra.sweep.dir=... ."
         )
-    if ONE_RUN.match(word):
-        raise RefusedError(f"{word} is one run, and -m a sweep: leave one of them out.")
+    if ONE_RUN.match(argument):
+        raise RefusedError(f"{argument} is one run, and -m a sweep: leave one of them out.")
 
 
 def check_single_values(overrides: Sequence[str]) -> None:
@@ -211,14 +216,14 @@ def check_single_values(overrides: Sequence[str]) -> None:
     Raises:
         RefusedError: with the values as a sweep reads them.
     """
-    for word in overrides:
-        key, equals, value = word.lstrip("+").partition("=")
-        if not equals or key == "trainer.gpus" or re.match(r"~|hydra|sweep", word) or not takes_number(key):
+    for argument in overrides:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if not equals or key == "trainer.gpus" or re.match(r"~|hydra|sweep", argument) or not takes_number(key):
             continue
         meant = several(value)
         if meant is not None and meant != value.strip() and not re.fullmatch(r"[^\[\](){}]*,[^\[\](){}]*", value):
             suggestion = shlex.quote(f"{key}={meant}") if "(" in meant else f"{key}={meant}"
-            raise RefusedError(f"{word} is one value, and {key} takes a number. Did you mean {suggestion}?")
+            raise RefusedError(f"{argument} is one value, and {key} takes a number. Did you mean {suggestion}?")
 
 
 def check_typed_once(overrides: Sequence[str]) -> None:
@@ -230,9 +235,9 @@ def check_typed_once(overrides: Sequence[str]) -> None:
         RefusedError: with the key and its values.
     """
     values: dict[str, list[str]] = {}
-    for word in overrides:
-        key, equals, value = word.lstrip("+").partition("=")
-        if equals and not re.match(r"~|sweep\.|hydra[./]", word):
+    for argument in overrides:
+        key, equals, value = argument.lstrip("+").partition("=")
+        if equals and not re.match(r"~|sweep\.|hydra[./]", argument):
             values.setdefault(key, []).append(value)
     for key, typed in values.items():
         sweeps = [bool(re.search(r"[,(\[{]", value)) for value in typed]
@@ -245,5 +250,5 @@ def check_typed_once(overrides: Sequence[str]) -> None:
 
 def choices(overrides: Sequence[str]) -> list[list[str]]:
     """Return each option that the overrides choose as an override of its own: `recipe=a,b` chooses two."""
-    parts = [word.partition("=") for word in overrides if "." not in word.partition("=")[0]]
+    parts = [argument.partition("=") for argument in overrides if "." not in argument.partition("=")[0]]
     return [[f"{key}={option}"] for key, _, options in parts for option in options.split(",")]

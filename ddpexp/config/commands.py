@@ -67,23 +67,24 @@ def listed() -> list[str]:
     return [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS]
 
 
-def unknown(word: str) -> str | None:
+def unknown(argument: str) -> str | None:
     """Say that a first word is no command, and which there are; None where it is not written like one."""
-    named = shlex.quote(word)
+    named = shlex.quote(argument)
     directory = (
-        f"{word} is a directory: say first what to do with it, such as ddpexp status {named} or ddpexp resume {named}."
+        f"{argument} is a directory: say first what to do with it, such as ddpexp status {named} or ddpexp resume "
+        f"{named}."
     )
-    if "/" in word and os.path.isdir(word):
+    if "/" in argument and os.path.isdir(argument):
         return directory
-    if not _WORD.fullmatch(word) or word in NAMES:
+    if not _WORD.fullmatch(argument) or argument in NAMES:
         return None
-    if word.lower() == "train":
-        return f"{word} is not a command, for ddpexp trains when it gets none: leave it out, as in {_EXAMPLE}."
-    meant = next((command.name for command in COMMANDS if word.lower() in command.also), None)
-    near = [meant] if meant else difflib.get_close_matches(word.lower(), NAMES, n=1, cutoff=0.7)
+    if argument.lower() == "train":
+        return f"{argument} is not a command, for ddpexp trains when it gets none: leave it out, as in {_EXAMPLE}."
+    suggestion = next((command.name for command in COMMANDS if argument.lower() in command.also), None)
+    near = [suggestion] if suggestion else difflib.get_close_matches(argument.lower(), NAMES, n=1, cutoff=0.7)
     if near:
-        return f"{word} is not a command. Did you mean ddpexp {near[0]}?"
-    if os.path.isdir(word):
+        return f"{argument} is not a command. Did you mean ddpexp {near[0]}?"
+    if os.path.isdir(argument):
         return directory
     lines = "\n".join(listed())
-    return f"{word} is not a command. To train, write key=value, as in {_EXAMPLE}. The commands are:\n{lines}"
+    return f"{argument} is not a command. To train, write key=value, as in {_EXAMPLE}. The commands are:\n{lines}"

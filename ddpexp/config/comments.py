@@ -47,9 +47,9 @@ def comments_of(text: str) -> Comments:
             if blocks and (path in _OF_THE_FILE or len(blocks) > 1 or not above):
                 about = _joined(blocks[0])
                 above = above if len(blocks) > 1 else []
-        said = "\n".join(filter(None, (_joined(above), behind)))
-        if said:
-            keys[path] = said
+        content = "\n".join(filter(None, (_joined(above), behind)))
+        if content:
+            keys[path] = content
     return Comments(about, keys, package)
 
 
@@ -112,12 +112,12 @@ def _joined(comment: Sequence[str]) -> str:
     """Return the text of comment lines: wrapped ones joined, paragraphs and what is indented apart."""
     text = ""
     for line in comment:
-        said = line.lstrip("#").rstrip()
-        said = said[1:] if said.startswith(" ") else said
-        if not said or said.startswith("   "):
-            text = f"{text}\n{said}" if text else said
+        content = line.lstrip("#").rstrip()
+        content = content[1:] if content.startswith(" ") else content
+        if not content or content.startswith("   "):
+            text = f"{text}\n{content}" if text else content
         else:
             previous = text.rpartition("\n")[2]
             joint = "" if not text else "\n" if not previous or previous.startswith("   ") else " "
-            text = f"{text}{joint}{said}"
+            text = f"{text}{joint}{content}"
     return text.strip("\n")

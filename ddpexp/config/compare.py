@@ -58,7 +58,7 @@ class Change:
 
     def __str__(self) -> str:
         """Return the key with both values, and what there is to say of it."""
-        return f"{self.key} {_said(self.old)} -> {_said(self.new)}{f' ({self.remark})' if self.remark else ''}"
+        return f"{self.key} {_shown(self.old)} -> {_shown(self.new)}{f' ({self.remark})' if self.remark else ''}"
 
 
 def compare(
@@ -77,16 +77,16 @@ def compare(
     for key, was, now in _differences(old, new):
         if key == "run.dir":
             continue  # the directory itself, by whatever path
-        said = any(key == word or key.startswith(f"{word}.") for word in chosen)
+        is_typed = any(key == override or key.startswith(f"{override}.") for override in chosen)
         kind: Literal["free", "typed", "untyped", "fixed"]
         if _under(key, _FREE) or (key == "data.source" and new["data"].get("prepare")):
             kind = "free"  # another source is held against the data's identity
-        elif was is UNSET and not said and _of_a_newer_version(key, new):
+        elif was is UNSET and not is_typed and _of_a_newer_version(key, new):
             continue
         elif _under(key, fixed):
             kind = "fixed"
         else:
-            kind = "typed" if said else "untyped"
+            kind = "typed" if is_typed else "untyped"
         changes.append(Change(key, was, now, kind, _remark(key, new)))
     return changes
 
@@ -112,7 +112,7 @@ def refuse(changes: Sequence[Change], run: str, edited: Collection[str] = ()) ->
             key, old, new = change.key, change.old, change.new
             raise RefusedError(
                 f"{run} was started with {_assigned(key, old)}, and {_here(change, edited)}, which is not typed: "
-                f"type {_word(key, new, old)} to change it, or {_word(key, old, new)} to keep it."
+                f"type {_override_for(key, new, old)} to change it, or {_override_for(key, old, new)} to keep it."
             )
 
 
@@ -142,9 +142,9 @@ def _keys(typed: Sequence[str], before: Sequence[str], old: Mapping[str, Any], n
     So does `scheduler._target_=...` where it was another one, whose keys are gone with it.
     """
     keys = []
-    for word in typed:
-        key = word.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
-        if key and key != "recipe" and ("." in key or word not in before):
+    for override in typed:
+        key = override.lstrip("+~").partition("=")[0].partition("@")[0].replace("/", ".")
+        if key and key != "recipe" and ("." in key or override not in before):
             keys.append(key)
         if key.endswith("._target_") and _at(old, key) != _at(new, key):
             keys.append(key.removesuffix("._target_"))
@@ -196,7 +196,7 @@ def _remark(key: str, new: Mapping[str, Any]) -> str:
     return "the learning rate's schedule follows the new length from here on" if key in LENGTH and not constant else ""
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "not set" if value is UNSET else shown(value)
 
 
@@ -214,10 +214,13 @@ def _or_allow(change: Change) -> str:
     """Say what is typed for data that may be other data."""
     if not _under(change.key, ("data",)):
         return ""
-    return f"type {_word(change.key, change.new, change.old)} run.allow_changes=[data] to continue with other samples, "
+    return (
+        f"type {_override_for(change.key, change.new, change.old)} run.allow_changes=[data] to continue with "
+        f"other samples, "
+    )
 
 
-def _word(key: str, value: Any, other: Any) -> str:
+def _override_for(key: str, value: Any, other: Any) -> str:
     """Return what to type for a key to have this value; `other` is what it has without that."""
     if value is UNSET:
         return f"~{key}"

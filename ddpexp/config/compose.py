@@ -60,7 +60,7 @@ def compose(argv: list[str]) -> Composed | None:
     for_hydra = is_question(arguments)
     if arguments.multirun and arguments.cfg:
         raise RefusedError(f"--cfg {arguments.cfg} shows one run: leave -m out, and give each key one value.")
-    of_hydra = any(word.lstrip("+~").startswith("hydra") for word in arguments.overrides)
+    of_hydra = any(override.lstrip("+~").startswith("hydra") for override in arguments.overrides)
     may_sweep = of_hydra and (
         arguments.config_dir is not None or bool(searched_packages())
     )  # a config file may make it a sweep
@@ -72,18 +72,18 @@ def compose(argv: list[str]) -> Composed | None:
                 if arguments.cfg
                 else arguments.overrides
             )
-            _let_hydra_answer([*(word for word in argv if word not in arguments.overrides), *overrides])
+            _let_hydra_answer([*(override for override in argv if override not in arguments.overrides), *overrides])
             return None
         added = added_folder(arguments.config_dir)
         cfg = compose_tree(arguments.overrides, added)
         if cfg.hydra.mode == RunMode.MULTIRUN:
             raise sweep_in_file()
-        for word in arguments.overrides:
-            check_not_typed(word, in_sweep=False)
-        of_sweeps = next((word for word in arguments.overrides if re.match(r"\+*sweep\.", word)), None)
+        for override in arguments.overrides:
+            check_not_typed(override, in_sweep=False)
+        of_sweeps = next((override for override in arguments.overrides if re.match(r"\+*sweep\.", override)), None)
         if of_sweeps is not None:
             raise RefusedError(f"{of_sweeps} is for sweeps: add -m, or leave it out.")
-        typed = [word for word in arguments.overrides if not ONE_RUN.match(word)]
+        typed = [override for override in arguments.overrides if not ONE_RUN.match(override)]
         unused = (
             ("hydra.sweeper.params in a config file is for sweeps: add -m",) if cfg.hydra.sweeper.get("params") else ()
         )

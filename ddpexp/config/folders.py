@@ -49,9 +49,9 @@ def added_folder(typed: str | None) -> Path | None:
     ours = groups([conf_folder()])
     if any(options(group, [folder]) for group in ours):
         return folder
-    meant = next(_meant(folder, ours), None)
-    if meant is not None:
-        shown = Path(typed, meant.relative_to(folder)) if meant.is_relative_to(folder) else Path(typed).parent
+    suggestion = next(_suggestions(folder, ours), None)
+    if suggestion is not None:
+        shown = Path(typed, suggestion.relative_to(folder)) if suggestion.is_relative_to(folder) else Path(typed).parent
         raise RefusedError(
             f"--config-dir {typed} has no folder of options such as recipe, but {shown} has: type --config-dir {shown}."
         )
@@ -79,7 +79,7 @@ def _not_a_folder(folder: Path, typed: str) -> str:
     )
 
 
-def _meant(folder: Path, ours: list[str]) -> Iterator[Path]:
+def _suggestions(folder: Path, ours: list[str]) -> Iterator[Path]:
     """Yield the folders that may be meant: the one above, when this is the folder of a group, or one below."""
     if folder.name in ours and any(folder.glob("*.yaml")):
         yield folder.parent

@@ -126,19 +126,19 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
     "trainer.eval_every": {r"[\d.]+|\d+ ?epochs?": "It is a number of optimizer steps, or epoch."},
 }
 
-_KEY_OF = {word: key for key, words in _KEYS.items() for word in words.split()}
-_SENTENCE_OF = {word: sentence for words, sentence in _SENTENCES.items() for word in words.split()}
+_KEY_OF = {name: key for key, names in _KEYS.items() for name in names.split()}
+_SENTENCE_OF = {name: sentence for names, sentence in _SENTENCES.items() for name in names.split()}
 
 
-def advice_on_key(word: str) -> str:
+def advice_on_key(name: str) -> str:
     """Say what is typed here for another framework's `word`, with a space in front.
 
     Empty where it is none that we know.
     """
-    if (key := _KEY_OF.get(word)) is not None:
-        remark = f", {_REMARKS[word]}" if word in _REMARKS else ""
+    if (key := _KEY_OF.get(name)) is not None:
+        remark = f", {_REMARKS[name]}" if name in _REMARKS else ""
         return f" Did you mean {key}{remark}?"
-    return f" {_SENTENCE_OF[word]}" if word in _SENTENCE_OF else ""
+    return f" {_SENTENCE_OF[name]}" if name in _SENTENCE_OF else ""
 
 
 def value_here(key: str, value: str) -> str | None:
@@ -146,7 +146,7 @@ def value_here(key: str, value: str) -> str | None:
 
     None where we know of none.
     """
-    return next((here for here, words in _VALUES.get(key, {}).items() if value in words.split()), None)
+    return next((here for here, names in _VALUES.get(key, {}).items() if value in names.split()), None)
 
 
 def advice_on_value(key: str, value: str) -> str:

@@ -67,29 +67,29 @@ _ANSWERED = ("runtime.cwd", "runtime.version", "runtime.choices", "job.name", "j
 _FORMED = re.compile(r"\$\{hydra:([\w./-]+)\}")
 
 
-def check_not_typed(word: str, in_sweep: bool) -> None:
+def check_not_typed(override: str, in_sweep: bool) -> None:
     """Look at a typed word for Hydra's own section.
 
     Raises:
         RefusedError: it would have no effect.
     """
-    key = word.lstrip("+~").partition("=")[0].partition("@")[0]
+    key = override.lstrip("+~").partition("=")[0].partition("@")[0]
     if not re.match(r"hydra[./]|hydra$", key) or _OF_A_RUN.match(key) or key == "hydra.mode":
         return
     if _OF_SWEEPS.match(key):
         if not in_sweep:
-            raise RefusedError(f"{word} is for sweeps: add -m, or leave it out.")
+            raise RefusedError(f"{override} is for sweeps: add -m, or leave it out.")
     else:
-        raise RefusedError(no_effect(word, key))
+        raise RefusedError(no_effect(override, key))
 
 
-def no_effect(said: str, key: str) -> str:
+def no_effect(setting: str, key: str) -> str:
     """Return the sentence for what sets a key of Hydra's section that has no effect."""
     name = key[len("hydra.") :].replace("/", ".")
     advice = next(
         (advice for start, advice in _ADVICE if name.startswith(start)), "Use run.dir=... and --config-dir DIR."
     )
-    return f"{said}: Hydra's own settings have no effect here. {advice}"
+    return f"{setting}: Hydra's own settings have no effect here. {advice}"
 
 
 def check_nothing_ignored(
@@ -110,10 +110,10 @@ def check_nothing_ignored(
     changed = next((key for key in (*found, *expected) if found.get(key, expected) != expected.get(key, found)), None)
     if changed is None:
         return
-    said = f"{changed}={shown(found.get(changed, expected.get(changed)))}"
+    setting = f"{changed}={shown(found.get(changed, expected.get(changed)))}"
     last = changed.rpartition(".")[2]
-    file = next((path for path in reversed(files()) if all(word in path.read_text() for word in ("hydra", last))), None)
-    where = f"{file} sets {said}" if file is not None else f"a config file sets {said}"
+    file = next((path for path in reversed(files()) if all(text in path.read_text() for text in ("hydra", last))), None)
+    where = f"{file} sets {setting}" if file is not None else f"a config file sets {setting}"
     raise RefusedError(no_effect(where, changed))
 
 
@@ -170,8 +170,8 @@ def _of_plugins() -> set[str]:
             elif OmegaConf.is_config(value.node):
                 yield from (str(target) for _, target in targets(OmegaConf.to_container(value.node, resolve=False), ""))
 
-    known = ConfigStore.instance().repo.get("hydra", {})
-    return {"hydra._internal.core_plugins.basic_sweeper.BasicSweeper", *walk(known.get("sweeper", {}))}
+    values = ConfigStore.instance().repo.get("hydra", {})
+    return {"hydra._internal.core_plugins.basic_sweeper.BasicSweeper", *walk(values.get("sweeper", {}))}
 
 
 def _settings(cfg: DictConfig) -> dict[str, Any]:
@@ -195,19 +195,21 @@ def _settings(cfg: DictConfig) -> dict[str, Any]:
 def answers_of(cfg: DictConfig) -> dict[str, Any]:
     """Return what `${hydra:...}` can be answered with, by its words; `cfg` still has Hydra's section."""
     plain: Any = OmegaConf.to_container(cfg.hydra, resolve=False, enum_to_str=True)
-    known: dict[str, Any] = {name: reduce(getitem, name.split("."), plain) for name in _ANSWERED}
-    known["mode"] = known["mode"] or "RUN"
+    values: dict[str, Any] = {name: reduce(getitem, name.split("."), plain) for name in _ANSWERED}
+    values["mode"] = values["mode"] or "RUN"
     conf = cfg.hydra.job.config.override_dirname
-    known["job.override_dirname"] = dirname(
+    values["job.override_dirname"] = dirname(
         plain["overrides"]["task"], conf.kv_sep, conf.item_sep, list(conf.exclude_keys)
     )
-    return known
+    return values
 
 
-def dirname(words: Sequence[str], between: str = "=", joint: str = ",", left_out: Sequence[str] = ()) -> str:
+def dirname(overrides: Sequence[str], between: str = "=", joint: str = ",", left_out: Sequence[str] = ()) -> str:
     """Return what was typed as part of a path, as Hydra does; what may have such a part itself is left out."""
     kept = [
-        word for word in words if "${" not in word and word.partition("=")[0].lstrip("+~") not in ("run.dir", *left_out)
+        override
+        for override in overrides
+        if "${" not in override and override.partition("=")[0].lstrip("+~") not in ("run.dir", *left_out)
     ]
     return joint.join(sorted(kept)).replace("=", between)
 

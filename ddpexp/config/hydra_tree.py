@@ -39,11 +39,11 @@ def compose_tree(overrides: list[str], added: Path | None) -> DictConfig:
         RefusedError: a file or an override has a mistake. SweepInFileError: a config file makes this a sweep.
     """
     # Hydra's main composes twice, once to find out whether this is a sweep; its API composes once, in half the time.
-    words = without_inherited(overrides, added)
+    composed = without_inherited(overrides, added)
     with quick_yaml(), hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE):
         check_user_files(overrides, added)
         try:
-            cfg = hydra.compose("config", [*_searched(added), *words], return_hydra_config=True)
+            cfg = hydra.compose("config", [*_searched(added), *composed], return_hydra_config=True)
         except ConfigCompositionException as error:
             if re.match("Ambiguous value|Sweep parameters", str(error)) and _is_sweep_in_file(overrides, added):
                 raise sweep_in_file() from None
@@ -56,10 +56,10 @@ def compose_tree(overrides: list[str], added: Path | None) -> DictConfig:
 
 def compose_for_sweep(found: Hydra, overrides: list[str], added: Path | None) -> DictConfig:
     """Compose the tree of a sweep, in which overrides with several values are left to the jobs."""
-    words = forced(overrides, typed_targets(overrides))
+    composed = forced(overrides, typed_targets(overrides))
     cfg = found.compose_config(
         "config",
-        [*_searched(added), *words],
+        [*_searched(added), *composed],
         RunMode.MULTIRUN,
         with_log_configuration=False,
         validate_sweep_overrides=False,
@@ -99,13 +99,13 @@ def check_settings_of_hydra(cfg: DictConfig, overrides: list[str], added: Path |
 
 def _nothing_to_delete(key: str, overrides: list[str], added: Path | None) -> RefusedError:
     """Return the error for a deletion that fails: no such key, or a null, which Hydra treats alike."""
-    rest = [word for word in overrides if not word.startswith("~")]
+    rest = [override for override in overrides if not override.startswith("~")]
     cfg = hydra.compose("config", [*_searched(added), *rest], return_hydra_config=True)
     parent, _, name = key.rpartition(".")
     section = OmegaConf.select(cfg, parent) if parent else cfg
     if isinstance(section, DictConfig) and name in section:
         return RefusedError(f"~{key}: its value is null, and there is nothing to remove: leave ~{key} out.")
-    names = [str(one) for one in section if one != "hydra"] if isinstance(section, DictConfig) else []
+    names = [str(child) for child in section if child != "hydra"] if isinstance(section, DictConfig) else []
     return unknown_key(name, names, parent)
 
 
@@ -127,7 +127,7 @@ def without_inherited(overrides: Sequence[str], added: Path | None) -> list[str]
     typed = typed_targets(overrides)
     if not typed:
         return forced(overrides, ())
-    before = compose_tree([word for word in overrides if not is_in(word, typed)], added)
+    before = compose_tree([override for override in overrides if not is_in(override, typed)], added)
     removed: dict[str, list[str]] = {}
     for name, target in typed.items():
         node = OmegaConf.select(before, name)
@@ -135,5 +135,13 @@ def without_inherited(overrides: Sequence[str], added: Path | None) -> list[str]
         if not same and not is_in(f"{name}._target_", removed):
             removed[name] = keys_of_target(node, name)
     # Hydra cannot delete a null or an interpolation that does not resolve, so the key gets a plain value first.
-    gone = [word for name, keys in removed.items() for key in keys for word in (f"++{name}.{key}=0", f"~{name}.{key}")]
-    return [*gone, *forced([word for word in overrides if word[0] != "~" or not is_in(word, removed)], removed)]
+    gone = [
+        override
+        for name, keys in removed.items()
+        for key in keys
+        for override in (f"++{name}.{key}=0", f"~{name}.{key}")
+    ]
+    return [
+        *gone,
+        *forced([override for override in overrides if override[0] != "~" or not is_in(override, removed)], removed),
+    ]

@@ -41,14 +41,14 @@ def bounded_interpolations() -> Iterator[None]:
     def counted(self: Container, *arguments: Any, **options: Any) -> Any:
         nonlocal resolved, nodes, characters
         resolved += 1
-        found = plain(self, *arguments, **options)
-        if isinstance(found, Container):
-            nodes += _count(found, _NODES - nodes)
-        elif isinstance(found, str):
-            characters += len(found) if len(found) <= _LONGEST else _CHARACTERS + 1
+        value = plain(self, *arguments, **options)
+        if isinstance(value, Container):
+            nodes += _count(value, _NODES - nodes)
+        elif isinstance(value, str):
+            characters += len(value) if len(value) <= _LONGEST else _CHARACTERS + 1
         if resolved > _RESOLVED or nodes >= _NODES or characters > _CHARACTERS or time.process_time() > deadline:
             raise _Excess
-        return found
+        return value
 
     Container.resolve_parse_tree = counted  # type: ignore[method-assign]
     try:
@@ -72,10 +72,10 @@ def resolved(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     with bounded_interpolations():
         try:
-            found = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
+            value = OmegaConf.to_container(OmegaConf.create(dict(values)), resolve=True)
         except OmegaConfBaseException as error:
             raise RefusedError(f"config.yaml cannot be resolved: {str(error).splitlines()[0]}.") from None
-    return cast(dict[str, Any], found)
+    return cast(dict[str, Any], value)
 
 
 def _count(tree: Container, most: int) -> int:
@@ -85,5 +85,5 @@ def _count(tree: Container, most: int) -> int:
         content = waiting.pop().__dict__["_content"]
         inner = list(content.values()) if isinstance(content, dict) else content if isinstance(content, list) else []
         count += len(inner)
-        waiting += [one for one in inner if isinstance(one, Container)]
+        waiting += [item for item in inner if isinstance(item, Container)]
     return count

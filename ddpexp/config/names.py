@@ -67,11 +67,13 @@ def _check_present(key: str, target: str, trust: Trust) -> None:
     if known is not None and names[0] not in known and names[0] not in imported:
         beside = file.with_name(f"{names[0]}.py")
         if len(names) > 1 and beside.is_file() and file.name != "__init__.py":
-            meant = ".".join([*module.split(".")[:-1], *names])
-            raise RefusedError(f"{key}={target}: {beside} is a module beside {file}, not in it. Did you mean {meant}?")
+            suggestion = ".".join([*module.split(".")[:-1], *names])
+            raise RefusedError(
+                f"{key}={target}: {beside} is a module beside {file}, not in it. Did you mean {suggestion}?"
+            )
         alike = nearest(names[0], [*known, *imported])
-        meant = f" Did you mean {alike}?" if alike else did_you_mean(names[0], known or imported)
-        raise RefusedError(f"{key}={target}: {file} defines no {names[0]}.{meant}")
+        suggestion = f" Did you mean {alike}?" if alike else did_you_mean(names[0], known or imported)
+        raise RefusedError(f"{key}={target}: {file} defines no {names[0]}.{suggestion}")
 
 
 def _homes(root: str) -> list[Path]:
@@ -105,18 +107,20 @@ def _defined(file: Path) -> tuple[Sequence[str] | None, Sequence[str]]:
 
 def _names(body: Sequence[ast.stmt], imports: bool = False) -> Iterator[str]:
     """Yield the names that statements bind: by definitions and assignments or, with `imports`, by imports."""
-    for one in body:
-        if isinstance(one, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+    for statement in body:
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             if not imports:
-                yield one.name
+                yield statement.name
             continue
-        if isinstance(one, (ast.Import, ast.ImportFrom)) and imports:
-            yield from ((alias.asname or alias.name).partition(".")[0] for alias in one.names)
-        elif isinstance(one, (ast.Assign, ast.AnnAssign, ast.For, ast.With, ast.Delete)) and not imports:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)) and imports:
+            yield from ((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign, ast.For, ast.With, ast.Delete)) and not imports:
             yield from (
-                name.id for name in ast.walk(one) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+                name.id
+                for name in ast.walk(statement)
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
             )
         for part in ("body", "orelse", "finalbody"):
-            yield from _names(getattr(one, part, []), imports)
-        for handler in getattr(one, "handlers", []):
+            yield from _names(getattr(statement, part, []), imports)
+        for handler in getattr(statement, "handlers", []):
             yield from _names(handler.body, imports)

@@ -37,138 +37,147 @@ _ASCII = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212", "-"))  # 
 _EXAMPLE = "write key=value, for example trainer.gpus=2"
 
 
-def check_syntax(words: Sequence[str]) -> None:
+def check_syntax(overrides: Sequence[str]) -> None:
     """Check that every argument is an override, as far as can be seen without Hydra.
 
     Raises:
         RefusedError: with what may be meant.
     """
-    for place, word in enumerate(words):
-        follows = [*words[place + 1 :], ""][0]
-        empty = word.endswith("=") and word.strip("=") and (not follows or re.search("[=~]", follows))  # as in run.dir=
-        if "=" in word.strip("=") or word.startswith("~") or empty:
+    for place, override in enumerate(overrides):
+        follows = [*overrides[place + 1 :], ""][0]
+        empty = (
+            override.endswith("=") and override.strip("=") and (not follows or re.search("[=~]", follows))
+        )  # as in run.dir=
+        if "=" in override.strip("=") or override.startswith("~") or empty:
             continue
-        if place and (joined := _joined(words, place)) is not None:
-            raise RefusedError(f"{words[place - 1]} {word} has a space, at which the shell cuts it: {joined}.")
+        if place and (joined := _joined(overrides, place)) is not None:
+            raise RefusedError(f"{overrides[place - 1]} {override} has a space, at which the shell cuts it: {joined}.")
         open_before = next(
-            (one for one in words[:place] if any(one.count(a) > one.count(b) for a, b in _BRACKETS)), None
+            (one for one in overrides[:place] if any(one.count(a) > one.count(b) for a, b in _BRACKETS)), None
         )
-        if open_before is not None and any(b in word for _, b in _BRACKETS):
-            whole = " ".join(words[words.index(open_before) : place + 1])
+        if open_before is not None and any(b in override for _, b in _BRACKETS):
+            whole = " ".join(overrides[overrides.index(open_before) : place + 1])
             parts = re.sub(r",?\s+", ",", whole)
             raise RefusedError(
                 f"{whole} has spaces, at which the shell cuts it into words: write {shlex.quote(parts)}."
             )
-        raise RefusedError(_no_override(word, words[place - 1] if place else "", [*words[place + 1 :], "", ""]))
+        raise RefusedError(
+            _no_override(override, overrides[place - 1] if place else "", [*overrides[place + 1 :], "", ""])
+        )
 
 
-def _joined(words: Sequence[str], place: int) -> str | None:
+def _joined(overrides: Sequence[str], place: int) -> str | None:
     """Return what to type where an argument belongs to the one before it, as `gb` in `launcher.mem=64 gb`.
 
     None where it does not.
     """
-    before, last = words[place - 1], place
+    before, last = overrides[place - 1], place
     if not re.fullmatch(r"[^=]+=\S+", before) or not _KEY.fullmatch(before.partition("=")[0]):
         return None
     if any(before.count(opening) > before.count(closing) for opening, closing in _BRACKETS):
         return None
     key, _, value = before.partition("=")
-    if _NUMBER.fullmatch(words[place]) and _NUMBER.fullmatch(value) and takes_number(key):
-        while last + 1 < len(words) and _NUMBER.fullmatch(words[last + 1]):
+    if _NUMBER.fullmatch(overrides[place]) and _NUMBER.fullmatch(value) and takes_number(key):
+        while last + 1 < len(overrides) and _NUMBER.fullmatch(overrides[last + 1]):
             last += 1
-        return f"with -m, several values are written {key}={','.join([value, *words[place : last + 1]])}"
+        return f"with -m, several values are written {key}={','.join([value, *overrides[place : last + 1]])}"
     if before.endswith(","):
-        while words[last].endswith(",") and last + 1 < len(words):
+        while overrides[last].endswith(",") and last + 1 < len(overrides):
             last += 1
-    elif not (re.search(r"\d$", before) and re.fullmatch(_UNITS, words[place], re.IGNORECASE)):
+    elif not (re.search(r"\d$", before) and re.fullmatch(_UNITS, overrides[place], re.IGNORECASE)):
         return None
-    return f"leave out the space: {''.join(words[place - 1 : last + 1])}"
+    return f"leave out the space: {''.join(overrides[place - 1 : last + 1])}"
 
 
-def _no_override(word: str, before: str, after: Sequence[str]) -> str:
+def _no_override(override: str, before: str, after: Sequence[str]) -> str:
     known = groups([conf_folder()])
-    if word[:1] and word[0] in _DASHES:
-        return f"{word} begins with a dash from a formatted text: type --{word.lstrip(_DASHES)}."
+    if override[:1] and override[0] in _DASHES:
+        return f"{override} begins with a dash from a formatted text: type --{override.lstrip(_DASHES)}."
     apart = re.fullmatch(
-        r"([A-Za-z_][\w./]*) *([=:]) *(\S*)", f"{word} {after[0]} {after[1]}".strip().replace("= =", "=")
+        r"([A-Za-z_][\w./]*) *([=:]) *(\S*)", f"{override} {after[0]} {after[1]}".strip().replace("= =", "=")
     )
-    if word.startswith("=") and _KEY.fullmatch(before):
-        apart = re.fullmatch(r"([A-Za-z_][\w./]*) *(=) *(\S*)", f"{before} = {word.lstrip('=') or after[0]}")
+    if override.startswith("=") and _KEY.fullmatch(before):
+        apart = re.fullmatch(r"([A-Za-z_][\w./]*) *(=) *(\S*)", f"{before} = {override.lstrip('=') or after[0]}")
     if apart is not None:
-        return f"{word} is not an override: write {apart[1]}={apart[3] or '...'}, without spaces."
-    if word in commands.NAMES:
-        return f"{word} is a command and stands first: python -m ddpexp {word} ... ."
+        return f"{override} is not an override: write {apart[1]}={apart[3] or '...'}, without spaces."
+    if override in commands.NAMES:
+        return f"{override} is a command and stands first: python -m ddpexp {override} ... ."
     value = after[0] if after[0] and not re.search(r"[=~]", after[0]) else "..."
-    if word.partition(".")[0] in known:
-        options_of = f" Available: {', '.join(options(word, [conf_folder()]))}." if word in known else ""
-        return f"{word} has no value: write {word}={value}{' ' if value == '...' else ''}.{options_of}"
-    group = next((group for group in ("recipe", *known) if word in options(group, [conf_folder()])), None)
+    if override.partition(".")[0] in known:
+        options_of = f" Available: {', '.join(options(override, [conf_folder()]))}." if override in known else ""
+        return f"{override} has no value: write {override}={value}{' ' if value == '...' else ''}.{options_of}"
+    group = next((group for group in ("recipe", *known) if override in options(group, [conf_folder()])), None)
     if group is not None:
-        return f"{word} is not an override: write {group}={word}."
-    if re.search(r"\.(py|ya?ml)$", word):
+        return f"{override} is not an override: write {group}={override}."
+    if re.search(r"\.(py|ya?ml)$", override):
         return (
-            f"{word} is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR "
+            f"{override} is not an override: ddpexp takes no files. A recipe is chosen by name: --config-dir DIR "
             "recipe=NAME."
         )
-    if (Path(word) / "config.yaml").is_file():
-        return f"{word} is not an override: a run is resumed with python -m ddpexp resume {shlex.quote(word)}."
-    if word in _TRAINS:
+    if (Path(override) / "config.yaml").is_file():
+        return f"{override} is not an override: a run is resumed with python -m ddpexp resume {shlex.quote(override)}."
+    if override in _TRAINS:
         return (
-            f"{word} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist "
+            f"{override} is not an override: a training needs no command, as in python -m ddpexp recipe=mnist "
             "trainer.gpus=2."
         )
-    if not re.search(r"\w", word) or word.startswith("="):
-        return f"{word} is not an override: {_EXAMPLE}."
-    near = nearest(word, commands.NAMES)
-    meant = f" Did you mean {near}?" if near else ""
+    if not re.search(r"\w", override) or override.startswith("="):
+        return f"{override} is not an override: {_EXAMPLE}."
+    near = nearest(override, commands.NAMES)
+    suggestion = f" Did you mean {near}?" if near else ""
     return (
-        f"{word} is neither an override (key=value, for example trainer.gpus=2) nor a command. "
-        f"The commands are {', '.join(commands.NAMES)}.{meant}"
+        f"{override} is neither an override (key=value, for example trainer.gpus=2) nor a command. "
+        f"The commands are {', '.join(commands.NAMES)}.{suggestion}"
     )
 
 
-def unread(word: str) -> str:
+def unread(override: str) -> str:
     """Return the message for an override that Hydra's grammar rejects: why, and what to type instead."""
-    key, _, value = word.partition("=")
-    if "=" not in word or not _KEY.fullmatch(key) or ".." in key:
-        return f"{word} is not an override: {_EXAMPLE}."
+    key, _, value = override.partition("=")
+    if "=" not in override or not _KEY.fullmatch(key) or ".." in key:
+        return f"{override} is not an override: {_EXAMPLE}."
     if value.startswith("="):
-        return f"{word} has = twice: write {key}={value.lstrip('=')}."
+        return f"{override} has = twice: write {key}={value.lstrip('=')}."
     if value.endswith(",") and _is_read(f"{key}={value.rstrip(',')}"):
-        return f"{word} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
+        return f"{override} ends with a comma: words are separated by spaces. Write {key}={value.rstrip(',')}."
     if (found := re.search(f"[{_QUOTES}]", value)) is not None:
-        return f"{word} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
+        return f"{override} has the quote {found[0]} of a formatted text: write ' or \", or leave the quotes out."
     plain = unicodedata.normalize("NFKC", value).translate(_ASCII).rstrip(",;")
     if not value.isascii() and plain.isascii() and _is_read(f"{key}={plain}"):
         character = next(one for one in value if not one.isascii())
-        return f"{word} has the character {character}, which only looks like a plain one: write {key}={plain}."
+        return f"{override} has the character {character}, which only looks like a plain one: write {key}={plain}."
     if (more := re.search(r"[;,&]\+?[a-z_]+([./][\w.]+)?=", value)) is not None:
-        return f"{word} is not read: words are separated by spaces, not by {more[0][0]}."
+        return f"{override} is not read: words are separated by spaces, not by {more[0][0]}."
     if (more := re.search(r"\s(\+{0,2}[A-Za-z_][\w./]*=.*)", value)) is not None:
         first = f"{key}={value[: more.start()]}"
         text = f", or a text that holds both: {_quoted(key, value)}" if takes_text(key) and "." in key else ""
-        return f"{word} has two overrides inside one pair of quotes: write {first} {more[1]}, each on its own{text}."
-    if (advice := _no_function(word, key, value)) is not None:
+        return (
+            f"{override} has two overrides inside one pair of quotes: write {first} {more[1]}, each on its own{text}."
+        )
+    if (advice := _no_function(override, key, value)) is not None:
         return advice
     inner = re.fullmatch(r"(\w[\w-]*)\.([\w.]+=.*)", value)
     if inner is not None and key in groups([conf_folder()]):
-        return f"{word} is not read: an option and its key are two overrides: {key}={inner[1]} {key}.{inner[2]}."
+        return f"{override} is not read: an option and its key are two overrides: {key}={inner[1]} {key}.{inner[2]}."
     if value.startswith("~"):
         return (
-            f"{word} is not read: neither the shell nor Hydra makes a folder of ~ there. Write {key}=$HOME{value[1:]}."
+            f"{override} is not read: neither the shell nor Hydra makes a folder of ~ there. Write "
+            f"{key}=$HOME{value[1:]}."
         )
     if value[:1] == "(" and value[-1:] == ")" and _is_read(f"{key}=[{value[1:-1]}]"):
-        return f"{word} is not read: a list is written in brackets, {shlex.quote(f'{key}=[{value[1:-1]}]')}."
+        return f"{override} is not read: a list is written in brackets, {shlex.quote(f'{key}=[{value[1:-1]}]')}."
     for opening, closing in _BRACKETS:
         if value.count(opening) != value.count(closing):
             return (
-                f"{word} has a bracket without its other half. A value with spaces is quoted for the shell: "
+                f"{override} has a bracket without its other half. A value with spaces is quoted for the shell: "
                 f"{shlex.quote(f'{key}=[a, b]')}."
             )
     quoted = _quoted(key, value)
     if _is_read(shlex.split(quoted)[0]):
-        return f"{word} is not read: its value has characters that mean something to Hydra. Quote it twice: {quoted}."
-    return f"{word} is not an override: {_EXAMPLE}."
+        return (
+            f"{override} is not read: its value has characters that mean something to Hydra. Quote it twice: {quoted}."
+        )
+    return f"{override} is not an override: {_EXAMPLE}."
 
 
 def _quoted(key: str, value: str) -> str:
@@ -176,30 +185,31 @@ def _quoted(key: str, value: str) -> str:
     return shlex.quote('{}="{}"'.format(key, value.replace("\\", "\\\\").replace('"', '\\"')))
 
 
-def _no_function(word: str, key: str, value: str) -> str | None:
+def _no_function(override: str, key: str, value: str) -> str | None:
     """Return the message for an unknown or misspelt function of sweeps; None where the value is no function."""
     called = re.match(r"(\w+)([(\[])", value)
     if called is not None and called[1] in _FUNCTIONS:
-        meant = f"{key}={_FUNCTIONS[called[1]]}"
+        suggestion = f"{key}={_FUNCTIONS[called[1]]}"
         if called[2] == "[" and value.endswith("]") and _is_read(f"{key}={called[1]}({value[len(called[0]) : -1]})"):
-            meant = f"{key}={called[1]}({value[len(called[0]) : -1]})"
-        return f"{word} is not read: {called[1]} is written as in {shlex.quote(meant)}."
+            suggestion = f"{key}={called[1]}({value[len(called[0]) : -1]})"
+        return f"{override} is not read: {called[1]} is written as in {shlex.quote(suggestion)}."
     braces = value[:1] + value[-1:] == "{}" and several(value)
     if braces:
-        return f"{word} is not read: several values are written {key}={braces}, with -m."
+        return f"{override} is not read: several values are written {key}={braces}, with -m."
     if called is not None and called[1] not in _CASTS and (called[2] == "(" or takes_number(key)):
         known = ", ".join(_FUNCTIONS[name] for name in ("choice", "range", "interval"))
         text = f" As a text: {_quoted(key, value)}." if takes_text(key) else ""
         return (
-            f"{word} is not read: there is no function {called[1]}. With -m there are {known}, and several values as "
+            f"{override} is not read: there is no function {called[1]}. With -m there are {known}, and several "
+            f"values as "
             f"0.1,0.01.{text}"
         )
     return None
 
 
-def _is_read(word: str) -> bool:
+def _is_read(override: str) -> bool:
     try:
-        OverridesParser.create().parse_override(word)
+        OverridesParser.create().parse_override(override)
     except HydraException:
         return False
     return True

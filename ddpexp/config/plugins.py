@@ -33,9 +33,9 @@ _OBJECT = re.compile(r"(\w+(?:\.\w+)*)\s*:\s*(\w+(?:\.\w+)*)")
 @cache
 def _entry_points() -> Mapping[str, Mapping[str, str]]:
     """Return what the installed packages' entry points name, by group and name."""
-    found = metadata.entry_points()
+    entry_points = metadata.entry_points()
     return {
-        group: {point.name: point.value.partition("[")[0].strip() for point in found.select(group=group)}
+        group: {point.name: point.value.partition("[")[0].strip() for point in entry_points.select(group=group)}
         for group in (*GROUPS.values(), RECIPES)
     }
 
@@ -48,8 +48,8 @@ def installed(section: str) -> Mapping[str, str]:
     if section not in GROUPS:
         return {}  # without a search among the installed packages
     points = _entry_points()[GROUPS[section]]
-    found = {name: _OBJECT.fullmatch(value) for name, value in points.items()}
-    return {name: f"{match[1]}.{match[2]}" for name, match in found.items() if match is not None}
+    matches = {name: _OBJECT.fullmatch(value) for name, value in points.items()}
+    return {name: f"{match[1]}.{match[2]}" for name, match in matches.items() if match is not None}
 
 
 def full_name(where: str, target: Any) -> Any:
@@ -92,17 +92,17 @@ def searched_packages() -> dict[Path, str]:
         create_config_search_path,
     )  # workers, which have no use for Hydra, import this module too
 
-    found: dict[Path, str] = {}
+    folders: dict[Path, str] = {}
     for element in create_config_search_path("pkg://ddpexp.conf").get_path():
         if element.provider in ("hydra", "main", "schema"):
             continue
         scheme, separator, name = (element.path or "").rpartition("://")
         if scheme == "pkg":
             root, *rest = name.replace("/", ".").split(".")
-            found |= {place.joinpath(*rest): root for place in _places(root) if place.joinpath(*rest).is_dir()}
+            folders |= {place.joinpath(*rest): root for place in _places(root) if place.joinpath(*rest).is_dir()}
         elif scheme in ("", "file") and (separator or name) and Path(name).is_dir():
-            found[Path(name)] = ""
-    return found
+            folders[Path(name)] = ""
+    return folders
 
 
 def _places(package: str) -> list[Path]:
@@ -117,12 +117,12 @@ def _places(package: str) -> list[Path]:
 @cache
 def offered_targets() -> frozenset[str]:
     """Return the names that installed packages' own configs, which Hydra searches, give of their own code."""
-    found = set()
+    names = set()
     for folder, package in {**_conf_folders(_entry_points()[RECIPES].values()), **searched_packages()}.items():
         for path in sorted(folder.rglob("*.yaml")) if package else ():
             with suppress(OSError, ValueError, yaml.YAMLError):
-                found |= set(_named(load_yaml(path.read_text()), package))
-    return frozenset(found)
+                names |= set(_named(load_yaml(path.read_text()), package))
+    return frozenset(names)
 
 
 def _named(values: Any, package: str) -> Iterator[str]:

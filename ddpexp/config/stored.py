@@ -57,7 +57,11 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     chosen_from = (
         groups([folder for folder in (conf_folder(), added) if folder is not None]) if resumes else ["launcher"]
     )
-    chosen = {key: name for key, _, name in (word.partition("=") for word in arguments.overrides) if key in chosen_from}
+    chosen = {
+        key: name
+        for key, _, name in (override.partition("=") for override in arguments.overrides)
+        if key in chosen_from
+    }
     if not resumes:
         chosen.setdefault("launcher", "spawn")  # whatever the run itself was started with
     for group, name in chosen.items():
@@ -67,9 +71,9 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     nodes = _remove_inherited(cfg, typed_targets(arguments.overrides))
     OmegaConf.set_struct(cfg, True)
     try:
-        for word in arguments.overrides:
-            if word.partition("=")[0] not in chosen:
-                _override(cfg, word, adds=is_in(word, nodes) or is_former(word))
+        for override in arguments.overrides:
+            if override.partition("=")[0] not in chosen:
+                _override(cfg, override, adds=is_in(override, nodes) or is_former(override))
         with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
             values = plain(cfg)
         if offered := offered_by_packages(values):
@@ -82,20 +86,20 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
 
 def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
     folders = [conf_folder(), *([added] if added is not None else []), *plugin_folders()]
-    known = options(group, folders)
-    if name not in known:
-        raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, known, f'{group}=')}")
-    found = OmegaConf.load(
+    available = options(group, folders)
+    if name not in available:
+        raise RefusedError(f"{group}={name} is not a known option.{did_you_mean(name, available, f'{group}=')}")
+    option = OmegaConf.load(
         next(folder / group / f"{name}.yaml" for folder in folders if (folder / group / f"{name}.yaml").is_file())
     )
-    assert isinstance(found, DictConfig)
+    assert isinstance(option, DictConfig)
     if group == "recipe":
         raise RefusedError(
             f"recipe={name}: a run keeps its recipe. Leave it out, or start a new run with another run.dir."
         )
-    if "defaults" in found:
+    if "defaults" in option:
         raise RefusedError(f"{group}={name} is made of several files: type the whole command again, with run.dir=... .")
-    return found
+    return option
 
 
 def _listed(group: str, names: str, added: Path | None) -> DictConfig:
@@ -118,18 +122,18 @@ def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
     return others
 
 
-def _override(cfg: DictConfig, word: str, adds: bool = False) -> None:
-    key, equals, text = word.partition("=")
+def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:
+    key, equals, text = override.partition("=")
     if not equals or not key:
-        raise RefusedError(f"{word} is not an override: write key=value, for example trainer.gpus=2.")
+        raise RefusedError(f"{override} is not an override: write key=value, for example trainer.gpus=2.")
     try:
         value = yaml.load(text, Loader=get_yaml_loader())
         if isinstance(OmegaConf.select(cfg, key), DictConfig):
             raise RefusedError(
-                f"{word}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."
+                f"{override}: what the run was composed of stays; single keys can be changed, such as trainer.gpus=2."
             )
         OmegaConf.update(cfg, key, value, force_add=adds)
     except yaml.YAMLError:
-        raise RefusedError(f"{word} is not an override: its value is no YAML.") from None
+        raise RefusedError(f"{override} is not an override: its value is no YAML.") from None
     except (ConfigKeyError, ConfigAttributeError) as error:
         raise RefusedError(unknown_key_of(key, error)) from None

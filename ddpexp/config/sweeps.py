@@ -15,6 +15,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from ddpexp.config.command_line import (
@@ -56,7 +57,7 @@ class Swept:
     settings: Mapping[str, Any]  # the section `sweep`
     keys: frozenset[str]  # that are swept
     intervals: tuple[str, ...]  # overrides with a range of values to choose from
-    words: tuple[str, ...]  # the overrides, as typed
+    overrides: tuple[str, ...]  # as typed
     folder: str | None  # hydra.sweep.dir, where it was typed or a config file sets it
     config_dir: str | None
     warnings: tuple[str, ...]
@@ -75,39 +76,35 @@ def compose_sweep(argv: list[str]) -> Swept:
     """
     arguments = parse_arguments(argv)
     is_question(arguments)
-    overrides = [word for word in arguments.overrides if not SWEEPS.match(word)]
-    for word in overrides:
-        check_override_of_sweep(word)
-    check_overrides(overrides, False, in_sweep=True)
-    check_single_values(overrides)
-    check_typed_once(overrides)
+    typed = [text for text in arguments.overrides if not SWEEPS.match(text)]
+    for text in typed:
+        check_override_of_sweep(text)
+    check_overrides(typed, False, in_sweep=True)
+    check_single_values(typed)
+    check_typed_once(typed)
     added = added_folder(arguments.config_dir)
-    for choice in choices(overrides):
+    for choice in choices(typed):
         check_user_files(choice, added)
     with (
         one_sentence(), bounded_interpolations(), quick_yaml(),
         hydra.initialize_config_dir(str(conf_folder()), job_name="ddpexp", **VERSION_BASE),
     ):  # fmt: skip
-        found = GlobalHydra.instance().hydra
-        assert found is not None
-        parsed = OverridesParser.create(found.config_loader).parse_overrides(overrides)
-        cfg = compose_for_sweep(found, overrides, added)
-        check_settings_of_hydra(cfg, overrides, added)
-        trusted = next(
-            (one.value() for one in reversed(parsed) if one.get_key_element().lstrip("+") == "run.trust"), None
-        )
-        prefixes = tuple(map(str, trusted)) if isinstance(trusted, list) else ()
-        check_code_of_sweeper(cfg.hydra.sweeper, Trust(prefixes, added.parent if added else None))
+        loaded = GlobalHydra.instance().hydra
+        assert loaded is not None
+        parsed = OverridesParser.create(loaded.config_loader).parse_overrides(typed)
+        cfg = compose_for_sweep(loaded, typed, added)
+        check_settings_of_hydra(cfg, typed, added)
+        check_code_of_sweeper(cfg.hydra.sweeper, Trust(_trusted(parsed), added.parent if added else None))
         of_sweeper = cfg.hydra.sweeper.get("params") or {}
         chosen = OmegaConf.to_container(cfg.hydra.sweep, resolve=False) != _default_sweep()
         with answered(answers_of(cfg)):
             settings = OmegaConf.to_container(cfg.sweep, resolve=True)
             never_evaluated = OmegaConf.select(cfg, "trainer.eval_every") == 0
             cfg.hydra.sweep.dir = str(cfg.hydra.sweep.dir)  # resolved here, where an error becomes one sentence
-        of_file = OverridesParser.create(found.config_loader).parse_overrides(
-            [f"{key}={one}" for key, one in of_sweeper.items()]
+        of_file = OverridesParser.create(loaded.config_loader).parse_overrides(
+            [f"{key}={values}" for key, values in of_sweeper.items()]
         )
-    swept = {one.get_key_element() for one in parsed if one.is_sweep_override()}
+    swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
     for key in swept:
         if re.match(r"\+*(sweep\.|hydra)", key):
             raise RefusedError(f"{key} is a setting of the sweep itself: give it one value.")
@@ -117,15 +114,21 @@ def compose_sweep(argv: list[str]) -> Swept:
         raise RefusedError(f"sweep.objective={objective} needs evaluations, and trainer.eval_every=0 makes none.")
     return Swept(
         cfg=cfg,
-        loader=found.config_loader,
+        loader=loaded.config_loader,
         settings={str(key): value for key, value in settings.items()},
         keys=frozenset({*swept, *map(str, of_sweeper)}),
-        intervals=tuple(str(one.input_line) for one in (*parsed, *of_file) if one.is_interval_sweep()),
-        words=tuple(overrides),
+        intervals=tuple(str(override.input_line) for override in (*parsed, *of_file) if override.is_interval_sweep()),
+        overrides=tuple(typed),
         folder=cfg.hydra.sweep.dir if chosen else None,
         config_dir=arguments.config_dir,
-        warnings=warnings_of(added, cfg.hydra.runtime.choices, overrides),
+        warnings=warnings_of(added, cfg.hydra.runtime.choices, typed),
     )
+
+
+def _trusted(parsed: Sequence[Override]) -> tuple[str, ...]:
+    """Return the prefixes of the last override of run.trust."""
+    values = [override.value() for override in parsed if override.get_key_element().lstrip("+") == "run.trust"]
+    return tuple(map(str, values[-1])) if values and isinstance(values[-1], list) else ()
 
 
 def _default_sweep() -> Any:
@@ -144,20 +147,20 @@ class JobComposer:
         self._dirname = partial(_dirname_of_job, OmegaConf.to_container(swept.cfg.hydra.job.config.override_dirname))
         self._parser = OverridesParser.create(swept.loader)
 
-    def _is_value(self, word: str) -> bool:
+    def _is_value(self, override: str) -> bool:
         """Return whether an override is swept and sets a value: its key has a dot, a group's a slash."""
-        key = word.partition("=")[0]
+        key = override.partition("=")[0]
         return key in self._swept.keys and re.match(r"\w+\.", key) is not None
 
-    def compose(self, words: Sequence[str], run: Path, number: int = 0) -> Composed:
+    def compose(self, overrides: Sequence[str], run: Path, number: int = 0) -> Composed:
         """Compose the job with this number from all its overrides; `run` is its directory.
 
         Raises:
             RefusedError: whatever Hydra or OmegaConf refuses.
         """
-        nodes = typed_targets(words)
-        values = [word for word in words if self._is_value(word) and not is_in(word, nodes)]
-        rest = tuple(word for word in words if word not in values)
+        nodes = typed_targets(overrides)
+        values = [override for override in overrides if self._is_value(override) and not is_in(override, nodes)]
+        rest = tuple(override for override in overrides if override not in values)
         added = added_folder(self._swept.config_dir)
         with one_sentence(), bounded_interpolations():
             if rest not in self._bases:
@@ -167,10 +170,10 @@ class JobComposer:
             ConfigLoaderImpl._apply_overrides_to_config(self._parser.parse_overrides(values), cfg)
             of_job = {
                 "job.num": number, "sweep.dir": self._swept.cfg.hydra.sweep.dir, "mode": "MULTIRUN",
-                "job.override_dirname": self._dirname(words),
+                "job.override_dirname": self._dirname(overrides),
             }  # fmt: skip
-            return finish(replace(base, cfg=cfg, answers={**base.answers, **of_job}), words, added, run)
+            return finish(replace(base, cfg=cfg, answers={**base.answers, **of_job}), overrides, added, run)
 
 
-def _dirname_of_job(conf: Any, words: Sequence[str]) -> str:
-    return dirname(words, conf["kv_sep"], conf["item_sep"], conf["exclude_keys"])
+def _dirname_of_job(conf: Any, overrides: Sequence[str]) -> str:
+    return dirname(overrides, conf["kv_sep"], conf["item_sep"], conf["exclude_keys"])

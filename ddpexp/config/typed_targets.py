@@ -15,26 +15,27 @@ _TARGET = re.compile(r"\+{0,2}((?:task|model|data|optimizer|scheduler)(?:\.\w+)*
 
 def typed_targets(overrides: Sequence[str]) -> dict[str, str]:
     """Return the sections whose `_target_` is overridden, each with the new target; outer sections first."""
-    found = {match[1]: match[2] for word in overrides if (match := _TARGET.match(word))}
-    return dict(sorted(found.items(), key=lambda item: item[0].count(".")))
+    targets = {match[1]: match[2] for override in overrides if (match := _TARGET.match(override))}
+    return dict(sorted(targets.items(), key=lambda item: item[0].count(".")))
 
 
-def is_in(word: str, nodes: Iterable[str]) -> bool:
+def is_in(override: str, nodes: Iterable[str]) -> bool:
     """Return whether an override sets a key in one of the sections."""
-    key = word.lstrip("+~").partition("=")[0]
+    key = override.lstrip("+~").partition("=")[0]
     return any(key.startswith(f"{node}.") for node in nodes)
 
 
 def forced(overrides: Sequence[str], nodes: Iterable[str]) -> list[str]:
     """Return the overrides with those forced that no file lists: keys of the new targets, and former keys."""
     return [
-        f"++{word}" if word[:1] not in "+~" and (is_in(word, nodes) or is_former(word)) else word for word in overrides
+        f"++{override}" if override[:1] not in "+~" and (is_in(override, nodes) or is_former(override)) else override
+        for override in overrides
     ]
 
 
-def is_former(word: str) -> bool:
+def is_former(override: str) -> bool:
     """Return whether an override sets a key that no file has any more, but which still counts."""
-    return word.partition("=")[0] == "logger.kind"
+    return override.partition("=")[0] == "logger.kind"
 
 
 def keys_of_target(node: Any, name: str) -> list[str]:

@@ -31,7 +31,7 @@ def check_user_files(overrides: Sequence[str], added: Path | None) -> None:
     """
     if added is None:
         return
-    waiting = [(match[1], match[2]) for word in overrides if (match := _OPTION.fullmatch(word)) is not None]
+    waiting = [(match[1], match[2]) for override in overrides if (match := _OPTION.fullmatch(override)) is not None]
     checked: set[Path] = set()
     while waiting:
         group, option = waiting.pop(0)

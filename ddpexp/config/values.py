@@ -178,9 +178,11 @@ def _check_trust_is_typed(values: Mapping[str, Any], typed: Sequence[str]) -> No
     run = values.get("run")
     if not isinstance(run, Mapping):
         raise RefusedError(f"run={run} is not a section: set its keys, such as run.dir=... .")
-    if run.get("trust") and not any(word.lstrip("+").startswith("run.trust=") for word in typed):
+    if run.get("trust") and not any(override.lstrip("+").startswith("run.trust=") for override in typed):
         raise RefusedError(f"run.trust={run['trust']} is set in a file, and counts only on the command line.")
-    if run.get("allow_changes") and not any(word.lstrip("+").startswith("run.allow_changes=") for word in typed):
+    if run.get("allow_changes") and not any(
+        override.lstrip("+").startswith("run.allow_changes=") for override in typed
+    ):
         raise RefusedError(
             f"run.allow_changes={run['allow_changes']} is set in a file: it is for one start, so it counts only on the "
             "command line."

@@ -94,7 +94,9 @@ def sweep_with(swept: Swept, folder: Path, run_batch: RunBatch) -> None:
 def _refusal(swept: Swept, error: Exception) -> str:
     """Raise an error for what a sweeper does not support, which it only asserts."""
     typed = " ".join(
-        override for override in swept.words if override.startswith("hydra.sweeper.") or key_of(override) in swept.keys
+        override
+        for override in swept.overrides
+        if override.startswith("hydra.sweeper.") or key_of(override) in swept.keys
     )
     why = " ".join(str(error).split()).rstrip(".")
     return f"{swept.sweeper} does not take one of: {typed}{f' ({why})' if why else ''}."

@@ -73,7 +73,7 @@ class SweepRunner:
         """
         jobs = list({job.number: job for job in map(self._planner.plan, batch)}.values())
         if not jobs:
-            swept = " ".join(override for override in self._swept.words if key_of(override) in self._planner.keys)
+            swept = " ".join(override for override in self._swept.overrides if key_of(override) in self._planner.keys)
             raise RefusedError(f"the sweep has no jobs: one of {swept} gives no value.")
         submitter = submitter_of(jobs, self.settings, self._grid)
         if submitter is not None and submitter.dry_run:
@@ -109,7 +109,7 @@ class SweepRunner:
 
     def resume_arguments(self) -> list[str]:
         """Return the arguments with which to resume this sweep."""
-        return ["resume", files.shortest(self.folder.path), *self._options, *restated_overrides(self._swept.words)]
+        return ["resume", files.shortest(self.folder.path), *self._options, *restated_overrides(self._swept.overrides)]
 
     def close(self) -> None:
         """Close the log, and the server if this object has created it."""
@@ -167,5 +167,5 @@ class SweepRunner:
         where = "" if all(job.submits for job in jobs) else f" on {self._slots}"
         title = f"sweep {what}{where} in {files.relative(self.folder.path)}"
         slots = {"slots": self._slots.count, "kind": "gpu" if self._slots.gpus else "cpu"}
-        self._log.begin(self._swept.words, self._options, title, **slots)
+        self._log.begin(self._swept.overrides, self._options, title, **slots)
         self._log.add_jobs(jobs)

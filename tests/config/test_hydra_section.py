@@ -133,7 +133,7 @@ def test_sweep_params_in_a_file_make_the_sweep_that_the_overrides_make_with_m(tm
     overrides = recipe(tmp_path, text)
     found = sweep([*overrides, "trainer.epochs=1"])
     assert found.keys == {"optimizer.lr", "trainer.seed"}
-    assert found.words == (f"recipe={overrides[-1].partition('=')[2]}", "trainer.epochs=1")
+    assert found.overrides == (f"recipe={overrides[-1].partition('=')[2]}", "trainer.epochs=1")
     assert found.folder is None
     assert sweep([*overrides, "model.x=1,2", "+model.y=3"]).keys == {"optimizer.lr", "trainer.seed", "model.x"}
     assert sweep([*overrides, "trainer.gpus=1,2", "sweep.slots=2"]).settings["slots"] == 2
@@ -142,7 +142,7 @@ def test_sweep_params_in_a_file_make_the_sweep_that_the_overrides_make_with_m(tm
         "hydra.sweep.dir=mine is for sweeps: add -m, or leave it out."
     )
     typed = sweep(["-m", *overrides, "trainer.epochs=1"])
-    assert (typed.keys, typed.words) == (found.keys, found.words)
+    assert (typed.keys, typed.overrides) == (found.keys, found.overrides)
 
 
 def test_a_run_given_on_the_command_line_is_one_run_whatever_the_file_says(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
+from tests.conftest import ROOT, Ddpexp, Done
+from tests.examples import install
 from tests.points import Recipe
 
 CODE = """\
@@ -34,32 +33,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) ->
 @pytest.fixture(scope="module")
 def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of docs/launchers.md, installed into a folder of its own."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
-    text = (ROOT / "docs/launchers.md").read_text()
-    files = re.findall(r"```\w+\n# (\S+\.(?:toml|py|yaml))\n(.*?)```", text, re.DOTALL)
-    assert sorted(name for name, _ in files) == [
-        "ddpexp_polite/__init__.py",
-        "ddpexp_polite/conf/launcher/polite.yaml",
-        "pyproject.toml",
-    ]
-    for name, content in files:
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_text(content)
-    overrides = [
-        "-q",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-        "--target",
-        target,
-        source,
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", *map(str, overrides)], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return target
+    return install("launcher", tmp_path_factory.mktemp("launcher"))
 
 
 def seeing(*folders: Path) -> dict[str, str]:

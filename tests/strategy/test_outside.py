@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from ddpexp.run.evaluation import Evaluation
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.options import DataRank
 from tests.conftest import ROOT, Ddpexp
+from tests.examples import install
 from tests.points import Recipe
 
 WORDS = ("optimizer=adamw", "trainer.gpus=2", "trainer.threads=1", "trainer.micro_batch_size=6")
@@ -124,18 +124,7 @@ def _newest(run: Path) -> Path:
 
 
 def test_the_package_of_the_documentation_trains_to_the_weights_of_ddp(recipe: Recipe, tmp_path: Path) -> None:
-    text = (ROOT / "docs/strategies.md").read_text()
-    files = dict(re.findall(r"```\w+\n# (\S+\.(?:toml|py|yaml))\n(.*?)```", text, re.DOTALL))
-    points = re.search(r"entry-points.*?\n(.*?)\n\n", files.pop("pyproject.toml"), re.DOTALL)
-    assert points is not None
-    installed = {
-        "ddpexp_ordered-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: ddpexp-ordered\nVersion: 1.0\n",
-        "ddpexp_ordered-1.0.dist-info/entry_points.txt": f"[ddpexp.strategies]\n{points[1].replace(chr(34), '')}\n",
-    }
-    for name, content in {**files, **installed}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
-    seeing = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    seeing = {"PYTHONPATH": f"{install('strategy', tmp_path)}:{ROOT}"}
     weights = [
         recipe(*WORDS, *overrides, environ=seeing).result()["weights_sha256"]
         for overrides in ((), ("strategy=ordered",), ("strategy=ordered", "strategy.descending=true"))

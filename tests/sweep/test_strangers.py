@@ -83,7 +83,7 @@ def test_overrides_that_only_say_what_is_trained_need_no_restating(word: str) ->
 def test_of_a_key_that_is_restated_nothing_else_counts(tmp_path: Path) -> None:
     folder = given(tmp_path / "theirs", *WORDS, "run.trust=[theirs]", "run.trust=[os]")
     swept = resumed([str(folder.path), "run.trust=[mine]"], ["ddpexp", "resume", str(folder.path), "run.trust=[mine]"])
-    assert [word for word in swept.words if "trust" in word] == ["run.trust=[mine]"]
+    assert [word for word in swept.overrides if "trust" in word] == ["run.trust=[mine]"]
     with pytest.raises(RefusedError, match="counts only when it is restated"):
         resumed([str(folder.path)], ["ddpexp", "resume", str(folder.path)])
 
@@ -100,17 +100,17 @@ def test_how_a_sweep_of_others_starts_its_jobs_and_from_which_weights_is_restate
     assert done.err.endswith(f" {word}\n")
     assert not (tmp_path / "theirs/logs").exists()
     arguments = resumed([str(folder.path), word], ["ddpexp", "resume", str(folder.path), word])
-    assert [one for one in arguments.words if one == word] == [word]
+    assert [one for one in arguments.overrides if one == word] == [word]
 
 
 def test_what_one_start_of_a_sweep_was_allowed_must_be_restated(tmp_path: Path) -> None:
     folder = given(tmp_path / "mine", *WORDS, "run.allow_changes=[code]")
     arguments = [str(folder.path)]
-    assert "run.allow_changes=[code]" not in resumed(arguments, ["ddpexp", "resume", *arguments]).words
+    assert "run.allow_changes=[code]" not in resumed(arguments, ["ddpexp", "resume", *arguments]).overrides
     swept = resumed(
         [*arguments, "run.allow_changes=[data]"], ["ddpexp", "resume", *arguments, "run.allow_changes=[data]"]
     )
-    assert [word for word in swept.words if "allow" in word] == ["run.allow_changes=[data]"]
+    assert [word for word in swept.overrides if "allow" in word] == ["run.allow_changes=[data]"]
 
 
 def _logs(path: Path, outside: Path) -> None:

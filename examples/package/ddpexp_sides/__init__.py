@@ -1,0 +1,1 @@
+"""On which side of a plane a point lies."""

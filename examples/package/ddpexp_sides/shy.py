@@ -1,0 +1,18 @@
+import os
+from dataclasses import dataclass
+
+from ddpexp.launch import Job
+from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.local import Spawn
+from ddpexp.launch.workers.client import Server
+
+
+@dataclass(frozen=True)
+class Shy(Launcher):
+    niceness: int = 5
+
+    def launch(self, job: Job, server: Server | None = None) -> int:
+        os.nice(self.niceness)
+        if server is not None:
+            server.close()
+        return Spawn().launch(job)

@@ -1,0 +1,101 @@
+"""Every example runs, and what the documents quote of it is what its files contain.
+
+An example is a folder `examples/NAME` with `NAME.py` and `conf/recipe/NAME.yaml`; a new one is found by itself. In a
+document, the first line of a block names the file that the rest of it is from: `# examples/NAME/NAME.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ddpexp.config.compose import compose_command
+from ddpexp.config.instantiate import Node
+from ddpexp.config.parse import parse
+from ddpexp.config.values import Composed
+from examples.mine.mine import Stable
+from tests.conftest import ROOT, Ddpexp, Done
+from tests.examples import DOCUMENTS, EXAMPLES
+
+RECIPES = sorted(path.stem for path in EXAMPLES.glob("*/conf/recipe/*.yaml"))
+# Examples without a recipe of their own, and what runs them.
+OTHERS = {
+    "launcher": "launch/test_plugins.py",
+    "package": "test_packages.py",
+    "rows": "test_packages.py",
+    "strategy": "strategy/test_outside.py",
+}
+# Blocks that are of no example, by their first line.
+FRAGMENTS = {
+    "docs/containers.md: spec:": "a part of a pod",
+}
+FEW_DIGITS = ("data.source=embedded", "data.embedded_train=640", "data.embedded_test=100")
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What examples do is tested, not how fork servers start."""
+    return warm_environ
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """Return the blocks of Python, YAML and TOML in the documents: the document, the first line and the others."""
+    found = []
+    for document in DOCUMENTS:
+        for match in re.finditer(r"^( *)```(?:python|yaml|toml)\n(.*?)^\1```", document.read_text(), re.M | re.S):
+            text = re.sub(f"^{match[1]}", "", match[2], flags=re.M)
+            first, _, rest = text.partition("\n")
+            found.append((str(document.relative_to(ROOT)), first, rest))
+    return found
+
+
+def test_every_example_has_a_recipe_or_a_test_of_its_own() -> None:
+    folders = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
+    assert sorted([*RECIPES, *OTHERS]) == folders
+    for name in RECIPES:
+        assert (EXAMPLES / name / f"{name}.py").is_file()
+    for name, test in OTHERS.items():
+        assert re.search(rf"\b{name}\b", (ROOT / "tests" / test).read_text()), f"{test} does not run examples/{name}"
+
+
+def test_every_block_of_a_document_is_from_a_file_of_an_example() -> None:
+    fragments = {f"{document}: {first}" for document, first, _ in blocks()} & FRAGMENTS.keys()
+    assert fragments == FRAGMENTS.keys(), "not needed: remove them from FRAGMENTS"
+    for document, first, rest in blocks():
+        if f"{document}: {first}" in FRAGMENTS:
+            continue
+        name = first.removeprefix("# ")
+        assert re.fullmatch(r"# examples/\S+", first), f"{document}: the block {first!r} does not begin with its file"
+        assert (ROOT / name).is_file(), f"{document}: {name} does not exist"
+        assert f"\n{rest}" in "\n" + (ROOT / name).read_text(), f"{document} quotes what {name} does not contain"
+
+
+def test_every_example_is_in_a_document() -> None:
+    text = "".join(document.read_text() for document in DOCUMENTS)
+    assert [path.name for path in EXAMPLES.iterdir() if f"examples/{path.name}" not in text] == []
+
+
+def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
+    config, run = EXAMPLES / name / "conf", ddpexp.folder / "run"
+    few = FEW_DIGITS if "/data: mnist" in (config / f"recipe/{name}.yaml").read_text() else ()
+    done = ddpexp("--config-dir", str(config), f"recipe={name}", f"run.dir={run}", *few, *overrides)
+    assert (done.code, done.err) == (0, "")
+    return replace(done, run=run)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_example_trains(ddpexp: Ddpexp, name: str) -> None:
+    done = train(ddpexp, name, "trainer.gpus=2", "trainer.max_steps=3")
+    assert done.result()["step"] == 3
+    assert done.result()["metrics"]
+
+
+def test_the_schedule_of_the_readme_is_accepted_and_has_a_plateau() -> None:
+    overrides = ["recipe=mine", "scheduler._target_=mine.Stable", "scheduler.decay=0.2"]
+    composed = compose_command(["--config-dir", str(EXAMPLES / "mine/conf"), *overrides])
+    assert isinstance(composed, Composed)
+    assert parse(composed.values).scheduler == Node("mine.Stable", {"decay": 0.2})
+    factors = [Stable(0.2).factor(step, 1000) for step in (0, 99, 800, 900, 999)]
+    assert factors == pytest.approx([0.01, 1.0, 1.0, 0.5, 0.005])
