@@ -17,7 +17,7 @@ STATUSES: dict[str, str] = {
     "waiting": "it has not started yet",
     "submitted": "it waits in the scheduler's queue, or is about to begin",
     "running": "its command is running",
-    "done": "it has reached its last step",
+    "done": "it has reached its last step, or ended early as configured",
     "stopped": "early stopping ended it",
     "interrupted": "a signal ended it, and its state is saved",
     "killed": "its command ended without a result, as after SIGKILL",
@@ -32,7 +32,7 @@ def status_of(path: Path, event: Mapping[str, Any], files: Files, queue: Queue) 
     """Return a job's status and a message, from its newest event in the sweep's record and from its own files."""
     recorded, kind = files.result.get("status"), event.get("event")
     if recorded == "done":
-        return "done", None
+        return "done", text_of(files.result.get("stopped"))
     is_alive, owner = owner_is_alive(path, queue)
     if is_alive is not False:
         return "running", None if is_alive else f"whether {owner} is still running cannot be checked from this host"

@@ -59,7 +59,7 @@ class Row:
     step: int | None
     seconds: float | None  # wall time, from the newest start to its end, or to now
     job: ScheduledJob | None  # where it was submitted
-    message: str | None  # why it failed, or another note, in one line
+    message: str | None  # why it failed or ended early, or another note, in one line
     started: float | None  # seconds since 1970, as `ended`
     ended: float | None
 

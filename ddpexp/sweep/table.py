@@ -178,12 +178,17 @@ def summary(rows: Sequence[Row], goal: Goal, limit: int = _MESSAGES, cut: bool =
     """
     from rich.text import Text
 
-    messages = sorted((row for row in rows if row.message is not None), key=lambda row: -(row.ended or 0.0))
-    lines = [f"{_called(row)} {row.status}: {cell_text(row.message or '')}" for row in messages[:limit]]
+    messages = sorted(
+        (row for row in rows if row.message is not None), key=lambda row: (row.status == "done", -(row.ended or 0.0))
+    )
+    lines = [
+        (f"{_called(row)} {row.status}: {cell_text(row.message or '')}", "dim" if row.status == "done" else "red")
+        for row in messages[:limit]
+    ]
     if limit and len(messages) > limit:
-        lines.append(f"... and {len(messages) - limit:,} more like these")
+        lines.append((f"... and {len(messages) - limit:,} more like these", lines[-1][1]))
     counts = Text(f"{count_text(rows)}.{best_text(rows, goal)}", no_wrap=cut, overflow="ellipsis" if cut else "fold")
-    return [counts, *(Text(line, style="red", no_wrap=True, overflow="ellipsis") for line in lines)]
+    return [counts, *(Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in lines)]
 
 
 def shown(name: str, value: float | None, missing: str = "") -> str:

@@ -82,6 +82,7 @@ class Loop:
     checkpointer: Checkpointer | None = None
     ema: EMA | None = None
     state: TrainState = field(default_factory=TrainState)
+    stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
     _base_lrs: list[float] = field(init=False)  # of each parameter group, as built; the schedule multiplies it
     _recorded_lrs: Mapping[str, float] = field(init=False)  # base learning rates, by the suffix of their record
     _built_settings: dict[str, list[dict[str, Any]]] = field(init=False)
@@ -116,9 +117,9 @@ class Loop:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
         self._start()
-        stopped = self._finish_interrupted_evaluation()
+        interrupted = self._finish_interrupted_evaluation()
         self._prepare_for_data()
-        for step, micro_batches in enumerate(self._remaining_steps(stopped), start=self.state.step):
+        for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.state.step):
             self.control.set_phase("train")
             lr_factor = self._set_learning_rate(step)
             due = self._due_after(step + 1)
@@ -127,17 +128,17 @@ class Loop:
                 self._record(lr_factor)
             improved = False
             if due.evaluation:
-                stopped, improved = self._evaluate()
-            if due.is_last or stopped:
+                interrupted, improved = self._evaluate()
+            if due.is_last or interrupted or self.stopped is not None:
                 break
             request = self.control.poll(self.state.step, save=self._checkpoint_overdue())
-            stopped = request == "stop"
-            if stopped:
+            interrupted = request == "stop"
+            if interrupted:
                 break
             if due.checkpoint or improved or request == "save":
                 self._save(end=False)
             self._wait_for_data()
-        return self._finish(stopped)
+        return self._finish(interrupted)
 
     def restore(self, optimizers: Mapping[str, Any], precision: Mapping[str, Any]) -> None:
         """Restore the optimizers and the gradient scale from what was passed to `Checkpointer.save`.
@@ -173,8 +174,9 @@ class Loop:
         """Redo the evaluation that a stop request interrupted; return whether it was stopped again."""
         return not self.state.evaluated and self._evaluate()[0]
 
-    def _remaining_steps(self, stopped: bool) -> Iterable[list[Any]]:
-        return () if stopped else self.train.steps(self.state.step, self.num_steps)
+    def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
+        ends = interrupted or self.stopped is not None
+        return () if ends else self.train.steps(self.state.step, self.num_steps)
 
     def _prepare_for_data(self) -> None:
         self.strategy.train(True)
@@ -296,9 +298,23 @@ class Loop:
         return digest
 
     def _finish(self, interrupted: bool) -> Outcome:
+        if self.stopped is not None and not interrupted:
+            interrupted = self._complete_early_end()
         digest = self._save(end=True)
-        state, seconds = self.state, self._clock.total()
-        return Outcome(state.step, self._epoch(), state.metrics, seconds, self._first_step_at, interrupted, digest)
+        state = self.state
+        return Outcome(
+            state.step, self._epoch(), state.metrics, self._clock.total(), self._first_step_at, interrupted, digest,
+            None if interrupted else self.stopped,
+        )  # fmt: skip
+
+    def _complete_early_end(self) -> bool:
+        """Record and evaluate as after the last step, unless that is done; return whether a stop interrupted it."""
+        state = self.state
+        if len(self._metrics):
+            self._record(float(self.schedule.factor(state.step - 1, self.num_steps)))
+        if not self.evals or self.options.eval_every == 0 or state.evaluated_at == state.step:
+            return False
+        return self._evaluate()[0]
 
     def _epoch(self) -> float:
         return self.state.step / self.train.steps_per_epoch

@@ -78,6 +78,7 @@ class Report:
         seconds = outcome.train_seconds
         result = {
             "status": status,
+            "stopped": one_line(outcome.stopped) if outcome.stopped is not None else None,
             "recipe": self.experiment.recipe.name,
             "data": self.prepared["name"] if self.prepared else self.experiment.data.target,
             "step": outcome.step,
@@ -95,7 +96,8 @@ class Report:
         if outcome.interrupted:
             return f"stopped after step {outcome.step} of {self.num_steps}, which is saved"
         shown = "  ".join(f"{one_line(name)} {metric_text(name, value)}" for name, value in outcome.metrics.items())
-        return f"done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
+        why = "" if outcome.stopped is None else f"ended early: {one_line(outcome.stopped)}\n"
+        return f"{why}done    {shown or 'no evaluation'}  in {seconds:.1f} s  see {relative(self.run.path)}"
 
 
 def _numbers(trainer: Trainer) -> str:

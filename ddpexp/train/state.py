@@ -18,6 +18,7 @@ class Outcome:
     first_step_at: float  # Unix time when this start's first step was done
     interrupted: bool = False  # asked to stop before the last step
     digest: str | None = None  # weights_sha256 of the end. Ranks: rank zero
+    stopped: str | None = None  # why the run ended before the last step, as configured: a sentence without full stop
 
 
 @dataclass

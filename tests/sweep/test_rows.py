@@ -183,6 +183,12 @@ def test_a_pruned_job_is_stopped_and_not_only_interrupted(tmp_path: Path) -> Non
     assert (one(made.path).status, one(made.path).message) == ("stopped", "worse than half of the others")
 
 
+def test_a_run_that_ended_early_is_done_and_says_why(tmp_path: Path) -> None:
+    made = Made(tmp_path / "sweep")
+    made.job(stopped="trainer.max_seconds=5 has passed")
+    assert (one(made.path).status, one(made.path).message) == ("done", "trainer.max_seconds=5 has passed")
+
+
 def test_a_submitted_job_is_in_the_queue_or_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake squeue: the real one needs jobs of another user's rights and minutes."""
     made = Made(tmp_path / "sweep")

@@ -138,10 +138,11 @@ def done(recipe: Recipe) -> Done:
 def test_the_result_has_every_field_and_its_hash_is_that_of_the_saved_weights(done: Done) -> None:
     result = done.result()
     assert set(result) >= {
-        "status", "step", "epoch", "samples", "world_size", "metrics", "weights_sha256", "ended_at", "seconds",
+        "status", "stopped", "step", "epoch", "samples", "world_size", "metrics", "weights_sha256", "ended_at", "seconds",
         "samples_per_second",
     }  # fmt: skip
     assert (result["status"], result["step"], result["epoch"], result["samples"]) == ("done", 8, 2.0, 192)
+    assert result["stopped"] is None
     last = done.metrics()[-1]
     assert result["metrics"] == {name: last[name] for name in ("eval/loss", "eval/accuracy")}
     digest = hashlib.sha256()
