@@ -16,7 +16,16 @@ from ddpexp.errors import RefusedError
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
 _NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-_CHOSEN = ("model", "data", "optimizer", "scheduler", "launcher", "logger", "callbacks", "strategy")  # sections of groups
+_CHOSEN = (
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "launcher",
+    "logger",
+    "callbacks",
+    "strategy",
+)  # sections of groups
 _TRUTHS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -29,10 +30,12 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
+    check_callback,
     check_logger,
     check_model,
     check_optimizers,
@@ -76,6 +79,7 @@ def import_all(experiment: Experiment, world: World) -> None:
     nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
     if isinstance(experiment.scheduler, Node):
         nodes["scheduler"] = experiment.scheduler
+    nodes |= {f"callbacks.{name}": node for name, node in experiment.callbacks.items()}
     if world.is_rank_zero:
         nodes |= {f"logger.{name}": node for name, node in experiment.logger.items()}
     for where, node in nodes.items():
@@ -259,6 +263,20 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     return Many(loggers)
 
 
+def build_callbacks(experiment: Experiment, world: World, num_steps: int) -> Callbacks:
+    """Return the callbacks of this rank, in the order of the configuration.
+
+    Raises:
+        RefusedError: the configuration names what is no callback.
+    """
+    members = {}
+    for name, node in experiment.callbacks.items():
+        where = f"callbacks.{name}"
+        members[name] = check_callback(instantiate(node, experiment.trust, where), f"{where}._target_={node.target}")
+    nodes = {name: [node.target, node.kwargs] for name, node in experiment.callbacks.items()}
+    return Callbacks(members, world, json.dumps([nodes, num_steps], default=dict))
+
+
 def build_loop(
     context: RunContext,
     strategy: Strategy,
@@ -306,4 +324,5 @@ def build_loop(
         num_steps=num_steps,
         checkpointer=checkpointer,
         ema=checkpointer.ema,
+        callbacks=checkpointer.callbacks,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,7 +19,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate
-from ddpexp.train.keep_best import is_better, unknown_metric
+from ddpexp.train.keep_best import check_monitor, is_better, unknown_metric, unknown_monitor
 from ddpexp.train.metrics import nonfinite_error
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import TrainState
@@ -39,6 +39,16 @@ class Evaluation:
     logger: Logger
     options: Trainer
     ema: EMA | None = None
+    monitored: dict[str, str] = field(default_factory=dict)  # metrics that callbacks read, by the keys that name them
+
+    def monitor(self, key: str, metric: str) -> None:
+        """Check that there is an evaluation set of a metric that `key` names, and the metric after the first step.
+
+        Raises:
+            RefusedError: there is no such set, or the run makes no evaluations.
+        """
+        check_monitor(key, metric, self.evals, self.options.eval_every)
+        self.monitored[key] = metric
 
     def run(self, step: int, epoch: float) -> dict[str, float] | None:
         """Evaluate and log; return the metrics as `set/metric`, or None if a stop request ended the evaluation early.
@@ -87,19 +97,24 @@ class Evaluation:
         Raises:
             RefusedError: the evaluation will not have it.
         """
-        if self.options.keep_best is None:
-            return
-        name = self.options.keep_best.partition(":")[2]
+        best = self.options.keep_best
+        if best is not None and (names := self._names_without(best.partition(":")[2], sums)) is not None:
+            error = unknown_metric(best, names)
+            raise RefusedError(f"{error} Did you mean {error.override}?")
+        for key, name in self.monitored.items():
+            if (names := self._names_without(name, sums)) is not None:
+                raise unknown_monitor(key, name, names)
+
+    def _names_without(self, name: str, sums: Sums) -> list[str] | None:
+        """Return the metrics of the evaluation set that `name` names, if it is not among them."""
         chosen, _, metric = name.partition("/")
         if chosen not in self.evals or metric in ("loss", *sums[2]):
-            return
+            return None
         names = metric_names(
             self.task, self.strategy.eval_model, self.strategy.modules, self.evals[chosen].first(), self.precision,
             self.world.device,
         )  # fmt: skip
-        if names is not None and metric not in names:
-            error = unknown_metric(self.options.keep_best, [f"{chosen}/{name}" for name in names])
-            raise RefusedError(f"{error} Did you mean {error.override}?")
+        return None if names is None or metric in names else [f"{chosen}/{name}" for name in names]
 
     def _check_losses(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,6 +24,8 @@ from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
+from ddpexp.train.callbacks.base import RunView
+from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
@@ -31,27 +33,8 @@ from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
-from ddpexp.train.state import Outcome, TrainState
+from ddpexp.train.state import Checkpointer, Outcome, TrainState
 from ddpexp.train.task_checks import mean_for_a_sum
-
-
-class Checkpointer(Protocol):
-    """What saves checkpoints of a run."""
-
-    def save(
-        self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
-    ) -> str | None:
-        """Save the run, with the state of its optimizers and of its gradient scale.
-
-        At the `end` of the run return the hash of the weights.
-
-        Ranks: all. Training may continue as soon as this returns; files are written asynchronously.
-        """
-        ...
-
-    def check(self) -> None:
-        """Re-raise a background write error, if there was one. Ranks: any."""
-        ...
 
 
 class _Due(NamedTuple):
@@ -81,6 +64,7 @@ class Loop:
     num_steps: int
     checkpointer: Checkpointer | None = None
     ema: EMA | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
     state: TrainState = field(default_factory=TrainState)
     stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
     _base_lrs: list[float] = field(init=False)  # of each parameter group, as built; the schedule multiplies it
@@ -92,6 +76,7 @@ class Loop:
     _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
     _clock: Clock = field(init=False)
     _first_step_at: float = field(init=False, default=math.nan)
+    _save_requested: bool = field(init=False, default=False)  # by a callback, on all ranks at once
 
     def __post_init__(self) -> None:
         """Remember how the optimizers were built, before a checkpoint or the schedule changes them."""
@@ -102,6 +87,7 @@ class Loop:
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm,
+            self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
@@ -131,11 +117,11 @@ class Loop:
                 interrupted, improved = self._evaluate()
             if due.is_last or interrupted or self.stopped is not None:
                 break
-            request = self.control.poll(self.state.step, save=self._checkpoint_overdue())
+            request = self.control.poll(self.state.step, save=self._checkpoint_overdue() or self.callbacks.failed)
             interrupted = request == "stop"
             if interrupted:
                 break
-            if due.checkpoint or improved or request == "save":
+            if due.checkpoint or improved or self._save_requested or request == "save":
                 self._save(end=False)
             self._wait_for_data()
         return self._finish(interrupted)
@@ -159,6 +145,14 @@ class Loop:
         self._clock = Clock(self.state.train_seconds, sum(entry["seconds"] for entry in self.state.window))
         self._metrics = self._new_accumulator()
         self._metrics.restore(self.state.window)
+        self.stopped = self.callbacks.stopped
+        if self.callbacks.members:
+            view = RunView(
+                self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
+                self.logger, self.callbacks.requests, self.state, self._step, self._evaluation.monitor,
+                self._parameter_names,
+            )  # fmt: skip
+            self.callbacks.start(view)
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
@@ -225,6 +219,8 @@ class Loop:
         if self.ema is not None and self._step.moved:
             self.ema.update()
         self.state.step = self.control.step = step + 1
+        if self.callbacks.on_step:
+            self.callbacks.call("on_step", self.callbacks.on_step)
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
@@ -246,7 +242,9 @@ class Loop:
         """Log the means since the last record. Ranks: all; communicates."""
         self._step.check()
         num_steps = len(self._metrics)
-        means = self._metrics.reduce(self.state.step - num_steps + 1, stop=self.options.nonfinite == "stop")
+        means = self._metrics.reduce(
+            self.state.step - num_steps + 1, self.options.nonfinite == "stop", self.callbacks.pending
+        )
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": base_lr * lr_factor for suffix, base_lr in self._recorded_lrs.items()}
         if self._step.norm is not None:
@@ -255,6 +253,19 @@ class Loop:
         values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)
+        if self._metrics.flagged:
+            self._follow_requests()
+
+    def _follow_requests(self) -> None:
+        """Do what callbacks of any rank have requested. Ranks: all; communicates."""
+        self.callbacks.agree()
+        if self.callbacks.failed:
+            self._save(end=False)
+        self.callbacks.raise_error("")  # without a checkpointer
+        requests = self.callbacks.taken()
+        self._save_requested = requests.save
+        if requests.stop is not None and self.stopped is None and self.state.step < self.num_steps:
+            self.stopped = self.callbacks.stopped = requests.stop
 
     def _evaluate(self) -> tuple[bool, bool]:
         """Evaluate and log; return whether a stop request ended it early, and whether the metric to keep improved.
@@ -272,6 +283,10 @@ class Loop:
         except UnknownMetricError:
             self._save(end=False)  # no step so far is lost
             raise
+        if self.callbacks.members:
+            self.callbacks.call("on_evaluated", self.callbacks.on_evaluated, dict(metrics))
+            if self.callbacks.any_pending():
+                self._follow_requests()
         self.control.set_phase("train")
         return False, improved
 
@@ -281,6 +296,9 @@ class Loop:
             return None
         self.control.set_phase("save")
         fault_point("save")
+        self._save_requested = False
+        if self.callbacks.any_pending():
+            self.callbacks.agree()
         with self._clock.paused():
             self._step.check()
             self._check_finite()
@@ -295,11 +313,17 @@ class Loop:
             }
             digest = self.checkpointer.save(self.state, optimizers, self.precision.state(), self._epoch(), end)
         self._clock.saved()
+        if self.callbacks.failed:
+            self.checkpointer.finish()  # no step so far is lost
+            self.world.barrier()
+            self.callbacks.raise_error(f"Step {self.state.step} is saved: correct the callback, or leave it out.")
         return digest
 
     def _finish(self, interrupted: bool) -> Outcome:
         if self.stopped is not None and not interrupted:
             interrupted = self._complete_early_end()
+        if not interrupted:
+            self.callbacks.end()
         digest = self._save(end=True)
         state = self.state
         return Outcome(

@@ -67,6 +67,7 @@ class MetricAccumulator:
         self._steps: list[Sequence[Sums]] = []  # not reduced yet: for each step the sums of its micro-batches
         self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
         self._restored_names: list[str] = []  # of the metrics in restored rows
+        self.flagged = False  # whether any rank passed a flag to the last `reduce`
         self._rows: list[list[float]] = []  # reduced: for each step loss, count, then sum and count of each metric
 
     def __len__(self) -> int:
@@ -99,17 +100,18 @@ class MetricAccumulator:
         for entry in pending:
             self._restored_names, self._rows = list(entry["names"]), [list(row) for row in entry["rows"]]
 
-    def reduce(self, first_step: int, stop: bool) -> dict[str, float]:
+    def reduce(self, first_step: int, stop: bool, flag: bool = False) -> dict[str, float]:
         """Return the means since the last call, and start again from zero.
 
-        Steps with a non-finite loss are left out of the means and counted as `skipped_steps`.
+        Steps with a non-finite loss are left out of the means and counted as `skipped_steps`. The `flag` of this rank
+        travels with the sums: see `flagged`.
 
         Ranks: all; communicates.
 
         Raises:
             NonFiniteError: `stop` is set and a loss is not finite; names the first such step.
         """
-        self._reduce()
+        self.flagged = self._reduce(flag)
         bad = self._nonfinite_rows()
         if stop and bad:
             raise self._nonfinite(bad[0], first_step)
@@ -140,14 +142,14 @@ class MetricAccumulator:
         pairs = zip(totals[::2], totals[1::2], strict=True)
         return {name: _mean(*pair) for name, pair in zip(names, pairs, strict=True)}
 
-    def _reduce(self, stopped: bool = False) -> bool:
-        """Reduce the steps added since the last call into `_rows`; return whether any rank passed `stopped`.
+    def _reduce(self, flag: bool = False) -> bool:
+        """Reduce the steps added since the last call into `_rows`; return whether any rank passed `flag`.
 
         Ranks: all; communicates.
         """
         steps, self._steps = self._steps, []
         if not steps:
-            return stopped
+            return flag
         device, flat = self._world.device, [sums for step in steps for sums in step]
         names = self._agreed_names(flat)
         columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
@@ -157,14 +159,12 @@ class MetricAccumulator:
         # Shape (num_steps, micro-batches of this rank, 2 + 2 * num_metrics), on the host after one copy.
         table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
         if self._world.world_size > 1:
-            table, stopped = self._over_ranks(table, stopped)
-        if stopped:
-            return True
+            table, flag = self._over_ranks(table, flag)
         self._rows += [_sum_slots(slots) for slots in table.tolist()]
-        return False
+        return flag
 
-    def _over_ranks(self, table: Tensor, stopped: bool) -> tuple[Tensor, bool]:
-        """Return the sums in all slots, and whether any rank passed `stopped`.
+    def _over_ranks(self, table: Tensor, flag: bool) -> tuple[Tensor, bool]:
+        """Return the sums in all slots, and whether any rank passed `flag`.
 
         Shapes: `table` is (num_steps, micro-batches of this rank, columns) fp64; returns (num_steps, num_slots,
         columns) fp64 on the host.
@@ -176,7 +176,7 @@ class MetricAccumulator:
         if self._data.reports:
             rows = packed[:-1].view(num_steps, self._num_slots, num_columns)
             rows[:, slots[0] : slots[-1] + 1 : _stride(slots)] = table
-        packed[-1] = float(stopped)
+        packed[-1] = float(flag)
         summed = self._world.sum(packed.to(self._world.device)).cpu()
         return summed[:-1].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
 

@@ -25,6 +25,7 @@ from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.secrets import masked_tree
+from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop
 from ddpexp.train.state import TrainState
@@ -46,6 +47,7 @@ class RunState:
     resumed_from: int | None = None  # the step that this start resumed from
     inputs: Mapping[str, Any] = field(default_factory=dict)  # identifies the configuration, code and data of this start
     recorded: Mapping[str, Any] = field(default_factory=dict)  # positions of loggers, as the checkpoint stores them
+    callbacks: Callbacks = field(default_factory=Callbacks)
     config: bytes | None = None  # config.yaml as this start read it
 
     @classmethod
@@ -71,8 +73,10 @@ class RunState:
     def save(
         self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
     ) -> str | None:
-        """Save the run; see `ddpexp.train.loop.Checkpointer`."""
-        local = _non_empty({"random": self.random.state(), "buffers": _cloned(self.strategy.local_buffers())})
+        """Save the run; see `ddpexp.train.state.Checkpointer`."""
+        callbacks = self.callbacks.state() if self.world.is_rank_zero else {}
+        buffers = _cloned(self.strategy.local_buffers())
+        local = _non_empty({"random": self.random.state(), "buffers": buffers, "callbacks": callbacks})
         with self.strategy.synced_buffers():
             digest = self._weights_sha256() if end else None
             if state.step == self.resumed_from:  # this checkpoint exists already
@@ -174,6 +178,7 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(f"{where} is not that of a run ({type(error).__name__}: {error}).") from None
     checkpointer.resumed_from = checkpoint.step
+    _restore_callbacks(checkpoint, checkpointer.callbacks, loop.world)
     _restore_local(checkpoint, world_size, loop.strategy, checkpointer, loop.world)
 
 
@@ -191,6 +196,18 @@ def _restore_ema(
     if checkpoint.version == 1:  # averages had the type of their parameters
         saved = {key: tensor.to(target[key].dtype) if key in target else tensor for key, tensor in saved.items()}
     copy_into(target, saved, f"{where} ({name}.ema.safetensors)", local)
+
+
+def _restore_callbacks(checkpoint: Checkpoint, callbacks: Callbacks, world: World) -> None:
+    """Restore rank zero's state of the callbacks on every rank. Ranks: all."""
+    if not callbacks.members:
+        return
+    missing = callbacks.restore((read_rank_state(checkpoint, 0) or {}).get("callbacks") or {})
+    if missing and world.is_rank_zero:
+        logging.getLogger("ddpexp").warning(
+            "the checkpoint of step %s holds no state of callbacks.%s, which starts afresh",
+            checkpoint.step, ", callbacks.".join(missing),
+        )  # fmt: skip
 
 
 def truncate_records(logger: Logger, checkpoint: Checkpoint | None) -> Mapping[str, Any]:

@@ -42,6 +42,7 @@ from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
     arrange,
+    build_callbacks,
     build_evals,
     build_logger,
     build_loop,
@@ -167,6 +168,7 @@ def build(context: RunContext) -> Built:
     ema = EMA(strategy.modules, trainer.ema_decay) if trainer.ema_decay is not None else None
     checkpointer = RunState.from_config(run, trainer, strategy, ema, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
+    checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
         experiment, run, context.layout, context.prepared, strategy.modules, strategy.memory is not None, batches,
         num_steps,
