@@ -35,7 +35,8 @@ _FIXED = {
     "optimizer._target_": "what the checkpoint holds of the optimizer belongs to the old one",
     "model._target_": "the weights in the checkpoint belong to the old one",
 }
-LENGTH = ("trainer.epochs", "trainer.max_steps")
+_STEPS = ("trainer.epochs", "trainer.max_steps")
+LENGTH = (*_STEPS, "trainer.max_seconds")
 _OBJECTS = (
     "task",
     "model",
@@ -193,7 +194,7 @@ def _under(key: str, names: Sequence[str]) -> bool:
 def _remark(key: str, new: Mapping[str, Any]) -> str:
     scheduler = new.get("scheduler")
     constant = isinstance(scheduler, Mapping) and scheduler.get("_target_") == "constant"
-    return "the learning rate's schedule follows the new length from here on" if key in LENGTH and not constant else ""
+    return "the learning rate's schedule follows the new length from here on" if key in _STEPS and not constant else ""
 
 
 def _shown(value: Any) -> str:

@@ -51,10 +51,7 @@ _WHOLE = (
 )
 _SENTENCES = {
     "ckpt_path resume_from_checkpoint resume_from": _RESUME,
-    "max_time": (
-        "A run that is stopped saves first: timeout 12h before the command ends it after that time, and the same "
-        "command resumes it."
-    ),
+    "max_time": "trainer.max_seconds=43200 ends a run after 12 hours, saved.",
     "num_sanity_val_steps": "There is nothing like it: keys and the task are checked before and in the first step.",
     "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
     "limit_val_batches limit_test_batches limit_eval_batches limit_predict_batches": _WHOLE,

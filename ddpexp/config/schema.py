@@ -66,6 +66,7 @@ class Trainer:
     compile_blocks: str | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cudnn_benchmark: bool = False
+    max_seconds: float | None = None
 
 
 @dataclass(frozen=True)

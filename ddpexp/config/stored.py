@@ -24,6 +24,7 @@ from ddpexp.config.override_syntax import check_syntax
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.quick_yaml import quick_yaml
 from ddpexp.config.registry import names_the_same
+from ddpexp.config.schema import TYPED_SECTIONS
 from ddpexp.config.sentences import first_line, sentence, unknown_key_of
 from ddpexp.config.typed_targets import is_former, is_in, keys_of_target, typed_targets
 from ddpexp.config.values import offered_by_packages, plain, trust_of
@@ -73,7 +74,8 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     try:
         for override in arguments.overrides:
             if override.partition("=")[0] not in chosen:
-                _override(cfg, override, adds=is_in(override, nodes) or is_former(override))
+                adds = is_in(override, nodes) or is_former(override) or _is_field(override)
+                _override(cfg, override, adds)
         with answered({"runtime.cwd": os.getcwd(), "job.name": "ddpexp"}):
             values = plain(cfg)
         if offered := offered_by_packages(values):
@@ -120,6 +122,12 @@ def _remove_inherited(cfg: DictConfig, typed: Mapping[str, str]) -> list[str]:
             for key in keys_of_target(node, name):
                 del node[key]
     return others
+
+
+def _is_field(override: str) -> bool:
+    """Return whether the key is a field of every run, which the file of an older version may lack."""
+    section, _, name = override.partition("=")[0].partition(".")
+    return section in ("trainer", "run") and name in TYPED_SECTIONS[section].__dataclass_fields__
 
 
 def _override(cfg: DictConfig, override: str, adds: bool = False) -> None:

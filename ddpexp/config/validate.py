@@ -91,6 +91,8 @@ def _check_trainer(trainer: Trainer) -> None:
             raise RefusedError(f"trainer.timeout.{name}={seconds}: use a number above 0.")
     if trainer.epochs is None and trainer.max_steps is None:
         raise RefusedError("trainer.epochs=null trainer.max_steps=null: the run would never end. Give one of them.")
+    if trainer.max_seconds is not None and not 0 < trainer.max_seconds < math.inf:
+        raise RefusedError(f"trainer.max_seconds={trainer.max_seconds}: use a number above 0, or null.")
     for name in ("eval_every", "checkpoint_every"):
         value = getattr(trainer, name)
         if value != "epoch" and value < 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ from ddpexp.run.same_inputs import check_same_code
 from ddpexp.run.stored_config import Stored, edit_notes, parse_config, read_config, read_stored
 from ddpexp.system.job_schedulers import recorded_job
 from ddpexp.system.secrets import masked_tree
-from ddpexp.system.text import metric_text
+from ddpexp.system.text import metric_text, one_line
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
     refuse(changes, start.name, {edit.key for edit in edits})
     status = result.get("status")
     lost = _lost(run, result, start.verifies) if status == "done" else None
-    if status == "done" and lost is None and not _is_longer(changes, new["trainer"], result):
+    continues = _is_longer(changes, new["trainer"], result) or _has_other_callbacks(changes, result)
+    if status == "done" and lost is None and not continues:
         raise FinishedError(_finished(start.name, result, changes))
     if start.resume == "never" and not start.is_restart:
         raise RefusedError(
@@ -164,21 +166,33 @@ def resolve_layout(previous: PreviousRun, layout: Layout, threads_key: str | int
 def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     """Return whether the overrides give a finished run more steps."""
     return lengthens(changes) and not any(
-        isinstance(trainer.get(key), int) and isinstance(result.get(fact), int | float) and trainer[key] <= result[fact]
-        for key, fact in (("max_steps", "step"), ("epochs", "epoch"))
+        isinstance(trainer.get(key), int | float)
+        and isinstance(result.get(fact), int | float)
+        and trainer[key] <= result[fact]
+        for key, fact in (("max_steps", "step"), ("epochs", "epoch"), ("max_seconds", "elapsed_seconds"))
     )
+
+
+def _has_other_callbacks(changes: Sequence[Change], result: Mapping[str, Any]) -> bool:
+    """Return whether the overrides change the callbacks of a run that has ended early, which one of them may have."""
+    callbacks = any(change.kind == "typed" and change.key.partition(".")[0] == "callbacks" for change in changes)
+    return callbacks and isinstance(result.get("stopped"), str)
 
 
 def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -> str:
     """Return the message for a finished run; raises if there are overrides that a finished run cannot apply."""
     other = next((change for change in changes if change.kind == "typed" and change.key not in LENGTH), None)
-    state = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}"
+    stopped = result.get("stopped")
+    early = f", where it ended early: {one_line(stopped)}" if isinstance(stopped, str) else ""
+    state = f"{name} is finished at step {result.get('step')}{_metric(result.get('metrics'))}{early}"
     if other is not None:
         raise RefusedError(
-            f"{state}: {other} has no effect. Start a new run with another run.dir, or make this "
-            "one longer with trainer.epochs or trainer.max_steps."
+            f"{state}: {other} has no effect. Start a new run with another run.dir, or make this one longer with "
+            f"trainer.epochs or trainer.max_steps{' or trainer.max_seconds' if early else ''}."
         )
-    return f"{state}: nothing to do."
+    if isinstance(stopped, str) and (callback := re.match(r"callbacks\.[\w-]+", stopped)) is not None:
+        return f"{state}. To continue, change {callback[0]}, or leave it out with callbacks=none."
+    return f"{state}{'; there is' if early else ':'} nothing to do."
 
 
 def _metric(metrics: Any) -> str:

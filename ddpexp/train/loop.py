@@ -117,9 +117,12 @@ class Loop:
                 interrupted, improved = self._evaluate()
             if due.is_last or interrupted or self.stopped is not None:
                 break
-            request = self.control.poll(self.state.step, save=self._checkpoint_overdue() or self.callbacks.failed)
+            save = self._checkpoint_overdue() or self.callbacks.failed
+            request = self.control.poll(self.state.step, save=save, end=self._time_is_over())
             interrupted = request == "stop"
-            if interrupted:
+            if request == "end":
+                self.stopped = self._out_of_time()
+            if interrupted or self.stopped is not None:
                 break
             if due.checkpoint or improved or self._save_requested or request == "save":
                 self._save(end=False)
@@ -142,10 +145,14 @@ class Loop:
         self.precision.restore(precision)
 
     def _start(self) -> None:
-        self._clock = Clock(self.state.train_seconds, sum(entry["seconds"] for entry in self.state.window))
+        state, limit = self.state, self.options.max_seconds
+        since_record = sum(entry["seconds"] for entry in state.window)
+        self._clock = Clock(state.train_seconds, since_record, state.elapsed_seconds)
+        self.stopped = self.callbacks.stopped
+        if limit is not None and state.elapsed_seconds >= limit and state.step < self.num_steps:
+            self.stopped = self._out_of_time()
         self._metrics = self._new_accumulator()
         self._metrics.restore(self.state.window)
-        self.stopped = self.callbacks.stopped
         if self.callbacks.members:
             view = RunView(
                 self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
@@ -202,6 +209,14 @@ class Loop:
         """Return whether the time for a checkpoint has come. Ranks: rank zero's answer counts, since clocks differ."""
         every = self.options.checkpoint_every_seconds
         return every is not None and self.checkpointer is not None and self._clock.since_save() > every
+
+    def _time_is_over(self) -> bool:
+        """Return whether trainer.max_seconds has passed. Ranks: rank zero's answer counts, since clocks differ."""
+        return self.options.max_seconds is not None and self._clock.elapsed() >= self.options.max_seconds
+
+    def _out_of_time(self) -> str:
+        limit = f"trainer.max_seconds={self.options.max_seconds:.15g}"
+        return f"{limit} reached after step {self.state.step:,} of {self.num_steps:,}"
 
     def _set_learning_rate(self, step: int) -> float:
         """Set the learning rate of every parameter group for this step; return the schedule's factor."""
@@ -303,7 +318,7 @@ class Loop:
             self._step.check()
             self._check_finite()
             self.state.window = self._metrics.pending(self._clock.since_record())
-            self.state.train_seconds = self._clock.total()
+            self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()
             optimizers = {
                 name: {
                     **optimizer_state(optimizer, self._parameter_names, self.strategy.shard),
@@ -327,8 +342,8 @@ class Loop:
         digest = self._save(end=True)
         state = self.state
         return Outcome(
-            state.step, self._epoch(), state.metrics, self._clock.total(), self._first_step_at, interrupted, digest,
-            None if interrupted else self.stopped,
+            state.step, self._epoch(), state.metrics, self._clock.total(), self._clock.elapsed(), self._first_step_at,
+            interrupted, digest, None if interrupted else self.stopped,
         )  # fmt: skip
 
     def _complete_early_end(self) -> bool:

@@ -216,9 +216,13 @@ class MetricAccumulator:
 class Clock:
     """Training time: evaluations and saving are excluded with `paused`. Units: seconds."""
 
-    def __init__(self, seconds_before: float, since_record: float) -> None:
-        """Start at `seconds_before` of earlier starts, of which `since_record` came after the last record."""
+    def __init__(self, seconds_before: float, since_record: float, elapsed_before: float = 0.0) -> None:
+        """Start at `seconds_before` of earlier starts, of which `since_record` came after the last record.
+
+        `elapsed_before` is the time of earlier starts with evaluations and saving.
+        """
         self._start = self._saved = time.perf_counter()
+        self._began = self._start - elapsed_before
         self._lap = self._start - since_record
         self._away = -seconds_before
 
@@ -235,6 +239,10 @@ class Clock:
     def total(self) -> float:
         """Return the training time of the run, earlier starts included."""
         return time.perf_counter() - self._start - self._away
+
+    def elapsed(self) -> float:
+        """Return the time of the run with evaluations and saving, earlier starts included."""
+        return time.perf_counter() - self._began
 
     def saved(self) -> None:
         """Note that a checkpoint was saved now."""

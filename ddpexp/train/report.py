@@ -90,6 +90,7 @@ class Report:
             "first_step_at": outcome.first_step_at,
             "ended_at": time.time(),
             "seconds": round(seconds, 3),
+            "elapsed_seconds": round(outcome.elapsed_seconds, 3),
             "samples_per_second": round(samples / seconds, 1) if seconds else None,
         }
         write(self.run.result, dumps(result))

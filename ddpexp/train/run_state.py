@@ -245,7 +245,11 @@ def _split(state: TrainState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the reproducible part of a state, and its times, which differ between equal runs."""
     progress = {**asdict(state), "metrics": masked_tree(state.metrics)}
     window = progress["window"]
-    clock = {"train_seconds": progress.pop("train_seconds"), "since_record": sum(entry["seconds"] for entry in window)}
+    clock = {
+        "train_seconds": progress.pop("train_seconds"),
+        "elapsed_seconds": progress.pop("elapsed_seconds"),
+        "since_record": sum(entry["seconds"] for entry in window),
+    }
     progress["window"] = [{key: value for key, value in entry.items() if key != "seconds"} for entry in window]
     return progress, clock
 
@@ -255,7 +259,9 @@ def _join(progress: Mapping[str, Any], clock: Mapping[str, Any]) -> TrainState:
     fields = {name: progress[name] for name in TrainState.__dataclass_fields__ if name in progress}
     since = float(clock["since_record"])
     window = [{**entry, "seconds": since if number == 0 else 0.0} for number, entry in enumerate(progress["window"])]
-    return TrainState(**{**fields, "window": window, "train_seconds": float(clock["train_seconds"])})
+    seconds = float(clock["train_seconds"])
+    elapsed = float(clock.get("elapsed_seconds", seconds))  # older checkpoints do not have it
+    return TrainState(**{**fields, "window": window, "train_seconds": seconds, "elapsed_seconds": elapsed})
 
 
 def _check_models(strategy: Strategy) -> None:

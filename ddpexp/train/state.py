@@ -15,6 +15,7 @@ class Outcome:
     epoch: float
     metrics: Mapping[str, float]  # of the last evaluation
     train_seconds: float  # without evaluations, over all starts
+    elapsed_seconds: float  # with evaluations and saving, over all starts
     first_step_at: float  # Unix time when this start's first step was done
     interrupted: bool = False  # asked to stop before the last step
     digest: str | None = None  # weights_sha256 of the end. Ranks: rank zero
@@ -32,6 +33,7 @@ class TrainState:
     best: float | None = None  # best value so far of the metric of trainer.keep_best
     window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
     train_seconds: float = 0.0
+    elapsed_seconds: float = 0.0
 
 
 class Checkpointer(Protocol):

@@ -228,6 +228,9 @@ def test_a_truth_is_no_number_and_a_whole_number_may_stand_for_a_float(stored: d
         ({"max_steps": 10}, {"max_steps": None}, "trainer.max_steps=null", True),
         ({"max_steps": None}, {"max_steps": 10}, "trainer.max_steps=10", False),
         ({"max_steps": 10}, {"max_steps": 20}, "trainer.max_steps=20", True),
+        ({"max_seconds": 5.0}, {"max_seconds": 7.5}, "trainer.max_seconds=7.5", True),
+        ({"max_seconds": 5}, {"max_seconds": None}, "trainer.max_seconds=null", True),
+        ({"max_seconds": 5}, {"max_seconds": 4}, "trainer.max_seconds=4", False),
     ],
 )
 def test_a_run_is_extended_by_overrides(

@@ -595,6 +595,15 @@ def written(tmp_path: Path) -> Path:
     return write(tmp_path / "config.yaml", composed("recipe=mnist", "model=linear").text)
 
 
+def test_a_key_that_is_newer_than_the_run_can_be_overridden(written: Path) -> None:
+    text = written.read_text()
+    assert "  max_seconds: null\n" in text
+    written.write_text(text.replace("  max_seconds: null\n", ""))
+    assert override_file(written, ["trainer.max_seconds=5"])[0]["trainer"]["max_seconds"] == 5
+    with pytest.raises(RefusedError, match=r"trainer\.max_second is not a known key"):
+        override_file(written, ["trainer.max_second=5"])
+
+
 def test_overrides_replace_single_keys_of_a_run_directorys_file(written: Path) -> None:
     values, text = override_file(written, ["trainer.seed=5", "run.dir=null", "optimizer.lr=1e-3", "data.root=a=b"])
     made = parse(values)

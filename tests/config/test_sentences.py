@@ -233,7 +233,7 @@ model.name is not a known key. An option is chosen as model=NAME, with the names
 > run_name=first
 run_name is not a known key. Did you mean run.dir?
 > trainer.max_time=00:12:00:00
-trainer.max_time is not a known key. A run that is stopped saves first: timeout 12h before the command ends it after tha
+trainer.max_time is not a known key. trainer.max_seconds=43200 ends a run after 12 hours, saved.
 > trainer.num_sanity_val_steps=0
 trainer.num_sanity_val_steps is not a known key. There is nothing like it: keys and the task are checked before and in t
 > scheduler=none

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from ddpexp.config.compare import Change
 from ddpexp.launch import Layout
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
-from ddpexp.run.resume import PreviousRun, Start, inspect, resolve_layout
+from ddpexp.run.resume import PreviousRun, Start, _finished, _is_longer, inspect, resolve_layout
 from ddpexp.run.resume_arguments import merge_overrides
 from tests.cli.test_evaluate import listing
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish, starts_of
@@ -177,6 +178,24 @@ def test_a_finished_run_resumes_when_it_is_extended(ddpexp: Ddpexp, run: Path) -
 
 def percent(run: Path) -> str:
     return f"{100 * json.loads((run / 'result.json').read_text())['metrics']['eval/accuracy']:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "longer"),
+    [
+        ({"max_seconds": None}, True),
+        ({"max_seconds": 60}, True),
+        ({"max_seconds": 30.5}, False),
+        ({"max_seconds": 60, "max_steps": 10}, False),  # its steps are done as well
+    ],
+)
+def test_a_run_out_of_time_is_finished_until_it_gets_more(trainer: dict[str, Any], longer: bool) -> None:
+    result = {"step": 10, "epoch": 1.0, "elapsed_seconds": 31.0, "stopped": "trainer.max_seconds=30 reached"}
+    changes = [Change("trainer.max_seconds", 30, trainer["max_seconds"], "typed")]
+    assert _is_longer(changes, trainer, result) == longer
+    assert _finished("run", result, changes) == (
+        "run is finished at step 10, where it ended early: trainer.max_seconds=30 reached; there is nothing to do."
+    )
 
 
 # An unfinished one.

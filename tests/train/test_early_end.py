@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from ddpexp.launch.workers.control import Control
 from ddpexp.train.loop import Loop
+from ddpexp.train.run_state import _join, _split
 from ddpexp.train.state import TrainState
 from tests.conftest import Ddpexp
 from tests.fitting import loop_alone
@@ -48,6 +50,35 @@ def ends_after(loop: Loop, step: int) -> None:
         return run(number, micro_batches)
 
     loop._step.run = run_and_end  # type: ignore[method-assign,assignment]
+
+
+def test_time_that_is_over_ends_the_run_and_a_larger_limit_continues_it(points: Any, tmp_path: Path) -> None:
+    def trained(limit: float | None, state: TrainState | None = None) -> Loop:
+        loop, _ = loop_alone(points, tmp_path, points.Sides(), 10, max_seconds=limit)
+        loop.control = Control(None, leads=True)
+        if state is not None:
+            loop.state = state
+        return loop
+
+    outcome = trained(1e-9).fit()
+    assert (outcome.step, outcome.stopped) == (1, "trainer.max_seconds=1e-09 reached after step 1 of 10")
+    assert outcome.elapsed_seconds > outcome.train_seconds > 0
+    spent = TrainState(step=4, train_seconds=3.0, elapsed_seconds=7200.0)
+    outcome = trained(7200, replace(spent)).fit()
+    assert (outcome.step, outcome.stopped) == (4, "trainer.max_seconds=7200 reached after step 4 of 10")
+    assert outcome.elapsed_seconds > 7200
+    for limit in (7300, None):
+        outcome = trained(limit, replace(spent)).fit()
+        assert (outcome.step, outcome.stopped) == (10, None)
+    assert trained(7200, replace(spent, step=10)).fit().stopped is None  # its steps are done
+
+
+def test_the_time_is_kept_in_checkpoints_apart_from_what_can_be_compared() -> None:
+    progress, clock = _split(TrainState(step=3, train_seconds=1.5, elapsed_seconds=2.5))
+    assert clock == {"train_seconds": 1.5, "elapsed_seconds": 2.5, "since_record": 0}
+    assert "elapsed_seconds" not in progress
+    assert _join(progress, clock).elapsed_seconds == 2.5
+    assert _join(progress, {"train_seconds": 1.5, "since_record": 0.0}).elapsed_seconds == 1.5  # an older checkpoint
 
 
 @pytest.mark.parametrize(

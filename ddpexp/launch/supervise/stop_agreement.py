@@ -1,4 +1,4 @@
-"""The commands' part of the agreement on the step at which all ranks save or stop; used by the supervisor.
+"""The commands' part of the agreement on the step at which all ranks save, end or stop; used by the supervisor.
 
 The leading command writes a new agreement number to the shared pages of its ranks, and the other commands do the same:
 from then on each rank waits at its next step boundary. Each command reports the boundary that none of its ranks can be
@@ -44,8 +44,9 @@ class Agreement:
         """
         first = self.pages[0]  # rank zero's
         if self._what is None:
-            if self._requested is None and not self._stops and first.wish > self._number:
-                self._requested = "save"
+            number, wish = first.wish
+            if self._requested is None and not self._stops and number > self._number:
+                self._requested = wish
             if self._requested is None or first.step is None:  # before its first step a rank may not know its position
                 return
             self._what, self._requested = self._requested, None

@@ -27,7 +27,8 @@ PAGE_FD = "DDPEXP_PAGE_FD"
 SIGNALS_FD = "DDPEXP_SIGNALS_FD"
 STORE_FD = "DDPEXP_STORE_FD"
 
-What = Literal["save", "stop"]
+What = Literal["save", "end", "stop"]  # save and continue; end the run early, as configured; save and leave
+_WHATS: tuple[What, ...] = typing.get_args(What)  # of several at one step the last in this order is done
 Phase = Literal["start", "join", "build", "data", "train", "evaluate", "save", "leave"]
 PHASES: tuple[Phase, ...] = typing.get_args(Phase)  # in the order of a run's first ones
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
@@ -39,7 +40,7 @@ _PAGE_BYTES = 16384  # memory that nobody touches is never allocated
 # Indices of the page's 64-bit words. Words written by the rank and by the command are in separate cache lines.
 _STEP = 0  # rank: steps done, plus one; 0 before the first is known
 _WAITS, _WAITS_AT = 1, 2  # rank: the agreement whose step it waits for, and the step boundary where it waits
-_WISH = 3  # rank zero: it wants to save, unless the agreement with this number does so anyway
+_WISH = 3  # rank zero: what it wants the agreement with this number to do, unless that does something anyway
 _PHASE, _BEATS = 4, 5  # rank: its phase, and the number of heartbeats within a step
 _NEWEST = 32  # command: the number of the newest agreement; at their next boundary the ranks wait for its step
 _STOPPING = 33  # command: the signal that stops the run
@@ -77,9 +78,10 @@ class SharedStatus:
         return self.words[_STEP] - 1 if self.words[_STEP] else None
 
     @property
-    def wish(self) -> int:
-        """Return the number of the agreement to save that rank zero wants."""
-        return self.words[_WISH]
+    def wish(self) -> tuple[int, What]:
+        """Return the number of the agreement that rank zero wants, and what for; 0 for none."""
+        number, what = divmod(self.words[_WISH], len(_WHATS))
+        return number, _WHATS[what]
 
     @property
     def phase(self) -> Phase:
@@ -107,7 +109,7 @@ class SharedStatus:
     def commit(self, number: int, step: int, what: What) -> None:
         """Publish the step of this agreement."""
         slot = _slot(number)
-        self.words[slot + 1] = 2 * step + (what == "stop")
+        self.words[slot + 1] = len(_WHATS) * step + _WHATS.index(what)
         self.words[slot] = number  # last: it makes the other word valid
 
     def stop(self, number: int) -> None:
@@ -154,7 +156,7 @@ class Control:
     ) -> None:
         """Take over the socket, the page and the descriptor for signals, if there are any.
 
-        `leads`: this is rank zero, which may request a save.
+        `leads`: this is rank zero, which may request a save or the end of the run.
         """
         self.signals = signals  # gets the numbers of the signals that this process receives
         self._channel = channel
@@ -207,23 +209,23 @@ class Control:
         if self._words is not None:
             self._words[_STEP] = done + 1
 
-    def poll(self, done: int, save: bool = False) -> What | None:
-        """Return what all ranks do now, after step `done`: save, save and stop, or (usually) nothing. Costs 0.2 us.
+    def poll(self, done: int, save: bool = False, end: bool = False) -> What | None:
+        """Return what all ranks do now, after step `done`; usually nothing. Costs 0.2 us.
 
-        Ranks: all, at every step boundary but the last; `save` is rank zero's request. After a request each rank waits
-        at its next boundary for the step that the commands agree on: the first that no rank has passed. So it does not
-        matter how far apart the ranks are, nor what they wait for within a step.
+        Ranks: all, at every step boundary but the last; `save` and `end` are rank zero's requests. After a request each
+        rank waits at its next boundary for the step that the commands agree on: the first that no rank has passed. So
+        it does not matter how far apart the ranks are, nor what they wait for within a step.
 
         Raises:
             DdpexpError: the agreed step has passed, or the command does not publish one.
         """
         words = self._words
-        if words is None:
-            return None
+        if words is None:  # a single rank without a command that watches it
+            return ("end" if end else "save" if save else None) if self._leads else None
         self._step = done
         words[_STEP] = done + 1  # before reading _NEWEST: the command writes _NEWEST first, then reads this word
-        if save and self._leads:
-            words[_WISH] = self._acted + 1
+        if (save or end) and self._leads:
+            words[_WISH] = len(_WHATS) * (self._acted + 1) + end  # the places of "save" and "end"
         return self._agreed(done) if words[_NEWEST] != self._acted else None
 
     @property
@@ -278,12 +280,12 @@ class Control:
             self._page.publish_record(number, record)
 
     def _agreed(self, done: int) -> What | None:
-        words, what = self._words, None
+        words, agreed = self._words, -1
         assert words is not None
         newest = self._wait_for_step(done)
         while self._acted < newest:
             slot = _slot(self._acted + 1)
-            step, stops = divmod(words[slot + 1], 2)
+            step, what = divmod(words[slot + 1], len(_WHATS))
             if words[slot] != self._acted + 1 or step < done:
                 raise DdpexpError(
                     f"after step {done} this rank learns of agreement {self._acted + 1}, which was for step {step}: "
@@ -292,8 +294,8 @@ class Control:
             if step > done:
                 break
             self._acted += 1
-            what = "stop" if stops or what == "stop" else "save"
-        return what  # type: ignore[return-value]
+            agreed = max(agreed, what)
+        return _WHATS[agreed] if agreed >= 0 else None
 
     def _wait_for_step(self, done: int) -> int:
         """Wait until the newest agreement has its step, and return its number. They are committed in order."""

@@ -182,4 +182,4 @@ class RunView:
         One rank's request is enough. The run is then done, not interrupted.
         """
         if self.requests.stop is None:
-            self.requests.stop = reason
+            self.requests.stop = f"callbacks.{self.caller}: {reason}"

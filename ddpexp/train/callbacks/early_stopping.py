@@ -51,10 +51,10 @@ class EarlyStopping(Callback):
             return
         self.waited += 1
         if self.waited >= self.patience:
-            since = "has never been a number" if self.best is None else f"was best at step {self.best_step}"
-            value_then = "" if self.best is None else f" ({self.best:.6g})"
-            count = f"{self.waited} evaluation{'s' * (self.waited > 1)} later"
-            run.stop(f"{self.monitor} {since}{value_then}, and is {value:.6g} {count}")
+            count = f"{self.waited} evaluation{'s' * (self.waited > 1)}"
+            by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            best = "" if self.best is None else f"{self.best:.6g} at step {self.best_step}, "
+            run.stop(f"{self.monitor} has not improved{by} for {count}: {best}{value:.6g} at step {run.step}")
 
     def _improves(self, value: float) -> bool:
         if math.isnan(value):

@@ -281,6 +281,39 @@ def test_rank_zeros_wish_is_a_save_and_no_other_ranks_is(stack: ExitStack) -> No
     assert both.agreed()[1:] == [(2, 6, "save")]
 
 
+def test_rank_zero_may_want_the_end_which_all_reach_at_one_step_and_a_stop_comes_first(stack: ExitStack) -> None:
+    both = Commands(stack, [2, 1])
+    both.at(2, 3, 2)
+    assert both.ranks[1].poll(3, end=True) is None  # counts from rank zero alone
+    both.advance()
+    assert both.sent == []
+    assert both.ranks[0].poll(2, save=True, end=True) is None
+    both.advance()
+    both.deliver_all(random.Random(0))
+    assert both.agreed() == [(1, 4, "end")]
+    both.lead.want("stop")
+    both.advance()
+    both.deliver_all(random.Random(0))
+    assert both.agreed()[1:] == [(2, 4, "stop")]
+    assert [both.polls(rank, 4, 4) for rank in range(3)] == [{4: "stop"}] * 3
+
+
+def test_a_save_and_an_end_at_one_step_are_an_end(stack: ExitStack) -> None:
+    alone = Commands(stack, [1])
+    alone.at(5)
+    alone.lead.want("save")
+    alone.advance()
+    alone.lead.advance([])
+    alone.ranks[0].step = 5
+    assert alone.ranks[0].poll(5, end=True) is None  # is the save's number, so the wish is repeated after it
+    alone.advance()
+    assert alone.agreed() == [(1, 6, "save")]
+    assert alone.ranks[0].poll(6, end=True) == "save"
+    assert alone.ranks[0].poll(7, end=True) is None
+    alone.advance()
+    assert alone.ranks[0].poll(8, end=True) == "end"
+
+
 def test_ranks_of_different_pace_all_act_at_the_same_steps(stack: ExitStack) -> None:
     three = Commands(stack, [2, 1, 2])
     three.at(*[0] * 5)
