@@ -25,6 +25,8 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
     "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
     "callbacks": {
         "early_stopping": "ddpexp.train.callbacks.early_stopping.EarlyStopping",
+        "find_nonfinite": "ddpexp.train.callbacks.find_nonfinite.FindNonFinite",
+        "histograms": "ddpexp.train.callbacks.histograms.Histograms",
         "lr_monitor": "ddpexp.train.callbacks.lr_monitor.LRMonitor",
     },
     "strategy": {"ddp": "ddpexp.strategy.ddp_options.DDPOptions"},

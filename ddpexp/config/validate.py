@@ -10,6 +10,7 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
@@ -216,6 +217,7 @@ def _check_data(data: Data) -> None:
 def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
+    _check_callbacks(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
@@ -223,3 +225,22 @@ def _check_together(experiment: Experiment) -> None:
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
         )
+
+
+def _check_callbacks(experiment: Experiment) -> None:
+    """Check our callbacks against the rest; what depends on data and model is checked by the workers."""
+    trainer = experiment.trainer
+    for name, node in experiment.callbacks.items():
+        key = key_of(f"callbacks.{name}", node.target)
+        if key == "find_nonfinite" and trainer.compile:
+            raise RefusedError(
+                f"callbacks.{name} looks at the output of each module, and with trainer.compile="
+                f"{shown(trainer.compile)} they are not called one by one. Use trainer.compile=false."
+            )
+        if key == "early_stopping" and trainer.eval_every == 0:
+            raise RefusedError(f"callbacks.{name} needs evaluations, and trainer.eval_every=0 makes none.")
+        if key == "histograms" and not experiment.logger:
+            raise RefusedError(
+                f"callbacks.{name} records histograms, and metrics.jsonl has none. Use logger=tensorboard, or another "
+                "logger that has."
+            )

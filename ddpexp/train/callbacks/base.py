@@ -138,13 +138,25 @@ class RunView:
         step = self._state.step
         return step % self._options.log_every == 0 or step == self.num_steps
 
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names such as `model.0.weight` with the parameters of all models, tied ones once."""
+        seen: set[int] = set()
+        for name, parameter in self._parameters.items():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names such as `model.0.weight` with the gradients that are about to be used; in `on_gradients`."""
         waiting = {id(p) for optimizer in self.stepping for group in optimizer.param_groups for p in group["params"]}
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters():
             if id(parameter) in waiting and parameter.grad is not None:
-                waiting.remove(id(parameter))  # a tied one has several names
                 yield name, parameter.grad
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Return the number of samples in a micro-batch."""
+        return self._train.plan.micro_batch_size
 
     @property
     def micro_batch(self) -> int | None:
