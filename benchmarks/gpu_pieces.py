@@ -24,6 +24,7 @@ from benchmarks.race import Arm, Figures, last_json, median, quartiles, race, ra
 from benchmarks.suite import ROOT, Bar, Chart, Report, Row, compare, of_rounds, records, result
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import TrainBatches
+from ddpexp.system.hardware import usable_cores
 
 _TOLERANCE = 0.05  # of the loss at the end: bf16 and atomic sums make no run the same as another
 _BAR = Bar("at least", 0.98)
@@ -334,18 +335,9 @@ def stalls(lines: Sequence[tuple[int, float]], every: int) -> dict[str, float]:
 def tests(place: Place) -> Report:
     """The tests that need a GPU."""
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "gpu",
-        "-n",
-        "0",
-        "tests/test_gpu.py",
-    ]
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "-n", str(min(4, usable_cores())),
+        "--dist", "load", "tests/test_gpu.py", "tests/test_two_gpus.py",
+    ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | place.environ, capture_output=True, text=True, timeout=_TESTS_SECONDS
     )

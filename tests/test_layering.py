@@ -97,7 +97,8 @@ def imports(path: Path, typed: bool = False) -> Iterator[str]:
 
 
 def known_rooms(path: Path) -> set[str]:
-    return {room_of(name) for name in imports(path, typed=True) if name == "ddpexp" or name.startswith("ddpexp.")}
+    typed = path != ROOT / "ddpexp/__init__.py"  # it names what it offers to type checkers, and imports nothing
+    return {room_of(name) for name in imports(path, typed) if name == "ddpexp" or name.startswith("ddpexp.")}
 
 
 def test_a_room_imports_only_from_rows_above() -> None:

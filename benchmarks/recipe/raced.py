@@ -54,13 +54,22 @@ class Turns(Loss):
         """Take a block of the other loop, if it is its turn."""
         if self._calls % self._block == 0:
             end = _now()
-            done = len(list(islice(self._by_hand, self._block)))
+            done = self._run_block()
             theirs = _now() - end
             if self._calls and done == self._block:
                 with self._file.open("a") as file:
                     print(json.dumps([(end - self._began) / done, theirs / done]), file=file)
             self._began = _now()
         self._calls += 1
+
+    def _run_block(self) -> int:
+        """Take a block of the other loop, as if this task's autocast were not around it; return its number of steps."""
+        done = 0
+        with torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False):
+            for _ in islice(self._by_hand, self._block):
+                torch.clear_autocast_cache()  # as at the end of its own autocast: the weights have changed
+                done += 1
+        return done
 
 
 class InTurn(Turns):

@@ -90,6 +90,11 @@ class Checkpoint:
         ]
 
     @property
+    def has_average(self) -> bool:
+        """Return whether it holds the moving average of the weights, too."""
+        return any(name.endswith(".ema.safetensors") for name in self.weights)
+
+    @property
     def config(self) -> str | None:
         """Return the configuration that wrote it, or None if there is none. Raises OSError, ValueError."""
         return read_plain_file(self.folder / CONFIG).decode() if CONFIG in self.files else None
@@ -188,6 +193,14 @@ def newest_intact(folder: Path, weights_only: bool = False) -> tuple[Checkpoint 
         damaged.append(Damaged(checkpoint.folder, problem))
     newer = [entry for entry in damaged if chosen is None or entry.step > chosen.step]
     return chosen, sorted(newer, key=lambda entry: entry.step, reverse=True)
+
+
+def best_first(checkpoints: Sequence[Checkpoint], keep_best: str) -> list[Checkpoint]:
+    """Return those that have the metric of trainer.keep_best, the best first and of equal ones the earliest."""
+    mode, _, name = keep_best.partition(":")
+    sign = -1 if mode == "max" else 1
+    rated = [checkpoint for checkpoint in checkpoints if checkpoint.metrics.get(name) is not None]
+    return sorted(rated, key=lambda checkpoint: (sign * float(checkpoint.metrics[name]), checkpoint.step))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

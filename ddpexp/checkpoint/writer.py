@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ddpexp import __version__
 from ddpexp.checkpoint.codec import encode
-from ddpexp.checkpoint.format import FORMAT, MANIFEST, Checkpoint, folder_name, scan, seal, set_folder_aside
+from ddpexp.checkpoint.format import FORMAT, MANIFEST, best_first, folder_name, scan, seal, set_folder_aside
 from ddpexp.checkpoint.layout import Span, TensorFile, lay_out, share, ties
 from ddpexp.checkpoint.staging import Shards, Stage
 from ddpexp.distributed.world import World
@@ -294,9 +294,9 @@ class Writer:
     def _prune(self) -> None:
         complete = scan(self._folder).complete
         kept = complete if self._keep_last is None else complete[: self._keep_last]
-        best = _best(complete, self._keep_best) if self._keep_best is not None else None
+        best = best_first(complete, self._keep_best)[:1] if self._keep_best is not None else []
         for checkpoint in complete:
-            if checkpoint not in kept and checkpoint is not best:
+            if checkpoint not in [*kept, *best]:
                 removed = checkpoint.folder.with_name(f".{checkpoint.folder.name}.removed")
                 os.rename(checkpoint.folder, removed)  # atomic: a partly removed one must not look complete
                 fault_point("checkpoint.pruning")
@@ -351,15 +351,6 @@ def _check_complete(folder: Path, files: Mapping[str, Any]) -> None:
 
 def _piece(offset: int, data: memoryview) -> dict[str, Any]:
     return {"offset": offset, "num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-
-def _best(complete: Sequence[Checkpoint], keep_best: str) -> Checkpoint | None:
-    """Return the checkpoint with the best value of a metric, if any has it; the earliest of equal ones."""
-    mode, _, name = keep_best.partition(":")
-    candidates = [checkpoint for checkpoint in reversed(complete) if checkpoint.metrics.get(name) is not None]
-    if not candidates:
-        return None
-    return (max if mode == "max" else min)(candidates, key=lambda checkpoint: float(checkpoint.metrics[name]))
 
 
 def _retried(work: Callable[[], Any]) -> Any:

@@ -207,7 +207,7 @@ def _own_options(command: str) -> Sequence[str]:
         from ddpexp.plan.arguments import NUMBERS, SWITCHES
 
         return (*SWITCHES, *NUMBERS)
-    if command == "doctor":
+    if command in ("doctor", "status", "evaluate"):
         return ("--json",)
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED

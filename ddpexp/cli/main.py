@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -20,11 +20,11 @@ from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
 from ddpexp.run import outcome
-from ddpexp.system import secrets
+from ddpexp.system import caller, secrets
 from ddpexp.system.containers import name_user
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
-from ddpexp.system.terminal import print_message, show, within_patience
+from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
 # Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
 _FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
@@ -38,6 +38,7 @@ def main() -> int:
         os.environ.get(SAFE_PATH) == OURS
     ):  # of the command that has started this one; not meant for what a recipe starts
         del os.environ[SAFE_PATH]
+    caller.follow()
     name_user()
     os.environ["PATH"] = safe_path()  # libraries start programs too: Python's own `platform` asks uname
     sys.argv[1:] = _take_secrets(sys.argv[1:])
@@ -69,7 +70,13 @@ def _evaluate(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.subcommands import evaluate
 
     found = evaluate(argv[1:], sys.argv)
-    return EXIT_DONE if found is None else _launch(*found, server)
+    if found is None or "--json" not in argv:
+        return EXIT_DONE if found is None else _launch(*found, server)
+    with redirect_stdout(sys.stderr):  # standard output is for the answer alone
+        code = _launch(*found, server)
+    if (answer := found[1].answer()) is not None:
+        print_json(answer)
+    return code
 
 
 def _resume(argv: list[str], server: Server | None) -> int:

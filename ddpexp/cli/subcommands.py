@@ -39,7 +39,9 @@ _USAGE = f"""{commands.of("evaluate").usage}
 Evaluate the newest weights of a run directory, or a safetensors file, on the
 run's evaluation data. Weights that lie in no run directory need a recipe:
 
-    ddpexp evaluate weights.safetensors recipe=mnist"""
+    ddpexp evaluate weights.safetensors recipe=mnist
+
+--json prints the metrics for programs, and everything else on standard error."""
 
 _RESUME = f"""{commands.of("resume").usage}
 
@@ -116,7 +118,7 @@ def resume(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Training]
         )
     if not run.config.is_file() or not directory.is_ours(run.path):
         home = next((folder for folder in run.path.resolve().parents if weights.is_run(folder)), None)
-        advice = f" Did you mean {files.typed(home)}?" if home is not None else _runs_below(run.path)
+        advice = f" Did you mean {files.typed(home)}?" if home is not None else runs_below(run.path)
         raise RefusedError(f"resume {source}: it is no run directory.{advice}")
     directory.check_no_links(run, f"resume {source}")
     if "run.resume=never" in words:
@@ -148,6 +150,21 @@ def _check_options(words: Sequence[str]) -> None:
             )
 
 
+def foreign_code(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the keys and names of code outside ddpexp in a configuration."""
+    return {
+        key: target for key, target in named(values).items()
+        if isinstance(target, str) and not Trust().allows(target, key.removesuffix("._target_"))
+    }  # fmt: skip
+
+
+def untrusted_code(values: Mapping[str, Any], foreign: Mapping[str, str]) -> dict[str, str]:
+    """Return what of the `foreign` code run.trust and --config-dir do not cover."""
+    run = values["run"]
+    trust = Trust(tuple(run["trust"] or ()), Path(run["code"]) if run["code"] else None)
+    return {key: target for key, target in foreign.items() if not trust.allows(target, key.removesuffix("._target_"))}
+
+
 def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequence[str]) -> None:
     """Refuse code outside ddpexp that is not trusted in this command, or.
 
@@ -156,10 +173,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
     Raises:
         RefusedError: with what to type.
     """
-    foreign = {
-        key: target for key, target in named(values).items()
-        if isinstance(target, str) and not Trust().allows(target, key.removesuffix("._target_"))
-    }  # fmt: skip
+    foreign = foreign_code(values)
     if not foreign:
         return
     if {run.path.stat().st_uid, run.config.stat().st_uid} != {os.getuid()}:
@@ -169,10 +183,7 @@ def _check_code_is_typed(run: RunDir, values: Mapping[str, Any], command: Sequen
         raise RefusedError(
             f"{run.path} is another user's, and it names code outside ddpexp ({key}={target}): it must be your own."
         )
-    trust = Trust(tuple(values["run"]["trust"] or ()), Path(values["run"]["code"]) if values["run"]["code"] else None)
-    for key, target in foreign.items():
-        if trust.allows(target, key.removesuffix("._target_")):
-            continue
+    for key, target in untrusted_code(values, foreign).items():
         recorded = trust_arguments(run)
         if recorded:
             words = " ".join(
@@ -208,12 +219,12 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     Raises:
         RefusedError: no such weights, or a configuration that does not fit.
     """
-    if not argv:
+    if not set(argv) - {"--json"}:
         raise RefusedError(f"evaluate what?\n{_USAGE}")
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return None
-    name, words = _source(argv, "evaluate")
+    name, words = _source([word for word in argv if word != "--json"], "evaluate")
     source = Path(name)
     if not source.exists():
         first = "" if "=" not in name else f" Name the weights first, as in evaluate RUN_DIR {name}."
@@ -223,7 +234,7 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
             f"evaluate {source}: this is code. Name a run directory, a checkpoint or a file of weights (.safetensors)."
         )
     home = next((folder for folder in (source, *source.resolve().parents) if weights.is_run(folder)), None)
-    if home is None and source.is_dir() and (below := _runs_below(source)):
+    if home is None and source.is_dir() and (below := runs_below(source)):
         raise RefusedError(f"evaluate {source}: it is no run directory.{below}")
     if home is not None and source.is_file() and source.suffix in _RECORDS:
         raise RefusedError(f"evaluate {source}: this file holds no weights. Did you mean {files.typed(home)}?")
@@ -232,7 +243,7 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     else:
         text, experiment = _of_words(source, words)
     found = weights.find(source, f"evaluate {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
-    return experiment.launcher, Evaluation(experiment, text, found)
+    return experiment.launcher, Evaluation(experiment, text, found, answers="--json" in argv)
 
 
 def _source(argv: list[str], name: str) -> tuple[str, list[str]]:
@@ -254,7 +265,7 @@ def _source(argv: list[str], name: str) -> tuple[str, list[str]]:
     return argv[place], argv[:place] + argv[place + 1 :]
 
 
-def _runs_below(folder: Path) -> str:
+def runs_below(folder: Path) -> str:
     """Return a sentence that names a few runs in a folder, the newest first; empty where there is none."""
     runs = [path.parent for path in folder.glob("*/manifest.json")] + [
         path.parent for path in folder.glob("*/*/manifest.json")

@@ -28,10 +28,12 @@ COMMANDS = (
     Command("resume", "RUN_DIR [key=value ...]", "continue an interrupted run or sweep", ("continue", "restart",
         "restore")),
     Command(
-        "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...]", "evaluate the weights of a run, or of a file",
+        "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...] [--json]", "evaluate the weights of a run, or of a file",
         ("eval", "test", "valid", "validate"),
     ),
-    Command("status", "DIR", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps")),
+    Command(
+        "status", "DIR [--json]", "how far a run or a sweep is, and what to type next", ("info", "show", "state", "ps"),
+    ),
     Command(
         "table", "DIR... [sweep.objective=METRIC] [options]", "compare sweeps and runs in a table",
         ("compare", "list", "ls", "runs", "results"),

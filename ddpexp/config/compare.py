@@ -24,7 +24,7 @@ _FREE = (
         "keep_last", "keep_best", "on_save_error", "grace_seconds",
     )),
     *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view",
-        "find_unused_parameters")),
+        "find_unused_parameters", "shard_optimizer")),
 )  # fmt: skip
 # What the steps so far were made of, and why it stays.
 _FIXED = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,11 +25,12 @@ class Evaluation(Job):
 
     entry = "ddpexp.train.worker:evaluate"
 
-    def __init__(self, experiment: Experiment, text: str, weights: Path) -> None:
-        """Take the experiment, its YAML and the weights."""
+    def __init__(self, experiment: Experiment, text: str, weights: Path, answers: bool = False) -> None:
+        """Take the experiment, its YAML and the weights. `answers`: rank zero hands the metrics to this command."""
         self.experiment, self.request = experiment, worker_request(experiment)
         self.identity = job_identity(text)
-        self._text, self._weights = text, weights
+        self._text, self._weights, self._answers = text, weights, answers
+        self._answer: int | None = None  # a file in memory
 
     def check(self, layout: Layout) -> None:
         """Check that the batch splits, and that the device supports the options."""
@@ -40,8 +42,17 @@ class Evaluation(Job):
         super().check_range(layouts)
 
     def begin(self, layout: Layout, participants: Participants) -> None:
-        """Prepare the data."""
+        """Prepare the data, and a place for the answer of rank zero."""
+        if self._answers:
+            self._answer = os.memfd_create("ddpexp-evaluate")
         self.enter({}, layout)
+
+    def answer(self) -> dict[str, Any] | None:
+        """Return what rank zero has computed: `weights`, `weights_sha256` and `metrics`; None in other commands."""
+        if self._answer is None:
+            return None
+        answer: dict[str, Any] = json.loads(os.pread(self._answer, os.fstat(self._answer).st_size, 0))
+        return answer
 
     def enter(self, shared: Mapping[str, Any], layout: Layout) -> None:
         """Prepare the data.
@@ -58,6 +69,7 @@ class Evaluation(Job):
             "layout": asdict(layout),
             "data": prepare(self.experiment.data, self.experiment.trust),
             "weights": str(self._weights.resolve()),
+            "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
             "batch_size": plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size).micro_batch_size,
         }
         self.arguments = [json.dumps(evaluation)]

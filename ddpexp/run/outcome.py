@@ -15,7 +15,7 @@ from ddpexp.errors import ENDS, End, Failure, FinishedError, RefusedError, Stopp
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
 from ddpexp.launch.workers.client import Server
-from ddpexp.system import secrets
+from ddpexp.system import caller, secrets
 from ddpexp.system.terminal import print_message
 
 _NAMED = 16  # ranks named in a message; the others are only counted
@@ -37,13 +37,14 @@ def exit_code_of(work: Callable[[], int]) -> int:
     except WorkerError as error:
         ignore_signals()
         _report_to_torchrun(error)
-        if not error.quiet:
+        failure = error.failure.as_dict()
+        if not error.quiet and not caller.report(caller.End("failed", _summary(error), failure=failure)):
             print_message(_first_cause(error))
         return error.exit_code
     except ENDS as error:
         ignore_signals()
         _report_to_torchrun(error)
-        if not error.quiet:
+        if not error.quiet and not caller.report(_end_of(error)):
             print_message(f"ddpexp: {error}")
         if isinstance(error, StoppedError) and error.then is not None:
             print_message(f"ddpexp: {error.then()}")
@@ -137,19 +138,30 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _end_of(error: End) -> caller.End:
+    if isinstance(error, StoppedError):
+        return caller.End("stopped", str(error), signum=error.signum)
+    return caller.End("refused" if isinstance(error, RefusedError) else "failed", str(error))
+
+
 def _first_cause(error: WorkerError) -> str:
+    trace = error.failure.traceback if error.leader is None and not error.shown else None
+    return "\n".join([*([trace.rstrip()] if trace else []), f"ddpexp: {_summary(error)}"])
+
+
+def _summary(error: WorkerError) -> str:
+    """Return which rank failed, where and why, and which ranks were terminated as a consequence."""
     failure = error.failure
     step = f" at step {failure.step}" if failure.step is not None else ""
     phase = f" ({failure.phase}{step})" if failure.phase else step
-    summary = f"ddpexp: rank {failure.rank} on {failure.host} failed{phase}: {_message(failure)}"
+    summary = f"rank {failure.rank} on {failure.host} failed{phase}: {_message(failure)}"
     if error.leader is not None:
         return f"{summary} (the whole report is with rank zero, on {error.leader})"
-    lines = [] if error.shown or not failure.traceback else [failure.traceback.rstrip()]
     if error.others:
         ranks, more = ", ".join(map(str, error.others[:_NAMED])), len(error.others) - _NAMED
         also = f" and {more:,} others" if more > 0 else ""
         summary += f" (rank{'s' if len(error.others) > 1 else ''} {ranks}{also} terminated as a consequence)"
-    return "\n".join([*lines, summary])
+    return summary
 
 
 def _first_line(error: End) -> str:

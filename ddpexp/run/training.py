@@ -30,7 +30,7 @@ from ddpexp.run.same_inputs import check_same_data, code_of
 from ddpexp.run.start_files import StartFiles
 from ddpexp.run.stored_config import job_identity
 from ddpexp.run.worker_request import worker_request
-from ddpexp.system import files
+from ddpexp.system import caller, files
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import print_message
 
@@ -293,6 +293,7 @@ class Training(Job):
         """Create and lock the run directory, or lock the existing one; return it with the run it holds."""
         existing = self._existing(owners)
         if existing is not None:
+            _report(existing)
             directory.check_no_links(existing, self._called(existing))
             self._inspect(existing, owners)  # before the lock, so that a refusal leaves no trace
             self._lock = lock.take(existing.path, existing.ranks, self._called(existing))
@@ -305,6 +306,7 @@ class Training(Job):
         self._lock = lock.take(run.path, run.ranks, self._called(run))
         if not directory.is_fresh(run):
             raise RefusedError(f"{self._called(run)} was taken by another command just now: start this one again.")
+        _report(run)
         if not self._keeps_refused:
             self._created = run, missing if self.experiment.run.dir else [run.path, *missing]
         return run, None
@@ -358,8 +360,13 @@ class Training(Job):
         return f"{where} with:\npython -m ddpexp {shlex.join(arguments)}"
 
     def _enter(self, run: RunDir, data: Mapping[str, Any] | None) -> None:
+        _report(run)
         self.run, self.logs = run, run.ranks
         self.arguments = [str(run.path.resolve()), json.dumps({"data": data, **self._worker_args})]
+
+
+def _report(run: RunDir) -> None:
+    caller.report(caller.Directory(str(run.path.absolute())))
 
 
 def _digest(path: Path) -> str | None:

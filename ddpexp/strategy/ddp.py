@@ -43,7 +43,7 @@ class DDP(Replicas):
         """
         super().__init__(
             world, factory, channels_last=channels_last, compilation=compilation, sync_batchnorm=options.sync_batchnorm,
-            prepare=prepare,
+            prepare=prepare, shard_optimizer=options.shard_optimizer,
         )  # fmt: skip
         self._world = world
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks

@@ -95,6 +95,11 @@ def replica_parts(
     parts = [parameters, gradients]
     if by_ddp and not options.gradient_as_bucket_view:
         parts.append(Part("buckets", trained, "beside the gradients: strategy.gradient_as_bucket_view=false"))
+    if options.shard_optimizer and layout.world_size > 1 and optimizer.num_bytes is not None:
+        share = -(-optimizer.num_bytes // layout.world_size)
+        optimizer = Part(
+            optimizer.name, share, f"a share of {human(optimizer.num_bytes)}: strategy.shard_optimizer=true"
+        )
     parts.append(optimizer)
     if trainer.reduction == "exact":
         parts.append(Part("sums of micro-batches", facts.sums_bytes, "trainer.reduction=exact"))

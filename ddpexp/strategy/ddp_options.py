@@ -32,6 +32,7 @@ class DDPOptions(Options):
     comm_hook: Literal["none", "fp16", "bf16", "powersgd"]
     powersgd_rank: int
     sync_batchnorm: bool
+    shard_optimizer: bool = False  # older runs do not have it
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""

@@ -90,6 +90,11 @@ class Compilation:
             return None
         return cls("default" if trainer.compile is True else str(trainer.compile), trainer.compile_blocks)
 
+    @property
+    def records_graphs(self) -> bool:
+        """Return whether the mode uses CUDA graphs, whose outputs later runs of the same graphs overwrite."""
+        return self.mode in ("reduce-overhead", "max-autotune")
+
 
 @dataclass(frozen=True)
 class Options:

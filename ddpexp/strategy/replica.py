@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from typing import Any
@@ -18,6 +19,7 @@ from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.compiled import CompiledForward, compile_blocks, compile_model
 from ddpexp.strategy.options import Compilation, DataRank
+from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 from ddpexp.system.text import first_few
 from ddpexp.task import OptimizerStep, Sums
 
@@ -39,10 +41,12 @@ class Replicas:
         compilation: Compilation | None = None,
         sync_batchnorm: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
+        shard_optimizer: bool = False,
     ) -> None:
         """Build the models on this rank's device.
 
-        `prepare` gets them before they are compiled, for example to load weights into them.
+        `prepare` gets them before they are compiled, for example to load weights into them. `shard_optimizer` divides
+        the state of the optimizers among the ranks.
         """
         built = factory()
         self.single = isinstance(built, nn.Module)
@@ -63,6 +67,7 @@ class Replicas:
         self.data = DataRank(world.rank, world.world_size)
         self.gradient_weight = 1.0
         self.memory: Memory | None = None
+        self._sharding_world = world if shard_optimizer and world.world_size > 1 else None
 
     @cached_property
     def _parameters(self) -> tuple[nn.Parameter, ...]:
@@ -98,8 +103,12 @@ class Replicas:
             block.enabled = mode
 
     def build_optimizers(self, build: Callable[[Any], Mapping[str, Optimizer]]) -> Mapping[str, Optimizer]:
-        """Return the optimizers that `build(model)` makes."""
-        return build(self.eval_model)
+        """Return the optimizers that `build(model)` makes; of sharded ones every rank has a share of the state."""
+        optimizers = build(self.eval_model)
+        if self._sharding_world is None:
+            return optimizers
+        world = replace(self._sharding_world, memory=self.memory)
+        return {name: ShardedOptimizer(optimizer, world) for name, optimizer in optimizers.items()}
 
     def train_step(self, step: OptimizerStep, micro_batches: Sequence[Any]) -> list[Sums]:
         """Go through the micro-batches, then step the optimizers; return the sums of each micro-batch."""

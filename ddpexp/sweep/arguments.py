@@ -16,7 +16,7 @@ from ddpexp.sweep.rows import Goal, Row, directories, goal_of, rows_of, with_def
 
 _KEYS = ("sweep.objective", "sweep.mode")
 VALUED = {"--out": "a folder behind it: --out FOLDER", "--columns": "names behind it: --columns optimizer.lr,eval/loss"}
-FLAGS = ("--all", "--csv")
+FLAGS = ("--all", "--csv", "--json")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Arguments:
     columns: Sequence[str] | None = None
     whole: bool = False  # all columns, however wide the terminal is
     csv: bool = False
+    json: bool = False
 
     @classmethod
     def of(cls, verb: str, argv: Sequence[str]) -> Arguments:
@@ -71,15 +72,21 @@ class Arguments:
             advice = f" Did you mean sweep.mode={here}?" if here else ""
             raise RefusedError(f"sweep.mode={mode} is not one of min, max.{advice}")
         paths = dict.fromkeys(path for place in places for path in look(place))
-        ways = [option for option in ("--columns", "--all", "--csv") if option in values]
+        ways = [option for option in ("--columns", "--all", "--csv", "--json") if option in values]
         if len(ways) > 1:
-            raise RefusedError(f"{verb}: {' and '.join(ways)} are incompatible: --csv and --all have every column.")
-        if "--csv" in values and "--out" in values:
-            raise RefusedError(f"{verb}: --csv prints what --out writes into a folder as sweep.csv: type one of them.")
+            raise RefusedError(
+                f"{verb}: {' and '.join(ways)} are incompatible: --csv, --json and --all have every column."
+            )
+        if "--out" in values and (prints := next((option for option in ("--csv", "--json") if option in values), None)):
+            raise RefusedError(
+                f"{verb}: {prints} prints the table, and --out writes it into a folder, as sweep.csv too: type one of "
+                "them."
+            )
         out = Path(values["--out"]) if "--out" in values else None
         columns = [name for name in values["--columns"].split(",") if name] if "--columns" in values else None
         objective = values.get("sweep.objective")
-        return cls(list(paths), objective, mode, out, columns, "--all" in values, "--csv" in values)  # type: ignore[arg-type]
+        flags = ("--all" in values, "--csv" in values, "--json" in values)
+        return cls(list(paths), objective, mode, out, columns, *flags)  # type: ignore[arg-type]
 
     @property
     def sweep(self) -> Path | None:

@@ -18,7 +18,7 @@ from ddpexp.sweep.rows import Goal
 from ddpexp.sweep.runner import SweepFailed, SweepRunner
 from ddpexp.sweep.settings import Settings, settings_of
 from ddpexp.sweep.view import View
-from ddpexp.system import files
+from ddpexp.system import caller, files
 from ddpexp.system.limits import reason_with_limit
 from ddpexp.system.terminal import print_message
 
@@ -43,6 +43,7 @@ def run_sweep(swept: Swept, server: Server | None) -> int:
     try:
         held = lock.take(folder.path, folder.path / "none", files.relative(folder.path))
         folder.check_no_links()
+        caller.report(caller.Directory(str(folder.path.absolute()), is_sweep=True))
         view = View(folder, Goal(settings.objective, settings.mode), settings.picture)
         sweep = SweepRunner(swept, settings, folder, view, server)
         try:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddpexp.config import commands
 from ddpexp.config.build import did_you_mean
@@ -20,6 +20,7 @@ from ddpexp.run import lock
 from ddpexp.sweep import comparison, table_files
 from ddpexp.sweep import table as tables
 from ddpexp.sweep.arguments import Arguments, look
+from ddpexp.sweep.as_json import row_as_dict, table_as_dict
 from ddpexp.sweep.folder import SweepDir, read_command, restated_overrides
 from ddpexp.sweep.grid import Fitted, Grid, limit, show
 from ddpexp.sweep.job_status import STATUSES
@@ -28,7 +29,7 @@ from ddpexp.system import files
 from ddpexp.system.job_schedulers import ScheduledJob, states
 from ddpexp.system.job_schedulers.base import FORGOTTEN, JobState
 from ddpexp.system.programs import python
-from ddpexp.system.terminal import print_message
+from ddpexp.system.terminal import print_json, print_message
 from ddpexp.system.text import one_line
 
 if TYPE_CHECKING:
@@ -49,12 +50,13 @@ directory, of anything into the FOLDER behind --out.
   --all              all columns, on a terminal too
   --csv              one line a run with all overrides and every metric, as
                      plain numbers; writes no file
+  --json             the same for programs, with the means over seeds
   --out FOLDER       where to write the files"""
 
 _STATUS = f"""{commands.of("status").usage}
 
 Show how far a run or the jobs of a sweep are, where they run, and what to type
-to resume them.
+to resume them. --json prints the same for programs.
 """ + "".join(f"\n  {name:<13}{meaning}" for name, meaning in STATUSES.items())
 
 _DRAWING_SECONDS = 120.0
@@ -81,6 +83,9 @@ def table(argv: Sequence[str]) -> int:
     if arguments.csv:
         print_message(table_files.as_csv(rows).rstrip("\n"), sys.stdout)
         return EXIT_DONE
+    if arguments.json:
+        print_json(table_as_dict(rows, goal))
+        return EXIT_DONE
     again = f"python -m ddpexp table {shlex.join([*argv, '--all'])}"
     chosen = rows if arguments.columns is None else _with_columns(rows, arguments.columns)
     whole = arguments.whole or arguments.columns is not None
@@ -105,11 +110,13 @@ def status(argv: Sequence[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(_STATUS)
         return EXIT_DONE
-    if len(argv) != 1:
-        raise RefusedError("status takes one directory, of a run or of a sweep, and nothing else: ddpexp status DIR.")
-    if argv[0].startswith("-"):
-        raise RefusedError(f"status {argv[0]}: no such option.{did_you_mean(argv[0], ['--help'])}")
-    place = Path(argv[0])
+    places = [word for word in argv if word != "--json"]
+    option = next((word for word in places if word.startswith("-")), None)
+    if option is not None:
+        raise RefusedError(f"status {option}: no such option.{did_you_mean(option, ['--help', '--json'])}")
+    if len(places) != 1:
+        raise RefusedError("status takes one directory, of a run or of a sweep, and --json: ddpexp status DIR.")
+    place = Path(places[0])
     paths = look(place)
     if paths != [place]:
         example = files.typed(paths[-1])
@@ -118,9 +125,11 @@ def status(argv: Sequence[str]) -> int:
         )
     rows = rows_of(place)
     queue = states(row.job for row in rows if row.status == "submitted" and row.job is not None)
-    show(
-        _sweep_status(place, rows, goal_of(place), queue) if SweepDir(place).is_sweep() else _run_status(rows[0], queue)
-    )
+    is_sweep = SweepDir(place).is_sweep()
+    if len(places) < len(argv):
+        print_json(_sweep_as_dict(place, rows, queue) if is_sweep else _run_as_dict(rows[0], queue))
+    else:
+        show(_sweep_status(place, rows, goal_of(place), queue) if is_sweep else _run_status(rows[0], queue))
     return EXIT_DONE
 
 
@@ -189,12 +198,42 @@ def _sweep_status(
     if len(first) < len(ordered):
         lines.append(Text(f"... and {len(ordered) - len(first):,} more", style="dim"))
     lines += ["", *tables.summary(rows, goal)]
-    owner = lock.read(path / lock.NAME)
-    if owner is not None and owner.is_alive() is not False:
+    owner = _owner(path)
+    if owner is not None:
         lines.append(Text(f"the sweep runs: {one_line(str(owner))}, since {one_line(owner.since)}"))
-    elif any(row.status in (*UNFINISHED, "waiting") for row in rows):
+    elif _is_unfinished(rows):
         lines.append(Text(f"resume: {_again(path)}"))
     return Lines(*lines)
+
+
+def _sweep_as_dict(path: Path, rows: Sequence[Row], queue: Mapping[ScheduledJob, JobState]) -> dict[str, Any]:
+    goal, owner = goal_of(path), _owner(path)
+    return {
+        "directory": str(path.absolute()),
+        "objective": goal.metric,
+        "mode": goal.mode,
+        "where": str(owner) if owner is not None else None,
+        "resume": _again(path) if owner is None and _is_unfinished(rows) else None,
+        "jobs": [_run_as_dict(row, queue) for row in rows],
+    }
+
+
+def _run_as_dict(row: Row, queue: Mapping[ScheduledJob, JobState]) -> dict[str, Any]:
+    return {**row_as_dict(row), "where": _where(row, queue) or None, "resume": _resume(row) or None}
+
+
+def _owner(path: Path) -> lock.Owner | None:
+    """Return who runs a sweep, or may run it on another host."""
+    owner = lock.read(path / lock.NAME)
+    return owner if owner is not None and owner.is_alive() is not False else None
+
+
+def _is_unfinished(rows: Sequence[Row]) -> bool:
+    return any(row.status in (*UNFINISHED, "waiting") for row in rows)
+
+
+def _resume(row: Row) -> str:
+    return f"python -m ddpexp resume {files.typed(row.path)}" if row.status in UNFINISHED else ""
 
 
 def _status_grid(rows: Sequence[Row], goal: Goal, queue: Mapping[ScheduledJob, JobState]) -> Grid:
@@ -226,7 +265,7 @@ def _run_status(row: Row, queue: Mapping[ScheduledJob, JobState]) -> RenderableT
         "since": _since(row),
         "where": _where(row, queue),
         "why": row.message or "",
-        "resume": f"python -m ddpexp resume {files.typed(row.path)}" if row.status in UNFINISHED else "",
+        "resume": _resume(row),
         "folder": files.relative(row.path),
     }
     return Lines(*(Text(f"{name:<8}{one_line(text)}") for name, text in facts.items() if text))

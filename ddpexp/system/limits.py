@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpexp.errors import RefusedError
+from ddpexp.system.control_groups import control_groups
 
 # Open descriptors of a run, counted in /proc/PID/fd of runs with 2 and 8 workers.
 _COMMAND_FILES = 20  # of the command itself
@@ -250,19 +251,8 @@ def _number(path: Path, pattern: str, base: int = 10) -> int | None:
 
 def _pids(root: Path) -> Iterator[_Bound]:
     """Yield the control groups that limit processes and threads. Source: the kernel's docs on the pids controller."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        tops = ["sys/fs/cgroup", "sys/fs/cgroup/unified"] if not controllers else []
-        tops += ["sys/fs/cgroup/pids"] if "pids" in controllers.split(",") else []
-        for top in tops:
-            folder = root / top / path.strip("/")
-            while folder != root / top.rpartition("/")[0]:
-                allowed = _number(folder / "pids.max", r"(\d+)")  # "max" means no limit
-                if allowed is not None:
-                    used = _number(folder / "pids.current", r"(\d+)") or 0
-                    yield _Bound(str(folder / "pids.max"), allowed, used, _CURE)
-                folder = folder.parent
+    for folder, _ in control_groups("pids", root):
+        allowed = _number(folder / "pids.max", r"(\d+)")  # "max" means no limit
+        if allowed is not None:
+            used = _number(folder / "pids.current", r"(\d+)") or 0
+            yield _Bound(str(folder / "pids.max"), allowed, used, _CURE)

@@ -75,17 +75,17 @@ def is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] in "Tt"
 
 
-def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, however that happens; Linux only.
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process a signal when its parent dies, however that happens; Linux only.
 
     `parent` is the expected parent's process id: if it is gone already, this process ends at once.
     Source: prctl(2), PR_SET_PDEATHSIG; the setting does not survive a fork, so every generation sets it again.
     """
     if not sys.platform.startswith("linux"):
         return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
+        os._exit(128 + number)
 
 
 def end_with_parent(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ddpexp.system import caller
+from ddpexp.system.secrets import masked_tree
 from ddpexp.system.text import sanitize
 
 if TYPE_CHECKING:
@@ -116,6 +119,7 @@ class _Screen:
         )
         self._bar: Progress | None = None
         self._task: TaskID | None = None
+        self._for_caller = caller.is_live()
 
     def line(self, text: str) -> None:
         try:
@@ -131,6 +135,9 @@ class _Screen:
             self._live, self._bar = False, None
 
     def progress(self, message: dict[str, Any]) -> None:
+        done, total, text = message["done"], message["total"], message["text"]
+        if self._for_caller and caller.report(caller.Progress(done, total, text)):
+            return
         if not self._live:
             self.line(message["line"])
             return
@@ -169,6 +176,12 @@ def show(text: str) -> None:
     """Print a result on standard output, at the reader's pace; a reader that goes away (`| head`) is no error."""
     with suppress(OSError, ValueError):
         print(sanitize(text), flush=True)
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print a result for programs: one JSON object on standard output, with secrets masked."""
+    with suppress(OSError, ValueError):
+        print(json.dumps(masked_tree(value), indent=2), flush=True)
 
 
 def within_patience(work: Callable[[], None]) -> None:

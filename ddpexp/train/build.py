@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -171,20 +172,24 @@ def _check_same_sizes(splits: Splits, target: str, world: World) -> None:
         )
 
 
+def build_model(experiment: Experiment, trains: bool = True) -> Any:
+    """Build the model, or the mapping of models, with the weights that a new run starts with.
+
+    They depend on trainer.seed alone, whichever generator draws them and whatever was drawn before.
+    """
+    seed_everything(experiment.trainer.seed)
+    torch.manual_seed(experiment.trainer.seed)  # generators of GPUs, too
+    model = instantiate(experiment.model, experiment.trust, "model")
+    return check_model(model, experiment.model.target, trains=trains)
+
+
 def build_strategy(
     experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
 ) -> Strategy:
     """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
-    trainer = experiment.trainer
-
-    def factory() -> Any:
-        torch.manual_seed(trainer.seed)
-        model = instantiate(experiment.model, experiment.trust, "model")
-        return check_model(model, experiment.model.target, trains=True)
-
     return experiment.strategy.build(
-        world, factory,
-        trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
+        world, partial(build_model, experiment),
+        trainer=experiment.trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
     )  # fmt: skip
 
 

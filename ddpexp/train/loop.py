@@ -9,9 +9,11 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,6 +24,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
+from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
 from ddpexp.train.callbacks.base import RunView
@@ -86,7 +89,7 @@ class Loop:
         self._recorded_lrs = rates_by_name(self.optimizers)
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
-            self.options.seed, self.options.reduction, self.options.clip_grad_norm,
+            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self._records_graphs(),
             self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
         )  # fmt: skip
         self._evaluation = Evaluation(
@@ -163,13 +166,17 @@ class Loop:
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
-        data, manual = self.strategy.data, self._step.manual
+        data, manual, copies = self.strategy.data, self._step.manual, self._records_graphs()
         if manual is not None:
-            return MetricAccumulator(self.world, data, [data.rank], data.size, manual.train_step)
+            return MetricAccumulator(self.world, data, [data.rank], data.size, manual.train_step, copies)
         num_micro_batches = self.train.plan.gradient_accumulation_steps
         first = data.rank * num_micro_batches
         slots = range(first, first + num_micro_batches)
-        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step)
+        return MetricAccumulator(self.world, data, slots, num_micro_batches * data.size, self.task.step, copies)
+
+    def _records_graphs(self) -> bool:
+        compilation = Compilation.of(self.options)
+        return compilation is not None and compilation.records_graphs
 
     def _finish_interrupted_evaluation(self) -> bool:
         """Redo the evaluation that a stop request interrupted; return whether it was stopped again."""
@@ -239,19 +246,23 @@ class Loop:
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
-            with self._clock.paused():
+            with self._clock.paused(), self._as_written():
                 self._evaluation.check_metrics(sums[-1])
             if step == 0 and self._step.manual is None:
                 self._warn_if_loss_is_a_mean(micro_batches[0])
 
     def _warn_if_loss_is_a_mean(self, batch: Any) -> None:
         """Warn of a task that seems to return a mean instead of a sum, once in the life of a run. Ranks: all."""
-        with self._clock.paused():
+        with self._clock.paused(), self._as_written():
             warning = mean_for_a_sum(
                 self.task, self.strategy.eval_model, self.strategy.modules, batch, self.precision, self.world.device
             )
         if warning is not None and self.world.is_rank_zero:
             logging.getLogger("ddpexp").warning(warning)
+
+    def _as_written(self) -> AbstractContextManager[Any]:
+        """Return a context in which blocks run as they are written: for a check they would be compiled once more."""
+        return nullcontext() if self.options.compile_blocks is None else torch.compiler.set_stance("force_eager")
 
     def _record(self, lr_factor: float) -> None:
         """Log the means since the last record. Ranks: all; communicates."""

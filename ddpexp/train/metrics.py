@@ -39,6 +39,13 @@ def detached(sums: Sums) -> Sums:
     return loss.detach(), count, {name: (_without_graph(total), n) for name, (total, n) in metrics.items()}
 
 
+def copied(sums: Sums) -> Sums:
+    """Return copies of the sums without the graphs that computed them."""
+    loss, count, metrics = sums
+    copies = {name: (_copy(total), _copy(n)) for name, (total, n) in metrics.items()}
+    return _copy(loss), _copy(count), copies
+
+
 class MetricAccumulator:
     """Sums of the loss and the metrics over several steps, reduced over all ranks when they are read.
 
@@ -54,13 +61,15 @@ class MetricAccumulator:
         slots: Sequence[int],
         num_slots: int,
         source: Callable[..., Any] | None = None,
+        copies: bool = False,
     ) -> None:
         """Start empty; this rank fills `slots` of the `num_slots` slots of a step, in the order of its micro-batches.
 
-        `source` is the function of the task that returns the sums, for errors.
+        `source` is the function of the task that returns the sums, for errors. `copies`: the next step may overwrite
+        what it has returned.
         """
         self._world, self._data = world, data
-        self._keep = _to_numbers if is_host(world.device) else detached
+        self._keep = _to_numbers if is_host(world.device) else copied if copies else detached
         self._slots = slots
         self._num_slots = num_slots
         self._source = source
@@ -268,6 +277,10 @@ def _stride(slots: Sequence[int]) -> int:
 
 def _without_graph(value: float | Tensor) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _copy(value: float | Tensor) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _to_numbers(sums: Sums) -> Sums:

@@ -46,6 +46,7 @@ class Step:
     seed: int
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
+    records_graphs: bool = False  # torch.compile uses CUDA graphs
     on_gradients: Callable[[Sequence[Optimizer]], None] | None = None  # of callbacks
     want_norm: bool = False
     norm: Tensor | None = None
@@ -95,6 +96,10 @@ class Step:
             DdpexpError: gradients that no optimizer has used.
         """
         self._step, self._passes, self.norm, self.moved = step, 0, None, False
+        if self.records_graphs:
+            # Once a step: torch would let each micro-batch overwrite the gradients that the ones before have left in
+            # the memory of its graphs. Source: https://github.com/pytorch/pytorch/issues/169545
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         if self.manual is None:
             sums = self.strategy.train_step(self, micro_batches)
         else:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddpexp.errors import RefusedError
+from ddpexp.strategy.optimizer_state import load_optimizer
 
 
 def parameter_names(models: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -100,22 +101,9 @@ def restore_optimizer(
         kept = {key: value for key, value in then.items() if key == "params" or now.get(key) == built.get(key)}
         groups.append({**then, **{key: value for key, value in now.items() if key not in kept}})
     try:
-        optimizer.load_state_dict({**state, "param_groups": groups})
+        load_optimizer(optimizer, {**state, "param_groups": groups})
     except (KeyError, ValueError, RuntimeError) as error:
         raise RefusedError(f"the checkpoint's {name} does not fit {type(optimizer).__name__}: {error}") from None
-    parameters = _parameters(optimizer)
-    for index, values in state.get("state", {}).items():
-        if not isinstance(index, int):
-            continue
-        restored: dict[str, Any] = optimizer.state.get(parameters[index]) or {}
-        for key, value in values.items():
-            # load_state_dict casts to the parameter's dtype what some optimizers keep in a higher precision.
-            if (
-                isinstance(value, Tensor)
-                and isinstance(restored.get(key), Tensor)
-                and restored[key].dtype != value.dtype
-            ):
-                restored[key] = value.to(restored[key].device, copy=True)
 
 
 def _by_position(

@@ -36,7 +36,7 @@ from ddpexp.run.resume_arguments import trust_arguments
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.system.files import relative, shortest
+from ddpexp.system.files import dumps, relative, shortest
 from ddpexp.system.hardware import usable_cores
 from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
@@ -266,7 +266,11 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     if metrics is None:
         raise Interrupted(0)  # there is nothing to save
     log.info("  ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
-    log.info(f"weights {evaluation['weights']}  sha256 {weights_sha256(models)}")
+    digest = weights_sha256(models)
+    log.info(f"weights {evaluation['weights']}  sha256 {digest}")
+    if (answer := evaluation.get("answer")) is not None and world.is_rank_zero:
+        facts = {"weights": evaluation["weights"], "weights_sha256": digest, "metrics": metrics}
+        Path(answer).write_text(dumps(facts))
     world.barrier()
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import Results, run_pieces
 from benchmarks.gpu_pieces import PIECES, Place, stalls
+from benchmarks.peers import gpt
+from benchmarks.recipe.raced import Turns
 from benchmarks.suite import Chart, Report, Row
 from tests.conftest import ROOT
 
@@ -72,6 +77,24 @@ def test_the_stall_of_a_save_is_what_the_step_behind_it_takes_longer() -> None:
         now += {4: 6.0, 7: 2.0, 10: 3.0, 13: 2.5}.get(step, 1.0)  # each save follows a multiple of 3
         times.append((step, now))
     assert stalls(times, 3) == {"step": 1.0, "first": 5.0, "later": 1.5}
+
+
+def test_the_loop_by_hand_trains_within_a_task_as_it_does_alone(tmp_path: Path) -> None:
+    """A task runs in autocast, which keeps weights that were cast until the outermost one ends."""
+
+    def loss(number: int, run: Callable[[Iterator[None], Path], object]) -> float:
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        np.save(folder / "order.npy", np.random.default_rng(0).integers(0, 64, (8, 4)))
+        run(gpt.steps(folder / "order.npy", folder, "tiny", 64, 8), folder)
+        return float(json.loads((folder / "by_hand.json").read_text())["loss"])
+
+    def within(steps: Iterator[None], folder: Path) -> None:
+        turns = Turns(steps, str(folder), 9)
+        with torch.autocast("cpu", torch.bfloat16):
+            turns.take_turn()
+
+    assert loss(0, within) == loss(1, lambda steps, _: list(steps))
 
 
 @pytest.mark.slow

@@ -120,6 +120,10 @@ def test_a_users_limit_is_named_where_it_is_the_limit() -> None:
             "{root}/sys/fs/cgroup/c/pids.max allows 5 processes",
         ),
         (
+            {"proc/self/cgroup": "0::/the/host's", "sys/fs/cgroup/pids.max": "5", "sys/fs/cgroup/pids.current": "5"},
+            "{root}/sys/fs/cgroup/pids.max allows 5 processes",
+        ),
+        (
             {"sys/fs/cgroup/c/pids.max": "10", "sys/fs/cgroup/c/pids.current": "5"},
             "it is no longer possible to see which limit it was; the fullest now is: {root}/sys/fs/cgroup/c/pids.max allows 10 "
             "processes "
@@ -133,6 +137,7 @@ def test_a_users_limit_is_named_where_it_is_the_limit() -> None:
         "a container's own pid_max",
         "version 1",
         "version 2",
+        "a container's own group",
         "has room again",
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,22 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ddpexp.errors import RefusedError
 from ddpexp.strategy import compiled
 from ddpexp.strategy.ddp import DDP
-from ddpexp.strategy.options import Compilation
+from ddpexp.strategy.options import Compilation, DataRank
 from ddpexp.train.compilations import Compilations, Recompilation, describe, limit_processes
-from tests.fitting import ALONE, STRATEGY, TRAINER
+from ddpexp.train.metrics import MetricAccumulator
+from tests.conftest import Ddpexp
+from tests.fitting import ALONE, STRATEGY, TRAINER, Once, fit_alone
+from tests.points import Recipe
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Any:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("compiled"), environ)).module()
+
+
+@pytest.fixture
+def fit(points: Any, tmp_path: Path) -> Callable[..., Once]:
+    return partial(fit_alone, points, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +66,34 @@ def test_what_the_trainer_section_asks_for() -> None:
     assert Compilation.of(replace(TRAINER, compile="max-autotune", compile_blocks="Block")) == Compilation(
         "max-autotune", "Block"
     )
+
+
+@pytest.mark.parametrize(
+    ("compile_", "records"),
+    [(True, False), ("default", False), ("reduce-overhead", True), ("max-autotune", True),
+     ("max-autotune-no-cudagraphs", False)],
+)  # fmt: skip
+def test_graphs_keep_the_outputs_of_a_step_until_the_next_one(
+    points: Any, fit: Callable[..., Once], monkeypatch: pytest.MonkeyPatch, compile_: Any, records: bool
+) -> None:
+    """All micro-batches of a step belong to one run of the graphs, or they would overwrite each other's gradients."""
+    steps: list[None] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: steps.append(None))
+    fit(points.Sides(), num_steps=3, micro_batch_size=8, compile=compile_)
+    assert len(steps) == 3 * records
+
+
+def test_sums_that_graphs_overwrite_are_copied() -> None:
+    loss = torch.ones((), requires_grad=True) * 2
+    correct, count = torch.tensor(5), torch.tensor(7)
+    on_device = replace(ALONE, device=torch.device("meta"))
+    window = MetricAccumulator(on_device, DataRank(0, 1), [0], 1, copies=True)
+    window.add([(loss, count, {"accuracy": (correct, 7)})])
+    for output in (loss.detach(), correct, count):
+        output.fill_(0)
+    [[(kept, kept_count, metrics)]] = window._steps
+    assert (float(kept), int(kept_count), int(metrics["accuracy"][0]), metrics["accuracy"][1]) == (2.0, 7, 5, 7)
+    assert not kept.requires_grad
 
 
 class Block(nn.Module):
@@ -104,6 +147,16 @@ def test_blocks_with_the_same_code_are_compiled_once_and_evaluated_as_written(gr
     with model.micro_batch(last=True):
         model.train_model(batch).sum().backward()
     assert len(graphs) == count
+
+
+def test_a_check_of_the_task_compiles_no_block_again(
+    points: Any, fit: Callable[..., Once], graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check for a mean in place of a sum evaluates halves of the first batch."""
+    monkeypatch.setattr("tests.fitting.DDP", partial(DDP, compilation=Compilation("default", "Block")))
+    fit(points.Sides(), num_steps=2, factory=lambda: nn.Sequential(Block(), nn.Linear(4, 2)), compile=True,
+        compile_blocks="Block", eval_every=0)  # fmt: skip
+    assert len(graphs) == 1
 
 
 def test_a_block_inside_another_is_compiled_with_it(graphs: list[Any]) -> None:

@@ -55,7 +55,7 @@ class Exact(Replicas):
         """
         super().__init__(
             world, factory, channels_last=channels_last, compilation=compilation, sync_batchnorm=options.sync_batchnorm,
-            prepare=prepare,
+            prepare=prepare, shard_optimizer=options.shard_optimizer,
         )  # fmt: skip
         self._world = world
         self._trained = _trained(self.modules)

@@ -1,0 +1,295 @@
+"""`ddpexp.open_run`: what a run directory holds, without trust in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddpexp.checkpoint.format import Checkpoint, best_first, newest_intact, scan
+from ddpexp.errors import RefusedError
+from ddpexp.run import directory as directories
+from ddpexp.run.directory import RunDir
+from ddpexp.run.resume_arguments import config_options, trust_arguments
+from ddpexp.run.stored_config import check_config, read_config
+from ddpexp.sweep.files import records
+from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.rows import rows_of
+from ddpexp.system.text import first_few
+
+if TYPE_CHECKING:
+    from ddpexp.config.schema import Experiment
+
+Weights = Literal["raw", "ema"]
+
+
+def open_run(directory: str | Path, *, config_dir: str | Path | None = None, trust: str | Sequence[str] = ()) -> Run:
+    """Open the directory of a run; nothing in it is changed, and no code that it names runs.
+
+        run = ddpexp.open_run("outputs/mnist/2026-11-23_10-00-00")
+        run.result["metrics"], run.model()(images)
+
+    Args:
+        directory: The run's directory.
+        config_dir: The folder that was `--config-dir` of the run, for a run with code of your own. A run directory is
+            never trusted to say what code runs, so `model` and `evaluate` need it again.
+        trust: The names that were `run.trust=[...]` of the run, likewise.
+
+    Raises:
+        RefusedError: It is not the directory of a run.
+    """
+    path = Path(directory)
+    if not path.exists():
+        raise RefusedError(f"{path}: there is no such directory.")
+    if SweepDir(path).is_sweep():
+        raise RefusedError(f"{path} is the directory of a sweep: use ddpexp.open_sweep.")
+    if not directories.is_ours(path):
+        from ddpexp.cli.subcommands import runs_below
+
+        raise RefusedError(f"{path} is no run directory.{runs_below(path) if path.is_dir() else ''}")
+    names = (trust,) if isinstance(trust, str) else tuple(trust)
+    return Run(path.absolute(), str(Path(config_dir).absolute()) if config_dir is not None else None, names)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint of a run."""
+
+    step: int
+    path: Path
+    is_best: bool
+    """Whether it is the best one by the metric of `trainer.keep_best`."""
+    is_complete: bool
+    """Whether its manifest is intact and its files have their sizes; loading compares their hashes, too."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the evaluation at this step, if there was one."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its directory has it now: every attribute reads the files again. Made by `open_run` and `ddpexp.run`.
+
+    Attributes:
+        path: The run's directory.
+        config_dir: The trusted config folder.
+        trust: The trusted names.
+    """
+
+    path: Path
+    config_dir: str | None = None
+    trust: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """How far the run is, as `ddpexp status` prints it: done, running, interrupted, failed, killed, ..."""
+        return rows_of(self.path)[0].status
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration, config.yaml."""
+        check_config(self._files, str(self.path))
+        tree = read_config(self._files)
+        if tree is None:
+            raise RefusedError(f"{self.path} has no config.yaml: it was stopped before it had one.")
+        return tree
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """How the run ended, result.json: status, step, metrics, weights_sha256, ...; None while it has not ended."""
+        return self._files.read_if_present(self._files.result)
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        """Why the run failed, error.json: rank, kind, message, traceback, ...; None if it did not."""
+        return self._files.read_if_present(self._files.error)
+
+    def metrics(self, frame: bool | None = None) -> Any:
+        """Return the records of metrics.jsonl in their order, with `step`, `epoch`, `time` and metrics by name.
+
+        Args:
+            frame: True for a pandas DataFrame, False for a list of dictionaries. None: a DataFrame if pandas is
+                installed, else a list. Values that are not finite are NaN.
+        """
+        found = [
+            {name: math.nan if value is None else value for name, value in record.items()}
+            for record in records(self._files.metrics)
+        ]
+        if frame is False:
+            return found
+        try:
+            import pandas  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        except ModuleNotFoundError:
+            if frame:
+                raise
+            return found
+        return pandas.DataFrame(found)
+
+    @property
+    def checkpoints(self) -> list[SavedCheckpoint]:
+        """The checkpoints, by step."""
+        found = scan(self._files.checkpoints)
+        best = self._best(found.complete)
+        saved = [
+            SavedCheckpoint(one.step, one.folder, one is best, one.wrong_size() is None, dict(one.metrics))
+            for one in found.complete
+        ]
+        saved += [SavedCheckpoint(one.step, one.folder, False, False) for one in found.damaged]
+        return sorted(saved, key=lambda one: one.step)
+
+    def model(self, checkpoint: Literal["best", "last"] | int = "last", weights: Weights | None = None) -> Any:
+        """Return the model with the weights of a checkpoint, on the CPU, in evaluation mode and ready to call.
+
+        Args:
+            checkpoint: "last" is the newest intact one, "best" the best one by `trainer.keep_best`, a number that of
+                this step.
+            weights: "raw" for the weights of the last step, "ema" for their moving average. None: those that the run's
+                evaluations use, the moving average where there is one.
+
+        Returns:
+            The module; of a recipe with several models a mapping of names to modules.
+
+        Raises:
+            RefusedError: There is no such checkpoint, it is damaged, or the run has code that is not trusted.
+        """
+        folder, averaged = self._weights(checkpoint, weights)
+        experiment = self.experiment()
+        from ddpexp.cli.api.build import saved_model
+
+        return saved_model(experiment, folder, averaged)
+
+    def load_into(
+        self,
+        module: Any,
+        checkpoint: Literal["best", "last"] | int = "last",
+        weights: Weights | None = None,
+    ) -> Any:
+        """Load the weights of a checkpoint into a module of your own, or into a mapping of names to modules.
+
+        No code of the run is needed. The arguments are those of `model`. Returns the module.
+
+        Raises:
+            RefusedError: There is no such checkpoint, it is damaged, or its weights are those of another model.
+        """
+        folder, averaged = self._weights(checkpoint, weights)
+        from ddpexp.cli.api.build import load_into
+
+        load_into(module, folder, averaged)
+        return module
+
+    def evaluate(
+        self,
+        overrides: Sequence[str] = (),
+        *,
+        checkpoint: Literal["best", "last"] | int = "last",
+        quiet: bool = True,
+    ) -> dict[str, float]:
+        """Evaluate a checkpoint, as `ddpexp evaluate` does in a process of its own, and return the metrics by name.
+
+        Args:
+            overrides: Overrides of the command, such as `["trainer.gpus=2"]`.
+            checkpoint: As for `model`.
+            quiet: Show nothing of what the command prints.
+
+        Raises:
+            RefusedError, RunFailedError, RunInterruptedError: As for `ddpexp.run`.
+        """
+        from ddpexp.cli.api.child import run_command
+        from ddpexp.cli.api.start import check_success
+
+        source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
+        ended = run_command(["evaluate", str(source), *self._trusted(), *overrides, "--json"], None, quiet, True)
+        check_success(ended, run=self)
+        metrics: dict[str, float | None] = json.loads(ended.out)["metrics"]
+        return {name: math.nan if value is None else value for name, value in metrics.items()}
+
+    def experiment(self) -> Experiment:
+        """Return the typed configuration.
+
+        Raises:
+            RefusedError: It cannot be read, or names code that `config_dir` and `trust` do not cover.
+        """
+        from ddpexp.cli.subcommands import foreign_code, untrusted_code
+        from ddpexp.config.parse import parse
+        from ddpexp.config.stored import override_file
+
+        check_config(self._files, str(self.path))
+        values, _ = override_file(self._files.config, self._trusted())
+        untrusted = untrusted_code(values, foreign_code(values))
+        if untrusted and (recorded := self._recorded_trust()):
+            key, target = next(iter(untrusted.items()))
+            raise RefusedError(
+                f"{self.path} names code of its own ({key}={target}), which runs only when it is restated. If it is "
+                f"yours: ddpexp.open_run({str(self.path)!r}, {recorded})"
+            )
+        return parse(values)
+
+    def _recorded_trust(self) -> str:
+        """Return the arguments of `open_run` that trust what the run's command trusted; for display only."""
+        arguments = trust_arguments(self._files)
+        folder = config_options(arguments)
+        names = next((word.partition("=")[2] for word in arguments if word.startswith("run.trust=")), "")
+        trusted = [name for name in names.strip("[]").split(",") if name]
+        return ", ".join(
+            [*([f"config_dir={folder[1]!r}"] if folder else []), *([f"trust={trusted!r}"] if trusted else [])]
+        )
+
+    def _trusted(self) -> list[str]:
+        """Return the arguments of a command that trust what this object does."""
+        words = ["--config-dir", self.config_dir] if self.config_dir is not None else []
+        return [*words, f"run.trust=[{','.join(self.trust)}]"] if self.trust else words
+
+    def _weights(self, which: str | int, weights: Weights | None) -> tuple[Path, bool]:
+        """Return the folder of a checkpoint, and whether to take the moving average."""
+        if weights not in (None, "raw", "ema"):
+            raise RefusedError(f"weights={weights!r} is not one of 'raw', 'ema'.")
+        checkpoint = self._checkpoint(which)
+        if weights == "ema" and not checkpoint.has_average:
+            raise RefusedError(
+                f"weights='ema': the checkpoint of step {checkpoint.step} in {self.path} holds no moving average. Use "
+                "weights='raw'."
+            )
+        return checkpoint.folder, checkpoint.has_average and weights != "raw"
+
+    def _checkpoint(self, which: str | int) -> Checkpoint:
+        """Return the checkpoint that is meant.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        folder = self._files.checkpoints
+        if which == "last":
+            chosen, damaged = newest_intact(folder, weights_only=True)
+            for entry in damaged:
+                warnings.warn(f"{entry.folder} is damaged and not used: {entry.problem}", stacklevel=4)
+            if chosen is None:
+                raise RefusedError(f"{self.path} holds no complete checkpoint.")
+            return chosen
+        complete = scan(folder).complete
+        if which == "best":
+            best = self._best(complete)
+            if best is None:
+                raise RefusedError(
+                    f"checkpoint='best': the run in {self.path} keeps no best checkpoint, which needs "
+                    "trainer.keep_best, such as trainer.keep_best=max:eval/accuracy. Use 'last', or a step."
+                )
+            return best
+        found = next((one for one in complete if one.step == which), None)
+        if found is None:
+            steps = first_few([str(one.step) for one in reversed(complete)]) or "there are none"
+            raise RefusedError(f"checkpoint={which!r} is not 'best', 'last' or a step of {folder}: {steps}.")
+        return found
+
+    def _best(self, complete: Sequence[Checkpoint]) -> Checkpoint | None:
+        tree = read_config(self._files) or {}
+        trainer = tree.get("trainer")
+        keep_best = trainer.get("keep_best") if isinstance(trainer, Mapping) else None
+        rated = best_first(complete, keep_best) if isinstance(keep_best, str) else []
+        return rated[0] if rated else None
+
+    @property
+    def _files(self) -> RunDir:
+        return RunDir(self.path)

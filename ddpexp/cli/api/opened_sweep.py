@@ -1,0 +1,78 @@
+"""`ddpexp.open_sweep`: the jobs of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddpexp.cli.api.opened import Run
+from ddpexp.errors import RefusedError
+from ddpexp.run import directory as directories
+from ddpexp.sweep.as_json import row_as_dict
+from ddpexp.sweep.comparison import best_of
+from ddpexp.sweep.folder import SweepDir
+from ddpexp.sweep.rows import goal_of, rows_of
+
+
+def open_sweep(
+    directory: str | Path, *, config_dir: str | Path | None = None, trust: str | Sequence[str] = ()
+) -> Sweep:
+    """Open the directory of a sweep; nothing in it is changed, and no code that it names runs.
+
+    The arguments are those of `open_run`, for its jobs.
+
+    Raises:
+        RefusedError: It is not the directory of a sweep.
+    """
+    path = Path(directory)
+    if not path.exists():
+        raise RefusedError(f"{path}: there is no such directory.")
+    if not SweepDir(path).is_sweep():
+        run = " It is a run: use ddpexp.open_run." if directories.is_ours(path) else ""
+        raise RefusedError(f"{path} is not the directory of a sweep.{run}")
+    names = (trust,) if isinstance(trust, str) else tuple(trust)
+    return Sweep(path.absolute(), str(Path(config_dir).absolute()) if config_dir is not None else None, names)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, as its directory has it now. Made by `open_sweep` and `ddpexp.sweep`.
+
+    Attributes:
+        path: The sweep's directory.
+        config_dir: The config folder that is trusted for its jobs.
+        trust: The names that are trusted for its jobs.
+    """
+
+    path: Path
+    config_dir: str | None = None
+    trust: tuple[str, ...] = ()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return what is known of each job, as `ddpexp table --json` prints it: overrides, status, metrics, ..."""
+        return [row_as_dict(row) for row in rows_of(self.path)]
+
+    @property
+    def runs(self) -> list[Run]:
+        """The jobs that have a run directory, in their order."""
+        return [self._run(row.path) for row in rows_of(self.path) if directories.is_ours(row.path)]
+
+    @property
+    def best(self) -> Run:
+        """The job with the best value of `sweep.objective`.
+
+        Raises:
+            RefusedError: The sweep has no objective, or no job has a value of it.
+        """
+        rows, goal = rows_of(self.path), goal_of(self.path)
+        if goal.metric is None:
+            raise RefusedError(f"{self.path} has no objective: start the sweep with sweep.objective=eval/loss.")
+        best = best_of(rows, goal)
+        if best is None:
+            raise RefusedError(f"{self.path}: no job has recorded {goal.metric} yet.")
+        return self._run(best.path)
+
+    def _run(self, path: Path) -> Run:
+        return Run(path, self.config_dir, self.trust)

@@ -1,0 +1,308 @@
+"""Optimizers whose state is divided among the ranks: each rank updates its own rows of the parameters.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020 (stage 1).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddpexp.distributed.world import World
+from ddpexp.errors import DdpexpError
+from ddpexp.strategy.base import Shard
+from ddpexp.strategy.comm.gather import RowGather
+from ddpexp.strategy.optimizer_state import load_optimizer
+
+# Optimizers that treat every element of a parameter by itself: their parameters can be cut between rows.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop")
+_LARGEST_PROBE = 67  # elements: every remainder of the widest vectors
+_PROBE_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a parameter that one rank updates."""
+
+    first: int
+    count: int
+
+
+def divide(shapes: Sequence[Sequence[int]], num_ranks: int, by_rows: bool) -> list[list[Rows]]:
+    """Divide parameters evenly: each rank gets a contiguous range of all their elements, in the order of `shapes`.
+
+    The borders lie between rows or, without `by_rows`, between parameters. Returns for each parameter the rows of each
+    rank; a parameter without dimensions has one row.
+    """
+    sizes = [_numel(shape) for shape in shapes]
+    total, position = sum(sizes), 0
+    divided = []
+    for shape, size in zip(shapes, sizes, strict=True):
+        num_rows = shape[0] if shape else 1
+        row_size = size // num_rows if num_rows else 0
+        borders = [0]
+        for rank in range(1, num_ranks):
+            wanted = rank * total // num_ranks - position  # where the share of this rank begins, in this parameter
+            whole = 0 if 2 * wanted <= size else num_rows
+            row = round(wanted / row_size) if by_rows and row_size else whole
+            borders.append(min(max(row, 0), num_rows))
+        borders.append(num_rows)
+        divided.append([Rows(begin, end - begin) for begin, end in pairwise(borders)])
+        position += size
+    return divided
+
+
+def can_be_cut(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer gives a part of a parameter the bits that it gives the whole.
+
+    It must treat every element by itself, and round all of them alike. The last elements of a tensor may be rounded in
+    another way than those before, which vectorized code computes: Adam with `fused=True` does so on CPUs.
+    """
+    is_elementwise = type(optimizer).__module__.startswith("torch.optim.") and type(optimizer).__name__ in ELEMENTWISE
+    return is_elementwise and _rounds_alike(optimizer)
+
+
+def _rounds_alike(optimizer: Optimizer) -> bool:
+    """Take steps with small tensors and with parts of them, and compare."""
+    kind: Any = type(optimizer)
+    group = optimizer.param_groups[0]
+    settings = {key: value for key, value in group.items() if key in inspect.signature(kind).parameters}
+    del settings["params"]
+    generator, device = torch.Generator().manual_seed(0), group["params"][0].device
+    wholes = [torch.randn(2, size, generator=generator).to(device) for size in range(1, _LARGEST_PROBE + 1)]
+    parts = [part for whole in wholes for part in whole.tensor_split([whole.shape[1] // 3], dim=1)]
+    parameters = [nn.Parameter(start.clone()) for start, _ in (*wholes, *parts)]
+    trial = kind([{**settings, "params": parameters}])
+    for _ in range(_PROBE_STEPS):
+        for parameter, (_, gradient) in zip(parameters, (*wholes, *parts), strict=True):
+            parameter.grad = gradient.clone()
+        trial.step()
+    ends = [parameter.detach() for parameter in parameters]
+    pairs = zip(ends[len(wholes) :: 2], ends[len(wholes) + 1 :: 2], strict=True)
+    return all(torch.equal(end, torch.cat(pair)) for end, pair in zip(ends, pairs, strict=False))
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer that keeps the state of this rank's rows alone.
+
+    Its parameter groups hold the whole parameters, which every rank has, with their whole gradients. `step` updates the
+    rows of this rank, then every rank gets the rows of the others. Parameters whose rows are no contiguous memory, and
+    those without dimensions, are updated by every rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, world: World) -> None:
+        """Take over a newly built optimizer, whose parameters are replaced by the rows of this rank."""
+        # Not Optimizer.__init__: everything but the groups is the inner optimizer's.
+        self._inner, self._world = optimizer, world
+        self.defaults = optimizer.defaults
+        self.param_groups = [dict(group) for group in optimizer.param_groups]
+        self._whole = [parameter for group in self.param_groups for parameter in group["params"]]
+        cut = [parameter for parameter in self._whole if _has_contiguous_rows(parameter)]
+        self.by_rows = can_be_cut(optimizer)
+        divided = divide([parameter.shape for parameter in cut], world.world_size, self.by_rows)
+        self._rows = {parameter: rows[world.rank] for parameter, rows in zip(cut, divided, strict=True)}
+        self._local = [self._local_parameter(parameter) for parameter in self._whole]
+        self._use_local_parameters()
+        self._gather = RowGather(
+            [
+                [_flat(parameter, rows[rank]) for parameter, rows in zip(cut, divided, strict=True)]
+                for rank in range(world.world_size)
+            ],
+            world,
+        )
+
+    @property
+    def inner(self) -> Optimizer:
+        """Return the optimizer of this rank's rows."""
+        return self._inner
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """Return the state of this rank's rows, by the whole parameters."""
+        states = self._inner.state
+        return {whole: states[local] for whole, local in zip(self._whole, self._local, strict=True) if local in states}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the parameters with their reduced gradients. Ranks: all; communicates.
+
+        Raises:
+            DdpexpError: a gradient is sparse.
+        """
+        if closure is not None:
+            raise DdpexpError(
+                "strategy.shard_optimizer=true updates with the gradients of one pass: without a closure."
+            )
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in group.items() if key != "params"})
+        for whole, local in zip(self._whole, self._local, strict=True):
+            if local is not whole:
+                local.grad = self._local_gradient(whole)
+        self._inner.step()
+        for whole, local in zip(self._whole, self._local, strict=True):
+            if local is not whole:
+                local.grad = None
+        self._gather.gather()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the whole parameters."""
+        for parameter in self._whole:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as `Optimizer.state_dict` does, with a `Shard` for each tensor that is divided.
+
+        Ranks: all; communicates if parameters are not cut between rows.
+        """
+        saved = self._inner.state_dict()
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": local["params"]}
+            for group, local in zip(self.param_groups, saved["param_groups"], strict=True)
+        ]
+        states = dict(saved["state"])
+        for index, whole in enumerate(self._whole):
+            if whole in self._rows and index in states and self.by_rows:
+                rows = self._rows[whole]
+                states[index] = {key: _shard_of(value, whole, rows) for key, value in states[index].items()}
+        if not self.by_rows:
+            states |= self._whole_states(states)
+        return {**saved, "state": dict(sorted(states.items(), key=lambda item: str(item[0]))), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the state of whole parameters, of which this rank keeps its rows."""
+        states = {}
+        for index, values in state_dict["state"].items():
+            whole = self._whole[index]
+            rows = self._rows.get(whole)
+            if rows is None:
+                states[index] = values
+            elif self.by_rows:
+                states[index] = {key: _rows_of(value, whole, rows) for key, value in values.items()}
+            elif rows.count:
+                states[index] = values
+        load_optimizer(self._inner, {**state_dict, "state": states})
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update({key: value for key, value in inner.items() if key != "params"})
+
+    def _local_parameter(self, whole: Tensor) -> Tensor:
+        rows = self._rows.get(whole)
+        if rows is None:
+            return whole
+        return nn.Parameter(whole.detach()[rows.first : rows.first + rows.count], whole.requires_grad)
+
+    def _local_gradient(self, whole: Tensor) -> Tensor | None:
+        rows = self._rows[whole]
+        if whole.grad is None or (not rows.count and not self.by_rows):
+            return None
+        if whole.grad.layout is not torch.strided:
+            raise DdpexpError(
+                "a gradient is sparse, and strategy.shard_optimizer=true divides the rows of dense ones among the "
+                "workers. Build the layer with sparse=False, or use strategy.shard_optimizer=false."
+            )
+        return whole.grad[rows.first : rows.first + rows.count]
+
+    def _use_local_parameters(self) -> None:
+        """Put the rows of this rank into the optimizer, and cut the state that some optimizers begin with."""
+        before: Mapping[Tensor, Any] = self._inner.state
+        after: defaultdict[Tensor, Any] = defaultdict(dict)
+        for whole, local in zip(self._whole, self._local, strict=True):
+            if whole not in before:
+                continue
+            rows = self._rows.get(whole)
+            if rows is None:
+                after[local] = before[whole]
+            elif self.by_rows:
+                after[local] = {key: _rows_of(value, whole, rows) for key, value in before[whole].items()}
+            elif rows.count:
+                after[local] = before[whole]
+        self._inner.state = after
+        local_parameters = iter(self._local)
+        for group in self._inner.param_groups:
+            group["params"] = [next(local_parameters) for _ in group["params"]]
+
+    def _whole_states(self, states: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the state of every parameter that belongs to one rank as shards: all rows there, none elsewhere.
+
+        Ranks: all; communicates, because the other ranks do not know what the state consists of.
+        """
+        own = {
+            index: {key: _description(value) for key, value in states[index].items()}
+            for index, whole in enumerate(self._whole)
+            if whole in self._rows and self._rows[whole].count and index in states
+        }
+        described: dict[int, Mapping[str, Any]] = {}
+        for descriptions in self._world.gather_values({str(index): values for index, values in own.items()}):
+            described |= {int(index): values for index, values in descriptions.items()}
+        return {
+            index: {
+                key: _whole_shard(states[index][key] if index in own else None, description, self._world.device)
+                for key, description in values.items()
+            }
+            for index, values in described.items()
+        }
+
+
+def _numel(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def _has_contiguous_rows(parameter: Tensor) -> bool:
+    """Return whether each row of a parameter, and each range of rows, is one piece of memory."""
+    if parameter.dim() == 0 or parameter.layout is not torch.strided or not parameter.numel():
+        return False
+    row_size = parameter.numel() // parameter.shape[0]
+    expected = 1
+    for stride, length in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if length > 1 and stride != expected:
+            return False  # gaps, or elements that share memory
+        expected *= length
+    return parameter.shape[0] == 1 or parameter.stride(0) == row_size
+
+
+def _flat(parameter: Tensor, rows: Rows) -> Tensor:
+    """Return rows as a view of their memory. Shapes: (num_elements,)."""
+    row_size = parameter.numel() // parameter.shape[0]
+    start = parameter.storage_offset() + rows.first * row_size
+    return parameter.detach().as_strided((rows.count * row_size,), (1,), start)
+
+
+def _rows_of(value: Any, whole: Tensor, rows: Rows) -> Any:
+    """Return this rank's rows of a part of a parameter's state; what has another shape stays whole."""
+    if not isinstance(value, Tensor) or value.shape != whole.shape:
+        return value
+    return value[rows.first : rows.first + rows.count].clone()
+
+
+def _shard_of(value: Any, whole: Tensor, rows: Rows) -> Any:
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    return Shard(value, (*whole.shape[:1], *value.shape[1:]), rows.first)
+
+
+def _description(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return {"value": value}
+    kind = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+    return kind if value.dim() else {**kind, "value": value.item()}
+
+
+def _whole_shard(value: Any, description: Mapping[str, Any], device: torch.device) -> Any:
+    """Return a part of the state of a parameter that belongs to one rank; `value` is None on the others."""
+    if "shape" not in description:
+        return description["value"]
+    dtype = getattr(torch, description["dtype"])
+    if not description["shape"]:
+        return torch.tensor(description["value"], dtype=dtype, device=device)
+    shape = tuple(description["shape"])
+    return Shard(torch.empty((0, *shape[1:]), dtype=dtype, device=device) if value is None else value, shape, 0)
