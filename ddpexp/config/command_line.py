@@ -25,7 +25,7 @@ from ddpexp.errors import RefusedError
 SWEEPS = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
 ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(
-    r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE
+    r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false|nan|inf", re.IGNORECASE
 )  # what Hydra does not read as a text
 _TORCHRUN = ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts")
 _OPTIONS = (

@@ -97,7 +97,7 @@ _VALUES = {
         "none": "null false no disabled",
         "early_stopping": "earlystopping early_stop EarlyStopping",
         "lr_monitor": "learning_rate_monitor LearningRateMonitor",
-        "find_nonfinite": "detect_anomaly nan anomaly",
+        "find_nonfinite": "detect_anomaly anomaly",
     },
     "sweep.mode": {"max": "maximize maximise", "min": "minimize minimise"},
     "trainer.eval_every": {"0": "no never"},

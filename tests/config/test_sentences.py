@@ -198,8 +198,8 @@ logger=null: to record nothing beside metrics.jsonl, write logger=none.
 callbacks=null: for a run without callbacks, write callbacks=none.
 > callbacks=early_stoping
 callbacks=early_stoping is not a known option. Did you mean callbacks=early_stopping?
-> callbacks=[early_stopping,nan]
-callbacks=nan is not a known option. Did you mean callbacks=find_nonfinite?
+> callbacks=[early_stopping,detect_anomaly]
+callbacks=detect_anomaly is not a known option. Did you mean callbacks=find_nonfinite?
 > callbacks._target_=mine.Ends
 callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine
