@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator, Sequence, Set
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -363,13 +363,12 @@ def environ(plain_environ: dict[str, str]) -> dict[str, str]:
     return plain_environ
 
 
-@pytest.fixture(scope="session")
-def warm_environ(plain_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The same, in which commands and their fork servers are forks of two processes (`tests.warm`)."""
-    folder = tmp_path_factory.mktemp("zygotes")
+@contextmanager
+def zygotes(plain: dict[str, str], folder: Path) -> Iterator[dict[str, str]]:
+    """Start two processes (`tests.warm`); yield the environment in which commands and fork servers are their forks."""
     sockets = {SOCKET: folder / "servers", COMMANDS: folder / "commands"}
     path = {"PYTHONPATH": f"{ROOT / 'tests/warm'}:{ROOT}"}
-    environ = {**plain_environ, **path, **{name: str(path) for name, path in sockets.items()}}
+    environ = {**plain, **path, **{name: str(path) for name, path in sockets.items()}}
     quiet = {name: value for name, value in environ.items() if name != "PYTHONWARNINGS"}  # the forks have them
     with ExitStack() as leaving:
         for name, address in sockets.items():
@@ -385,6 +384,22 @@ def warm_environ(plain_environ: dict[str, str], tmp_path_factory: pytest.TempPat
             )
             leaving.callback(zygote.kill)
             ZYGOTES.add(zygote.pid)
+        yield environ
+
+
+@pytest.fixture(scope="session")
+def warm_environ(plain_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of commands that are forks, and whose fork servers are."""
+    with zygotes(plain_environ, tmp_path_factory.mktemp("zygotes")) as environ:
+        yield environ
+
+
+@pytest.fixture(scope="session")
+def warm_single_environ(
+    plain_environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, str]]:
+    """The same with OMP_NUM_THREADS=1, which torchrun sets for its ranks: their commands get forks too."""
+    with zygotes({**plain_environ, "OMP_NUM_THREADS": "1"}, tmp_path_factory.mktemp("zygotes")) as environ:
         yield environ
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -32,18 +33,24 @@ def test_a_command_gets_a_fork_unless_a_new_interpreter_would_differ(
 ) -> None:
     reached = tmp_path / "reached"
     process, run = ddpexp.start(*SMALL, environ={**variables, "DDPEXP_FAULT": f"joined:pause={reached}"})
+    assert isinstance(process, Forked)
+    assert has_its_own_rank(process, run, reached) != forked
+    assert process.forked == forked
+
+
+def has_its_own_rank(process: subprocess.Popen[str], run: Path, reached: Path) -> bool:
+    """Return whether the rank of a command descends from it, once the rank pauses; end both."""
     deadline = time.monotonic() + PATIENCE
     while not reached.exists():
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    assert isinstance(process, Forked)
-    assert process.forked == forked
     [rank] = set(living(run)) - {process.pid}
-    assert (process.pid not in ancestors(rank)) == forked
+    found = process.pid in ancestors(rank)
     process.send_signal(signal.SIGTERM)
     os.kill(rank, signal.SIGKILL)  # it sleeps for ever
     finish(process, run)
+    return found
 
 
 def test_a_run_is_the_same_with_a_fork_and_with_a_server_of_its_own(
@@ -96,6 +103,26 @@ def test_a_variable_that_is_read_when_a_library_is_loaded_is_a_difference(
     before = state(ignored_signals())
     monkeypatch.setenv(name, "other")
     assert state(ignored_signals()) != before
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RUN_ID", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PACE"])
+def test_a_variable_that_is_read_later_is_none(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = state(ignored_signals())
+    monkeypatch.setenv(name, "other")
+    assert state(ignored_signals()) == before
+
+
+def test_a_command_that_torchrun_starts_gets_a_fork(warm_single_environ: dict[str, str], tmp_path: Path) -> None:
+    run, reached = tmp_path / "run", tmp_path / "reached"
+    of_torchrun = {
+        "TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1",
+    }  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "ddpexp", *SMALL, "launcher=torchrun-env", f"run.dir={run}"],
+        env={**warm_single_environ, **of_torchrun, "DDPEXP_FAULT": f"joined:pause={reached}"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert not has_its_own_rank(process, run, reached)
 
 
 def test_an_ignored_signal_is_a_difference() -> None:

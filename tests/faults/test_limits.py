@@ -68,6 +68,12 @@ class Big(Net):
 """
 
 
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a run meets is tested: fork servers are forks, but in a control group of their own."""
+    return warm_environ
+
+
 @pytest.fixture
 def recipe(recipe: Recipe) -> Recipe:
     with (recipe.folder / "points.py").open("a") as file:

@@ -63,6 +63,12 @@ ASKED = (
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a run prints and writes is tested: commands are forks."""
+    return warm_environ
+
+
 @pytest.fixture
 def recipe(recipe: Recipe) -> Recipe:
     recipe.ddpexp.environ["TOKEN"] = CANARY

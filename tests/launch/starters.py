@@ -16,6 +16,7 @@ import pytest
 
 from tests.conftest import PATIENCE, Done, finish
 from tests.points import Recipe
+from tests.warm.popen import start_command
 
 Command = tuple[list[str], dict[str, str]]  # words, and variables beside the usual ones
 
@@ -51,7 +52,9 @@ class Starter:
         if "SLURM_CONF" in os.environ:
             environ["SLURM_CONF"] = os.environ["SLURM_CONF"]
         started = [
-            subprocess.Popen(
+            start_command(command[3:], recipe.folder, {**environ, **variables})
+            if command[:3] == DDPEXP
+            else subprocess.Popen(
                 command, cwd=recipe.folder, env={**environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
             )

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ddpexp.checkpoint.format import complete_checkpoints
-from tests.conftest import PATIENCE, Ddpexp, Done, living
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, living
 from tests.launch.starters import OFTEN, SPAWN, Starter, host, params, skip_without
 from tests.points import Recipe
 
@@ -43,14 +43,25 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
+def environ(warm_single_environ: dict[str, str]) -> dict[str, str]:
+    """The environment in which the fork servers of all launchers on this host are forks."""
+    return warm_single_environ
+
+
+@pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
-    recipe = Recipe(Ddpexp(tmp_path_factory.mktemp("interrupted"), environ), CODE)
+    return project(tmp_path_factory.mktemp("interrupted"), environ)
+
+
+def project(folder: Path, environ: dict[str, str]) -> Recipe:
+    recipe = Recipe(Ddpexp(folder, environ), CODE)
     (recipe.folder / "conf/model/deep.yaml").write_text("_target_: points.Deep\n")
     return recipe
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Recipe) -> Callable[[int], Done]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Callable[[int], Done]:
+    recipe = project(tmp_path_factory.mktemp("undisturbed"), {**environ, **OWN_SERVER})
     known: dict[int, Done] = {}
 
     def run(size: int) -> Done:

@@ -96,6 +96,10 @@ import threading
 import time
 from pathlib import Path
 
+from tests.warm import forks
+
+forks.install()
+
 from ddpexp.run.outcome import launch, stop_on_signals
 from ddpexp.errors import ENDS, StoppedError
 from ddpexp.launch import Job, WorkerRequest
@@ -242,6 +246,12 @@ class Polls:
         assert what == "stop"
         assert ended[0].err == f"interrupted by {signal.Signals(number).name}; step {step} saved: True\n"
         return int(step)
+
+
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """Signals are tested, not how fork servers start: they are forks."""
+    return warm_environ
 
 
 @pytest.fixture

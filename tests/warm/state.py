@@ -28,20 +28,28 @@ _VARIABLES = (
     "CUDA", "NVIDIA_", "LC_", "LANG", "MPL", "MATPLOTLIB",
 )  # fmt: skip
 _TAKEN_OVER = ("PYTHONWARNINGS", "PYTHONPATH")  # the fork applies them
+_OF_AGENTS = ("TORCHELASTIC_", "TORCH_ELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING")  # read when ranks meet, or by NCCL
+_LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC, resource.RLIMIT_CORE)  # likewise
 _NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user", "uts")
 
 
 def ignored_signals() -> list[int]:
-    """Return the signals that this process ignores, which programs that it starts inherit."""
-    return [number for number in range(1, signal.NSIG) if signal.getsignal(number) == signal.SIG_IGN]
+    """Return the signals that this process ignores, which programs that it starts inherit.
+
+    Apart from SIGTTIN, which terminals alone send, and which MPICH's mpirun ignores.
+    """
+    others = set(range(1, signal.NSIG)) - {signal.SIGTTIN}
+    return [number for number in sorted(others) if signal.getsignal(number) == signal.SIG_IGN]
 
 
 def state(ignored: list[int], environ: Mapping[str, str] = os.environ) -> list[Any]:
     """Return plain values that are equal where new interpreters would be; `ignored` are signals as inherited."""
     numbers = {getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}
-    limits = {number: resource.getrlimit(number) for number in numbers - {resource.RLIMIT_NOFILE}}
+    limits = {number: resource.getrlimit(number) for number in numbers - set(_LIMITS)}
     variables = {
-        name: value for name, value in environ.items() if name.startswith(_VARIABLES) and name not in _TAKEN_OVER
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_VARIABLES) and not (name in _TAKEN_OVER or name.startswith(_OF_AGENTS))
     }
     return [
         ignored,
@@ -58,7 +66,7 @@ def surroundings() -> dict[str, Any]:
     """Return what a fork takes over from the process that asks for it."""
     umask = os.umask(0o77)
     os.umask(umask)
-    return {"umask": umask, "files": resource.getrlimit(resource.RLIMIT_NOFILE)}
+    return {"umask": umask, "limits": [resource.getrlimit(number) for number in _LIMITS]}
 
 
 def take_over(request: dict[str, Any], streams: list[int]) -> None:
@@ -68,7 +76,8 @@ def take_over(request: dict[str, Any], streams: list[int]) -> None:
         os.close(source)
     os.chdir(request["folder"])
     os.umask(request["umask"])
-    resource.setrlimit(resource.RLIMIT_NOFILE, request["files"])
+    for number, limit in zip(_LIMITS, request["limits"], strict=True):
+        resource.setrlimit(number, limit)
     os.environ.clear()
     os.environ.update(request["environ"])
     sys.warnoptions[:] = filter(None, os.environ.get("PYTHONWARNINGS", "").split(","))

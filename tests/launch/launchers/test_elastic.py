@@ -18,7 +18,7 @@ from ddpexp.errors import AbsentError, RefusedError, StoppedError
 from ddpexp.launch.launchers.elastic import Elastic
 from ddpexp.launch.launchers.elastic_board import Phase, StoreMailbox
 from ddpexp.system.process import children
-from tests.conftest import Call, Ddpexp, Done, ddpexp_processes, finish
+from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, ddpexp_processes, finish
 from tests.launch.launchers.test_torchrun import CODE
 from tests.launch.starters import free_port
 from tests.points import Recipe, wait_for
@@ -39,6 +39,12 @@ class Gated(Sides):
             time.sleep(0.2)
         return super().step(model, batch)
 """
+
+
+@pytest.fixture(scope="module")
+def environ(warm_single_environ: dict[str, str]) -> dict[str, str]:
+    """What the commands do with the agent is tested, not how their servers start: forks."""
+    return warm_single_environ
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,8 @@ def test_etcd_leads_the_ranks_together(recipe: Recipe, etcd: str) -> None:
     )
     done = recipe(*overrides, "trainer.threads=1")
     assert (done.code, done.err) == (0, ""), done.err
-    assert done.result()["weights_sha256"] == recipe("trainer.gpus=2", "trainer.threads=1").result()["weights_sha256"]
+    alone = recipe("trainer.gpus=2", "trainer.threads=1", environ=OWN_SERVER)
+    assert done.result()["weights_sha256"] == alone.result()["weights_sha256"]
 
 
 @pytest.mark.variants(1)
@@ -216,8 +223,9 @@ def test_a_range_is_for_elastic_alone(recipe: Recipe) -> None:
 def test_a_signal_to_the_command_ends_all(recipe: Recipe, number: signal.Signals) -> None:
     before = ddpexp_processes()
     process, run = recipe.start(
-        "launcher=elastic", "trainer.gpus=2", "task._target_=points.Sleeps", "trainer.epochs=500"
-    )
+        "launcher=elastic", "trainer.gpus=2", "task._target_=points.Sleeps", "trainer.epochs=500",
+        environ=OWN_SERVER if number == signal.SIGKILL else None,
+    )  # fmt: skip
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(number)
     done = finish(process, run)
@@ -302,7 +310,7 @@ class Machines:
         return ends
 
     def see(self, done: Done) -> None:
-        undisturbed = self.recipe(*LONG, f"+task.gate={self.gate}")
+        undisturbed = self.recipe(*LONG, f"+task.gate={self.gate}", environ=OWN_SERVER)
         assert done.result()["weights_sha256"] == undisturbed.result()["weights_sha256"]
         assert done.result()["metrics"] == undisturbed.result()["metrics"]
         assert [one["step"] for one in done.metrics()] == [one["step"] for one in undisturbed.metrics()]

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, Ddpexp, Done, ddpexp_processes, finish
-from tests.launch.starters import DDPEXP, free_port
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, ddpexp_processes, finish
+from tests.launch.starters import free_port
 from tests.points import Recipe, wait_for
+from tests.warm.popen import start_command
 
 CODE = """\
 class Breaks(Sides):
@@ -43,16 +44,24 @@ class Sleeps(Sides):
 
 
 @pytest.fixture(scope="module")
+def environ(warm_single_environ: dict[str, str]) -> dict[str, str]:
+    """The environment in which the fork servers of torchrun's ranks are forks; what is killed has servers of its own."""
+    return warm_single_environ
+
+
+@pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("torchrun"), environ), CODE)
 
 
-def start(recipe: Recipe, *overrides: str, torchrun: tuple[str, ...] = ()) -> tuple[subprocess.Popen[str], Path]:
+def start(
+    recipe: Recipe, *overrides: str, torchrun: tuple[str, ...] = (), environ: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[str], Path]:
     arguments, run = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides)
     options = torchrun or ("--nproc-per-node=2",)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options, "-m", "ddpexp", *arguments]
     process = subprocess.Popen(
-        command, cwd=recipe.folder, env={**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        command, cwd=recipe.folder, env={**recipe.ddpexp.environ, **(environ or {})}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     return process, run
@@ -66,12 +75,7 @@ def shells(recipe: Recipe, *overrides: list[str], **variables: str) -> list[Done
     for rank, own in enumerate(overrides):
         fixed = {"RANK": str(rank), "WORLD_SIZE": str(len(overrides)), "MASTER_ADDR": "localhost", "MASTER_PORT": port}
         environ = {**recipe.ddpexp.environ, **fixed, **variables}
-        started.append(
-            subprocess.Popen(
-                [*DDPEXP, *arguments, *own], cwd=recipe.folder, env=environ, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-            )
-        )  # fmt: skip
+        started.append(start_command([*arguments, *own], recipe.folder, environ))
     return [finish(process, run) for process in started]
 
 
@@ -126,9 +130,13 @@ def test_an_unnamed_run_directory_is_found_again(recipe: Recipe, tmp_path: Path)
         "-m",
         "ddpexp",
     ]
-    environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*program, *overrides], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE
+        [*program, *overrides],
+        cwd=tmp_path,
+        env=recipe.ddpexp.environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "outputs/points").iterdir()
@@ -186,7 +194,7 @@ def test_shells_without_local_ranks_learn_them(recipe: Recipe) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_torchrun(recipe: Recipe, number: signal.Signals) -> None:
     before = ddpexp_processes()
-    process, run = start(recipe, "task._target_=points.Sleeps", "trainer.epochs=50000")
+    process, run = start(recipe, "task._target_=points.Sleeps", "trainer.epochs=50000", environ=OWN_SERVER)
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     process.send_signal(number)
     finish(process, run)
@@ -197,7 +205,11 @@ def test_nothing_outlives_torchrun(recipe: Recipe, number: signal.Signals) -> No
 
 def test_a_killed_rank_command_is_the_cause(recipe: Recipe) -> None:
     process, run = start(
-        recipe, "task._target_=points.Sleeps", "trainer.epochs=50000", torchrun=("--nproc-per-node=3",)
+        recipe,
+        "task._target_=points.Sleeps",
+        "trainer.epochs=50000",
+        torchrun=("--nproc-per-node=3",),
+        environ=OWN_SERVER,
     )
     wait_for(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0)
     victim = next(pid for pid in ddpexp_processes() if command(pid, "RANK") == "2" and parent(pid) == process.pid)
@@ -227,7 +239,7 @@ def test_evaluate_runs_under_torchrun_too(recipe: Recipe) -> None:
     assert finish(process, run).code == 0
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m", "ddpexp"]
     command = ["evaluate", str(run), "--config-dir", str(recipe.folder / "conf"), "launcher=torchrun-env"]
-    environ = {**recipe.ddpexp.environ, "OMP_NUM_THREADS": "1"}
+    environ = recipe.ddpexp.environ
     done = subprocess.run(
         [*program, *command], cwd=recipe.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE
     )

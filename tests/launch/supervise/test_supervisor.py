@@ -18,7 +18,7 @@ import pexpect
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.conftest import PATIENCE, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, PATIENCE, Ddpexp, Done, finish
 from tests.points import ITEMS, Recipe, session, wait_for
 
 CODE = """\
@@ -104,6 +104,12 @@ class Slow(Sides):
         time.sleep(0.02)
         return super().step(model, batch)
 """
+
+
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The environment in which commands are forks, where the test is not about the start of a server."""
+    return warm_environ
 
 
 @pytest.fixture(scope="module")
@@ -194,10 +200,14 @@ def test_what_one_worker_refuses_is_one_sentence_and_2(recipe: Recipe) -> None:
     assert done.err == "ddpexp: data.train=96 is not to my taste: use another number.\n"
 
 
-def slow(recipe: Recipe, folder: Path, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+def slow(
+    recipe: Recipe, folder: Path, *overrides: str, environ: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[str], Path]:
     """Start a run that lasts until it is ended, and may take its time then."""
     task = ("task._target_=points.Slow", f"+task.folder={folder}", "trainer.epochs=50000", "trainer.gpus=2", GRACE)
-    return recipe.start(*task, "trainer.log_every=1", "trainer.eval_every=10", "logger=tensorboard", *overrides)
+    return recipe.start(
+        *task, "trainer.log_every=1", "trainer.eval_every=10", "logger=tensorboard", *overrides, environ=environ
+    )
 
 
 GRACE = "trainer.grace_seconds=600"
@@ -260,7 +270,7 @@ def stopped(done: Done, signum: signal.Signals) -> None:
 def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_signal(
     recipe: Recipe, tmp_path: Path, last: bool, items: tuple[str, ...]
 ) -> None:
-    process, run = slow(recipe, tmp_path, *items)
+    process, run = slow(recipe, tmp_path, *items, environ=OWN_SERVER)
     wait_for(lambda: recorded(run) and begun(tmp_path, "train"))
     others = set(session(process.pid)) - {process.pid}  # the workers, those of their loaders, and the server
     for pid in [*others, process.pid] if last else [process.pid, *others]:
@@ -276,7 +286,7 @@ def test_a_scheduler_that_signals_every_process_at_once_ends_the_run_like_one_si
 
 @pytest.mark.fault(11)
 def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
-    process, run = slow(recipe, tmp_path)
+    process, run = slow(recipe, tmp_path, environ=OWN_SERVER)
     wait_for(lambda: len(session(process.pid)) == 2)
     process.send_signal(signal.SIGTERM)
     wait_for(lambda: not session(process.pid))
@@ -287,7 +297,7 @@ def test_a_signal_while_the_server_imports_ends_the_command(recipe: Recipe, tmp_
 
 @pytest.mark.fault(11)
 def test_a_signal_while_the_workers_wait_for_the_imports_ends_the_command(recipe: Recipe, tmp_path: Path) -> None:
-    process, run = slow(recipe, tmp_path)
+    process, run = slow(recipe, tmp_path, environ=OWN_SERVER)
     wait_for((run / "ranks/1.log").exists)  # the command requests workers, the server has still to import
     process.send_signal(signal.SIGINT)
     wait_for(lambda: not session(process.pid))
