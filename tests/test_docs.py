@@ -44,6 +44,7 @@ PLACEHOLDERS = {
     "ETCD": "127.0.0.1",
     "RUN_DIR": "mnist",
     "outputs/first": "mnist",
+    "/runs/first": "mnist",
     "FOLDER...": "sweep",
     "FOLDER": "sweep",
     "recipe=...": "recipe=mnist",

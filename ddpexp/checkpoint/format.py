@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -196,11 +197,19 @@ def newest_intact(folder: Path, weights_only: bool = False) -> tuple[Checkpoint 
 
 
 def best_first(checkpoints: Sequence[Checkpoint], keep_best: str) -> list[Checkpoint]:
-    """Return those that have the metric of trainer.keep_best, the best first and of equal ones the earliest."""
+    """Return those that have the metric of trainer.keep_best, the best first and of equal ones the earliest.
+
+    A checkpoint also has the metrics of an evaluation before its step: of several with the same evaluation only the
+    earliest counts.
+    """
     mode, _, name = keep_best.partition(":")
+    rated: dict[int, Checkpoint] = {}
+    for checkpoint in sorted(checkpoints, key=lambda checkpoint: checkpoint.step):
+        value = checkpoint.metrics.get(name)
+        if value is not None and not math.isnan(float(value)):
+            rated.setdefault(checkpoint.manifest.get("evaluated_at", checkpoint.step), checkpoint)
     sign = -1 if mode == "max" else 1
-    rated = [checkpoint for checkpoint in checkpoints if checkpoint.metrics.get(name) is not None]
-    return sorted(rated, key=lambda checkpoint: (sign * float(checkpoint.metrics[name]), checkpoint.step))
+    return sorted(rated.values(), key=lambda checkpoint: (sign * float(checkpoint.metrics[name]), checkpoint.step))
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:

@@ -86,6 +86,8 @@ class Writer:
         *,
         keep_last: int | None = 2,
         keep_best: str | None = None,
+        keep_best_k: int = 1,
+        keep_every: int | None = None,
         stops: bool = True,
     ) -> None:
         """Write into `folder`, which is made; `stops` says whether a checkpoint that cannot be written ends the run."""
@@ -93,7 +95,8 @@ class Writer:
         self._folder = folder
         self._anchor = Anchor(folder.parent)
         self._world = world
-        self._keep_last, self._keep_best, self._stops = keep_last, keep_best, stops
+        self._keep_last, self._keep_best, self._keep_best_k = keep_last, keep_best, keep_best_k
+        self._keep_every, self._stops = keep_every, stops
         self._mailbox = world.mailbox()
         self._stage = Stage(world.device)
         self._plan: tuple[Any, list[TensorFile]] | None = None
@@ -293,10 +296,13 @@ class Writer:
 
     def _prune(self) -> None:
         complete = scan(self._folder).complete
-        kept = complete if self._keep_last is None else complete[: self._keep_last]
-        best = best_first(complete, self._keep_best)[:1] if self._keep_best is not None else []
+        kept = list(complete if self._keep_last is None else complete[: self._keep_last])
+        if self._keep_best is not None:
+            kept += best_first(complete, self._keep_best)[: self._keep_best_k]
+        if self._keep_every is not None:
+            kept += [checkpoint for checkpoint in complete if checkpoint.step % self._keep_every == 0]
         for checkpoint in complete:
-            if checkpoint not in [*kept, *best]:
+            if checkpoint not in kept:
                 removed = checkpoint.folder.with_name(f".{checkpoint.folder.name}.removed")
                 os.rename(checkpoint.folder, removed)  # atomic: a partly removed one must not look complete
                 fault_point("checkpoint.pruning")

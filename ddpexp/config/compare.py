@@ -21,7 +21,8 @@ _FREE = (
     *(f"trainer.{name}" for name in (
         "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every",
         "checkpoint_every_seconds",
-        "keep_last", "keep_best", "on_save_error", "grace_seconds",
+        "keep_last", "keep_best", "keep_best_k", "keep_every", "on_save_error", "grace_seconds", "eval_at_start",
+        "limit_eval_batches",
     )),
     *(f"strategy.{name}" for name in ("reduce_through", "bucket_cap_mb", "gradient_as_bucket_view",
         "find_unused_parameters", "shard_optimizer")),
@@ -31,6 +32,7 @@ _FIXED = {
     "recipe": "another recipe is another experiment",
     "trainer.seed": "the order of the samples and every random number follow from it",
     "trainer.global_batch_size": "the steps so far are counted in such batches",
+    "trainer.limit_train_samples": "the steps to come would see other samples than the order of this run says",
     "data": "the steps to come would see other samples than the order of this run says",
     "optimizer._target_": "what the checkpoint holds of the optimizer belongs to the old one",
     "model._target_": "the weights in the checkpoint belong to the old one",

@@ -18,12 +18,16 @@ _KEYS = {
     "trainer.device": "accelerator",
     "trainer.precision": "mixed_precision amp",
     "trainer.clip_grad_norm": "gradient_clip_val max_grad_norm clip_grad grad_clip",
+    "trainer.clip_grad_value": "clip_value clip_grad_by_value max_grad_value",
+    "trainer.eval_at_start": "eval_on_start",
+    "trainer.limit_eval_batches": "limit_val_batches limit_test_batches limit_predict_batches eval_iters",
     "trainer.log_every": "log_every_n_steps logging_steps log_interval",
     "trainer.eval_every": (
         "val_check_interval check_val_every_n_epoch eval_steps eval_interval eval_strategy evaluation_strategy"
     ),
     "trainer.checkpoint_every": "save_steps save_interval save_strategy",
-    "trainer.keep_last": "save_total_limit save_top_k",
+    "trainer.keep_last": "save_total_limit",
+    "trainer.keep_best_k": "save_top_k",
     "trainer.seed": "random_seed seed_everything manual_seed",
     "trainer.compile": "torch_compile",
     "trainer.compile_blocks": "compile_repeated_blocks use_regional_compilation",
@@ -46,17 +50,13 @@ _REMARKS = {
     "gradient_accumulation_steps": "from which the number of accumulated passes follows",
 }
 _RESUME = "A run is resumed with python -m ddpexp resume RUN_DIR, and run.init_from=FILE starts a new one from weights."
-_WHOLE = (
-    "There is nothing like it: an evaluation takes its whole data set, and trainer.eval_every=0 leaves evaluations out."
-)
 _SENTENCES = {
     "ckpt_path resume_from_checkpoint resume_from": _RESUME,
     "max_time": "trainer.max_seconds=43200 ends a run after 12 hours, saved.",
     "num_sanity_val_steps": "There is nothing like it: keys and the task are checked before and in the first step.",
     "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
-    "limit_val_batches limit_test_batches limit_eval_batches limit_predict_batches": _WHOLE,
     "fast_dev_run": "There is nothing like it: trainer.max_steps=2 ends a run after two steps.",
-    "overfit_batches": "There is nothing like it.",
+    "overfit_batches": "trainer.limit_train_samples=64 trains on this many samples only.",
     "early_stopping patience": (
         "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience counts evaluations."
     ),

@@ -67,6 +67,12 @@ class Trainer:
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cudnn_benchmark: bool = False
     max_seconds: float | None = None
+    limit_train_samples: int | None = None
+    limit_eval_batches: int | None = None
+    clip_grad_value: float | None = None
+    eval_at_start: bool = False
+    keep_best_k: int = 1
+    keep_every: int | None = None
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def check(experiment: Experiment) -> None:
 
 
 def _check_trainer(trainer: Trainer) -> None:
-    for name in ("epochs", "max_steps", "log_every"):
+    for name in ("epochs", "max_steps", "log_every", "limit_train_samples", "limit_eval_batches"):
         value = getattr(trainer, name)
         if value is not None and value < 1:
             raise RefusedError(f"trainer.{name}={value} is too small: use 1 or more.")
@@ -107,9 +107,22 @@ def _check_trainer(trainer: Trainer) -> None:
         raise RefusedError(f"trainer.grace_seconds={trainer.grace_seconds}: use a number above 0.")
     if trainer.clip_grad_norm is not None and not trainer.clip_grad_norm > 0:
         raise RefusedError(f"trainer.clip_grad_norm={trainer.clip_grad_norm}: use a number above 0, or null.")
+    if trainer.clip_grad_value is not None and not trainer.clip_grad_value > 0:
+        raise RefusedError(f"trainer.clip_grad_value={trainer.clip_grad_value}: use a number above 0, or null.")
+    _check_limits(trainer)
     _check_speed(trainer)
     if not 0 <= trainer.seed < 2**63:
         raise RefusedError(f"trainer.seed={trainer.seed}: use a whole number from 0 to 2**63 - 1.")
+
+
+def _check_limits(trainer: Trainer) -> None:
+    """Check what limits the data."""
+    samples, size = trainer.limit_train_samples, trainer.global_batch_size
+    if samples is not None and samples < size:
+        raise RefusedError(
+            f"trainer.limit_train_samples={samples} is fewer than trainer.global_batch_size={size}, the samples of a "
+            f"step. Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}."
+        )
 
 
 def _check_speed(trainer: Trainer) -> None:
@@ -149,7 +162,16 @@ def _check_saving(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.keep_last={trainer.keep_last} would remove every checkpoint: use 1 or more, or null for all."
         )
+    if trainer.keep_every is not None and trainer.keep_every < 1:
+        raise RefusedError(f"trainer.keep_every={trainer.keep_every}: use a number of steps from 1, or null.")
+    if trainer.keep_best_k < 1:
+        raise RefusedError(f"trainer.keep_best_k={trainer.keep_best_k} is too small: use 1 or more.")
     if trainer.keep_best is None:
+        if trainer.keep_best_k > 1:
+            raise RefusedError(
+                f"trainer.keep_best_k={trainer.keep_best_k} needs a metric: type it as well, for example "
+                "trainer.keep_best=max:eval/accuracy."
+            )
         return
     if not re.fullmatch(r"(max|min):[^/\s]+/\S+", trainer.keep_best):
         raise RefusedError(

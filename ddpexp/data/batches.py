@@ -129,6 +129,7 @@ class EvalBatches:
     timeout_seconds: float = 0.0  # as in TrainBatches
     name: str = "eval"
     on_device: bool = False  # as in TrainBatches
+    limit: int | None = None  # only this many samples, the first ones
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's batches; another rank may have one more."""
@@ -145,7 +146,12 @@ class EvalBatches:
     @property
     def num_batches(self) -> int:
         """Return the number of batches over all ranks."""
-        return -(-len(self.data) // self.batch_size)
+        return -(-self.num_samples // self.batch_size)
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples over all ranks."""
+        return len(self.data) if self.limit is None else min(self.limit, len(self.data))
 
     def first(self) -> Any:
         """Return the first batch of the whole set, on any rank."""
@@ -153,8 +159,8 @@ class EvalBatches:
 
     def _ranges(self) -> Iterator[tuple[int, int]]:
         stride = self.batch_size * self.world_size
-        for start in range(self.rank * self.batch_size, len(self.data), stride):
-            yield start, min(start + self.batch_size, len(self.data))
+        for start in range(self.rank * self.batch_size, self.num_samples, stride):
+            yield start, min(start + self.batch_size, self.num_samples)
 
 
 def _gather(data: IndexData, name: str, indices: Tensor, device: torch.device) -> Any:

@@ -184,3 +184,13 @@ def hold_out(train: Any, fraction: float) -> tuple[Any, Any]:
         return Subset(train, shuffle, 0, kept), Subset(train, shuffle, kept, held)
     order = shuffle(np.arange(len(train))).tolist()
     return torch.utils.data.Subset(train, order[:kept]), torch.utils.data.Subset(train, order[kept:])
+
+
+def choose_samples(train: Any, count: int) -> Any:
+    """Return `count` samples chosen at random, the same ones in every run; the whole set if it has no more."""
+    if count >= len(train):
+        return train
+    shuffle = Permutation(len(train), seed=0, epoch=1)  # another one than that of `hold_out`
+    if isinstance(train, IndexData):
+        return Subset(train, shuffle, 0, count)
+    return torch.utils.data.Subset(train, shuffle(np.arange(count)).tolist())

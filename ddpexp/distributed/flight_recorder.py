@@ -13,7 +13,7 @@ from ddpexp.launch.workers.collectives import Record, summarize
 from ddpexp.launch.workers.control import Control
 
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # the first only in builds with NCCL
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, only in builds with it; of the other backends
 _SIZE = 2000  # torch's own default in 2.13; in 2.10 the recorder is off unless it gets a size
 
 
@@ -32,8 +32,8 @@ def read() -> Record | None:
     It asks CUDA which calls have completed, which can block while the driver does: call it in a thread of its own.
     """
     module = torch._C._distributed_c10d
-    dump = next((getattr(module, name) for name in _DUMPS if name in dir(module)), None)
-    return None if dump is None else summarize(json.loads(dump()))
+    records = [summarize(json.loads(getattr(module, name)())) for name in _DUMPS if name in dir(module)]
+    return next((record for record in records if record.groups), records[0] if records else None)
 
 
 def answer_inquiries(control: Control, environ: Mapping[str, str]) -> None:

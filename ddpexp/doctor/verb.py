@@ -25,10 +25,10 @@ from ddpexp.system.terminal import print_message, show
 
 _USAGE = f"""{commands.of("doctor").usage}
 
-Report what a run with these words would meet on this machine: GPUs, driver,
-links and a measured all-reduce, memory, limits, file systems, clock, network,
-scheduler, versions. Each line is good, doubtful or bad, with what to do.
-Nothing is trained, and no data is needed.
+Report what a run with these overrides would meet on this machine: GPUs,
+driver, links and a measured all-reduce, memory, limits, file systems, clock,
+network, scheduler, versions. Each line is good, doubtful or bad, with what to
+do. Nothing is trained, and no data is needed.
 
   --json               for programs: an object per line
 

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from ddpexp.config.instantiate import instantiate
 from ddpexp.config.parse import load
-from ddpexp.config.schema import Experiment
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches, to_device
 from ddpexp.data.datasets import Splits, device_bytes
@@ -77,7 +77,7 @@ def collect(
     data_size = experiment.strategy.data_rank(0, layout.world_size).size
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size)
     before = _own_memory()
-    splits = Splits(range(num_samples), {}) if num_samples is not None else open_data(experiment, prepared, _ALONE)
+    splits = open_data(experiment, prepared, _ALONE) if num_samples is None else _placeholder(trainer, num_samples)
     train, there = splits.train, experiment.data.on_device and num_samples is None
     data_bytes = max(0, _own_memory() - before) if num_samples is None else None
     batches = TrainBatches(train, plan, 0, trainer.seed, _CPU)
@@ -123,6 +123,11 @@ def collect(
         notes=notes,
     )
     return facts, steps
+
+
+def _placeholder(trainer: Trainer, num_samples: int) -> Splits:
+    """Return data sets of this size without samples."""
+    return Splits(range(min(num_samples, trainer.limit_train_samples or num_samples)), {})
 
 
 def _models(experiment: Experiment, notes: dict[str, str]) -> tuple[Models, bool, torch.device]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ddpexp.config.schema import Trainer
 from ddpexp.launch import Layout
 from ddpexp.strategy.memory import Facts, Part
@@ -37,16 +39,20 @@ def checkpoint_files(facts: Facts, trainer: Trainer) -> dict[str, int]:
     return files | {"state.optimizers.safetensors": facts.optimizer_bytes}
 
 
-def checkpoints_at_once(trainer: Trainer, num_checkpoints: int) -> int:
+def checkpoints_at_once(trainer: Trainer, num_checkpoints: int, num_steps: int) -> int:
     """Return how many checkpoints are on the disk at most.
 
-    The oldest goes when the newest is complete, the best stays.
+    The oldest goes when the newest is complete, the best ones and those of trainer.keep_every stay.
     """
     kept = num_checkpoints if trainer.keep_last is None else trainer.keep_last + 1
-    return min(num_checkpoints, kept + (trainer.keep_best is not None))
+    best = trainer.keep_best_k if trainer.keep_best is not None else 0
+    return min(num_checkpoints, kept + best + (num_steps // trainer.keep_every if trainer.keep_every else 0))
 
 
 def num_checkpoints(trainer: Trainer, num_steps: int, steps_per_epoch: int) -> int:
-    """Return how many checkpoints a run makes: one each period, and one at its end."""
+    """Return how many checkpoints a run makes: one at each multiple of either period, and one at its end."""
     every = steps_per_epoch if trainer.checkpoint_every == "epoch" else trainer.checkpoint_every
-    return -(-num_steps // every) if every else 1
+    periods = [period for period in (every, trainer.keep_every) if period]
+    both = num_steps // math.lcm(*periods) if len(periods) > 1 else 0
+    at_end = all(num_steps % period for period in periods)
+    return sum(num_steps // period for period in periods) - both + at_end

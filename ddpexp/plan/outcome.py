@@ -89,7 +89,7 @@ class Outcome:
     def checkpoints(self) -> tuple[int, int]:
         """Return how many checkpoints the run makes, and how many are there at once."""
         made = num_checkpoints(self.experiment.trainer, self.num_steps, self.steps_per_epoch)
-        return made, checkpoints_at_once(self.experiment.trainer, made)
+        return made, checkpoints_at_once(self.experiment.trainer, made, self.num_steps)
 
     def notes(self) -> list[str]:
         """Return the assumptions as sentences."""

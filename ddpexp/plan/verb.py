@@ -23,10 +23,10 @@ from ddpexp.system.terminal import print_message
 
 _USAGE = f"""{commands.of("plan").usage}
 
-Say what a run with these words would be: its workers and batches, the memory of
-a rank, the size of a checkpoint, the time of a step. Nothing is trained and no
-machine is needed: trainer.device=cuda trainer.gpus=8 trainer.nodes=512 plans
-for 4,096 GPUs.
+Report what a run with these overrides would be: its workers and batches, the
+memory of a rank, the size of a checkpoint, the time of a step. Nothing is
+trained and no machine is needed: trainer.device=cuda trainer.gpus=8
+trainer.nodes=512 plans for 4,096 GPUs.
 
   --json               for programs
   --cores N            CPU cores of a machine; else as many as this one has

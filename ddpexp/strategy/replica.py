@@ -212,6 +212,14 @@ def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
     ]
 
 
+def clip_values(parameters: Iterable[Tensor], limit: float) -> None:
+    """Limit the absolute value of each element of the gradients, of complex ones that of each part."""
+    with torch.no_grad():  # as `nn.utils.clip_grad_value_`, which supports only dense real gradients
+        if values := gradient_values(parameters):
+            torch._foreach_clamp_min_(values, -limit)
+            torch._foreach_clamp_max_(values, limit)
+
+
 def _values_of(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None

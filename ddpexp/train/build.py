@@ -17,7 +17,7 @@ from ddpexp.config.instantiate import Node, instantiate, locate, targets
 from ddpexp.config.schema import Data, Experiment, Trainer
 from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.data.batches import EvalBatches, TrainBatches
-from ddpexp.data.datasets import Splits, hold_out, on_device
+from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
 from ddpexp.distributed.rng import DATA, seed_everything, seed_of
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
@@ -91,7 +91,7 @@ def import_all(experiment: Experiment, world: World) -> None:
 
 def open_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
     """Build the data sets, split and placed for training; see `load_data`. Ranks: all; communicates."""
-    return arrange(load_data(experiment, prepared, world), experiment.data, world)
+    return arrange(load_data(experiment, prepared, world), experiment, world)
 
 
 def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world: World) -> Splits:
@@ -114,10 +114,13 @@ def load_data(experiment: Experiment, prepared: Mapping[str, Any] | None, world:
     return splits
 
 
-def arrange(splits: Splits, data: Data, world: World) -> Splits:
-    """Hold out the validation samples, and move the data sets to the device if data.on_device is set."""
+def arrange(splits: Splits, experiment: Experiment, world: World) -> Splits:
+    """Hold out the validation samples, choose those to train on, and move the data sets to the device if configured."""
+    data, limit = experiment.data, experiment.trainer.limit_train_samples
     if data.validation_fraction:
         splits = _hold_out(splits, data)
+    if limit is not None:
+        splits = replace(splits, train=choose_samples(splits.train, limit))
     return on_device(splits, world.device) if data.on_device else splits
 
 
@@ -232,7 +235,8 @@ def build_evals(
     experiment: Experiment, splits: Splits, rank: DataRank, device: torch.device, batch_size: int
 ) -> dict[str, EvalBatches]:
     """Return the batches of each evaluation set that this rank evaluates."""
-    data, seconds = experiment.data, experiment.trainer.timeout.data_seconds
+    data, trainer = experiment.data, experiment.trainer
+    limit = trainer.limit_eval_batches * trainer.global_batch_size if trainer.limit_eval_batches is not None else None
     return {
         name: EvalBatches(
             dataset,
@@ -241,9 +245,10 @@ def build_evals(
             rank.size,
             device,
             data.num_workers,
-            seconds,
+            trainer.timeout.data_seconds,
             name,
             data.on_device,
+            limit,
         )
         for name, dataset in splits.evals.items()
     }

@@ -56,14 +56,14 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
     existing = on_disk.scan(run.checkpoints).complete
     existing_bytes = sum(file.num_bytes for checkpoint in existing for file in checkpoint.files.values())
     kept = (trainer.keep_last or 1) + 1  # the oldest goes when the newest is complete
+    if trainer.keep_every is not None:
+        kept += loop.num_steps // trainer.keep_every
     if problem is not None:
         logging.getLogger("ddpexp").warning("%s: %s", problem, remedy)
     elif free + existing_bytes < kept * needed:
-        text = (
-            "%s has %s free, and %d checkpoints of %s exist at the same time (trainer.keep_last=%s): saving will "
-            "fail later"
-        )
-        shown = "null" if trainer.keep_last is None else trainer.keep_last
+        text = "%s has %s free, and %d checkpoints of %s exist at the same time (%s): saving will fail later"
+        shown = f"trainer.keep_last={'null' if trainer.keep_last is None else trainer.keep_last}"
+        shown += f" trainer.keep_every={trainer.keep_every}" if trainer.keep_every is not None else ""
         logging.getLogger("ddpexp").warning(
             text, relative(run.path), human(free + existing_bytes), kept, human(needed), shown
         )

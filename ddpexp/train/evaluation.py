@@ -19,7 +19,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import evaluate
-from ddpexp.train.keep_best import check_monitor, is_better, unknown_metric, unknown_monitor
+from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
 from ddpexp.train.metrics import nonfinite_error
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import TrainState
@@ -74,20 +74,22 @@ class Evaluation:
         return metrics
 
     def improves(self, metrics: Mapping[str, float], state: TrainState) -> bool:
-        """Return whether the metric of trainer.keep_best is better than before, and note it in the state.
+        """Return whether the metric of trainer.keep_best is among the best so far, and note it in the state.
 
         Raises:
             UnknownMetricError: the evaluation has no such metric.
         """
-        if self.options.keep_best is None:
+        keep_best = self.options.keep_best
+        if keep_best is None:
             return False
-        name = self.options.keep_best.partition(":")[2]
+        name = keep_best.partition(":")[2]
         if name not in metrics:
-            raise unknown_metric(self.options.keep_best, metrics)
-        improved = is_better(self.options.keep_best, metrics[name], state.best)
-        if improved:
-            state.best = metrics[name]
-        return improved
+            raise unknown_metric(keep_best, metrics)
+        earlier = state.best if state.best_of in (None, keep_best) else []  # values of another metric
+        best = with_value(keep_best, metrics[name], earlier, self.options.keep_best_k)
+        if best is not None:
+            state.best, state.best_of = best, keep_best
+        return best is not None
 
     def check_metrics(self, sums: Sums) -> None:
         """Check after the first step of a start that the evaluation will have the metric of trainer.keep_best.

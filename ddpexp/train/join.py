@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import torch
 
-from ddpexp.config.schema import Experiment
+from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
@@ -21,11 +21,7 @@ def join_world(experiment: Experiment, layout: Layout, control: Control) -> Worl
     """Set up this process as the configuration says and join the other ranks. Ranks: all."""
     torch.set_num_threads(layout.threads)
     _keep_freed_memory()
-    if experiment.trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    torch.set_float32_matmul_precision(experiment.trainer.matmul_precision)
-    torch.backends.cudnn.benchmark = experiment.trainer.cudnn_benchmark
+    choose_algorithms(experiment.trainer)
     experiment.trust.make_importable()
     uses_nccl = layout.backend == "nccl" and layout.world_size > 1
     if uses_nccl:
@@ -35,6 +31,15 @@ def join_world(experiment: Experiment, layout: Layout, control: Control) -> Worl
         flight_recorder.answer_inquiries(control, os.environ)
     fault_point("joined")
     return world
+
+
+def choose_algorithms(trainer: Trainer) -> None:
+    """Set which algorithms and number formats torch uses in this process, before CUDA is initialised."""
+    if trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
 
 
 def _keep_freed_memory() -> None:

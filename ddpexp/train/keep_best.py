@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ddpexp.config.build import nearest
 from ddpexp.errors import DdpexpError, RefusedError
@@ -58,11 +58,16 @@ def unknown_metric(keep_best: str, metrics: Iterable[str]) -> UnknownMetricError
     )
 
 
-def is_better(keep_best: str, value: float, best: float | None) -> bool:
-    """Return whether a value of the metric is better than the best one before."""
+def with_value(keep_best: str, value: float, best: Sequence[float], count: int) -> list[float] | None:
+    """Return the best `count` values with this one among them, the best first; None if it is not better than the last.
+
+    An equal value is not better.
+    """
     if math.isnan(value):
-        return False
-    return best is None or (value > best if keep_best.startswith("max:") else value < best)
+        return None
+    best = best[:count]
+    place = sum(not (value > other if keep_best.startswith("max:") else value < other) for other in best)
+    return [*best[:place], value, *best[place:]][:count] if place < count else None
 
 
 def check_monitor(key: str, metric: str, sets: Iterable[str], eval_every: int | str) -> None:

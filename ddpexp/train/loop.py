@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.due import Due
 from ddpexp.train.ema import EMA
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
@@ -38,15 +39,6 @@ from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_n
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import Checkpointer, Outcome, TrainState
 from ddpexp.train.task_checks import mean_for_a_sum
-
-
-class _Due(NamedTuple):
-    """What follows a step."""
-
-    record: bool
-    evaluation: bool
-    checkpoint: bool
-    is_last: bool
 
 
 @dataclass
@@ -89,7 +81,8 @@ class Loop:
         self._recorded_lrs = rates_by_name(self.optimizers)
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
-            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self._records_graphs(),
+            self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
+            self._records_graphs(),
             self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
         )  # fmt: skip
         self._evaluation = Evaluation(
@@ -106,7 +99,7 @@ class Loop:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss that is not finite; on all ranks alike.
         """
         self._start()
-        interrupted = self._finish_interrupted_evaluation()
+        interrupted = self._evaluate_before_steps()
         self._prepare_for_data()
         for step, micro_batches in enumerate(self._remaining_steps(interrupted), start=self.state.step):
             self.control.set_phase("train")
@@ -178,9 +171,16 @@ class Loop:
         compilation = Compilation.of(self.options)
         return compilation is not None and compilation.records_graphs
 
-    def _finish_interrupted_evaluation(self) -> bool:
-        """Redo the evaluation that a stop request interrupted; return whether it was stopped again."""
-        return not self.state.evaluated and self._evaluate()[0]
+    def _evaluate_before_steps(self) -> bool:
+        """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
+        state = self.state
+        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(self.evals)
+        if not at_start and state.evaluated:
+            return False
+        interrupted, improved = self._evaluate()
+        if at_start and improved:
+            self._save(end=False)
+        return interrupted
 
     def _remaining_steps(self, interrupted: bool) -> Iterable[list[Any]]:
         ends = interrupted or self.stopped is not None
@@ -194,23 +194,13 @@ class Loop:
         self.control.set_phase("data")
         fault_point("data")
 
-    def _due_after(self, step: int) -> _Due:
-        options, is_last = self.options, step == self.num_steps
+    def _due_after(self, step: int) -> Due:
         if self.checkpointer is not None:
             self.checkpointer.check()
-        return _Due(
-            record=step % options.log_every == 0 or is_last,
-            evaluation=bool(self.evals)
-            and options.eval_every != 0
-            and (self._is_due(step, options.eval_every) or is_last),
-            checkpoint=self.checkpointer is not None and self._is_due(step, options.checkpoint_every),
-            is_last=is_last,
+        due = Due.after(step, self.num_steps, self.train.steps_per_epoch, self.options)
+        return due._replace(
+            evaluation=due.evaluation and bool(self.evals), checkpoint=due.checkpoint and self.checkpointer is not None
         )
-
-    def _is_due(self, step: int, every: int | str) -> bool:
-        """Return whether `step` ends a period of `every` steps, or an epoch; 0 is never."""
-        period = self.train.steps_per_epoch if isinstance(every, str) else every
-        return period != 0 and step % period == 0
 
     def _checkpoint_overdue(self) -> bool:
         """Return whether the time for a checkpoint has come. Ranks: rank zero's answer counts, since clocks differ."""
@@ -233,7 +223,7 @@ class Loop:
             group["lr"] = base_lr * factor
         return factor
 
-    def _train_step(self, step: int, micro_batches: list[Any], due: _Due) -> None:
+    def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
         self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
         sums = self._step.run(step, micro_batches)

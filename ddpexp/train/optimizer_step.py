@@ -18,6 +18,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Strategy
+from ddpexp.strategy.replica import clip_values
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasTrainStep, Sums, Task
 from ddpexp.train.counts import GlobalCounts
@@ -46,6 +47,7 @@ class Step:
     seed: int
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
+    clip_grad_value: float | None = None
     records_graphs: bool = False  # torch.compile uses CUDA graphs
     on_gradients: Callable[[Sequence[Optimizer]], None] | None = None  # of callbacks
     want_norm: bool = False
@@ -221,6 +223,8 @@ class Step:
             self.norm = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
         elif self.want_norm:
             self.norm = self.strategy.gradient_norm(_parameters(optimizers))
+        if self.clip_grad_value is not None:
+            clip_values(_parameters(optimizers), self.clip_grad_value)
         if self.precision.step(*optimizers):
             self.moved = True
         elif self._undo is not None:

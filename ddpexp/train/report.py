@@ -50,7 +50,7 @@ class Report:
             batch += ", summed in one order at every number of workers"
         lines = {
             "recipe": " ".join([experiment.recipe.name, *self.run.options()]),
-            "data": note or f"{experiment.data.target}, {len(self.train.data):,} samples to train",
+            "data": (note or f"{experiment.data.target}, {len(self.train.data):,} samples to train") + self._limits(),
             "model": f"{_model(experiment.model)}, {size:,} parameters, {_numbers(experiment.trainer)}",
             "world": f"{workers} ({layout.backend}{shared}), {counted(layout.threads, 'thread')} each{crowded}",
             "batch": f"{plan.global_batch_size} = {batch}",
@@ -58,6 +58,16 @@ class Report:
             "folder": relative(self.run.path),
         }
         return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
+
+    def _limits(self) -> str:
+        """Return what the trainer leaves out of the data."""
+        trainer = self.experiment.trainer
+        parts = []
+        if trainer.limit_train_samples is not None:
+            parts.append(f"trained on {len(self.train.data):,} samples")
+        if trainer.limit_eval_batches is not None:
+            parts.append(f"evaluated on at most {trainer.limit_eval_batches * trainer.global_batch_size:,} of each set")
+        return f"; {', '.join(parts)}" if parts else ""
 
     def hyperparameters(self) -> dict[str, bool | float | str]:
         """Return the hyperparameters by their keys: a fixed selection, and every override of this run."""

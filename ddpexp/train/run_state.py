@@ -65,6 +65,8 @@ class RunState:
             world,
             keep_last=trainer.keep_last,
             keep_best=trainer.keep_best,
+            keep_best_k=trainer.keep_best_k,
+            keep_every=trainer.keep_every,
             stops=trainer.on_save_error == "stop",
         )
         random = HostRandom(trainer.seed, world.rank)
@@ -259,6 +261,8 @@ def _join(progress: Mapping[str, Any], clock: Mapping[str, Any]) -> TrainState:
     fields = {name: progress[name] for name in TrainState.__dataclass_fields__ if name in progress}
     since = float(clock["since_record"])
     window = [{**entry, "seconds": since if number == 0 else 0.0} for number, entry in enumerate(progress["window"])]
+    if not isinstance(best := fields.get("best", []), list):  # older checkpoints have one value or none
+        fields["best"] = [] if best is None else [best]
     seconds = float(clock["train_seconds"])
     elapsed = float(clock.get("elapsed_seconds", seconds))  # older checkpoints do not have it
     return TrainState(**{**fields, "window": window, "train_seconds": seconds, "elapsed_seconds": elapsed})

@@ -30,7 +30,8 @@ class TrainState:
     evaluated: bool = True  # False: the evaluation after this step was interrupted and is still to be done
     metrics: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     evaluated_at: int | None = None  # the step of the last evaluation
-    best: float | None = None  # best value so far of the metric of trainer.keep_best
+    best: list[float] = field(default_factory=list)  # best values so far of trainer.keep_best, the best first
+    best_of: str | None = None  # the trainer.keep_best that they are of
     window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
     train_seconds: float = 0.0
     elapsed_seconds: float = 0.0

@@ -143,7 +143,7 @@ def build(context: RunContext) -> Built:
 
     undivided = load_data(experiment, context.prepared, world)
     inputs = inputs_of(context, undivided) if world.is_rank_zero else {}
-    splits = arrange(undivided, experiment.data, world)
+    splits = arrange(undivided, experiment, world)
     check_held_out(experiment, splits, undivided)
     data = experiment.strategy.data_rank(world.rank, world.world_size)
     plan = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data.size)

@@ -119,6 +119,18 @@ def test_the_shipped_values_parse_into_an_experiment() -> None:
         ({"trainer__eval_every": -1}, "trainer.eval_every=-1: use epoch, a number of steps, or 0 for never."),
         ({"trainer__eval_every": "epochs"}, "trainer.eval_every=epochs is not epoch or a whole number. Did you mean"),
         ({"trainer__clip_grad_norm": 0}, "trainer.clip_grad_norm=0.0: use a number above 0, or null."),
+        ({"trainer__max_seconds": 0}, "trainer.max_seconds=0.0: use a number above 0, or null."),
+        ({"trainer__clip_grad_value": -1}, "trainer.clip_grad_value=-1.0: use a number above 0, or null."),
+        ({"trainer__limit_eval_batches": 0}, "trainer.limit_eval_batches=0 is too small: use 1 or more."),
+        ({"trainer__keep_every": 0}, "trainer.keep_every=0: use a number of steps from 1, or null."),
+        ({"trainer__keep_best_k": 0}, "trainer.keep_best_k=0 is too small: use 1 or more."),
+        ({"trainer__keep_best_k": 2}, (
+            "trainer.keep_best_k=2 needs a metric: type it as well, for example trainer.keep_best=max:eval/accuracy."
+        )),
+        ({"trainer__limit_train_samples": 64, "trainer__global_batch_size": 128}, (
+            "trainer.limit_train_samples=64 is fewer than trainer.global_batch_size=128, the samples of a step. Use "
+            "trainer.limit_train_samples=128, or trainer.global_batch_size=64."
+        )),
         ({"trainer__clip_grad_norm": float("nan")}, "trainer.clip_grad_norm=nan: use a number above 0, or null."),
         ({"trainer__nonfinite": "ignore"}, "trainer.nonfinite=ignore is not one of stop, skip."),
         ({"trainer__global_batch_size": 0}, (

@@ -439,10 +439,9 @@ FOREIGN = [
         "from weights."
     )),
     ("trainer.limit_train_batches=3", "There is nothing like it: trainer.max_steps=N ends a run after N steps."),
-    ("limit_eval_batches=3", (
-        "There is nothing like it: an evaluation takes its whole data set, and "
-        "trainer.eval_every=0 leaves"
-    )),
+    ("limit_val_batches=3", "Did you mean trainer.limit_eval_batches?"),
+    ("trainer.overfit_batches=3", "trainer.limit_train_samples=64 trains on this many samples only."),
+    ("trainer.save_top_k=3", "Did you mean trainer.keep_best_k?"),
     ("trainer.fast_dev_run=true", "There is nothing like it: trainer.max_steps=2 ends a run after two steps."),
     ("trainer.patience=3", "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience "
      "counts evaluations."),
@@ -469,13 +468,10 @@ def test_for_another_frameworks_key_ours_is_suggested(word: str, advice: str) ->
 
 
 def test_the_error_is_the_same_wherever_the_key_stands(project: Path) -> None:
-    advice = (
-        "is not a known key. There is nothing like it: an evaluation takes its whole data set, and "
-        "trainer.eval_every=0 leaves"
-    )
-    for key in ("limit_eval_batches", "trainer.limit_eval_batches"):
+    advice = "is not a known key. There is nothing like it: trainer.max_steps=N ends a run after N steps."
+    for key in ("limit_train_batches", "trainer.limit_train_batches"):
         assert refusal(f"{key}=3").startswith(f"{key} {advice}")
-    assert refusal("+trainer.limit_eval_batches=3").startswith(f"trainer.limit_eval_batches {advice}")
+    assert refusal("+trainer.limit_train_batches=3").startswith(f"trainer.limit_train_batches {advice}")
 
 
 @pytest.mark.parametrize(("word", "advice"), FOREIGN_VALUES)

@@ -201,10 +201,15 @@ def test_checkpoints_on_the_disk() -> None:
     assert checkpoint_files(found, replace(TRAINER, ema_decay=0.9))["model.ema.safetensors"] == 400
     assert num_checkpoints(TRAINER, num_steps=25, steps_per_epoch=10) == 3
     assert num_checkpoints(replace(TRAINER, checkpoint_every=0), num_steps=25, steps_per_epoch=10) == 1
-    assert checkpoints_at_once(TRAINER, 2) == 2
-    assert checkpoints_at_once(TRAINER, 10) == 3
-    assert checkpoints_at_once(replace(TRAINER, keep_best="min:eval/loss"), 10) == 4
-    assert checkpoints_at_once(replace(TRAINER, keep_last=None), 10) == 10
+    kept = replace(TRAINER, checkpoint_every=10, keep_every=15)
+    assert num_checkpoints(kept, num_steps=60, steps_per_epoch=10) == 8  # 10 15 20 30 40 45 50 60
+    assert num_checkpoints(kept, num_steps=61, steps_per_epoch=10) == 9
+    assert checkpoints_at_once(TRAINER, 2, 20) == 2
+    assert checkpoints_at_once(TRAINER, 10, 100) == 3
+    assert checkpoints_at_once(replace(TRAINER, keep_best="min:eval/loss"), 10, 100) == 4
+    assert checkpoints_at_once(replace(TRAINER, keep_best="min:eval/loss", keep_best_k=3), 10, 100) == 6
+    assert checkpoints_at_once(replace(TRAINER, keep_last=None), 10, 100) == 10
+    assert checkpoints_at_once(replace(TRAINER, keep_every=50), 10, 100) == 5
 
 
 def test_partial_sums_are_as_many_as_a_counter_has_digits() -> None:

@@ -62,7 +62,7 @@ def test_a_fraction_that_leaves_no_batch_to_train_is_refused_with_the_largest_th
         made = compose([*overrides, f"data.validation_fraction={value}"])
         assert made is not None
         experiment = parse(made.values)
-        check_held_out(experiment, arrange(undivided, experiment.data, ALONE), undivided)
+        check_held_out(experiment, arrange(undivided, experiment, ALONE), undivided)
 
     with pytest.raises(RefusedError) as caught:
         check(fraction)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from ddpexp.errors import RefusedError
 from ddpexp.strategy import compiled
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.options import Compilation, DataRank
-from ddpexp.train.compilations import Compilations, Recompilation, describe, limit_processes
+from ddpexp.train.compilations import Compilations, Recompilation, describe, end_processes, limit_processes
 from ddpexp.train.metrics import MetricAccumulator
 from tests.conftest import Ddpexp
 from tests.fitting import ALONE, STRATEGY, TRAINER, Once, fit_alone
@@ -45,6 +47,17 @@ def test_the_workers_share_the_cores_unless_the_user_says_otherwise(
     found = dict(environ)
     limit_processes(found, cores, workers)
     assert found == {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+
+
+def test_the_processes_that_compile_are_ended_where_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+    pools = SimpleNamespace(shutdown_compile_workers=lambda: ended.append(True))
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", pools)
+    end_processes()
+    assert ended == [True]
+    monkeypatch.delitem(sys.modules, "torch._inductor.async_compile")
+    end_processes()  # nothing was compiled: the module is not imported for it
+    assert "torch._inductor.async_compile" not in sys.modules
 
 
 def test_what_was_compiled_again_is_counted_with_the_last_reason() -> None:

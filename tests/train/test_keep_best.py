@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from ddpexp.errors import RefusedError
-from ddpexp.train.keep_best import UnknownMetricError, check_set, is_better
+from ddpexp.train.keep_best import UnknownMetricError, check_set
 from tests.conftest import Ddpexp
 from tests.fitting import Once, fit_alone, loop_alone
 from tests.points import Recipe
@@ -68,17 +67,6 @@ def test_an_evaluation_set_that_does_not_exist_is_refused(keep_best: str, sets: 
 def test_nothing_else_is_refused() -> None:
     check_set(None, [])
     check_set("max:eval/anything", ["eval"])
-
-
-@pytest.mark.parametrize(
-    ("keep_best", "value", "best", "better"),
-    [
-        ("max:eval/a", 1.0, None, True), ("max:eval/a", 2.0, 1.0, True), ("max:eval/a", 1.0, 1.0, False),
-        ("min:eval/a", 0.5, 1.0, True), ("min:eval/a", 2.0, 1.0, False), ("min:eval/a", math.nan, None, False),
-    ],
-)  # fmt: skip
-def test_the_mode_says_what_is_better(keep_best: str, value: float, best: float | None, better: bool) -> None:
-    assert is_better(keep_best, value, best) is better
 
 
 def test_an_unknown_metric_is_refused_after_the_first_step(points: Any, tmp_path: Path) -> None:

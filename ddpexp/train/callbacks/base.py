@@ -84,13 +84,13 @@ class RunView:
     models: Mapping[str, nn.Module]  # by name, as built: a single one is `model`
     optimizers: Mapping[str, Optimizer]
     logger: Logger  # rank zero records, those of the others do nothing
-    requests: Requests
+    _requests: Requests
     _state: TrainState
     _step: Step
     _register: Callable[[str, str], None]
     _parameters: Mapping[str, Tensor]  # of all models, by name
     caller: str = ""  # the key of the callback that is called
-    stepping: Sequence[Optimizer] = ()  # in `on_gradients`, those that are about to use the gradients
+    _stepping: Sequence[Optimizer] = ()  # in `on_gradients`, those that are about to use the gradients
 
     @property
     def step(self) -> int:
@@ -148,7 +148,7 @@ class RunView:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names such as `model.0.weight` with the gradients that are about to be used; in `on_gradients`."""
-        waiting = {id(p) for optimizer in self.stepping for group in optimizer.param_groups for p in group["params"]}
+        waiting = {id(p) for optimizer in self._stepping for group in optimizer.param_groups for p in group["params"]}
         for name, parameter in self.parameters():
             if id(parameter) in waiting and parameter.grad is not None:
                 yield name, parameter.grad
@@ -186,12 +186,12 @@ class RunView:
 
     def save(self) -> None:
         """Request a checkpoint: of this step in `on_evaluated`, else of the next step that is recorded or evaluated."""
-        self.requests.save = True
+        self._requests.save = True
 
     def stop(self, reason: str) -> None:
         """Request the end of the run for a reason, a sentence without full stop; when, is as for `save`.
 
         One rank's request is enough. The run is then done, not interrupted.
         """
-        if self.requests.stop is None:
-            self.requests.stop = f"callbacks.{self.caller}: {reason}"
+        if self._requests.stop is None:
+            self._requests.stop = f"callbacks.{self.caller}: {reason}"

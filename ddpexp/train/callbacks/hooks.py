@@ -106,7 +106,7 @@ class Callbacks:
     def call_on_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Call `on_gradients` before these optimizers use the gradients."""
         if self.view is not None:
-            self.view.stepping = optimizers
+            self.view._stepping = optimizers
         self.call("on_gradients", self.on_gradients)
 
     def end(self) -> None:
