@@ -25,8 +25,8 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.strategy import Exact
+from ddpexp.train.average import Average
 from ddpexp.train.callbacks.hooks import Callbacks
-from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.schedule import Cosine
@@ -105,7 +105,7 @@ def loop_alone(
         evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
         logger=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
         callbacks=callbacks or Callbacks(),
-        ema=None if options.ema_decay is None else EMA(strategy.modules, options.ema_decay),
+        average=Average.from_config(strategy.modules, options, 4),
     )  # fmt: skip
     return loop, path
 

@@ -99,6 +99,7 @@ def _check_trainer(trainer: Trainer) -> None:
         if value != "epoch" and value < 0:
             raise RefusedError(f"trainer.{name}={value}: use epoch, a number of steps, or 0 for never.")
     _check_saving(trainer)
+    _check_average(trainer)
     if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
         raise RefusedError(
             f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null."
@@ -122,6 +123,31 @@ def _check_limits(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.limit_train_samples={samples} is fewer than trainer.global_batch_size={size}, the samples of a "
             f"step. Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}."
+        )
+
+
+def _check_average(trainer: Trainer) -> None:
+    """Check the keys of averaged weights against each other."""
+    if trainer.swa_start is not None and trainer.swa_start < 0:
+        raise RefusedError(f"trainer.swa_start={trainer.swa_start}: use a number of steps from 0, or null.")
+    if trainer.swa_start is not None and trainer.ema_decay is not None:
+        raise RefusedError(
+            f"trainer.swa_start={trainer.swa_start} trainer.ema_decay={trainer.ema_decay}: a run has one average of "
+            "its weights. Set one of them to null."
+        )
+    if trainer.swa_every != "epoch" and trainer.swa_every < 1:
+        raise RefusedError(f"trainer.swa_every={trainer.swa_every}: use epoch, or a number of steps from 1.")
+    if trainer.average_batch_norm is None:
+        return
+    if trainer.average_batch_norm < 1:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm}: use a number of training batches from 1, or "
+            "null."
+        )
+    if not trainer.averages:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
+            "trainer.ema_decay or trainer.swa_start, too."
         )
 
 

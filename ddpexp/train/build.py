@@ -31,6 +31,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.average import Average
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
@@ -273,6 +274,28 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     return Many(loggers)
 
 
+def build_average(strategy: Strategy, trainer: Trainer, steps_per_epoch: int, num_steps: int) -> Average | None:
+    """Return the average of the weights, if the section `trainer` asks for one.
+
+    Raises:
+        RefusedError: it would never begin, or there is no BatchNorm to estimate for it.
+    """
+    average = Average.from_config(strategy.modules, trainer, steps_per_epoch)
+    if average is None:
+        return None
+    if average.first_step > num_steps:
+        raise RefusedError(
+            f"trainer.swa_start={trainer.swa_start} trainer.swa_every={trainer.swa_every}: the first weights would be "
+            f"averaged after step {average.first_step:,}, and the run ends after step {num_steps:,}."
+        )
+    if trainer.average_batch_norm is not None and not average.layers:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm}: the model has no BatchNorm that keeps "
+            "statistics. Leave it out."
+        )
+    return average
+
+
 def build_callbacks(experiment: Experiment, world: World, num_steps: int) -> Callbacks:
     """Return the callbacks of this rank, in the order of the configuration.
 
@@ -333,6 +356,6 @@ def build_loop(
         options=trainer,
         num_steps=num_steps,
         checkpointer=checkpointer,
-        ema=checkpointer.ema,
+        average=checkpointer.average,
         callbacks=checkpointer.callbacks,
     )

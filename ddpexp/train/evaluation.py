@@ -17,7 +17,8 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
-from ddpexp.train.ema import EMA
+from ddpexp.train.average import Average
+from ddpexp.train.average_batch_norm import BatchNormEstimate
 from ddpexp.train.evaluate import evaluate
 from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
 from ddpexp.train.metrics import nonfinite_error
@@ -38,7 +39,8 @@ class Evaluation:
     control: Control
     logger: Logger
     options: Trainer
-    ema: EMA | None = None
+    average: Average | None = None
+    batch_norm: BatchNormEstimate | None = None  # None: the average is evaluated with the statistics of training
     monitored: dict[str, str] = field(default_factory=dict)  # metrics that callbacks read, by the keys that name them
 
     def monitor(self, key: str, metric: str) -> None:
@@ -59,7 +61,8 @@ class Evaluation:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss is not finite.
         """
         self.control.set_phase("evaluate")
-        weights = nullcontext() if self.ema is None else self.ema.in_place_of_weights()
+        self.refresh_average()
+        weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         with weights, self.strategy.evaluation() as model:
             metrics = evaluate(
                 self.task, model, self.evals, self.precision, self.world, self.strategy.data, self.control
@@ -72,6 +75,11 @@ class Evaluation:
                 with torch.no_grad():
                     self.task.on_eval(model, next(iter(self.evals.values())).first(), self.logger, step)
         return metrics
+
+    def refresh_average(self) -> None:
+        """Estimate the statistics of BatchNorm for the average, if it has changed. Ranks: all; communicates."""
+        if self.average is not None and self.batch_norm is not None:
+            self.batch_norm.refresh(self.average)
 
     def improves(self, metrics: Mapping[str, float], state: TrainState) -> bool:
         """Return whether the metric of trainer.keep_best is among the best so far, and note it in the state.

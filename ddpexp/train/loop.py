@@ -27,10 +27,11 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
+from ddpexp.train.average import Average
+from ddpexp.train.average_batch_norm import BatchNormEstimate
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.due import Due
-from ddpexp.train.ema import EMA
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
@@ -58,7 +59,7 @@ class Loop:
     options: Trainer
     num_steps: int
     checkpointer: Checkpointer | None = None
-    ema: EMA | None = None
+    average: Average | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
     state: TrainState = field(default_factory=TrainState)
     stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
@@ -85,9 +86,15 @@ class Loop:
             self._records_graphs(),
             self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
         )  # fmt: skip
+        batches = self.options.average_batch_norm
+        batch_norm = None
+        if batches is not None:
+            batch_norm = BatchNormEstimate(
+                self.task, self.strategy, self.train, self.precision, self.world, self.control, batches
+            )
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
-            self.ema,
+            self.average, batch_norm,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -228,9 +235,9 @@ class Loop:
         self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
         sums = self._step.run(step, micro_batches)
         self._metrics.add(sums)
-        if self.ema is not None and self._step.moved:
-            self.ema.update()
         self.state.step = self.control.step = step + 1
+        if self.average is not None:
+            self.average.update(step + 1, self._step.moved)
         if self.callbacks.on_step:
             self.callbacks.call("on_step", self.callbacks.on_step)
         fault_point("step")
@@ -306,7 +313,7 @@ class Loop:
         self.control.set_phase("train")
         return False, improved
 
-    def _save(self, end: bool) -> str | None:
+    def _save(self, end: bool, interrupted: bool = False) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""
         if self.checkpointer is None:
             return None
@@ -318,6 +325,8 @@ class Loop:
         with self._clock.paused():
             self._step.check()
             self._check_finite()
+            if not interrupted:  # else the time is limited
+                self._evaluation.refresh_average()
             self.state.window = self._metrics.pending(self._clock.since_record())
             self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()
             optimizers = {
@@ -340,7 +349,7 @@ class Loop:
             interrupted = self._complete_early_end()
         if not interrupted:
             self.callbacks.end()
-        digest = self._save(end=True)
+        digest = self._save(end=True, interrupted=interrupted)
         state = self.state
         return Outcome(
             state.step, self._epoch(), state.metrics, self._clock.total(), self._clock.elapsed(), self._first_step_at,

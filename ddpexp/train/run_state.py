@@ -25,8 +25,8 @@ from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.secrets import masked_tree
+from ddpexp.train.average import Average
 from ddpexp.train.callbacks.hooks import Callbacks
-from ddpexp.train.ema import EMA
 from ddpexp.train.loop import Loop
 from ddpexp.train.state import TrainState
 
@@ -39,7 +39,7 @@ class RunState:
 
     writer: Writer
     strategy: Strategy
-    ema: EMA | None
+    average: Average | None
     random: HostRandom
     logger: Logger
     world: World
@@ -52,7 +52,7 @@ class RunState:
 
     @classmethod
     def from_config(
-        cls, run: RunDir, trainer: Trainer, strategy: Strategy, ema: EMA | None, logger: Logger, world: World,
+        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: Average | None, logger: Logger, world: World,
     ) -> RunState:  # fmt: skip
         """Build the state and its writer from the trainer's configuration.
 
@@ -70,7 +70,7 @@ class RunState:
             stops=trainer.on_save_error == "stop",
         )
         random = HostRandom(trainer.seed, world.rank)
-        return cls(writer, strategy, ema, random, logger, world, run.path, config=run.config.read_bytes())
+        return cls(writer, strategy, average, random, logger, world, run.path, config=run.config.read_bytes())
 
     def save(
         self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
@@ -91,8 +91,9 @@ class RunState:
             modules = {
                 name: _non_empty({"buffers": non_persistent[name], "extra": _others(states[name])}) for name in states
             }
-            if self.ema is not None:
-                models |= {f"{name}.ema": self._shards(name, self.ema.tensors(name)) for name in states}
+            if self.average is not None:
+                models |= {f"{name}.ema": self._shards(name, self.average.tensors(name)) for name in states}
+                state.averaged = self.average.count
             progress, clock = _split(state)
             parts = {
                 "optimizers": optimizers,
@@ -171,11 +172,13 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
         copy_into(_non_persistent_buffers(module, current), saved.get("buffers") or {}, f"{where} (buffers)")
         if saved.get("extra"):
             module.load_state_dict({**module.state_dict(), **saved["extra"]})
-        if checkpointer.ema is not None:
-            _restore_ema(checkpoint, checkpointer.ema, name, where, local, loop.world)
+        if checkpointer.average is not None:
+            _restore_average(checkpoint, checkpointer.average, name, where, local, loop.world)
     try:
         loop.restore(parts["optimizers"], progress.pop("precision"))
         loop.state = _join(progress, clock)
+        if checkpointer.average is not None:
+            checkpointer.average.count = loop.state.averaged
         world_size = int(parts["world"]["world_size"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(f"{where} is not that of a run ({type(error).__name__}: {error}).") from None
@@ -184,14 +187,19 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
     _restore_local(checkpoint, world_size, loop.strategy, checkpointer, loop.world)
 
 
-def _restore_ema(
-    checkpoint: Checkpoint, ema: EMA, name: str, where: str, local: Callable[[str, Tensor], Tensor], world: World
+def _restore_average(
+    checkpoint: Checkpoint,
+    average: Average,
+    name: str,
+    where: str,
+    local: Callable[[str, Tensor], Tensor],
+    world: World,
 ) -> None:
-    """Restore the moving average of a model; without one in the checkpoint it starts from the restored weights."""
-    target = _tensors(ema.tensors(name))
+    """Restore the average of a model; without one in the checkpoint it starts from the restored weights."""
+    target = _tensors(average.tensors(name))
     saved = read_model(checkpoint, name, average=True)
     if saved is None:
-        ema.reset()
+        average.reset()
         if world.is_rank_zero:
             logging.getLogger("ddpexp").warning("%s holds no average of the weights: it starts from the weights", where)
         return
