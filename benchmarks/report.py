@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
 import subprocess
 import time
@@ -103,15 +105,19 @@ def machine() -> str:
         )
     except (OSError, StopIteration):
         model = platform.machine()
-    found = (
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True) if Path("/dev/nvidia0").exists() else None
-    )
-    names = [line.partition(": ")[2].split(" (")[0] for line in found.stdout.splitlines()] if found is not None else []
-    gpus = "".join(f", {names.count(name)} x {name}" for name in dict.fromkeys(names))
+    gpus = ""
+    if Path("/dev/nvidiactl").exists() and shutil.which("nvidia-smi"):
+        gpus = gpus_of(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout)
     return (
         f"{os.cpu_count()} cores of {model}{gpus}, Python {platform.python_version()}, torch "
         f"{metadata.version('torch')}"
     )
+
+
+def gpus_of(text: str) -> str:
+    """Return the GPUs in the output of `nvidia-smi -L`, each kind with its number; empty without one."""
+    names = re.findall(r"^GPU \d+: (.+) \(UUID: ", text, re.MULTILINE)
+    return "".join(f", {names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def _draw(charts: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:

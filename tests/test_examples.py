@@ -24,6 +24,7 @@ RECIPES = sorted(path.stem for path in EXAMPLES.glob("*/conf/recipe/*.yaml"))
 OTHERS = {
     "launcher": "launch/test_plugins.py",
     "package": "test_packages.py",
+    "python": "cli/api/test_notebook.py",
     "rows": "test_packages.py",
     "strategy": "strategy/test_outside.py",
 }

@@ -41,13 +41,15 @@ def test_nccl_uses_the_interface_that_the_user_has_exported(ddpexp: Ddpexp) -> N
         assert [interface for *_, interface in devices_of(done.run, 2)] == [used, used]
 
 
-def test_killed_ranks_leave_no_shared_memory(ddpexp: Ddpexp) -> None:
+def test_killed_ranks_leave_neither_shared_memory_nor_dumps(ddpexp: Ddpexp) -> None:
     def files() -> set[str]:
         folder, kinds = Path("/dev/shm"), ("nccl-*", "cuda.shm.*", "torch_*")
         return {path.name for kind in kinds for path in folder.glob(kind)}
 
-    before = files()
-    environ = {"DDPEXP_FAULT": "forward:kill:1:2", "NCCL_P2P_DISABLE": "1"}  # then NCCL uses shared memory
+    before, cache = files(), ddpexp.folder / "cache"
+    environ = {"DDPEXP_FAULT": "forward:kill:1:2", "NCCL_P2P_DISABLE": "1",  # then NCCL uses shared memory
+               "XDG_CACHE_HOME": str(cache)}  # fmt: skip
     done = Recipe(ddpexp, DEVICES)(*SHOWS, timeout=PATIENCE, environ=environ)
     assert (done.code, json.loads((done.run / "error.json").read_text())["signal"]) == (1, signal.SIGKILL)
     assert files() <= before
+    assert not list(cache.rglob("comm_lib_trace_rank_*"))

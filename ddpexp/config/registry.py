@@ -29,7 +29,10 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "histograms": "ddpexp.train.callbacks.histograms.Histograms",
         "lr_monitor": "ddpexp.train.callbacks.lr_monitor.LRMonitor",
     },
-    "strategy": {"ddp": "ddpexp.strategy.ddp_options.DDPOptions"},
+    "strategy": {
+        "ddp": "ddpexp.strategy.ddp_options.DDPOptions",
+        "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
+    },
     "data": {"mnist": "ddpexp.data.mnist.dataset.load", "images": "ddpexp.data.images.dataset.load"},
     "data.prepare": {"mnist": "ddpexp.data.mnist.prepare.prepare", "images": "ddpexp.data.images.files.prepare"},
 }

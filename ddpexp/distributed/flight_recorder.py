@@ -13,6 +13,7 @@ from ddpexp.launch.workers.collectives import Record, summarize
 from ddpexp.launch.workers.control import Control
 
 _SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # the second is the older name
+_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # of NCCL, only in builds with it; of the other backends
 _SIZE = 2000  # torch's own default in 2.13; in 2.10 the recorder is off unless it gets a size
 
@@ -20,10 +21,13 @@ _SIZE = 2000  # torch's own default in 2.13; in 2.10 the recorder is off unless 
 def enable(environ: MutableMapping[str, str]) -> None:
     """Turn the recorder on, unless the user has chosen its size (0 turns it off); before the process group is made.
 
-    It costs microseconds a collective.
+    It costs microseconds a collective. torch itself would also write it to a file in the user's cache when a rank is
+    gone; this is turned off, unless the user has chosen a size or a file.
     """
     if not any(name in environ for name in _SIZE_VARIABLES):
         environ[_SIZE_VARIABLES[0]] = str(_SIZE)
+        if not any(name in environ for name in _FILE_VARIABLES):
+            environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
 
 
 def read() -> Record | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.doctor.request import Request
 from ddpexp.errors import DdpexpError
@@ -40,7 +41,10 @@ def _measure(request: Request, control: Control) -> None:
     layout = request.layout
     torch.set_num_threads(layout.threads)
     control.set_phase("join")
-    log = _record_nccl() if layout.backend == "nccl" else None
+    log = None
+    if layout.backend == "nccl":
+        flight_recorder.enable(os.environ)
+        log = _record_nccl()
     world = World.join(layout, request.timeout_seconds)
     control.set_phase("evaluate")
     world.barrier()

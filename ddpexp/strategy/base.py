@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -78,6 +78,17 @@ class Strategy(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield every parameter of every module, as this rank holds it."""
+        ...
+
+    def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return what this rank holds of the existing gradients, as dense real tensors that share memory with them."""
+        ...
+
+    def on_any_rank(self, flag: Tensor) -> Tensor:
+        """Return the largest value of a flag on the ranks, such as whether a gradient is not finite. Ranks: all.
+
+        Communicates only if the ranks hold different gradients. Shapes: a scalar.
+        """
         ...
 
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:

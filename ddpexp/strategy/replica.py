@@ -18,6 +18,7 @@ from ddpexp.distributed.world import Memory, World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.compiled import CompiledForward, compile_blocks, compile_model
+from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
 from ddpexp.strategy.options import Compilation, DataRank
 from ddpexp.strategy.sharded_optimizer import ShardedOptimizer
 from ddpexp.system.text import first_few
@@ -138,26 +139,28 @@ class Replicas:
         """Yield every parameter of every module."""
         yield from self._parameters
 
+    def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return what this rank holds of the existing gradients, as dense real tensors that share memory with them."""
+        return gradient_values(parameters)
+
+    def on_any_rank(self, flag: Tensor) -> Tensor:
+        """Return the largest value of a flag on the ranks; here all have the same. Shapes: a scalar."""
+        return flag
+
     def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
         """Return the 2-norm of the reduced gradient, on the device. Ranks: the same on all, without communication."""
-        values = gradient_values(parameters)
+        values = self.gradient_values(parameters)
         if not values:
             return torch.tensor(0.0, device=parameters[0].device if parameters else None)
-        with torch.no_grad():  # as `nn.utils.get_total_norm`, without grouping by device
-            dtypes = {value.dtype for value in values}
-            if dtypes == {torch.float32}:
-                norms = torch._foreach_norm(values)
-            else:  # the three digits of a 16-bit sum are too few to clip by, and dtypes cannot be mixed
-                norms = torch._foreach_norm(
-                    values, 2, dtype=torch.float64 if torch.float64 in dtypes else torch.float32
-                )
-            return torch.linalg.vector_norm(torch.stack(norms))  # type: ignore[no-any-return]
+        dtype = norm_dtype(values)
+        with torch.no_grad():
+            return norm_of_rows([row_norms(value, dtype) for value in values])
 
     def clip(self, parameters: Sequence[Tensor], limit: float) -> Tensor:
         """Clip the gradient norm to `limit`; return the norm before clipping."""
         norm = self.gradient_norm(parameters)
         with torch.no_grad():  # as `nn.utils.clip_grads_with_norm_`, which supports only dense gradients
-            if values := gradient_values(parameters):
+            if values := self.gradient_values(parameters):
                 torch._foreach_mul_(values, torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
 
@@ -168,7 +171,7 @@ class Replicas:
 
     def scale_gradient(self, factor: Tensor) -> None:
         """Multiply the gradient in place."""
-        torch._foreach_mul_(gradient_values(self._parameters), factor)
+        torch._foreach_mul_(self.gradient_values(self._parameters), factor)
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:

@@ -20,6 +20,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.base import Shard
 from ddpexp.strategy.comm.gather import RowGather
+from ddpexp.strategy.norm import has_contiguous_rows
 from ddpexp.strategy.optimizer_state import load_optimizer
 
 # Optimizers that treat every element of a parameter by itself: their parameters can be cut between rows.
@@ -105,7 +106,7 @@ class ShardedOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self.param_groups = [dict(group) for group in optimizer.param_groups]
         self._whole = [parameter for group in self.param_groups for parameter in group["params"]]
-        cut = [parameter for parameter in self._whole if _has_contiguous_rows(parameter)]
+        cut = [parameter for parameter in self._whole if has_contiguous_rows(parameter)]
         self.by_rows = can_be_cut(optimizer)
         divided = divide([parameter.shape for parameter in cut], world.world_size, self.by_rows)
         self._rows = {parameter: rows[world.rank] for parameter, rows in zip(cut, divided, strict=True)}
@@ -255,19 +256,6 @@ def _numel(shape: Sequence[int]) -> int:
     for length in shape:
         size *= length
     return size
-
-
-def _has_contiguous_rows(parameter: Tensor) -> bool:
-    """Return whether each row of a parameter, and each range of rows, is one piece of memory."""
-    if parameter.dim() == 0 or parameter.layout is not torch.strided or not parameter.numel():
-        return False
-    row_size = parameter.numel() // parameter.shape[0]
-    expected = 1
-    for stride, length in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if length > 1 and stride != expected:
-            return False  # gaps, or elements that share memory
-        expected *= length
-    return parameter.shape[0] == 1 or parameter.stride(0) == row_size
 
 
 def _flat(parameter: Tensor, rows: Rows) -> Tensor:

@@ -347,7 +347,9 @@ def build_loop(
         strategy=strategy,
         optimizers=strategy.build_optimizers(make_all),
         schedule=build_schedule(experiment, num_steps),
-        precision=Precision(trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight),
+        precision=Precision(
+            trainer.precision, world.device, trainer.nonfinite == "skip", strategy.gradient_weight, strategy
+        ),
         world=replace(world, memory=strategy.memory),
         train=train,
         evals=evals,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,31 @@ from ddpexp.strategy.replica import gradient_values
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CACHES_CASTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.11"
 """torch 2.10 reuses weights cast under no_grad in forward passes with gradients: pytorch/pytorch#158232."""
+
+
+class Gradients(Protocol):
+    """What a strategy says of the reduced gradients: see `ddpexp.strategy.base.Strategy`."""
+
+    def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return what this rank holds of the existing gradients."""
+        ...
+
+    def on_any_rank(self, flag: Tensor) -> Tensor:
+        """Return the largest value of a flag on the ranks."""
+        ...
+
+
+class _Whole:
+    """Every rank holds the whole gradients."""
+
+    def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        return gradient_values(parameters)
+
+    def on_any_rank(self, flag: Tensor) -> Tensor:
+        return flag
+
+
+WHOLE = _Whole()
 
 
 class Precision:
@@ -33,11 +58,12 @@ class Precision:
         device: torch.device,
         skip_nonfinite: bool,
         gradient_weight: float = 1.0,
+        gradients: Gradients = WHOLE,
     ) -> None:
         """Choose the format; `skip_nonfinite` skips non-finite updates also in fp32 and bf16, fp16 always does.
 
         `gradient_weight` is the strategy's. The scale of fp16 is divided by it, so that what a backward pass computes,
-        and whether it overflows, is the same at any number of workers.
+        and whether it overflows, is the same at any number of workers. `gradients` is what the strategy says of them.
         """
         self._device = device
         self._dtype = _DTYPES.get(name)
@@ -45,6 +71,7 @@ class Precision:
         self.skips = skip_nonfinite or name == "fp16"  # updates with a non-finite gradient are skipped
         self._scale: _Scale | None = _Scale(device) if name == "fp16" else None
         self._gradient_weight = gradient_weight
+        self._gradients = gradients
         self._unscaled: set[int] = set()  # parameters whose gradients are already unscaled in this round
         self._nonfinite = torch.zeros((), device=device)  # 1 if a gradient of this `apply` is not finite
         self._nonfinite_in_round = torch.zeros((), device=device)
@@ -104,6 +131,7 @@ class Precision:
                     "trainer.precision=fp32."
                 )
             self._check(fresh, (self._gradient_weight / self._scale.value.double()).float())
+        self._nonfinite = self._gradients.on_any_rank(self._nonfinite)
         self._unscaled |= parameters.keys()
         self._nonfinite_in_round = torch.maximum(self._nonfinite_in_round, self._nonfinite)
 
@@ -126,7 +154,7 @@ class Precision:
     def _check(self, parameters: Iterable[Tensor], factor: Tensor) -> None:
         """Multiply the gradients by a factor, and record whether one of them is not finite."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for value in gradient_values(parameters):
+        for value in self._gradients.gradient_values(parameters):
             by_dtype.setdefault(value.dtype, []).append(value)
         with torch.no_grad():
             for values in by_dtype.values():

@@ -17,6 +17,7 @@ from benchmarks.gpu import Results, run_pieces
 from benchmarks.gpu_pieces import PIECES, Place, stalls
 from benchmarks.peers import gpt
 from benchmarks.recipe.raced import Turns
+from benchmarks.report import gpus_of
 from benchmarks.suite import Chart, Report, Row
 from tests.conftest import ROOT
 
@@ -77,6 +78,17 @@ def test_the_stall_of_a_save_is_what_the_step_behind_it_takes_longer() -> None:
         now += {4: 6.0, 7: 2.0, 10: 3.0, 13: 2.5}.get(step, 1.0)  # each save follows a multiple of 3
         times.append((step, now))
     assert stalls(times, 3) == {"step": 1.0, "first": 5.0, "later": 1.5}
+
+
+def test_the_gpus_of_a_machine_are_counted_without_their_instances() -> None:
+    text = """\
+GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-11111111-aaaa-bbbb-cccc-000000000000)
+  MIG 3g.20gb     Device  0: (UUID: MIG-22222222-aaaa-bbbb-cccc-000000000000)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-33333333-aaaa-bbbb-cccc-000000000000)
+GPU 2: NVIDIA RTX A6000 (UUID: GPU-44444444-aaaa-bbbb-cccc-000000000000)
+"""
+    assert gpus_of(text) == ", 2 x NVIDIA A100-SXM4-40GB, 1 x NVIDIA RTX A6000"
+    assert gpus_of("No devices found.\n") == ""
 
 
 def test_the_loop_by_hand_trains_within_a_task_as_it_does_alone(tmp_path: Path) -> None:

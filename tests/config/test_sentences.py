@@ -256,8 +256,8 @@ model.hidden: Interpolation key 'model.hiden' not found. Did you mean ${model.hi
 trainer.seed: Unsupported interpolation type oc.enf. Did you mean ${oc.env:...}?
 """
 VALUES = """\
-> strategy.kind=fsdp
-strategy.kind=fsdp names no strategy. Available: ddp. A strategy of your own is an installed package with an entry poin
+> strategy.kind=zero
+strategy.kind=zero names no strategy. Available: ddp, fsdp. A strategy of your own is an installed package with an
 > --config-dir mine/conf task._target_=mine.extra.Task
 task._target_=mine.extra.Task: {project}/mine/extra.py is a module beside {project}/mine/mine.py, not in
 > --config-dir mine/conf task._target_=mine.Regress
@@ -482,7 +482,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=resnet18", "strategy=fsdp", "scheduler=linear", "logger=wandb", "data=cifar10"]
+    "word", ["model=resnet18", "strategy=deepspeed", "scheduler=linear", "logger=wandb", "data=cifar10"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)

@@ -66,11 +66,19 @@ def test_an_inquiry_is_answered_from_a_thread_while_the_rank_does_something_else
     os.close(descriptor)
 
 
-def test_the_recorder_is_on_unless_the_user_has_chosen() -> None:
-    for chosen in ({"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}):
-        environ = dict(chosen)
-        flight_recorder.enable(environ)
-        assert environ == chosen
-    environ = {}
+@pytest.mark.parametrize(
+    ("chosen", "added"),
+    [
+        ({}, {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, {}),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}, {}),
+        ({"TORCH_FR_DUMP_TEMP_FILE": "/logs/trace_"}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ({"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+    ],
+)
+def test_the_recorder_is_on_and_writes_no_file_unless_the_user_has_chosen(
+    chosen: dict[str, str], added: dict[str, str]
+) -> None:
+    environ = dict(chosen)
     flight_recorder.enable(environ)
-    assert environ == {"TORCH_FR_BUFFER_SIZE": "2000"}
+    assert environ == {**chosen, **added}

@@ -98,9 +98,9 @@ class Run:
         return tree
 
     @property
-    def result(self) -> dict[str, Any] | None:
-        """How the run ended, result.json: status, step, metrics, weights_sha256, ...; None while it has not ended."""
-        return self._files.read_if_present(self._files.result)
+    def result(self) -> dict[str, Any]:
+        """How the run ended, result.json: status, step, metrics, weights_sha256, ...; empty while it has not ended."""
+        return self._files.read_if_present(self._files.result) or {}
 
     @property
     def error(self) -> dict[str, Any] | None:

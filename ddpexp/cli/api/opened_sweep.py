@@ -51,7 +51,7 @@ class Sweep:
     trust: tuple[str, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return what is known of each job, as `ddpexp table --json` prints it: overrides, status, metrics, ..."""
+        """Return what is known of each job, as `ddpexp table FOLDER --json` prints it."""
         return [row_as_dict(row) for row in rows_of(self.path)]
 
     @property

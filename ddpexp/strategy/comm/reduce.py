@@ -55,7 +55,9 @@ def reducer_for(parameters: Sequence[Tensor], options: DDPOptions, world: World)
     """
     if not parameters or world.device.type != "cpu" or options.comm_hook != "none":
         return None
-    memory = common_memory(sum(p.numel() * p.element_size() + 2 * ALIGNED for p in parameters), options, world)
+    memory = common_memory(
+        sum(p.numel() * p.element_size() + 2 * ALIGNED for p in parameters), options.reduce_through, world
+    )
     if memory is not None:
         return SharedMemoryReducer(memory, world)
     if world.world_size == 2 and not any(p.dtype in _HALVES for p in parameters):
@@ -69,7 +71,7 @@ def replace_reducer(module: DistributedDataParallel, reducer: Reducer, world: Wo
     module.register_comm_hook(reducer, lambda reducer, bucket: _hook(reducer, world, bucket))
 
 
-def common_memory(num_bytes: int, options: DDPOptions, world: World) -> SharedMemory | None:
+def common_memory(num_bytes: int, reduce_through: str, world: World) -> SharedMemory | None:
     """Map shared memory for gradients of this size, or pieces of them, into all workers.
 
         Returns None if gradients are reduced through the backend.
@@ -80,12 +82,12 @@ def common_memory(num_bytes: int, options: DDPOptions, world: World) -> SharedMe
     *         RefusedError: `strategy.reduce_through=shared_memory`, but the workers cannot share memory.
     """
     one_host = world.local_world_size == world.world_size
-    if options.reduce_through == "backend" or (options.reduce_through == "auto" and not one_host):
+    if reduce_through == "backend" or (reduce_through == "auto" and not one_host):
         return None
     shared = share(world, min(num_bytes, SLOT_BYTES))
     if isinstance(shared, SharedMemory):
         return shared
-    if options.reduce_through == "shared_memory":
+    if reduce_through == "shared_memory":
         raise RefusedError(
             f"strategy.reduce_through=shared_memory, but the workers cannot share memory ({shared}). Use "
             "strategy.reduce_through=auto."
@@ -148,7 +150,7 @@ class SharedMemoryReducer:
 
     def scale(self, gradient: Tensor, out: Tensor) -> None:
         """Write this rank's part of the mean. Shapes: equal."""
-        _scale(gradient, self._size, out)
+        scale(gradient, self._size, out)
 
     def finish(self) -> None:
         """Synchronise, and write the means of what was added since the last round."""
@@ -157,7 +159,7 @@ class SharedMemoryReducer:
             self._sum_in_chunks()
         else:
             for piece, parts in self._round:
-                _sum(parts, out=piece)
+                sum_in_order(parts, out=piece)
         self._round.clear()
         self._filled = 0
 
@@ -171,7 +173,7 @@ class SharedMemoryReducer:
             for piece, parts in self._round
         ]
         for chunks, parts in chunked:
-            _sum([part[self._rank] for part in parts], out=chunks[self._rank])
+            sum_in_order([part[self._rank] for part in parts], out=chunks[self._rank])
             parts[self._rank][self._rank].copy_(chunks[self._rank])
         self.memory.barrier()
         for chunks, parts in chunked:
@@ -203,13 +205,13 @@ class BackendReducer:
         """Start sending the gradient to all ranks, or its chunk r to rank r."""
         length, size = gradient.numel(), self._size
         if (size - 2) * length * gradient.element_size() < GATHERED_BYTES:
-            _scale(gradient, size, out=gradient)
+            scale(gradient, size, out=gradient)
             received = gradient.new_empty(size, length)
             gather = dist.all_gather([as_bytes(row) for row in received], as_bytes(gradient), async_op=True)
             self._whole.append((gradient, received, gather))
         else:
             sent = gradient.new_zeros(size, -(-length // size))
-            _scale(gradient, size, out=sent.view(-1)[:length])
+            scale(gradient, size, out=sent.view(-1)[:length])
             received = torch.empty_like(sent)
             exchange = dist.all_to_all_single(as_bytes(received), as_bytes(sent), async_op=True)
             self._chunked.append((gradient, sent, received, exchange))
@@ -220,11 +222,11 @@ class BackendReducer:
         for _, sent, received, exchange in self._chunked:
             exchange.wait()
             total = torch.empty_like(received[0])
-            _sum(received.unbind(), out=total)
+            sum_in_order(received.unbind(), out=total)
             gathers.append(dist.all_gather([as_bytes(row) for row in sent], as_bytes(total), async_op=True))
         for gradient, received, gather in self._whole:
             gather.wait()
-            _sum(received.unbind(), out=gradient)
+            sum_in_order(received.unbind(), out=gradient)
         for (gradient, sent, _, _), gather in zip(self._chunked, gathers, strict=True):
             gather.wait()
             gradient.copy_(sent.view(-1)[: gradient.numel()])
@@ -232,7 +234,7 @@ class BackendReducer:
         self._chunked.clear()
 
 
-def _scale(gradient: Tensor, world_size: int, out: Tensor) -> None:
+def scale(gradient: Tensor, world_size: int, out: Tensor) -> None:
     """Write a rank's part of the mean, as DDP does; 16-bit gradients are divided after the sum, to round only once."""
     if gradient.dtype in _HALVES:
         out.copy_(gradient)
@@ -240,7 +242,7 @@ def _scale(gradient: Tensor, world_size: int, out: Tensor) -> None:
         torch.div(gradient, world_size, out=out)
 
 
-def _sum(parts: Sequence[Tensor], out: Tensor) -> None:
+def sum_in_order(parts: Sequence[Tensor], out: Tensor) -> None:
     """Sum the ranks' parts in the order of the ranks. Shapes: equal."""
     if out.dtype in _HALVES:
         total = parts[0].float()

@@ -65,7 +65,7 @@ def exchange_for(num_leaves: int, num_bytes: int, options: DDPOptions, world: Wo
         return Alone(plan)
     memory = None
     if world.device.type == "cpu":
-        memory = common_memory((num_bytes + ALIGNED) * max(plan.num_blocks), options, world)
+        memory = common_memory((num_bytes + ALIGNED) * max(plan.num_blocks), options.reduce_through, world)
     return OverBackend(plan, world) if memory is None else OverMemory(plan, memory, world)
 
 

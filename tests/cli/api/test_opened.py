@@ -32,7 +32,6 @@ def test_a_run_has_its_config_its_result_and_its_metrics(trained: ddpexp.Run) ->
     assert run.path == trained.path
     assert (run.status, run.error) == ("done", None)
     assert run.config["trainer"]["seed"] == 3
-    assert run.result is not None
     assert run.result["step"] == 8
     records = run.metrics(frame=False)
     assert [record["step"] for record in records if "train/loss" in record] == [2, 4, 6, 8]
@@ -74,7 +73,6 @@ def test_the_checkpoints_say_which_is_the_best(trained: ddpexp.Run, tmp_path: Pa
 def test_a_model_has_the_weights_of_the_checkpoint_that_is_named(trained: ddpexp.Run) -> None:
     last = newest(trained.path / "checkpoints")
     assert last is not None
-    assert trained.result is not None
     state = torch.get_rng_state()
     raw = trained.model(weights="raw")
     assert not raw.training
@@ -93,7 +91,6 @@ def test_a_model_has_the_weights_of_the_checkpoint_that_is_named(trained: ddpexp
 def test_weights_go_into_a_module_of_ones_own(trained: ddpexp.Run) -> None:
     run = ddpexp.open_run(trained.path)  # without trust: nothing of the run's code is needed
     module = run.load_into(torch.nn.Linear(5, 1), weights="raw")
-    assert trained.result is not None
     assert weights_sha256({"model": module}) == trained.result["weights_sha256"]
     with pytest.raises(ddpexp.RefusedError, match="the weights of another model"):
         run.load_into(torch.nn.Linear(4, 1))
@@ -103,7 +100,6 @@ def test_weights_go_into_a_module_of_ones_own(trained: ddpexp.Run) -> None:
 
 def test_an_evaluation_gives_the_metrics_of_the_run(trained: ddpexp.Run) -> None:
     before = listing(trained.path)
-    assert trained.result is not None
     assert trained.evaluate() == trained.result["metrics"]
     assert listing(trained.path) == before
 

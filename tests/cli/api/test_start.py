@@ -33,7 +33,6 @@ def test_a_run_is_shown_and_returned(
     from ddpexp.checkpoint.reader import weights_sha256
 
     model = ddpexp.compose([*SMALL, "trainer.seed=7"]).model()
-    assert run.result is not None
     assert weights_sha256({"model": model}) == run.result["weights_sha256"]
     other = ddpexp.compose([*SMALL, "trainer.seed=8"]).model()
     assert weights_sha256({"model": other}) != run.result["weights_sha256"]

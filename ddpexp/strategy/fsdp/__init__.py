@@ -1,0 +1,1 @@
+"""Sharded parameters, gradients and optimizer state, by torch's FSDP2."""

@@ -1,0 +1,59 @@
+"""Which modules of a model are gathered as a block."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ddpexp.errors import RefusedError
+from ddpexp.system.text import first_few
+
+
+def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, min_bytes: float) -> list[nn.Module]:
+    """Return the modules that become blocks, inner ones first, the models themselves last.
+
+    These are the modules of the classes or, if there are none, the smallest modules with at least `min_bytes` of
+    parameters that no inner block holds.
+
+    Raises:
+        RefusedError: there is no module of a class.
+    """
+    if classes is not None:
+        _check_classes(models, classes)
+    blocks = []
+    for model in models.values():
+        blocks += _by_class(model, classes) if classes is not None else _by_size(model, min_bytes, set())
+    roots = [model for model in models.values() if not any(model is block for block in blocks)]
+    return [*dict.fromkeys(blocks), *roots]
+
+
+def _by_class(model: nn.Module, classes: Sequence[str]) -> list[nn.Module]:
+    inside_out = reversed(list(model.modules()))  # modules() yields a module before those in it
+    return [module for module in inside_out if type(module).__name__ in classes and _can_be_block(module)]
+
+
+def _by_size(module: nn.Module, min_bytes: float, taken: set[int]) -> list[nn.Module]:
+    """Return the blocks in a module; adds the parameters that they hold to `taken`."""
+    blocks = [block for child in module.children() for block in _by_size(child, min_bytes, taken)]
+    free = [parameter for parameter in module.parameters() if id(parameter) not in taken]
+    if _can_be_block(module) and sum(p.numel() * p.element_size() for p in free) >= min_bytes:
+        taken.update(id(parameter) for parameter in free)
+        blocks.append(module)
+    return blocks
+
+
+def _can_be_block(module: nn.Module) -> bool:
+    """Return whether a module has a forward, in which its parameters are gathered, and any parameters."""
+    return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.parameters())
+
+
+def _check_classes(models: Mapping[str, nn.Module], classes: Sequence[str]) -> None:
+    counts = Counter(type(module).__name__ for model in models.values() for module in model.modules())
+    for name in classes:
+        if name not in counts:
+            several = [f"{other} ({count})" for other, count in counts.most_common()]
+            raise RefusedError(
+                f"strategy.blocks=[{name}]: the model has no module of that class. It has {first_few(several)}."
+            )

@@ -1,0 +1,94 @@
+"""The options of sharded data parallelism; free of torch, because the command checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from ddpexp.errors import RefusedError
+from ddpexp.launch import Layout
+from ddpexp.strategy.options import Options, TrainerOptions
+
+if TYPE_CHECKING:
+    from ddpexp.distributed.world import World
+    from ddpexp.strategy.base import Strategy
+    from ddpexp.strategy.memory import Facts, Part, Traffic
+
+_MIB = 1 << 20
+_GATHERED = 2  # blocks whose parameters a rank has whole: the one that computes, and the next
+
+
+@dataclass(frozen=True)
+class FSDPOptions(Options):
+    """Options of sharded data parallelism; conf/strategy/fsdp.yaml explains every field."""
+
+    kind: Literal["fsdp"]
+    blocks: tuple[str, ...] | None
+    min_block_mb: int | float
+    reshard_after_forward: bool
+    broadcast_buffers: bool
+    reduce_through: Literal["auto", "shared_memory", "backend"]
+    whole: tuple[str, ...]
+
+    def check(self, trainer: TrainerOptions) -> None:
+        """Check the options by themselves and with the trainer section; see `Options.check`."""
+        super().check(trainer)
+        if self.min_block_mb <= 0:
+            raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
+        if trainer.compile:
+            raise RefusedError(
+                f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
+                "are gathered by hooks between the modules. Use trainer.compile=false or strategy=ddp."
+            )
+
+    def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
+        """Check what depends on the workers; see `Options.check_layout`."""
+        if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
+            where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
+            raise RefusedError(
+                f"strategy.reduce_through=shared_memory is for CPU workers of one host, and these {where}. "
+                "Use strategy.reduce_through=auto."
+            )
+
+    def import_modules(self) -> None:
+        """Import FSDP2."""
+        import torch.distributed.fsdp  # noqa: F401
+
+    def memory(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> list[Part]:
+        """Return a rank's share of everything that is sharded, and the blocks that it has whole for a moment."""
+        from ddpexp.strategy.memory import Part
+
+        parts = super().memory(facts, trainer, layout)
+        if layout.world_size == 1:
+            return parts
+        shares = [replace(part, num_bytes=-(-(part.num_bytes or 0) // layout.world_size)) for part in parts]
+        largest = max((parameter.num_bytes for parameter in facts.parameters), default=0)
+        block = min(max(int(self.min_block_mb * _MIB), largest), parts[0].num_bytes or 0)
+        note = "parameters and gradients of the blocks that compute"
+        return [*shares, Part("gathered blocks", 2 * _GATHERED * block, note)]
+
+    def traffic(self, facts: Facts, trainer: TrainerOptions, layout: Layout) -> Traffic:
+        """Return what the ranks send one another in a step: parameters twice, gradients once."""
+        from ddpexp.strategy.memory import Traffic
+
+        if layout.world_size == 1:
+            return Traffic("none")
+        size = sum(parameter.num_bytes for parameter in facts.parameters)
+        trained = sum(parameter.num_bytes for parameter in facts.parameters if parameter.trained)
+        gathers = 2 if self.reshard_after_forward else 1
+        return Traffic("backend", [(gathers * size + trained) // 2])  # an all-reduce is two of these
+
+    def build(
+        self,
+        world: World,
+        factory: Callable[[], Any],
+        *,
+        trainer: TrainerOptions,
+        gradient_accumulation_steps: int,
+        prepare: Callable[[Any], None],
+    ) -> Strategy:
+        """Build the model and shard it."""
+        from ddpexp.strategy.fsdp.strategy import FSDP
+
+        return FSDP(self, world, factory, channels_last=trainer.channels_last, prepare=prepare)

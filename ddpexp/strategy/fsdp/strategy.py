@@ -1,0 +1,235 @@
+"""Sharded data parallelism: every rank holds some rows of each parameter, of its gradient and of its optimizer state.
+
+Source: Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ddpexp.distributed.world import World
+from ddpexp.errors import RefusedError
+from ddpexp.strategy.base import Shard
+from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
+from ddpexp.strategy.fsdp.blocks import blocks_of
+from ddpexp.strategy.fsdp.collectives import use_ordered_collectives
+from ddpexp.strategy.fsdp.options import FSDPOptions
+from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
+from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, gradient_values, unused
+
+
+class FSDP(Replicas):
+    """A share of the model on this rank. With one worker it is a whole replica."""
+
+    def __init__(
+        self,
+        options: FSDPOptions,
+        world: World,
+        factory: Callable[[], nn.Module | Mapping[str, nn.Module]],
+        *,
+        channels_last: bool = False,
+        prepare: Callable[[Models], None] = lambda models: None,
+    ) -> None:
+        """Build the whole model on this rank's device, then keep this rank's share.
+
+        With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
+
+        Ranks: all; broadcasts rank zero's weights.
+
+        Raises:
+            RefusedError: the model has a parameter that cannot be cut.
+        """
+        super().__init__(world, factory, prepare=prepare)
+        self.share_initial_weights(world)
+        self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
+        self._world, self._options = world, options
+        self._sharded: list[FSDPModule] = []
+        if world.world_size > 1:
+            self._shard(self._models_to_shard())
+        self._names = {
+            f"{model}.{name}": parameter
+            for model, module in self.modules.items()
+            for name, parameter in module.named_parameters(remove_duplicate=False)
+        }
+        self._trained = {
+            name: parameter
+            for model, module in self.modules.items()
+            for key, parameter in module.named_parameters()
+            if (name := f"{model}.{key}") and parameter.requires_grad
+        }
+        if channels_last:
+            for module in self.modules.values():
+                module.register_forward_pre_hook(_channels_last)
+        self._buffers_due = True
+        if options.broadcast_buffers and world.world_size > 1:
+            for module in self.modules.values():
+                if next(module.buffers(), None) is not None:
+                    module.register_forward_pre_hook(self._share_buffers, prepend=True)
+
+    def _models_to_shard(self) -> Models:
+        for name in self._options.whole:
+            if name not in self.modules:
+                raise RefusedError(
+                    f"strategy.whole=[{name}] names no model of the recipe, which has {', '.join(self.modules)}."
+                )
+            if any(parameter.requires_grad for parameter in self.modules[name].parameters()):
+                raise RefusedError(
+                    f"strategy.whole=[{name}]: that model is trained, and only frozen ones are held whole. Call "
+                    "requires_grad_(False) on it where it is built, or leave it out."
+                )
+        return {name: module for name, module in self.modules.items() if name not in self._options.whole}
+
+    def _shard(self, models: Models) -> None:
+        _check_can_be_cut(models)
+        world, options = self._world, self._options
+        mesh = init_device_mesh(world.device.type, (world.world_size,))
+        blocks = blocks_of(models, options.blocks, options.min_block_mb * 2**20)
+        memory = None
+        if world.device.type == "cpu":
+            parameters = [parameter for module in models.values() for parameter in module.parameters()]
+            num_bytes = sum(p.numel() * p.element_size() + ALIGNED * world.world_size for p in parameters)
+            self.memory = memory = common_memory(num_bytes, options.reduce_through, world)
+        for block in blocks:
+            sharded = fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
+            self._sharded.append(sharded)
+            if world.device.type == "cpu":
+                use_ordered_collectives(sharded, memory, world)
+
+    def _share_buffers(self, _module: nn.Module, _inputs: Any) -> None:
+        """Give every rank the buffers of rank zero before the first forward pass of a step. Ranks: all."""
+        if self._buffers_due and torch.is_grad_enabled():
+            self._buffers_due = False
+            self._broadcast_buffers()
+
+    def _broadcast_buffers(self) -> None:
+        buffers = [buffer for module in self.modules.values() for buffer in module.buffers()]
+        with torch.no_grad():
+            broadcast_rank_zero(buffers, replace(self._world, memory=self.memory))
+
+    @contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Reduce gradients in the backward pass of the last micro-batch."""
+        for module in self._sharded:
+            module.set_requires_gradient_sync(last, recurse=False)
+        yield
+        if last:
+            self._buffers_due = True
+            missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
+            if missing and len(missing) < len(self._trained):
+                raise unused(missing)
+
+    def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return this rank's rows of the existing gradients."""
+        return [value.to_local() if isinstance(value, DTensor) else value for value in gradient_values(parameters)]
+
+    def on_any_rank(self, flag: Tensor) -> Tensor:
+        """Return the largest value of a flag on the ranks. Ranks: all; communicates."""
+        return replace(self._world, memory=self.memory).sum(flag.clone()).clamp(max=1) if self._sharded else flag
+
+    @torch.no_grad()
+    def gradient_norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Return the 2-norm of the reduced gradient, with the bits of whole gradients. Ranks: all; communicates."""
+        if not self._sharded:
+            return super().gradient_norm(parameters)
+        dtype = norm_dtype(parameters)
+        norms = [self._all_row_norms(parameter.grad, dtype) for parameter in parameters if parameter.grad is not None]
+        if not norms:
+            return torch.zeros((), device=self._world.device)
+        everything = torch.cat([values.view(-1) for values in norms])  # each row is zero on all ranks but one
+        return norm_of_rows([replace(self._world, memory=self.memory).sum(everything)])
+
+    def _all_row_norms(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the norms of this rank's rows of a gradient, with zeros for the rows of the others."""
+        if not isinstance(gradient, DTensor):
+            own = row_norms(gradient, dtype)
+            return own if self._world.is_rank_zero else torch.zeros_like(own)
+        own, shard = row_norms(gradient.to_local(), dtype), self.shard("", gradient)
+        norms = own.new_zeros(len(own), gradient.shape[0])
+        first = shard.first_row or 0
+        norms[:, first : first + own.shape[1]] = own
+        return norms
+
+    @contextmanager
+    def evaluation(self) -> Iterator[Any]:
+        """Gather all parameters, so that forward passes do not communicate, and yield the model as `Replicas` does."""
+        for module in self._sharded:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            with super().evaluation() as model:
+                yield model
+        finally:
+            for module in self._sharded:
+                module.set_reshard_after_forward(self._options.reshard_after_forward, recurse=False)
+                module.reshard()
+
+    @contextmanager
+    def synced_buffers(self) -> Iterator[None]:
+        """Give every rank the buffers of rank zero inside the block; local ones are restored afterwards. Ranks: all."""
+        if self._world.world_size > 1:
+            local = {name: buffer.clone() for name, buffer in self.local_buffers().items()}
+            self._broadcast_buffers()
+            try:
+                yield
+            finally:
+                for name, buffer in self.local_buffers().items():
+                    buffer.copy_(local[name])
+        else:
+            yield
+
+    def local_buffers(self) -> Mapping[str, Tensor]:
+        """Return the buffers that may differ between ranks, by name: all with strategy.broadcast_buffers=false."""
+        if self._world.world_size == 1 or self._options.broadcast_buffers:
+            return {}
+        return {f"{name}.{key}": b for name, module in self.modules.items() for key, b in module.named_buffers()}
+
+    def shard(self, name: str, tensor: Tensor) -> Shard:
+        """Return this rank's rows of a tensor that is sharded."""
+        if not isinstance(tensor, DTensor):
+            return Shard.whole(tensor)
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Shard(tensor.to_local(), tuple(tensor.shape), offset[0])
+
+    def from_whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Return this rank's rows of a tensor that has the shape of its parameter."""
+        like = self._names.get(name)
+        if not isinstance(like, DTensor) or like.shape != tensor.shape:
+            return tensor
+        return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.dim() == 4 else value
+        for value in inputs
+    )
+
+
+def _check_can_be_cut(models: Models) -> None:
+    """Check that every parameter has rows.
+
+    Raises:
+        RefusedError: one has no dimensions, or its memory is not in order.
+    """
+    for model, module in models.items():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise RefusedError(
+                    f"{model}.{name} is a single number, and strategy=fsdp gives each worker some rows of a parameter. "
+                    f"Build it with one dimension, as in torch.nn.Parameter(torch.ones(1)), or use strategy=ddp."
+                )
+            if not parameter.is_contiguous():
+                raise RefusedError(
+                    f"{model}.{name} is not contiguous, and strategy=fsdp gives each worker some rows of a parameter. "
+                    "Build it with .contiguous(), or use strategy=ddp."
+                )

@@ -1,0 +1,219 @@
+"""What each rank runs for test_strategy.py: models trained whole and sharded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ddpexp.distributed.world import World
+from ddpexp.errors import DdpexpError, RefusedError
+from ddpexp.launch import Layout
+from ddpexp.launch.workers.control import Control
+from ddpexp.strategy.ddp import DDP
+from ddpexp.strategy.fsdp.options import FSDPOptions
+from ddpexp.strategy.fsdp.strategy import FSDP
+from ddpexp.strategy.replica import Replicas
+from ddpexp.train import lazy_dynamo
+from ddpexp.train.precision import Precision
+from ddpexp.train.process import run_rank
+from tests.fitting import STRATEGY
+from tests.strategy.sharded import CUT, Make
+
+OPTIONS = FSDPOptions(
+    kind="fsdp", blocks=None, min_block_mb=0.001, reshard_after_forward=True, broadcast_buffers=True,
+    reduce_through="auto", whole=(),
+)  # fmt: skip
+
+
+class Block(nn.Module):
+    """A residual block with more rows than ranks, and fewer in its bias."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, rows), nn.Linear(rows, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Shapes: (samples, width), both."""
+        result: Tensor = rows + self.norm(self.down(torch.tanh(self.up(rows)))) + self.shift
+        return result
+
+
+class Net(nn.Module):
+    """Blocks with tied and frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(9, 7)
+        self.blocks = nn.ModuleList([Block(7, 13), Block(7, 3)])
+        self.last = nn.Linear(7, 9, bias=False)
+        self.head = nn.Linear(9, 7)
+        self.head.weight = self.first.weight
+        self.head.bias.requires_grad_(False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Shapes: (samples, 9) to (samples, 7)."""
+        rows = self.first(rows)
+        for block in self.blocks:
+            rows = block(rows)
+        result: Tensor = self.head(self.last(rows))
+        return result
+
+
+def main(case: str, size: str) -> int:
+    """Run one of the functions below on every rank."""
+
+    def work(control: Control) -> None:
+        lazy_dynamo.defer()
+        torch.set_num_threads(1)
+        world = World.join(Layout(1, int(size), "cpu", "gloo", 1))
+        globals()[case](world)
+        world.barrier()
+
+    return run_rank(work)
+
+
+def seeded(factory: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a factory that builds the same on every rank."""
+
+    def build() -> Any:
+        torch.manual_seed(0)
+        return factory()
+
+    return build
+
+
+def train(world: World, strategy: Replicas, make: Make, limit: float | None = None, bad_step: int = -1) -> list[float]:
+    """Train for six steps of two micro-batches; return the norms. Not finite is one sample of `bad_step`, of a rank."""
+    optimizer = strategy.build_optimizers(lambda model: {"optimizer": make(strategy.parameters())})["optimizer"]
+    precision = Precision("fp32", world.device, bad_step >= 0, strategy.gradient_weight, strategy)
+    norms = []
+    for step in range(6):
+        for number in range(2):
+            generator = torch.Generator().manual_seed(1000 * step + 2 * world.rank + number)
+            rows = torch.randn(5, 9, generator=generator)
+            if step == bad_step and world.rank == 1:
+                rows[0, 0] = torch.inf
+            with strategy.micro_batch(last=number == 1):
+                loss = strategy.train_model(rows).square().sum()
+                precision.backward(loss, torch.tensor(strategy.gradient_weight / (10 * world.world_size)))
+        precision.unscale(optimizer)
+        parameters = list(strategy.parameters())
+        norms.append(float(strategy.gradient_norm(parameters) if limit is None else strategy.clip(parameters, limit)))
+        precision.step(optimizer)
+        precision.update()
+        strategy.clear_gradient()
+    return norms
+
+
+def whole(value: Tensor) -> Tensor:
+    """Return all rows of a tensor. Ranks: all."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def check_equal(found: Replicas, expected: Replicas, why: str) -> None:
+    """Compare two strategies' weights and buffers, bit by bit."""
+    state = found.modules["model"].state_dict()
+    for name, tensor in expected.modules["model"].state_dict().items():
+        assert torch.equal(whole(state[name]), tensor), f"{why}: {name} differs"
+
+
+def ways() -> Iterator[tuple[str, FSDPOptions]]:
+    """Yield options that cut the model into other blocks, or send otherwise."""
+    yield "auto", OPTIONS
+    yield "one block", replace(OPTIONS, min_block_mb=25)
+    yield "by class", replace(OPTIONS, blocks=("Block",), reshard_after_forward=False)
+    yield "backend", replace(OPTIONS, reduce_through="backend")
+
+
+def equal(world: World) -> None:
+    """The weights are those of replicas, for every optimizer, and however the model is cut."""
+    for name, make in CUT.items():
+        for way, options in ways() if name == "adamw" else [("auto", OPTIONS)]:
+            expected = DDP(STRATEGY, world, seeded(Net))
+            found = FSDP(options, world, seeded(Net))
+            norms = [train(world, strategy, make) for strategy in (expected, found)]
+            check_equal(found, expected, f"{name}, {way}")
+            assert norms[0] == norms[1], (name, way)
+            held = sum(p.to_local().numel() for p in found.parameters() if isinstance(p, DTensor))
+            total = sum(p.numel() for p in expected.parameters())
+            assert held < total / world.world_size + 60  # a row of each tensor
+
+
+def clipped_and_skipped(world: World) -> None:
+    """Clipping goes by the norm of all rows, and all ranks skip a step in which one rank's gradient is not finite."""
+    for limit, bad_step in ((0.05, -1), (None, 3)):
+        expected = DDP(STRATEGY, world, seeded(Net))
+        found = FSDP(OPTIONS, world, seeded(Net))
+        for strategy in (expected, found):
+            train(world, strategy, CUT["adamw"], limit, bad_step)
+        check_equal(found, expected, f"limit {limit}, bad step {bad_step}")
+
+
+def evaluated(world: World) -> None:
+    """Inside `evaluation` a forward pass does not communicate, and gives what the whole model gives."""
+    expected, found = DDP(STRATEGY, world, seeded(Net)), FSDP(OPTIONS, world, seeded(Net))
+    rows = torch.randn(5, 9, generator=torch.Generator().manual_seed(world.rank))
+    with torch.no_grad(), expected.evaluation() as one, found.evaluation() as other:
+        for _ in range(world.rank):  # another number of passes on every rank
+            assert torch.equal(one(rows), other(rows))
+    train(world, found, CUT["sgd"])
+    train(world, expected, CUT["sgd"])
+    check_equal(found, expected, "after an evaluation")
+
+
+def teacher(world: World) -> None:
+    """A frozen model is sharded, or held whole by choice; a trained one cannot be."""
+
+    def pair() -> dict[str, nn.Module]:
+        return {"student": Net(), "teacher": Net().requires_grad_(False)}
+
+    for options in (OPTIONS, replace(OPTIONS, whole=("teacher",))):
+        found = FSDP(options, world, seeded(pair))
+        kinds = {name: isinstance(next(module.parameters()), DTensor) for name, module in found.modules.items()}
+        assert kinds == {"student": True, "teacher": not options.whole}
+        with found.micro_batch(last=True):
+            rows = torch.randn(4, 9, generator=torch.Generator().manual_seed(world.rank))
+            (found.train_model["student"](rows) - found.train_model["teacher"](rows)).square().sum().backward()
+    refused(world, lambda: FSDP(replace(OPTIONS, whole=("student",)), world, seeded(pair)), "that model is trained")
+    refused(
+        world, lambda: FSDP(replace(OPTIONS, whole=("tutor",)), world, seeded(pair)), "names no model of the recipe"
+    )
+
+
+def cannot(world: World) -> None:
+    """What cannot be cut or is not used is refused by name."""
+
+    class Scalar(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(9, 7)
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+    class Unused(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(9, 7)
+            self.extra = nn.Linear(9, 9)
+
+    refused(world, lambda: FSDP(OPTIONS, world, Scalar), "model.scale is a single number")
+    columns = nn.Linear(9, 7)
+    columns.weight = nn.Parameter(torch.randn(9, 7).t())
+    refused(world, lambda: FSDP(OPTIONS, world, lambda: columns), "model.weight is not contiguous")
+    refused(
+        world, lambda: FSDP(replace(OPTIONS, blocks=("Blok",)), world, Net), "strategy.blocks=[Blok]: the model has no"
+    )
+    strategy = FSDP(OPTIONS, world, seeded(Unused))
+    refused(world, lambda: train(world, strategy, CUT["sgd"]), "got no gradient in a micro-batch")
+
+
+def refused(world: World, act: Callable[[], Any], sentence: str) -> None:
+    """Check that something is refused on every rank."""
+    with pytest.raises((RefusedError, DdpexpError), match=re.escape(sentence)):
+        act()

@@ -1,0 +1,95 @@
+"""strategy=fsdp: the weights of replicas, the checkpoints of replicas, and sentences for what cannot be sharded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ddpexp.errors import RefusedError, WorkerError
+from ddpexp.launch import Layout, WorkerRequest
+from ddpexp.launch.launchers.local import Spawn
+from ddpexp.strategy.fsdp.blocks import blocks_of
+from ddpexp.strategy.memory import Facts, Parameter
+from tests.conftest import Call, Ddpexp
+from tests.fitting import TRAINER
+from tests.points import Recipe
+from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
+from tests.strategy.test_sharded_optimizer import files
+
+
+@pytest.mark.variants(4)
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [("equal", 3), ("clipped_and_skipped", 2), ("evaluated", 3), ("teacher", 2), ("equal", 2), ("equal", 4)],
+)
+def test_the_numbers_are_those_of_replicas(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
+    works(case, size, tmp_path / "logs")
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(tmp_path: Path, forked_servers: None) -> None:
+    works("cannot", 2, tmp_path / "logs")
+
+
+def works(case: str, size: int, logs: Path) -> None:
+    try:
+        Spawn().launch(Call("tests.strategy.fsdp.ranks:main", [case, str(size)], logs, WorkerRequest(gpus=size)))
+    except WorkerError as error:
+        pytest.fail(f"{error.failure.message}\n{error.failure.traceback}")
+
+
+def test_blocks_are_the_smallest_modules_of_a_size_or_those_of_a_class() -> None:
+    model = Net()
+    small = 4 * 7 * 13  # bytes of the largest matrix
+    assert blocks_of({"model": model}, None, small) == [model.blocks[0].up, model.blocks[0].down, model]
+    assert blocks_of({"model": model}, None, 2 * small + 1) == [model.blocks[0], model]
+    assert blocks_of({"model": model}, None, 1e9) == [model]
+    assert blocks_of({"model": model}, ("Block",), 1) == [model.blocks[1], model.blocks[0], model]
+    pair = {"one": nn.Linear(2, 2), "other": Block(2, 2)}
+    assert blocks_of(pair, ("Block",), 1) == [pair["other"], pair["one"]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"compile": True}, "trainer.compile=true is incompatible with strategy=fsdp"),
+        ({"reduction": "exact"}, "trainer.reduction=exact is incompatible with strategy=fsdp"),
+    ],
+)
+def test_what_the_trainer_cannot_combine_with_it_is_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        OPTIONS.check(replace(TRAINER, **changes))
+    assert sentence in str(caught.value)
+
+
+def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
+    facts = Facts([Parameter("model", 1000, 4000, "fp32", True)], 0, {"model": 4000}, 8000, None, None, None, 100)
+    parts = {part.name: part.num_bytes for part in OPTIONS.memory(facts, TRAINER, Layout(1, 4, "cpu", "gloo", 1))}
+    assert parts == {"parameters": 1000, "gradients": 1000, "optimizer": 2000, "gathered blocks": 16000}
+    assert "gathered blocks" not in {p.name for p in OPTIONS.memory(facts, TRAINER, Layout(1, 1, "cpu", "gloo", 1))}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("fsdp"), warm_environ))
+
+
+def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other(recipe: Recipe) -> None:
+    ways = (
+        "optimizer=adamw",
+        "trainer.gpus=2",
+        "trainer.threads=1",
+        "trainer.micro_batch_size=6",
+        "trainer.ema_decay=0.9",
+    )
+    whole = recipe(*ways)
+    assert whole.code == 0, whole.err
+    run = recipe.ddpexp.folder / "in turn"
+    for steps, strategy in ((3, "fsdp"), (6, "ddp"), (8, "fsdp")):
+        done = recipe(*ways, f"strategy={strategy}", f"trainer.max_steps={steps}", run=run)
+        assert done.code == 0, done
+    assert files(run) == files(whole.run)
+    assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
