@@ -25,7 +25,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.strategy import Exact
-from ddpexp.train.average import Average
+from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
@@ -105,7 +105,7 @@ def loop_alone(
         evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
         logger=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
         callbacks=callbacks or Callbacks(),
-        average=Average.from_config(strategy.modules, options, 4),
+        average=WeightAverage.from_config(strategy.modules, options, 4),
     )  # fmt: skip
     return loop, path
 

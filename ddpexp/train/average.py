@@ -13,8 +13,8 @@ from ddpexp.config.schema import Trainer
 from ddpexp.train.due import is_due
 
 
-class Average:
-    """Average of the parameters.
+class WeightAverage:
+    """WeightAverage of the parameters.
 
     With `decay`, every step moves it towards them by a fraction `1 - decay`. Without, it is the mean of their values
     after every `every` steps, or epoch, from the step `start` on; until then it is what they are.
@@ -51,7 +51,9 @@ class Average:
         self.statistics = [[buffer.clone() for buffer in layer.buffers()] for layer in self.layers]
 
     @classmethod
-    def from_config(cls, models: Mapping[str, nn.Module], trainer: Trainer, steps_per_epoch: int) -> Average | None:
+    def from_config(
+        cls, models: Mapping[str, nn.Module], trainer: Trainer, steps_per_epoch: int
+    ) -> WeightAverage | None:
         """Return the average that the section `trainer` asks for, if any."""
         if not trainer.averages:
             return None

@@ -16,7 +16,7 @@ from ddpexp.distributed.world import World
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import Task
-from ddpexp.train.average import Average
+from ddpexp.train.average import WeightAverage
 from ddpexp.train.precision import Precision
 
 
@@ -38,7 +38,7 @@ class BatchNormEstimate:
     control: Control
     num_batches: int
 
-    def refresh(self, average: Average) -> None:
+    def refresh(self, average: WeightAverage) -> None:
         """Estimate the statistics for the average, if it has changed. Ranks: all; communicates once for each batch."""
         if not (average.is_stale and average.has_begun and average.layers):
             return
@@ -57,7 +57,7 @@ class BatchNormEstimate:
     def _num_slots(self) -> int:
         return self.train.plan.gradient_accumulation_steps * self.strategy.data.size
 
-    def _mean_over_batches(self, average: Average) -> Tensor:
+    def _mean_over_batches(self, average: WeightAverage) -> Tensor:
         """Return the statistics of all layers, one after the other, as fp64."""
         data, num_micro_batches = self.strategy.data, self.train.plan.gradient_accumulation_steps
         total: Tensor | None = None
@@ -78,7 +78,7 @@ class BatchNormEstimate:
         return total / (self.num_batches * self._num_slots)
 
     @contextmanager
-    def _only_layers_train(self, average: Average) -> Iterator[None]:
+    def _only_layers_train(self, average: WeightAverage) -> Iterator[None]:
         """Have the layers take over the statistics of each batch, and everything else evaluate."""
         momentums = [layer.momentum for layer in average.layers]
         self.strategy.train(False)
@@ -93,7 +93,7 @@ class BatchNormEstimate:
             self.strategy.train(True)
 
 
-def _statistics(average: Average) -> Tensor:
+def _statistics(average: WeightAverage) -> Tensor:
     return torch.cat(
         [
             buffer.detach().reshape(-1).double()

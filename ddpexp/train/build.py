@@ -31,7 +31,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
-from ddpexp.train.average import Average
+from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
@@ -274,13 +274,13 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     return Many(loggers)
 
 
-def build_average(strategy: Strategy, trainer: Trainer, steps_per_epoch: int, num_steps: int) -> Average | None:
+def build_average(strategy: Strategy, trainer: Trainer, steps_per_epoch: int, num_steps: int) -> WeightAverage | None:
     """Return the average of the weights, if the section `trainer` asks for one.
 
     Raises:
         RefusedError: it would never begin, or there is no BatchNorm to estimate for it.
     """
-    average = Average.from_config(strategy.modules, trainer, steps_per_epoch)
+    average = WeightAverage.from_config(strategy.modules, trainer, steps_per_epoch)
     if average is None:
         return None
     if average.first_step > num_steps:

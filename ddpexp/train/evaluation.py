@@ -17,7 +17,7 @@ from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
-from ddpexp.train.average import Average
+from ddpexp.train.average import WeightAverage
 from ddpexp.train.average_batch_norm import BatchNormEstimate
 from ddpexp.train.evaluate import evaluate
 from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
@@ -39,7 +39,7 @@ class Evaluation:
     control: Control
     logger: Logger
     options: Trainer
-    average: Average | None = None
+    average: WeightAverage | None = None
     batch_norm: BatchNormEstimate | None = None  # None: the average is evaluated with the statistics of training
     monitored: dict[str, str] = field(default_factory=dict)  # metrics that callbacks read, by the keys that name them
 

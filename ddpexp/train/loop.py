@@ -27,7 +27,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
-from ddpexp.train.average import Average
+from ddpexp.train.average import WeightAverage
 from ddpexp.train.average_batch_norm import BatchNormEstimate
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
@@ -59,7 +59,7 @@ class Loop:
     options: Trainer
     num_steps: int
     checkpointer: Checkpointer | None = None
-    average: Average | None = None
+    average: WeightAverage | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
     state: TrainState = field(default_factory=TrainState)
     stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start

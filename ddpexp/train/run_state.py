@@ -25,7 +25,7 @@ from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.secrets import masked_tree
-from ddpexp.train.average import Average
+from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.loop import Loop
 from ddpexp.train.state import TrainState
@@ -39,7 +39,7 @@ class RunState:
 
     writer: Writer
     strategy: Strategy
-    average: Average | None
+    average: WeightAverage | None
     random: HostRandom
     logger: Logger
     world: World
@@ -52,7 +52,7 @@ class RunState:
 
     @classmethod
     def from_config(
-        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: Average | None, logger: Logger, world: World,
+        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: WeightAverage | None, logger: Logger, world: World,
     ) -> RunState:  # fmt: skip
         """Build the state and its writer from the trainer's configuration.
 
@@ -189,7 +189,7 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
 
 def _restore_average(
     checkpoint: Checkpoint,
-    average: Average,
+    average: WeightAverage,
     name: str,
     where: str,
     local: Callable[[str, Tensor], Tensor],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from ddpexp.train.average import Average
+from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.base import Callback, RunView
 from ddpexp.train.callbacks.hooks import Callbacks
 from tests.conftest import Ddpexp
@@ -40,7 +40,7 @@ def moved(net: Kinds, to: float) -> None:
 
 def test_a_slow_average_of_16_bit_parameters_moves() -> None:
     net = Kinds()
-    average = Average({"model": net}, decay=0.999)
+    average = WeightAverage({"model": net}, decay=0.999)
     moved(net, 2.0)
     for _ in range(1000):
         average.update(1)
@@ -54,7 +54,7 @@ def test_a_slow_average_of_16_bit_parameters_moves() -> None:
 
 def test_parameters_of_whole_numbers_are_those_of_the_last_step() -> None:
     net = Kinds()
-    average = Average({"model": net}, decay=0.9)
+    average = WeightAverage({"model": net}, decay=0.9)
     net.whole.add_(5)
     net.flags.logical_not_()
     average.update(1)
@@ -65,7 +65,7 @@ def test_parameters_of_whole_numbers_are_those_of_the_last_step() -> None:
 
 def test_an_evaluation_sees_the_average_and_training_its_weights_to_the_bit() -> None:
     net = Kinds()
-    average = Average({"model": net}, decay=0.5)
+    average = WeightAverage({"model": net}, decay=0.5)
     moved(net, 1.1)
     average.update(1)
     before = [parameter.detach().clone() for parameter in net.parameters()]
@@ -83,7 +83,7 @@ def test_an_evaluation_sees_the_average_and_training_its_weights_to_the_bit() ->
 
 def test_what_was_kept_is_read_back_exactly() -> None:
     net, other = Kinds(), Kinds()
-    average, later = Average({"model": net}, decay=0.9), Average({"model": other}, decay=0.9)
+    average, later = WeightAverage({"model": net}, decay=0.9), WeightAverage({"model": other}, decay=0.9)
     moved(net, 1.3)
     average.update(1)
     for name, tensor in later.tensors("model").items():
@@ -145,7 +145,7 @@ def test_the_mean_is_over_the_weights_after_the_chosen_steps(
 
 def test_until_it_begins_it_is_the_weights() -> None:
     net = Kinds()
-    average = Average({"model": net}, start=4, every=2)
+    average = WeightAverage({"model": net}, start=4, every=2)
     moved(net, 1.5)
     average.update(3)
     assert average.count == 0
