@@ -14,7 +14,7 @@ from ddpexp.train.due import is_due
 
 
 class WeightAverage:
-    """WeightAverage of the parameters.
+    """The average of the parameters.
 
     With `decay`, every step moves it towards them by a fraction `1 - decay`. Without, it is the mean of their values
     after every `every` steps, or epoch, from the step `start` on; until then it is what they are.

@@ -52,7 +52,8 @@ class RunState:
 
     @classmethod
     def from_config(
-        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: WeightAverage | None, logger: Logger, world: World,
+        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: WeightAverage | None, logger: Logger,
+        world: World,
     ) -> RunState:  # fmt: skip
         """Build the state and its writer from the trainer's configuration.
 
