@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ddpexp.cli.api.start import sweep as sweep
     from ddpexp.errors import DdpexpError as DdpexpError
     from ddpexp.errors import RefusedError as RefusedError
+    from ddpexp.task import metric_update as metric_update
     from ddpexp.train.callbacks.base import Callback as Callback
     from ddpexp.train.callbacks.base import RunView as RunView
 
@@ -40,6 +41,7 @@ _PUBLIC = {
     "RunInterruptedError": "ddpexp.cli.api.errors",
     "DdpexpError": "ddpexp.errors",
     "RefusedError": "ddpexp.errors",
+    "metric_update": "ddpexp.task",
     "Callback": "ddpexp.train.callbacks.base",
     "RunView": "ddpexp.train.callbacks.base",
 }

@@ -126,13 +126,15 @@ class StoppedError(BaseException):
         step: int | None = None,
         saved: bool = False,
         began: int | None = None,
+        by: str | None = None,
     ) -> None:
         """Store the signal's number; the exit code is 128 + signum. `rest` describes what is left.
 
         `step`: the last step that was done, where that is known. `saved`: everything up to it is saved. `began`: the
-        step at which this start began.
+        step at which this start began. `by`: what ended the run, if it is not the signal itself.
         """
-        super().__init__(f"interrupted by {signal.Signals(signum).name}; {rest}")
+        super().__init__(f"{by or f'interrupted by {signal.Signals(signum).name}'}; {rest}")
+        self.by = by
         self.signum = signum
         self.exit_code = 128 + signum
         self.step = step

@@ -6,7 +6,11 @@ document, the first line of a block names the file that the rest of it is from: 
 
 from __future__ import annotations
 
+import pstats
 import re
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,8 +20,9 @@ from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.config.values import Composed
 from examples.mine.mine import Stable
-from tests.conftest import ROOT, Ddpexp, Done
+from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.examples import DOCUMENTS, EXAMPLES
+from tests.terminals import Session
 
 RECIPES = sorted(path.stem for path in EXAMPLES.glob("*/conf/recipe/*.yaml"))
 # Examples without a recipe of their own, and what runs them.
@@ -100,3 +105,35 @@ def test_the_schedule_of_the_readme_is_accepted_and_has_a_plateau() -> None:
     assert parse(composed.values).scheduler == Node("mine.Stable", {"decay": 0.2})
     factors = [Stable(0.2).factor(step, 1000) for step in (0, 99, 800, 900, 999)]
     assert factors == pytest.approx([0.01, 1.0, 1.0, 0.5, 0.005])
+
+
+def test_the_debugger_session_of_the_documents(ddpexp: Ddpexp) -> None:
+    """What the document shows is what the terminal shows, up to paths and the line at which pdb stops."""
+    text = (ROOT / "docs/debugging.md").read_text()
+    command = re.search(r"^    \$ python -m ddpexp (.*)$", text, re.M)
+    assert command is not None
+    overrides = [*command[1].replace("examples/", f"{EXAMPLES}/").split(), "run.dir=run"]
+    document = text.replace("RUN_DIR", "run")
+    typed = re.findall(r"^    \(Pdb rank 1\) (.*)$", text, re.M)
+    with Session([sys.executable, "-m", "ddpexp", *overrides], ddpexp.folder, ddpexp.environ) as shell:
+        shell.at("(Pdb rank 1) ", *typed)
+        assert shell.end() == 128 + signal.SIGINT
+    shown = shell.shown[shell.shown.index("ddpexp: rank 1") :].splitlines()
+    assert len(shown) > 8
+    for line in shown:
+        assert line.startswith((">", "->", "python -m ddpexp resume run")) or f"    {line}\n" in document, line
+
+
+def test_profilers_of_the_documents(ddpexp: Ddpexp) -> None:
+    assert (
+        "python -m cProfile -o out.prof -m ddpexp recipe=mnist launcher=inline trainer.max_steps"
+        in (ROOT / "docs/debugging.md").read_text()
+    )
+    overrides = ["recipe=mnist", "launcher=inline", "trainer.max_steps=3", *FEW_DIGITS, "run.dir=run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "cProfile", "-o", "out.prof", "-m", "ddpexp", *overrides],
+        cwd=ddpexp.folder, env=ddpexp.environ, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    names = {name for _, _, name in pstats.Stats(str(ddpexp.folder / "out.prof")).stats}  # type: ignore[attr-defined]
+    assert {"forward", "train_step"} <= names

@@ -42,6 +42,7 @@ PUBLIC = {
         "micro_batch_size", "models", "monitor", "num_steps", "optimizers", "options", "parameters", "rank",
         "samples", "save", "step", "steps_per_epoch", "stop", "world_size",
     ],
+    "metric_update": ["metric", "arguments", "keywords"],
 }  # fmt: skip
 """The names, with the parameters of functions and the attributes of classes."""
 

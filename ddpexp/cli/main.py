@@ -16,6 +16,7 @@ from ddpexp.config import commands
 from ddpexp.errors import EXIT_DONE, EXIT_REFUSED, RefusedError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.base import Launcher
+from ddpexp.launch.launchers.inline import Inline
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.rendezvous.environment import externally_started, ignored_variables
 from ddpexp.launch.workers.client import Server
@@ -29,6 +30,7 @@ from ddpexp.system.terminal import print_json, print_message, show, within_patie
 # Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
 _FORK_HERE = {"spawn": None, "torchrun-env": None, "mpi": None, "slurm": "SLURM_STEP_ID"}
 _HELP = {"--help", "-h"}
+_WORKER = "ddpexp.train.process"  # imported where this process was a worker
 _NO_QUESTION = ("--config-dir", "-cd", "--config-name", "-cn", "--multirun", "-m")
 
 
@@ -200,13 +202,14 @@ def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] 
     Raises:
         RefusedError: torchrun, mpirun or srun has, and the launcher is the one for a command that stands alone.
     """
-    if not isinstance(launcher, Spawn) or job.request.nodes not in ("auto", 1):
+    if not isinstance(launcher, Spawn | Inline) or job.request.nodes not in ("auto", 1):
         return
     if (started := externally_started(environ)) is not None:
         starter, count, right = started
+        name, verb = ("spawn", "add") if isinstance(launcher, Spawn) else ("inline", "use")
         raise RefusedError(
-            f"{starter} has started {count} of these commands, and launcher=spawn would run each alone: "
-            f"add launcher={right}."
+            f"{starter} has started {count} of these commands, and launcher={name} would run each alone: "
+            f"{verb} launcher={right}."
         )
     if (warning := ignored_variables(environ)) is not None:
         print_message(f"ddpexp: warning: {warning}")
@@ -309,12 +312,27 @@ def _open_standard_streams() -> None:
 
 
 def run() -> None:
-    """Leave with the exit code of `main`, without the interpreter's slow shutdown."""
+    """Leave with the exit code of `main`, without the interpreter's slow shutdown.
+
+    A command that was the worker (launcher=inline) shuts down in the usual way: profilers write their results then.
+    Under `python -m pdb`, which would start the command again, it does not.
+    """
     _open_standard_streams()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         within_patience(partial(_flush, stream))
+    if _WORKER in sys.modules and not _is_run_by_pdb():
+        sys.exit(code)
     os._exit(code)
+
+
+def _is_run_by_pdb() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") in ("pdb", "bdb"):
+            return True
+    return False
 
 
 def _flush(stream: TextIO) -> None:

@@ -20,7 +20,7 @@ _FREE = (
     "launcher", "logger", "run", "data.root", "data.num_workers", "data.on_device", "trainer.timeout",
     *(f"trainer.{name}" for name in (
         "gpus", "nodes", "device", "backend", "threads", "log_every", "eval_every", "checkpoint_every",
-        "checkpoint_every_seconds",
+        "checkpoint_every_seconds", "activation_checkpointing",
         "keep_last", "keep_best", "keep_best_k", "keep_every", "on_save_error", "grace_seconds", "eval_at_start",
         "limit_eval_batches",
     )),

@@ -30,6 +30,7 @@ _KEYS = {
     "trainer.keep_best_k": "save_top_k",
     "trainer.seed": "random_seed seed_everything manual_seed",
     "trainer.compile": "torch_compile",
+    "trainer.activation_checkpointing": "gradient_checkpointing activation_checkpoint use_gradient_checkpointing",
     "trainer.compile_blocks": "compile_repeated_blocks use_regional_compilation",
     "trainer.matmul_precision": "float32_matmul_precision allow_tf32 tf32",
     "trainer.cudnn_benchmark": "benchmark",

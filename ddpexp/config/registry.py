@@ -12,6 +12,7 @@ from typing import Any
 _PARTS: Mapping[str, Mapping[str, str]] = {
     "launcher": {
         "spawn": "ddpexp.launch.launchers.local.Spawn",
+        "inline": "ddpexp.launch.launchers.inline.Inline",
         "torchrun-env": "ddpexp.launch.launchers.torchrun_env.TorchrunEnv",
         "mpi": "ddpexp.launch.launchers.mpi.Mpi",
         "slurm": "ddpexp.launch.launchers.slurm.Slurm",

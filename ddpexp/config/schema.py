@@ -64,6 +64,7 @@ class Trainer:
     timeout: Timeout
     # Older runs do not have these.
     compile_blocks: str | None = None
+    activation_checkpointing: tuple[str, ...] | None = None
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cudnn_benchmark: bool = False
     max_seconds: float | None = None

@@ -16,6 +16,9 @@ from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
 
+TEST_SET = "test"
+"""The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
+
 _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
     "betas", "eps", "amsgrad", "capturable", "decoupled_weight_decay", "rho", "lr_decay", "initial_accumulator_value",
@@ -58,6 +61,19 @@ def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
         for layout in sorted(layouts, key=lambda layout: layout.nodes)
     }
     check_range(trainer.global_batch_size, trainer.micro_batch_size, data_sizes, str(trainer.nodes))
+
+
+def check_not_test(override: str, metric: str) -> None:
+    """Check that a key that chooses by a metric does not choose by the test set.
+
+    Raises:
+        RefusedError: it does; `override` is the key with its value, as typed.
+    """
+    if metric.partition("/")[0] == TEST_SET:
+        raise RefusedError(
+            f"{override} chooses by the set `{TEST_SET}`, which is for the final result only and is evaluated once, at "
+            "the end of a run. Choose by another set; data.validation_fraction=0.1 holds one out, named validation."
+        )
 
 
 def check(experiment: Experiment) -> None:
@@ -158,6 +174,13 @@ def _check_speed(trainer: Trainer) -> None:
             f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
             "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
         )
+    if trainer.activation_checkpointing and trainer.compile:
+        names = ",".join(trainer.activation_checkpointing)
+        raise RefusedError(
+            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
+            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
+            "out."
+        )
     if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
         raise RefusedError(
             f"trainer.compile_blocks={trainer.compile_blocks}: use the name of a class without its module, such as "
@@ -204,6 +227,7 @@ def _check_saving(trainer: Trainer) -> None:
             f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
             f"such as max:eval/accuracy."
         )
+    check_not_test(f"trainer.keep_best={trainer.keep_best}", trainer.keep_best.partition(":")[2])
     if trainer.eval_every == 0:
         raise RefusedError(
             f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
@@ -285,6 +309,8 @@ def _check_callbacks(experiment: Experiment) -> None:
                 f"callbacks.{name} looks at the output of each module, and with trainer.compile="
                 f"{shown(trainer.compile)} they are not called one by one. Use trainer.compile=false."
             )
+        if key == "early_stopping" and isinstance(monitor := node.kwargs.get("monitor"), str):
+            check_not_test(f"callbacks.{name}.monitor={monitor}", monitor)
         if key == "early_stopping" and trainer.eval_every == 0:
             raise RefusedError(f"callbacks.{name} needs evaluations, and trainer.eval_every=0 makes none.")
         if key == "histograms" and not experiment.logger:

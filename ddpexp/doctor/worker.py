@@ -32,9 +32,9 @@ _LOG_BYTES, _LOG_LINES = 4 << 20, 500
 _MOST_HOSTS = 32  # whose own ranks are measured apart: each needs a group, which all ranks make
 
 
-def measure(request: str) -> int:
-    """Examine the devices and measure the links; `request` is JSON of a `Request`. Never returns in a worker."""
-    return run_rank(lambda control: _measure(Request.of(request), control))
+def measure(request: str, control: Control | None = None) -> int:
+    """Examine the devices and measure the links; `request` is JSON of a `Request`. Like `run_rank`."""
+    return run_rank(lambda control: _measure(Request.of(request), control), control)
 
 
 def _measure(request: Request, control: Control) -> None:

@@ -30,6 +30,8 @@ class Progress(Null):
                 _shown(name, values[f"train/{name}"]) for name in ("loss", "accuracy") if f"train/{name}" in values
             )
             self._log.info(line, extra={"watched": self._control.watched, "printable": True})
+            if not self._control.watched:
+                return
             after = os.fstat(1).st_size  # the command prints this process's earlier output first
             self._control.send_nowait("progress", done=step, total=self._num_steps, text=brief, line=line, after=after)
         else:

@@ -37,8 +37,9 @@ def assume(job: Job, launcher: Launcher, cores: int | None = None) -> Assumed:
     Raises:
         RefusedError: what a run would refuse on whatever machine.
     """
-    sizes = _nodes(job.request.nodes) if isinstance(launcher, Elastic) else [_num_nodes(job.request.nodes)]
-    gpus, device, threads = job.request.gpus, job.request.device, job.request.threads
+    wanted = launcher.adapt(job.request)
+    sizes = _nodes(wanted.nodes) if isinstance(launcher, Elastic) else [_num_nodes(wanted.nodes)]
+    gpus, device, threads = wanted.gpus, wanted.device, wanted.threads
     notes: list[str] = []
     request = launcher.resource_request(job, sizes[-1])
     if request is not None:

@@ -72,7 +72,7 @@ def launch(launcher: Launcher, job: Job, server: Server | None, as_member: bool 
         if end.recorded:
             end.quiet = True
             raise end from None
-        stopped = StoppedError(end.signum, job.interrupt(end.step, end.saved), end.step)
+        stopped = StoppedError(end.signum, job.interrupt(end.step, end.saved), end.step, by=end.by)
         stopped.quiet = not job.leads  # the leading command reports it
         if job.leads:
             nothing = (lambda: _NOTHING_TO_REQUEUE) if end.signum == signal.SIGUSR2 else None

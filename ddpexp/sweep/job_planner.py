@@ -17,6 +17,7 @@ from ddpexp.launch.launchers.base import Submitter
 from ddpexp.launch.rendezvous.layout import resolve
 from ddpexp.run import resume
 from ddpexp.run.directory import RunDir
+from ddpexp.run.worker_request import worker_request
 from ddpexp.sweep.folder import SweepDir, job_name, latest, overrides_of
 from ddpexp.sweep.job import Planned
 from ddpexp.sweep.slots import Slots
@@ -79,14 +80,15 @@ class JobPlanner:
                 f"launcher={kind} is incompatible with -m: there every rank is a command of its own, and each would "
                 "run the whole sweep. Use launcher=spawn, or launcher=slurm on the login node"
             )
-        if kind not in ("spawn", "elastic"):
+        if kind not in ("spawn", "elastic", "inline"):
             return None, False
         if trainer.nodes not in ("auto", 1):
             raise RefusedError(
                 f"trainer.nodes={trainer.nodes} with launcher={kind} wants a command on every machine, and a sweep is "
                 "one command. Use launcher=slurm for jobs of several machines"
             )
-        layout = resolve(trainer.gpus, trainer.device, trainer.backend, trainer.threads)
+        request = launcher.adapt(worker_request(experiment))
+        layout = resolve(request.gpus, request.device, request.backend, request.threads)
         self._slots.check_arguments(layout.world_size, layout.device == "cuda")
         check_layout(experiment, layout)
         return layout.world_size, layout.device == "cuda"

@@ -38,7 +38,7 @@ class Terminal:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._left_out = 0
-        self._closing = False
+        self._closing = self._paused = False
         self._shown = self._shown_before = 0  # entries taken by the thread, now and when it was last waited for
         self._budget, self._waited_at = _WAIT_SECONDS, time.monotonic()
 
@@ -48,7 +48,28 @@ class Terminal:
 
     def progress(self, message: dict[str, Any]) -> None:
         """Show progress: `done` of `total` with `text` beside the bar; without a terminal, print `line` instead."""
-        self._put(lambda: self._screen.progress(message))
+        if not self._paused or not self._screen.is_live:
+            self._put(lambda: self._screen.progress(message))
+
+    def pause(self) -> None:
+        """Write queued lines, end the bar, and keep later lines until `resume`: somebody else uses the terminal."""
+        written = threading.Event()
+
+        def end_bar() -> None:
+            self._screen.close()
+            written.set()
+
+        self._put(end_bar)
+        written.wait(_PATIENCE_SECONDS)
+        self._paused = True
+
+    def resume(self) -> None:
+        """Write what was kept."""
+        if not self._paused:
+            return
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Write queued lines, waiting briefly at most; the bar stays as it is and later output follows below it."""
@@ -95,7 +116,7 @@ class Terminal:
     def _show(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self._changed.wait_for(lambda: (self._waiting and not self._paused) or self._closing)
                 left_out, self._left_out = self._left_out, 0
                 show = self._waiting.popleft() if self._waiting else None
                 self._shown += 1
@@ -114,7 +135,7 @@ class _Screen:
 
     def __init__(self) -> None:
         # A dumb terminal cannot redraw a line; Open MPI gives rank zero a TTY regardless of mpirun's own output.
-        self._live = (
+        self.is_live = (
             sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and "OMPI_COMM_WORLD_RANK" not in os.environ
         )
         self._bar: Progress | None = None
@@ -132,13 +153,13 @@ class _Screen:
             ValueError,
         ):  # the reader is gone (`| head`, a closed terminal): the run continues, and its log has every line
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-            self._live, self._bar = False, None
+            self.is_live, self._bar = False, None
 
     def progress(self, message: dict[str, Any]) -> None:
         done, total, text = message["done"], message["total"], message["text"]
         if self._for_caller and caller.report(caller.Progress(done, total, text)):
             return
-        if not self._live:
+        if not self.is_live:
             self.line(message["line"])
             return
         try:
@@ -147,7 +168,7 @@ class _Screen:
             assert self._task is not None
             self._bar.update(self._task, completed=message["done"], text=message["text"])
         except (OSError, ValueError):
-            self._live, self._bar = False, None
+            self.is_live, self._bar = False, None
         if message["done"] >= message["total"]:
             self.close()  # later lines are printed below it
 

@@ -15,6 +15,7 @@ import torch
 
 from ddpexp.config.instantiate import Node, instantiate, locate, targets
 from ddpexp.config.schema import Data, Experiment, Trainer
+from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batch_plan import BatchPlan, counted
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.data.datasets import Splits, choose_samples, hold_out, on_device
@@ -31,6 +32,7 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
+from ddpexp.train.activation_checkpointing import checkpoint_activations
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
@@ -191,9 +193,16 @@ def build_strategy(
     experiment: Experiment, world: World, plan: BatchPlan, prepare: Callable[[Models], None]
 ) -> Strategy:
     """Build the model inside its strategy; `prepare` may change the initial weights. Ranks: all; communicates."""
+    trainer = experiment.trainer
+
+    def prepare_all(models: Models) -> None:
+        prepare(models)
+        if trainer.activation_checkpointing:
+            checkpoint_activations(models, trainer.activation_checkpointing)
+
     return experiment.strategy.build(
         world, partial(build_model, experiment),
-        trainer=experiment.trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare,
+        trainer=trainer, gradient_accumulation_steps=plan.gradient_accumulation_steps, prepare=prepare_all,
     )  # fmt: skip
 
 
@@ -322,9 +331,10 @@ def build_loop(
     """Build the task, its optimizers, the schedule and the precision, and the loop from everything."""
     experiment, world = context.experiment, context.world
     trust, trainer = experiment.trust, experiment.trainer
-    check_set(trainer.keep_best, evals)
+    check_set(trainer.keep_best, [name for name in evals if name != TEST_SET])
     task = instantiate(experiment.task, trust, "task")
-    check_task(task, experiment.task.target)
+    evaluates = bool(evals) and (trainer.eval_every != 0 or trainer.eval_at_start)
+    check_task(task, experiment.task.target, evaluates)
 
     def make(parameters: Any) -> torch.optim.Optimizer:
         if not isinstance(parameters, Mapping | torch.Tensor):

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ddpexp.config.schema import Trainer
-from ddpexp.data.batches import EvalBatches
+from ddpexp.config.validate import TEST_SET
+from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
@@ -19,17 +20,16 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
 from ddpexp.train.average import WeightAverage
 from ddpexp.train.average_batch_norm import BatchNormEstimate
-from ddpexp.train.evaluate import evaluate
+from ddpexp.train.evaluate import evaluate, has_eval_metrics, metric_names
 from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
 from ddpexp.train.metrics import nonfinite_error
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import TrainState
-from ddpexp.train.task_checks import metric_names
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates the model of a run on every evaluation set."""
+    """Evaluates the model of a run on its evaluation sets: the one named `test` at the end, the others on the way."""
 
     task: Task
     strategy: Strategy
@@ -39,8 +39,8 @@ class Evaluation:
     control: Control
     logger: Logger
     options: Trainer
+    train: TrainBatches
     average: WeightAverage | None = None
-    batch_norm: BatchNormEstimate | None = None  # None: the average is evaluated with the statistics of training
     monitored: dict[str, str] = field(default_factory=dict)  # metrics that callbacks read, by the keys that name them
 
     def monitor(self, key: str, metric: str) -> None:
@@ -49,37 +49,55 @@ class Evaluation:
         Raises:
             RefusedError: there is no such set, or the run makes no evaluations.
         """
-        check_monitor(key, metric, self.evals, self.options.eval_every)
+        check_monitor(key, metric, self.periodic, self.options.eval_every)
         self.monitored[key] = metric
 
-    def run(self, step: int, epoch: float) -> dict[str, float] | None:
+    @property
+    def periodic(self) -> Mapping[str, EvalBatches]:
+        """Return the sets that are evaluated on the way."""
+        return {name: batches for name, batches in self.evals.items() if name != TEST_SET}
+
+    def is_test_due(self, state: TrainState) -> bool:
+        """Return whether a run that ends in this state still has to evaluate its set `test`."""
+        if TEST_SET not in self.evals or self.options.eval_every == 0:
+            return False
+        is_done = any(name.startswith(f"{TEST_SET}/") for name in state.metrics)
+        return not (is_done and state.evaluated_at == state.step)
+
+    def run(self, step: int, epoch: float, test: bool = False) -> dict[str, float] | None:
         """Evaluate and log; return the metrics as `set/metric`, or None if a stop request ended the evaluation early.
+
+        The set `test` alone is evaluated, or all others.
 
         Units: steps done. Ranks: all, with the same result; communicates.
 
         Raises:
             NonFiniteError: with `trainer.nonfinite=stop`, a loss is not finite.
+            MetricError: on all ranks, for a metric that cannot be computed.
         """
+        sets = {TEST_SET: self.evals[TEST_SET]} if test else self.periodic
         self.control.set_phase("evaluate")
         self.refresh_average()
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         with weights, self.strategy.evaluation() as model:
-            metrics = evaluate(
-                self.task, model, self.evals, self.precision, self.world, self.strategy.data, self.control
-            )
+            metrics = evaluate(self.task, model, sets, self.precision, self.world, self.strategy.data, self.control)
             if metrics is None:
                 return None
             self.logger.scalars(step, epoch, metrics)
             self._check_losses(metrics, step)
-            if self.world.is_rank_zero and isinstance(self.task, HasOnEval):
+            shows = not test or not self.periodic
+            if shows and self.world.is_rank_zero and isinstance(self.task, HasOnEval):
                 with torch.no_grad():
-                    self.task.on_eval(model, next(iter(self.evals.values())).first(), self.logger, step)
+                    self.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
         return metrics
 
     def refresh_average(self) -> None:
         """Estimate the statistics of BatchNorm for the average, if it has changed. Ranks: all; communicates."""
-        if self.average is not None and self.batch_norm is not None:
-            self.batch_norm.refresh(self.average)
+        num_batches = self.options.average_batch_norm
+        if self.average is not None and num_batches is not None:
+            BatchNormEstimate(
+                self.task, self.strategy, self.train, self.precision, self.world, self.control, num_batches
+            ).refresh(self.average)
 
     def improves(self, metrics: Mapping[str, float], state: TrainState) -> bool:
         """Return whether the metric of trainer.keep_best is among the best so far, and note it in the state.
@@ -100,31 +118,41 @@ class Evaluation:
         return best is not None
 
     def check_metrics(self, sums: Sums) -> None:
-        """Check after the first step of a start that the evaluation will have the metric of trainer.keep_best.
+        """Check after the first step of a start what the evaluations will have, on a batch of them. Ranks: all.
 
-        If the task does not return it in training, it is asked for the first batch of the evaluation set. Ranks: all.
+        Nothing is done unless trainer.keep_best names a metric that the task does not return in training, or the task
+        has metrics for evaluation only.
 
         Raises:
-            RefusedError: the evaluation will not have it.
+            RefusedError: the evaluation will not have the metric of trainer.keep_best.
+            MetricError: the task returns what cannot be evaluated.
         """
-        best = self.options.keep_best
-        if best is not None and (names := self._names_without(best.partition(":")[2], sums)) is not None:
-            error = unknown_metric(best, names)
-            raise RefusedError(f"{error} Did you mean {error.override}?")
-        for key, name in self.monitored.items():
-            if (names := self._names_without(name, sums)) is not None:
+        sets = self.periodic or self.evals
+        if not sets or self.options.eval_every == 0:
+            return
+        keep_best = self.options.keep_best
+        chosen = {} if keep_best is None else {"trainer.keep_best": keep_best.partition(":")[2]}
+        known: dict[str, list[str] | None] = {}
+        for key, name in ({**chosen, **self.monitored} or {"": f"{next(iter(sets))}/loss"}).items():
+            part, _, metric = name.partition("/")
+            if part not in sets or (metric in ("loss", *sums[2]) and not has_eval_metrics(self.task)):
+                continue
+            if part not in known:
+                known[part] = self._names_of(sets[part])
+            names = known[part]
+            if not key or names is None or metric in names:
+                continue
+            names = [f"{part}/{name}" for name in names]
+            if key != "trainer.keep_best" or keep_best is None:
                 raise unknown_monitor(key, name, names)
+            error = unknown_metric(keep_best, names)
+            raise RefusedError(f"{error} Did you mean {error.override}?")
 
-    def _names_without(self, name: str, sums: Sums) -> list[str] | None:
-        """Return the metrics of the evaluation set that `name` names, if it is not among them."""
-        chosen, _, metric = name.partition("/")
-        if chosen not in self.evals or metric in ("loss", *sums[2]):
-            return None
-        names = metric_names(
-            self.task, self.strategy.eval_model, self.strategy.modules, self.evals[chosen].first(), self.precision,
+    def _names_of(self, batches: EvalBatches) -> list[str] | None:
+        return metric_names(
+            self.task, self.strategy.eval_model, self.strategy.modules, batches.first(), self.precision,
             self.world.device,
         )  # fmt: skip
-        return None if names is None or metric in names else [f"{chosen}/{name}" for name in names]
 
     def _check_losses(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -11,9 +11,10 @@ from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
-from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.control import TERMINAL_FD, Control
 from ddpexp.system.fault_injection import fault_point
 
+_DEBUGGER_SECONDS = 7 * 24 * 3600.0
 _MMAP_THRESHOLD_BYTES = 31 << 20  # just below the largest that glibc's dynamic threshold reaches
 
 
@@ -56,7 +57,10 @@ def _keep_freed_memory() -> None:
 def _collective_timeout(experiment: Experiment) -> float:
     """Return how long a rank waits in a collective. Units: seconds.
 
-    Longer than the command's own timeouts: the command knows which rank is late, and reports it first.
+    Longer than the command's own timeouts: the command knows which rank is late, and reports it first. Where a rank
+    may be at a debugger's prompt, the others wait as long as the user likes.
     """
+    if TERMINAL_FD in os.environ:
+        return _DEBUGGER_SECONDS
     timeout = experiment.trainer.timeout
     return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ddpexp.config.build import nearest
+from ddpexp.config.validate import check_not_test
 from ddpexp.errors import DdpexpError, RefusedError
 
 
@@ -74,8 +75,9 @@ def check_monitor(key: str, metric: str, sets: Iterable[str], eval_every: int | 
     """Check that a run evaluates the set of a metric that a callback reads; `key` names the metric.
 
     Raises:
-        RefusedError: it does not.
+        RefusedError: it does not, or only at the end.
     """
+    check_not_test(f"{key}={metric}", metric)
     available = list(sets)
     chosen, _, name = metric.partition("/")
     if eval_every == 0:

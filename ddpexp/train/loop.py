@@ -28,13 +28,12 @@ from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
 from ddpexp.train.average import WeightAverage
-from ddpexp.train.average_batch_norm import BatchNormEstimate
 from ddpexp.train.callbacks.base import RunView
 from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.due import Due
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
-from ddpexp.train.metrics import Clock, MetricAccumulator, nonfinite_error
+from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
@@ -83,18 +82,12 @@ class Loop:
         self._step = Step(
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
-            self._records_graphs(),
+            self.num_steps, self._records_graphs(),
             self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
         )  # fmt: skip
-        batches = self.options.average_batch_norm
-        batch_norm = None
-        if batches is not None:
-            batch_norm = BatchNormEstimate(
-                self.task, self.strategy, self.train, self.precision, self.world, self.control, batches
-            )
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
-            self.average, batch_norm,
+            self.train, self.average,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -157,12 +150,11 @@ class Loop:
         self._metrics = self._new_accumulator()
         self._metrics.restore(self.state.window)
         if self.callbacks.members:
-            view = RunView(
+            self.callbacks.start(RunView(
                 self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
                 self.logger, self.callbacks.requests, self.state, self._step, self._evaluation.monitor,
                 self._parameter_names,
-            )  # fmt: skip
-            self.callbacks.start(view)
+            ))  # fmt: skip
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
@@ -181,7 +173,8 @@ class Loop:
     def _evaluate_before_steps(self) -> bool:
         """Evaluate at step 0 if configured, or redo an interrupted evaluation; return whether it was interrupted."""
         state = self.state
-        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(self.evals)
+        sets = self._evaluation.periodic
+        at_start = self.options.eval_at_start and state.step == 0 and state.evaluated_at is None and bool(sets)
         if not at_start and state.evaluated:
             return False
         interrupted, improved = self._evaluate()
@@ -206,7 +199,8 @@ class Loop:
             self.checkpointer.check()
         due = Due.after(step, self.num_steps, self.train.steps_per_epoch, self.options)
         return due._replace(
-            evaluation=due.evaluation and bool(self.evals), checkpoint=due.checkpoint and self.checkpointer is not None
+            evaluation=due.evaluation and bool(self._evaluation.periodic),
+            checkpoint=due.checkpoint and self.checkpointer is not None,
         )
 
     def _checkpoint_overdue(self) -> bool:
@@ -265,14 +259,11 @@ class Loop:
         """Log the means since the last record. Ranks: all; communicates."""
         self._step.check()
         num_steps = len(self._metrics)
-        means = self._metrics.reduce(
-            self.state.step - num_steps + 1, self.options.nonfinite == "stop", self.callbacks.pending
-        )
+        stop = self.options.nonfinite == "stop"
+        means = self._metrics.reduce(self.state.step - num_steps + 1, stop, self.callbacks.pending)
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": base_lr * lr_factor for suffix, base_lr in self._recorded_lrs.items()}
-        if self._step.norm is not None:
-            values["train/grad_norm"] = float(self._step.norm)
-            self._check_norm()
+        values |= self._check_norms()
         values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)
@@ -295,8 +286,7 @@ class Loop:
 
         Ranks: all, with the same result; communicates.
         """
-        with self._clock.paused():
-            metrics = self._evaluation.run(self.state.step, self._epoch())
+        metrics = self._run_evaluation(test=False)
         self.state.evaluated = metrics is not None
         if metrics is None:
             return True, False
@@ -312,6 +302,26 @@ class Loop:
                 self._follow_requests()
         self.control.set_phase("train")
         return False, improved
+
+    def _evaluate_test(self) -> bool:
+        """Evaluate the set `test` at the end of the run, unless that is done; return whether a stop interrupted it."""
+        state = self.state
+        if not self._evaluation.is_test_due(state):
+            return False
+        metrics = self._run_evaluation(test=True)
+        if metrics is not None:
+            others = state.metrics if state.evaluated_at == state.step else {}
+            state.metrics, state.evaluated_at = {**others, **metrics}, state.step
+        return metrics is None
+
+    def _run_evaluation(self, test: bool) -> dict[str, float] | None:
+        try:
+            with self._clock.paused():
+                return self._evaluation.run(self.state.step, self._epoch(), test)
+        except MetricError:
+            self.state.evaluated = test and self.state.evaluated
+            self._save(end=False)  # no step so far is lost, and a resume evaluates again
+            raise
 
     def _save(self, end: bool, interrupted: bool = False) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""
@@ -348,6 +358,8 @@ class Loop:
         if self.stopped is not None and not interrupted:
             interrupted = self._complete_early_end()
         if not interrupted:
+            interrupted = self._evaluate_test()
+        if not interrupted:
             self.callbacks.end()
         digest = self._save(end=True, interrupted=interrupted)
         state = self.state
@@ -361,7 +373,7 @@ class Loop:
         state = self.state
         if len(self._metrics):
             self._record(float(self.schedule.factor(state.step - 1, self.num_steps)))
-        if not self.evals or self.options.eval_every == 0 or state.evaluated_at == state.step:
+        if not self._evaluation.periodic or self.options.eval_every == 0 or state.evaluated_at == state.step:
             return False
         return self._evaluate()[0]
 
@@ -376,10 +388,12 @@ class Loop:
         """
         if self.options.nonfinite == "stop":
             self._metrics.check_finite(self.state.step - len(self._metrics) + 1)
-            self._check_norm()
+            self._check_norms()
 
-    def _check_norm(self) -> None:
-        if self.options.nonfinite == "stop" and self._step.norm is not None and not self.precision.skips:
-            norm = float(self._step.norm)
-            if not math.isfinite(norm):
-                raise nonfinite_error("train/grad_norm", norm, self.state.step)
+    def _check_norms(self) -> dict[str, float]:
+        """Return the gradient norms of the last step as they are recorded."""
+        norms = {f"train/grad_norm{suffix}": float(norm) for suffix, norm in self._step.norms.items()}
+        bad = next((name for name, norm in norms.items() if not math.isfinite(norm)), None)
+        if bad is not None and self.options.nonfinite == "stop" and not self.precision.skips:
+            raise nonfinite_error(bad, norms[bad], self.state.step)
+        return norms

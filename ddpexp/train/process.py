@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
-import pdb
 import platform
 import signal
 import sys
@@ -13,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
@@ -21,8 +20,8 @@ from ddpexp.launch.workers.control import SIGNALS, Control
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason
 from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, sanitize
+from ddpexp.train import debugger
 
-_DEBUGGERS = ("pdb", "bdb", "ipdb", "IPython", "torch")  # packages whose frames are not the user's call
 EXIT_STOPPED = 128 + signal.SIGTERM
 
 
@@ -39,10 +38,20 @@ class _Stopped(BaseException):
     """The supervisor ended this worker."""
 
 
-def run_rank(work: Callable[[Control], None]) -> int:
-    """Do the work, report to the supervisor how it ended, and exit the process: this does not return."""
-    control = Control.from_environ()
+def run_rank(work: Callable[[Control], None], control: Control | None = None) -> int:
+    """Do the work, report to the supervisor how it ended, and exit the process: this does not return.
+
+    Where the process is the command's own it passes its `control`, and gets the exit code.
+    """
+    in_process = control is not None
+    control = control or Control.from_environ()
     _prepare_process(control)
+    code = _run(work, control)
+    return code if in_process else _leave(code)
+
+
+def _run(work: Callable[[Control], None], control: Control) -> int:
+    """Do the work, report to the supervisor how it ended, and return the exit code."""
     code = EXIT_FAILED
     try:
         work(control)
@@ -54,6 +63,9 @@ def run_rank(work: Callable[[Control], None]) -> int:
         control.send("stopped", step=end.step)
     except _Stopped:
         code = EXIT_STOPPED
+    except debugger.QuitError:  # raised by debuggers with a `quit` of their own
+        code = EXIT_STOPPED
+        control.send("quit", at_once=True)
     except SystemExit as end:
         code = _exit_code(end)
         _report(control, "SystemExit", f"the recipe ended the process: sys.exit({_shown(end.code)})", code, None)
@@ -74,7 +86,7 @@ def run_rank(work: Callable[[Control], None]) -> int:
             code,
             _traceback_of(error),
         )
-    return _leave(code)
+    return code
 
 
 def _leave(code: int) -> int:
@@ -90,9 +102,9 @@ def _leave(code: int) -> int:
 
 
 def _prepare_process(control: Control) -> None:
-    del sys.argv[1:]  # these are not for a recipe that parses arguments where it is imported
+    sys.argv = sys.argv[:1]  # the rest is not for a recipe that parses arguments where it is imported
     faulthandler.enable()
-    _forbid_debugger()
+    debugger.install(debugger.of_process(control, os.environ))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -115,31 +127,6 @@ def _prepare_process(control: Control) -> None:
     os.register_at_fork(after_in_child=_forget_signals)
 
 
-def _forbid_debugger() -> None:
-    """Make pdb raise an error if it would read from standard input, which is empty.
-
-    breakpoint(), pdb.set_trace() and tools built on them then fail with a message instead of BdbQuit. Debuggers with a
-    connection of their own still work.
-    """
-    start = pdb.Pdb.set_trace
-
-    def set_trace(self: pdb.Pdb, frame: FrameType | None = None, **options: Any) -> None:
-        frame = frame or sys._getframe(1)
-        if self.stdin not in (sys.stdin, sys.__stdin__) or os.isatty(0):
-            start(self, frame, **options)
-            return
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _DEBUGGERS:
-            frame = frame.f_back
-        raise DdpexpError(
-            f"{frame.f_code.co_filename}:{frame.f_lineno} starts a debugger, and a worker has no terminal to type "
-            "into. Print what you are looking for, or call that code in a program of its own. PYTHONBREAKPOINT=0 "
-            "ignores every breakpoint(); a debugger with a connection of its own works, for example "
-            "PYTHONBREAKPOINT=remote_pdb.set_trace."
-        )
-
-    pdb.Pdb.set_trace = set_trace  # type: ignore[method-assign,assignment]
-
-
 def _forget_signals() -> None:
     """Reset signal handling in processes that a recipe forks: their signals are not this rank's."""
     signal.set_wakeup_fd(-1)
@@ -155,7 +142,7 @@ def _report(control: Control, kind: str, message: str, code: int, trace: str | N
     control.send(
         "error", host=platform.node(), error=kind, message=message, traceback=limited, step=control.step, exit_code=code
     )
-    if not control.watched:
+    if not control.is_supervised:
         print(limited or f"{kind}: {message}", file=sys.stderr)
 
 
@@ -238,4 +225,5 @@ class _ToSupervisor(logging.Handler):
         self._control = control
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._control.send_nowait("warning", text=self.format(record).strip())
+        if self._control.watched:
+            self._control.send_nowait("warning", text=self.format(record).strip())

@@ -164,8 +164,10 @@ def check_model(model: Any, target: str, trains: bool) -> Any:
     return model
 
 
-def check_task(task: Any, target: str) -> None:
+def check_task(task: Any, target: str, evaluates: bool) -> None:
     """Check that a task has the methods that the loop calls, with their arguments.
+
+    `evaluates`: whether there are evaluations, which call `step` also where training does not.
 
     Raises:
         RefusedError: with the method as it is written.
@@ -179,6 +181,11 @@ def check_task(task: Any, target: str) -> None:
         raise RefusedError(
             f"task._target_={target} gave {made} without the method step(self, model, batch), which returns {SUMS}: "
             "see ddpexp.task.Task."
+        )
+    elif evaluates:
+        raise RefusedError(
+            f"task._target_={target} gave a {_located(type(task))} with a train_step and without the method step(self, "
+            "model, batch), which evaluations call. Add it, or set trainer.eval_every=0."
         )
 
 

@@ -57,10 +57,12 @@ from ddpexp.train.build import (
 from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
+from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.join import join_world
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.loop import Loop
+from ddpexp.train.metrics import MetricError
 from ddpexp.train.precision import Precision
 from ddpexp.train.process import Interrupted, open_log, run_rank
 from ddpexp.train.recipe_checks import check_model, check_task
@@ -69,17 +71,17 @@ from ddpexp.train.run_state import RunState, restore_checkpoint, truncate_record
 from ddpexp.train.same_data import check_same_data, inputs_of
 
 
-def main(path: str, worker_args: str) -> int:
-    """Train the experiment of a run directory. Never returns in a worker.
+def main(path: str, worker_args: str, control: Control | None = None) -> int:
+    """Train the experiment of a run directory; like `run_rank`.
 
     `worker_args` is JSON made by `ddpexp.run.training.Training`.
     """
-    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control))
+    return run_rank(lambda control: train(RunDir(Path(path)), json.loads(worker_args), control), control)
 
 
-def evaluate(evaluation: str) -> int:
-    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Never returns in a worker."""
-    return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control))
+def evaluate(evaluation: str, control: Control | None = None) -> int:
+    """Evaluate weights; `evaluation` is JSON made by `ddpexp.run.evaluation.Evaluation`. Like `run_rank`."""
+    return run_rank(lambda control: evaluate_weights(json.loads(evaluation), control), control)
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,12 @@ def fit(context: RunContext, built: Built) -> None:
             f"{error} Step {loop.state.step} is saved; resume from it with another metric: python -m ddpexp "
             f"{shlex.join(words)}"
         ) from None
+    except MetricError as error:
+        built.checkpointer.drain()
+        words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
+        raise DdpexpError(
+            f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
+        ) from error
     except (Exception, SystemExit):
         built.checkpointer.drain()
         raise
@@ -251,7 +259,8 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     control.set_phase("build")
     _warn_of_little_shared_memory(experiment, log)
     splits, data = open_data(experiment, evaluation["data"], world), DataRank(world.rank, world.world_size)
-    evals = build_evals(experiment, splits, data, world.device, evaluation["batch_size"])
+    sets = chosen_sets(splits.evals, evaluation["split"])
+    evals = build_evals(experiment, replace(splits, evals=sets), data, world.device, evaluation["batch_size"])
     model = check_model(instantiate(experiment.model, experiment.trust, "model"), experiment.model.target, trains=False)
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
@@ -260,7 +269,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
-    check_task(task, experiment.task.target)
+    check_task(task, experiment.task.target, evaluates=True)
     precision = Precision(experiment.trainer.precision, world.device, False)
     metrics = compute_metrics(task, model, evals, precision, world, data, control)
     if metrics is None:

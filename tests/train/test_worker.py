@@ -288,8 +288,8 @@ def test_a_debugger_is_refused_with_its_place_and_what_works_instead(recipe: Rec
     line = next(number for number, text in enumerate(lines, start=1) if text.strip().startswith(call))
     assert done.code == 1
     assert (
-        f"{recipe.folder}/points.py:{line} starts a debugger, and a worker has no terminal to type into. Print"
-        in done.err
+        f"{recipe.folder}/points.py:{line} starts a debugger, and this worker has no terminal to type into. Use "
+        "launcher=inline, where the command itself is the only worker" in done.err
     )
     assert "Traceback" not in done.err
     assert "Pdb" not in done.out

@@ -185,6 +185,7 @@ class Run:
         overrides: Sequence[str] = (),
         *,
         checkpoint: Literal["best", "last"] | int = "last",
+        split: str | None = None,
         quiet: bool = True,
     ) -> dict[str, float]:
         """Evaluate a checkpoint, as `ddpexp evaluate` does in a process of its own, and return the metrics by name.
@@ -192,6 +193,7 @@ class Run:
         Args:
             overrides: Overrides of the command, such as `["trainer.gpus=2"]`.
             checkpoint: As for `model`.
+            split: Names of evaluation sets, such as `"test"` or `"eval,test"`; None for all but `test`.
             quiet: Show nothing of what the command prints.
 
         Raises:
@@ -201,7 +203,8 @@ class Run:
         from ddpexp.cli.api.start import check_success
 
         source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
-        ended = run_command(["evaluate", str(source), *self._trusted(), *overrides, "--json"], None, quiet, True)
+        options = ["--json"] if split is None else ["--json", f"--split={split}"]
+        ended = run_command(["evaluate", str(source), *self._trusted(), *overrides, *options], None, quiet, True)
         check_success(ended, run=self)
         metrics: dict[str, float | None] = json.loads(ended.out)["metrics"]
         return {name: math.nan if value is None else value for name, value in metrics.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
-from ddpexp.launch import Job, Layout
+from ddpexp.launch import Job, Layout, WorkerRequest
 from ddpexp.system.job_schedulers.base import JobScheduler
 from ddpexp.system.job_schedulers.slurm import SLURM
 
@@ -49,6 +49,14 @@ class Launcher:
             other ranks are only named. StoppedError: a signal to this process ended the run.
         """
         raise NotImplementedError
+
+    def adapt(self, request: WorkerRequest) -> WorkerRequest:
+        """Return the request for workers with what this launcher settles itself.
+
+        Raises:
+            RefusedError: it cannot start them.
+        """
+        return request
 
     @property
     def forks_here(self) -> bool:

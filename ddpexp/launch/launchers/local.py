@@ -53,7 +53,7 @@ class Spawn(Launcher):
             server = None
         server = server or Server(self.start_method)
         try:
-            return coordinator.run(job, environment, rendezvous, server)
+            return coordinator.run(job, environment, rendezvous, server, debugs=True)
         finally:
             server.close()
 

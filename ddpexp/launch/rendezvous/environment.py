@@ -170,7 +170,7 @@ def ignored_variables(environ: Mapping[str, str] = os.environ) -> str | None:
     if CONTROL_FD in environ or not all(map(environ.get, names)) or not size.isdecimal() or int(size) < 2:
         return None
     return (
-        f"RANK={environ['RANK']} and WORLD_SIZE={size} are exported, and launcher=spawn ignores them: this command "
+        f"RANK={environ['RANK']} and WORLD_SIZE={size} are exported, and this launcher ignores them: this command "
         f"trains alone. For one rank of {size} add launcher=torchrun-env."
     )
 

@@ -29,7 +29,7 @@ from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.supervisor import supervise
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.client import Server
-from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, Lines, SharedStatus
+from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, TERMINAL_FD, Lines, SharedStatus
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system import start
 from ddpexp.system.gpus import Device, worker_variables
@@ -38,15 +38,19 @@ from ddpexp.system.limits import check_open_files
 from ddpexp.system.network import LOOPBACK, boot_id, interface_of, interface_variables, is_loopback
 from ddpexp.system.process import end_with_parent
 from ddpexp.system.terminal import Terminal
+from ddpexp.system.terminal_mode import descriptor_of_terminal
 
 _PARTING_SECONDS = 10.0  # for the leading command to report the reason before this one exits
 _READY_SECONDS = 24 * 3600.0  # for other commands to prepare data
 
 
-def run(job: Job, environment: LaunchEnvironment, rendezvous: Rendezvous | None, server: Server) -> int:
+def run(
+    job: Job, environment: LaunchEnvironment, rendezvous: Rendezvous | None, server: Server, debugs: bool = False
+) -> int:
     """Run this command's part of the job and return the exit code.
 
-    `rendezvous` is how the commands of the job find one another, if there are several.
+    `rendezvous` is how the commands of the job find one another, if there are several. `debugs`: where there is one,
+    ranks at a breakpoint get this command's terminal, if it has one.
 
     Raises:
         RefusedError, WorkerError, StoppedError: like `Launcher.launch`.
@@ -65,7 +69,8 @@ def run(job: Job, environment: LaunchEnvironment, rendezvous: Rendezvous | None,
     if environment.size == 1 or rendezvous is None:
         owners = [environment.owner] if environment.owner else []
         job.begin(layout, Participants([platform.node()], owners, environment.restarted))
-        return _supervise(job, layout, RankAssignment(0, world_size, 0, world_size, 0, False, True), None, server)
+        assignment = RankAssignment(0, world_size, 0, world_size, 0, False, True)
+        return _supervise(job, layout, assignment, None, server, debugs=debugs)
     handshake = {
         "index": environment.index,
         "size": environment.size,
@@ -250,8 +255,10 @@ def _supervise(
     meeting: Meeting | None,
     server: Server,
     store: socket.socket | tuple[str, int] | None = None,
+    debugs: bool = False,
 ) -> int:
     """Start this command's workers and supervise them to the end."""
+    terminal = descriptor_of_terminal() if debugs else None
     # The store's socket is bound here and passed to rank zero, so that the port is reserved from the start, on the
     # chosen interface only: a store that torch opens itself listens on every interface, and a port that is chosen,
     # closed and opened again can be lost to another process.
@@ -265,13 +272,15 @@ def _supervise(
         for number in range(assignment.workers):
             environ = worker_environment(layout, assignment, number, address, host, devices)
             rank, uses_cuda = assignment.first_rank + number, layout.device == "cuda"
-            workers.append(_start_worker(job, server, rank, environ, listener, uses_cuda))
+            workers.append(_start_worker(job, server, rank, environ, listener, uses_cuda, terminal))
     finally:
         if listener is not None:
             listener.close()
     try:
         uses_nccl = layout.backend == "nccl" and layout.world_size > 1
-        return supervise(server, workers, Terminal(), meeting, job.request, layout.device == "cuda", uses_nccl)
+        return supervise(
+            server, workers, Terminal(), meeting, job.request, layout.device == "cuda", uses_nccl, terminal
+        )
     except BaseException:
         cleanup.clear(began, of_gpus=layout.device == "cuda")
         raise
@@ -282,7 +291,13 @@ def _supervise(
 
 
 def _start_worker(
-    job: Job, server: Server, rank: int, environ: Mapping[str, str], store: socket.socket | None, uses_cuda: bool
+    job: Job,
+    server: Server,
+    rank: int,
+    environ: Mapping[str, str],
+    store: socket.socket | None,
+    uses_cuda: bool,
+    terminal: int | None,
 ) -> Worker:
     control, worker_control = socket.socketpair()
     signals, worker_signals = socket.socketpair()
@@ -295,6 +310,8 @@ def _start_worker(
     }
     if rank == 0 and store is not None:
         descriptors[STORE_FD] = store.fileno()
+    if terminal is not None:
+        descriptors[TERMINAL_FD] = terminal
     log = Log(job.logs, rank)
     server.start(rank, job.entry, job.arguments, environ, log.fileno(), descriptors, uses_cuda)
     worker_control.close()

@@ -65,6 +65,27 @@ class WorkerStopped:
     step: int | None
 
 
+@dataclass(frozen=True)
+class TerminalRequested:
+    """The worker is at a breakpoint, and waits for the terminal."""
+
+    number: int  # of the worker's requests
+
+
+@dataclass(frozen=True)
+class TerminalReturned:
+    """The worker has left its prompt."""
+
+    stepping: bool  # to execute a line and come back
+
+
+@dataclass(frozen=True)
+class DebuggerQuit:
+    """The user has quit the debugger; `at_once`: the worker could not continue to the end of its step."""
+
+    at_once: bool
+
+
 # Between the commands of a job. The leading command sends its messages to all others.
 
 
@@ -170,7 +191,17 @@ class ReportAccounts:
     accounts: Sequence[Account]
 
 
-WorkerMessage: TypeAlias = Progress | TrainingBegan | Warned | Errored | WorkerDone | WorkerStopped
+WorkerMessage: TypeAlias = (
+    Progress
+    | TrainingBegan
+    | Warned
+    | Errored
+    | WorkerDone
+    | WorkerStopped
+    | TerminalRequested
+    | TerminalReturned
+    | DebuggerQuit
+)
 AgreementMessage: TypeAlias = BeginAgreement | ReportBound | CommitStep
 InquiryMessage: TypeAlias = ReportSilence | BeginInquiry | ReportAccounts
 PeerMessage: TypeAlias = (
@@ -193,6 +224,9 @@ _WORKER_KINDS: Mapping[str, type[WorkerMessage]] = {
     "error": Errored,
     "done": WorkerDone,
     "stopped": WorkerStopped,
+    "prompt": TerminalRequested,
+    "prompted": TerminalReturned,
+    "quit": DebuggerQuit,
 }
 _PEER_KINDS: Mapping[str, type[PeerMessage]] = {
     "failed": RankFailed,

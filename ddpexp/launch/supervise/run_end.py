@@ -46,6 +46,7 @@ class RunEnd:
     speaks: bool = True  # a user looks at this terminal who does not see the leading command's
     reported: list[ReportedFailure] = field(default_factory=list)  # by other commands
     stop: Stop | None = None
+    stopped_by: str | None = None  # what ends the run, if it is not the signal itself
     failed_at: float | None = None  # when the first failure became known
     leader_lost: bool = False
     began: int | None = None  # the step at which this start began
@@ -167,6 +168,6 @@ class RunEnd:
         """Return the stop, with how far the run is, which rank zero knows: it is the rank that saves."""
         first = next((worker for worker in self.workers if worker.rank == 0), None)
         if first is None or stop.at_once:
-            return StoppedError(stop.signum)
+            return StoppedError(stop.signum, by=self.stopped_by)
         step = first.step if first.stopped else first.last_step
-        return StoppedError(stop.signum, step=step, saved=first.stopped, began=self.began)
+        return StoppedError(stop.signum, step=step, saved=first.stopped, began=self.began, by=self.stopped_by)

@@ -62,6 +62,8 @@ class SignalHandler:
         """Handle a signal that a rank received and forwards, except for those that it got from here."""
         if number == signal.SIGQUIT and worker.dumps:
             worker.dumps -= 1
+        elif number == signal.SIGINT and worker.interrupts:
+            worker.interrupts -= 1
         elif number in SIGNALS and not self._end.at_once:
             self.handle(number, worker.rank)
 
@@ -70,6 +72,14 @@ class SignalHandler:
         self._end.stop_by(number)
         for worker in self._workers:
             worker.status_page.stop(number)
+
+    def quit_debugger(self, at_once: bool) -> None:
+        """Stop the run because the user has quit a debugger, as by Ctrl-C; `at_once`: without saving."""
+        if self._end.stop is None:
+            self._end.stopped_by = "quit in the debugger"
+            self._request_stop(signal.SIGINT, is_replacement=False)
+        if at_once and not self._end.at_once:
+            self.leave_now(signal.SIGINT)
 
     def leave_now(self, number: int) -> None:
         """End the workers, which have nothing to save yet."""

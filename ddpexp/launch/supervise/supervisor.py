@@ -24,6 +24,7 @@ from ddpexp.launch.supervise.causes import (
     log_failure,
     weight,
 )
+from ddpexp.launch.supervise.debug_turns import DebugTurns
 from ddpexp.launch.supervise.output import Output
 from ddpexp.launch.supervise.peers import Peers
 from ddpexp.launch.supervise.run_end import RunEnd
@@ -31,7 +32,7 @@ from ddpexp.launch.supervise.signal_handler import COMMAND, OTHER_COMMANDS, Sign
 from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.supervise.watchdog import Watchdog
-from ddpexp.launch.supervise.worker_events import Server, WorkerEvents
+from ddpexp.launch.supervise.worker_events import Server, WorkerEvents, WorkerReports
 from ddpexp.launch.workers.control import Lines
 from ddpexp.system.process import exit_code, is_stopped
 from ddpexp.system.terminal import Terminal
@@ -49,18 +50,19 @@ def supervise(
     request: WorkerRequest,
     on_gpus: bool = False,
     uses_nccl: bool = False,
+    terminal_descriptor: int | None = None,
 ) -> int:
     """Supervise the workers until all have ended; return the exit code of the run.
 
     Where several commands run the job, `meeting` connects them: a failure in one ends all, and the leading one reports
     it. On a stop signal the ranks save and exit within `request.grace_seconds`; a hang ends the run after
-    `request.timeout`.
+    `request.timeout`. `terminal_descriptor`: the command's terminal, which is lent to ranks at a breakpoint.
 
     Raises:
         WorkerError: the first genuine failure. RefusedError: the workers refused to start.
         StoppedError: a signal to this process, another command or a rank ended the run.
     """
-    return Supervisor(server, workers, terminal, meeting, request, on_gpus, uses_nccl).run()
+    return Supervisor(server, workers, terminal, meeting, request, on_gpus, uses_nccl, terminal_descriptor).run()
 
 
 class Supervisor:
@@ -75,6 +77,7 @@ class Supervisor:
         request: WorkerRequest,
         on_gpus: bool,
         uses_nccl: bool,
+        terminal_descriptor: int | None,
     ) -> None:
         """Take over the workers, which the server starts; the arguments are those of `supervise`."""
         self._server, self._workers = server, workers
@@ -87,7 +90,9 @@ class Supervisor:
         self._watchdog = Watchdog(
             workers, request.timeout, peers.leads, peers.send, self._signals.dump, server.pid, on_gpus, uses_nccl
         )
-        self._events = WorkerEvents(server, workers, self._output, self._end, self._signals.dump)
+        self._turns = DebugTurns(terminal_descriptor, self._output, self._end, len(workers))
+        reports = WorkerReports(self._output, self._end, self._on_quit, self._turns)
+        self._events = WorkerEvents(server, workers, self._end, reports, self._signals.dump)
         self._rank_zero = next((worker for worker in workers if worker.rank == 0), None)
         self._selector = selectors.DefaultSelector()
         self._reported: set[int] = set()  # ranks whose failure was reported to the leading command
@@ -121,6 +126,7 @@ class Supervisor:
                 self._drain()
                 self._shutdown()
             finally:
+                self._turns.close()
                 self._output.terminal.close()
                 for worker in self._workers:
                     worker.control.channel.close()
@@ -149,6 +155,7 @@ class Supervisor:
                 self._selector.unregister(key.fileobj)
         if self._peers.leads:
             self._agreement.advance(self._peers.living.keys())
+        self._turns.advance()
 
     def _watch(self) -> None:
         """Handle events until every worker has ended."""
@@ -268,8 +275,13 @@ class Supervisor:
 
     def _on_signals(self, signals: socket.socket) -> bool:
         for number in signals.recv(64):
-            self._signals.handle(number, COMMAND)
+            if number != signal.SIGINT or not self._turns.interrupt():
+                self._signals.handle(number, COMMAND)
         return True
+
+    def _on_quit(self, at_once: bool) -> None:
+        self._turns.on_quit()
+        self._signals.quit_debugger(at_once)
 
     def _on_worker_signals(self, worker: Worker) -> bool:
         """Handle the signals that a rank forwards; False when it has ended."""
@@ -308,7 +320,10 @@ class Supervisor:
             )
 
     def _check_hangs(self) -> None:
-        """End the run when a rank hangs. A stop or a failure has its own deadline."""
+        """End the run when a rank hangs. A stop or a failure has its own deadline, a debugger has none."""
+        if self._turns.are_active:
+            self._watchdog.forget()
+            return
         if self._end.stop is not None or self._end.failed_at is not None or self._killed_at is not None:
             return
         cause = self._watchdog.look(self._peers.living)

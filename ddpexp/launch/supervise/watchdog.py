@@ -169,6 +169,12 @@ class Watchdog:
             return None
         return self._decide(now, others)
 
+    def forget(self) -> None:
+        """Begin anew: what was observed does not count, since a rank was at a debugger's prompt."""
+        self._silences.clear()
+        self._unanswered.clear()
+        self._looked_at, self._round, self._accounts = time.monotonic(), None, None
+
     def on_message(self, message: InquiryMessage, sender: int) -> None:
         """Handle a message of another command."""
         if isinstance(message, ReportSilence):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from ddpexp.errors import EXIT_FAILED, Failure
 from ddpexp.launch.supervise import messages
 from ddpexp.launch.supervise.causes import Worker, cause_of, failure_of, is_mismatch
+from ddpexp.launch.supervise.debug_turns import DebugTurns
 from ddpexp.launch.supervise.output import Output
 from ddpexp.launch.supervise.run_end import RunEnd
 from ddpexp.launch.workers.client import check_answer
@@ -44,22 +46,85 @@ class Server(Protocol):
         ...
 
 
+class WorkerReports:
+    """Handles the messages of workers."""
+
+    def __init__(
+        self, output: Output | None, end: RunEnd, quit_debugger: Callable[[bool], None], turns: DebugTurns | None = None
+    ) -> None:
+        """Show progress and warnings on `output`; None where the worker itself does, and has the terminal.
+
+        `quit_debugger` stops the run.
+        """
+        self._end = end
+        self._on_report: dict[type[Any], Callable[[Worker, Any], None]] = {
+            messages.TrainingBegan: self._on_training_began,
+            messages.Errored: self._on_errored,
+            messages.WorkerDone: self._on_worker_done,
+            messages.WorkerStopped: self._on_worker_stopped,
+            messages.DebuggerQuit: lambda _worker, message: quit_debugger(message.at_once),
+        }
+        if turns is not None:
+            self._on_report[messages.TerminalRequested] = turns.on_request
+            self._on_report[messages.TerminalReturned] = turns.on_return
+        if output is not None:
+            self._on_report[messages.Progress] = partial(_on_progress, output)
+            self._on_report[messages.Warned] = lambda worker, message: output.warned(worker.rank, message.text)
+
+    def read(self, worker: Worker) -> bool:
+        """Handle what a worker has sent; False when its channel is closed."""
+        received, is_open = worker.control.read()
+        for fields in received:
+            message = messages.decode_worker(fields)
+            if message is not None:
+                self._on_report[type(message)](worker, message)
+        return is_open
+
+    def _on_training_began(self, worker: Worker, message: messages.TrainingBegan) -> None:
+        self._end.began, worker.trains = message.step, True
+
+    def _on_errored(self, worker: Worker, message: messages.Errored) -> None:
+        worker.failure = Failure(
+            rank=worker.rank,
+            host=message.host,
+            kind=message.error,
+            message=message.message,
+            step=message.step,
+            phase=worker.status_page.phase,
+            traceback=message.traceback,
+            exit_code=message.exit_code,
+        )
+        worker.failed_at = time.monotonic()
+        self._end.fail(worker.failed_at)
+
+    def _on_worker_done(self, worker: Worker, _message: messages.WorkerDone) -> None:
+        worker.done = True
+
+    def _on_worker_stopped(self, worker: Worker, message: messages.WorkerStopped) -> None:
+        worker.stopped, worker.step = self._end.stop is not None, message.step
+
+
+def _on_progress(output: Output, worker: Worker, message: messages.Progress) -> None:
+    worker.step = message.done
+    output.progress(worker, message)
+
+
+def explain_loader(worker: Worker, memory: Memory) -> None:
+    """Add to the failure of a worker whose DataLoader worker was killed that memory ran out, if it did."""
+    failure = worker.failure
+    if failure is not None and _LOADER_KILLED in failure.message and (why := memory.verdict()):
+        worker.failure = replace(failure, message=f"{failure.message} ({why})")
+
+
 class WorkerEvents:
     """Keeps the records of this command's workers up to date."""
 
     def __init__(
-        self, server: Server, workers: Sequence[Worker], output: Output, end: RunEnd, dump: Callable[[], None]
+        self, server: Server, workers: Sequence[Worker], end: RunEnd, reports: WorkerReports, dump: Callable[[], None]
     ) -> None:
         """`dump` makes all ranks of this command dump their stacks."""
-        self._server, self._workers, self._output, self._end, self._dump = server, workers, output, end, dump
-        self._on_report: Mapping[type[Any], Callable[[Worker, Any], None]] = {
-            messages.Progress: self._on_progress,
-            messages.TrainingBegan: self._on_training_began,
-            messages.Warned: lambda worker, message: self._output.warned(worker.rank, message.text),
-            messages.Errored: self._on_errored,
-            messages.WorkerDone: self._on_worker_done,
-            messages.WorkerStopped: self._on_worker_stopped,
-        }
+        self._server, self._workers, self._end = server, workers, end
+        self._reports, self._dump = reports, dump
 
     def dispatch(self) -> bool:
         """Handle one answer of the fork server; False when it is gone, and every worker with it."""
@@ -99,9 +164,7 @@ class WorkerEvents:
         if worker.code == -signal.SIGKILL and not worker.ended:
             worker.killed_for = self._server.memory.verdict()
         self.on_worker_message(worker)  # its last messages
-        failure = worker.failure
-        if failure is not None and _LOADER_KILLED in failure.message and (why := self._server.memory.verdict()):
-            worker.failure = replace(failure, message=f"{failure.message} ({why})")
+        explain_loader(worker, self._server.memory)
         if not worker.well:
             worker.failed_at = worker.failed_at or time.monotonic()
             self._end.fail(worker.failed_at)
@@ -110,36 +173,4 @@ class WorkerEvents:
 
     def on_worker_message(self, worker: Worker) -> bool:
         """Handle what a worker has sent; False when its channel is closed."""
-        received, is_open = worker.control.read()
-        for fields in received:
-            message = messages.decode_worker(fields)
-            if message is not None:
-                self._on_report[type(message)](worker, message)
-        return is_open
-
-    def _on_progress(self, worker: Worker, message: messages.Progress) -> None:
-        worker.step = message.done
-        self._output.progress(worker, message)
-
-    def _on_training_began(self, worker: Worker, message: messages.TrainingBegan) -> None:
-        self._end.began, worker.trains = message.step, True
-
-    def _on_errored(self, worker: Worker, message: messages.Errored) -> None:
-        worker.failure = Failure(
-            rank=worker.rank,
-            host=message.host,
-            kind=message.error,
-            message=message.message,
-            step=message.step,
-            phase=worker.status_page.phase,
-            traceback=message.traceback,
-            exit_code=message.exit_code,
-        )
-        worker.failed_at = time.monotonic()
-        self._end.fail(worker.failed_at)
-
-    def _on_worker_done(self, worker: Worker, _message: messages.WorkerDone) -> None:
-        worker.done = True
-
-    def _on_worker_stopped(self, worker: Worker, message: messages.WorkerStopped) -> None:
-        worker.stopped, worker.step = self._end.stop is not None, message.step
+        return self._reports.read(worker)

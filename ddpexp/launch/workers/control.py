@@ -26,6 +26,7 @@ CONTROL_FD = "DDPEXP_CONTROL_FD"
 PAGE_FD = "DDPEXP_PAGE_FD"
 SIGNALS_FD = "DDPEXP_SIGNALS_FD"
 STORE_FD = "DDPEXP_STORE_FD"
+TERMINAL_FD = "DDPEXP_TERMINAL_FD"
 
 What = Literal["save", "end", "stop"]  # save and continue; end the run early, as configured; save and leave
 _WHATS: tuple[What, ...] = typing.get_args(What)  # of several at one step the last in this order is done
@@ -45,11 +46,13 @@ _PHASE, _BEATS = 4, 5  # rank: its phase, and the number of heartbeats within a 
 _NEWEST = 32  # command: the number of the newest agreement; at their next boundary the ranks wait for its step
 _STOPPING = 33  # command: the signal that stops the run
 _LEAVES = 34  # command: the rank is to exit at once when it gets SIGTERM
+_TURN = 35  # command: the answer to the rank's request for the terminal: twice its number, plus one if it is granted
 _AGREED = 48  # command: for each of the newest agreements its number, then its step and action
 _SLOTS = 8
 _INQUIRY, _RECORD_BYTES = 64, 65  # rank: the inquiry that its record answers, and the record's length
 _RECORD = 1024  # the byte at which the record begins
 _NAP_SECONDS = 0.0002
+_TURN_NAP_SECONDS = 0.01
 _ANSWER_SECONDS = 600.0  # far longer than a live command takes to name a step, unless it is stopped
 
 
@@ -120,6 +123,10 @@ class SharedStatus:
         """Make the rank exit at once on its next SIGTERM."""
         self.words[_LEAVES] = 1
 
+    def answer(self, number: int, granted: bool) -> None:
+        """Answer the rank's request for the terminal."""
+        self.words[_TURN] = 2 * number + granted
+
     def record(self, number: int) -> bytes | None:
         """Return which collectives the rank has called, packed; None if it has not answered this inquiry."""
         if self.words[_INQUIRY] != number:
@@ -153,11 +160,14 @@ class Control:
         page: SharedStatus | None = None,
         signals: int | None = None,
         leads: bool = False,
+        in_process: bool = False,
     ) -> None:
         """Take over the socket, the page and the descriptor for signals, if there are any.
 
-        `leads`: this is rank zero, which may request a save or the end of the run.
+        `leads`: this is rank zero, which may request a save or the end of the run. `in_process`: the worker is the
+        command's own process.
         """
+        self.in_process = in_process
         self.signals = signals  # gets the numbers of the signals that this process receives
         self._channel = channel
         self._rest = b""  # the unsent part of a line
@@ -166,6 +176,8 @@ class Control:
         self._leads = leads
         self._step: int | None = None
         self._acted = 0  # the newest agreement that was acted upon
+        self._turns = 0  # requests for the terminal
+        self.at_prompt = False  # a debugger reads from the terminal: SIGINT is for it
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Control:
@@ -179,9 +191,14 @@ class Control:
         )
 
     @property
-    def watched(self) -> bool:
-        """Return whether there is a supervisor: then progress goes there instead of to standard output."""
+    def is_supervised(self) -> bool:
+        """Return whether there is a supervisor, which gets errors and requests."""
         return self._channel is not None
+
+    @property
+    def watched(self) -> bool:
+        """Return whether progress and warnings go to a supervisor instead of to standard output."""
+        return self.is_supervised and not self.in_process
 
     def set_phase(self, phase: Phase) -> None:
         """Publish the phase that this rank enters; costs 0.1 us. Ranks: any."""
@@ -255,6 +272,20 @@ class Control:
             self._rest = b""
         except OSError:
             return  # the supervisor is gone
+
+    def request_terminal(self) -> bool:
+        """Wait for this rank's turn at the command's terminal; return whether it gets it: not if the run stops."""
+        if self._words is None:
+            return False
+        self._turns += 1
+        self.send("prompt", number=self._turns)
+        while self._words[_TURN] >> 1 != self._turns:
+            time.sleep(_TURN_NAP_SECONDS)
+        return bool(self._words[_TURN] & 1)
+
+    def return_terminal(self, stepping: bool) -> None:
+        """Give the terminal back; `stepping`: only until the next line was executed."""
+        self.send("prompted", stepping=stepping)
 
     def wait_for_inquiry(self) -> int | None:
         """Wait until the supervisor inquires which collectives this rank has called; return the inquiry's number.

@@ -74,6 +74,10 @@ class Log:
             lines.append(self._rest)
         return [line.removesuffix("\r") for line in lines]
 
+    def skip(self) -> None:
+        """Let the next `new_lines` begin here."""
+        self._begin()
+
     def last_lines(self, count: int) -> str:
         """Return the last lines, at least all of faulthandler's output after a crash."""
         begin = max(0, self.size() - _BLOCK)

@@ -149,7 +149,7 @@ def test_what_has_started_several_commands_is_recognised(
 )
 def test_exported_variables_of_a_rank_that_are_ignored_draw_a_warning(environ: dict[str, str], warns: bool) -> None:
     assert ignored_variables(environ) == (
-        "RANK=1 and WORLD_SIZE=2 are exported, and launcher=spawn ignores them: this command trains alone. For one "
+        "RANK=1 and WORLD_SIZE=2 are exported, and this launcher ignores them: this command trains alone. For one "
         "rank of 2 add launcher=torchrun-env."
         if warns
         else None

@@ -21,10 +21,18 @@ from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
 from tests.strategy.test_sharded_optimizer import files
 
 
-@pytest.mark.variants(4)
+@pytest.mark.variants(5)
 @pytest.mark.parametrize(
     ("case", "size"),
-    [("equal", 3), ("clipped_and_skipped", 2), ("evaluated", 3), ("teacher", 2), ("equal", 2), ("equal", 4)],
+    [
+        ("equal", 3),
+        ("hybrid", 4),
+        ("clipped_and_skipped", 2),
+        ("evaluated", 3),
+        ("teacher", 2),
+        ("equal", 2),
+        ("equal", 4),
+    ],
 )
 def test_the_numbers_are_those_of_replicas(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
     works(case, size, tmp_path / "logs")
@@ -63,6 +71,16 @@ def test_what_the_trainer_cannot_combine_with_it_is_refused(changes: dict[str, A
     with pytest.raises(RefusedError) as caught:
         OPTIONS.check(replace(TRAINER, **changes))
     assert sentence in str(caught.value)
+
+
+def test_replicas_must_divide_the_workers() -> None:
+    for size, sentence in (
+        (3, "strategy.dp_replicate_size=3 does not divide 4 workers: use 1 or 2."),
+        (4, "strategy.dp_replicate_size=4 leaves one worker to each replica, so nothing is sharded: use strategy=ddp."),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            replace(OPTIONS, dp_replicate_size=size).check_layout(TRAINER, Layout(1, 4, "cpu", "gloo", 1), 1)
+        assert str(caught.value) == sentence
 
 
 def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:

@@ -1,0 +1,201 @@
+"""Run a job's only worker in this process, and answer it as a supervisor would; without a watchdog.
+
+The worker is the main thread. A second thread handles the signals that the process receives, and names the step at
+which the worker saves or stops. Errors, exit codes and messages are those of a worker that another process supervises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import platform
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
+
+from ddpexp.errors import StoppedError
+from ddpexp.launch import Job, Layout, Participants, WorkerRequest
+from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.launch.supervise.assignment import RankAssignment
+from ddpexp.launch.supervise.causes import Worker, log_failure
+from ddpexp.launch.supervise.coordinator import worker_environment
+from ddpexp.launch.supervise.peers import Peers
+from ddpexp.launch.supervise.run_end import RunEnd, Stop
+from ddpexp.launch.supervise.signal_handler import SignalHandler
+from ddpexp.launch.supervise.stop_agreement import Agreement
+from ddpexp.launch.supervise.worker_events import WorkerReports, explain_loader
+from ddpexp.launch.workers import cleanup
+from ddpexp.launch.workers.control import Control, Lines, SharedStatus
+from ddpexp.launch.workers.rank_log import Log
+from ddpexp.system.hardware import visible_devices
+from ddpexp.system.limits import check_open_files
+from ddpexp.system.network import LOOPBACK
+from ddpexp.system.oom import Memory
+from ddpexp.system.terminal import print_message
+
+_NOTICE = "launcher=inline: the worker is this process; nothing watches it, so a hang does not end the run"
+_POLL_SECONDS = 0.1
+_KILL_SECONDS = 2.0  # for the worker to leave at once; after that the process is ended
+
+
+def run(job: Job, request: WorkerRequest) -> int:
+    """Run the job's worker here and return the exit code of the run.
+
+    Raises:
+        RefusedError, WorkerError, StoppedError: like `Launcher.launch`.
+    """
+    layout = resolve(request.gpus, request.device, request.backend, request.threads)
+    job.check(layout)
+    check_open_files(1, 1)
+    job.begin(layout, Participants([platform.node()]))
+    began, on_gpus = time.time(), layout.device == "cuda"
+    ours, theirs = socket.socketpair()
+    signals, to_signals = socket.socketpair()
+    to_signals.setblocking(False)  # a signal handler writes to it
+    page, descriptor = SharedStatus.make()
+    worker = Worker(0, Lines(ours), Log(job.logs, 0), page, signals, pid=os.getpid())
+    control = Control(theirs, SharedStatus(descriptor), to_signals.fileno(), leads=True, in_process=True)
+    os.close(descriptor)
+    supervisor = _Supervisor(job, worker, control, request.grace_seconds)
+    try:
+        with _as_worker(layout, worker.log):
+            print(_NOTICE)
+            supervisor.start()
+            try:
+                module, function = job.entry.split(":")
+                code = getattr(importlib.import_module(module), function)(*job.arguments, control=control)
+            finally:
+                signal.set_wakeup_fd(-1)
+                supervisor.finish()
+        return supervisor.verdict(code)
+    except BaseException:
+        cleanup.clear(began, of_gpus=on_gpus)
+        raise
+    finally:
+        worker.log.close()
+        for channel in (ours, theirs, signals, to_signals):
+            channel.close()
+
+
+class _Supervisor(threading.Thread):
+    """Answers the worker's requests and signals."""
+
+    def __init__(self, job: Job, worker: Worker, control: Control, grace_seconds: float) -> None:
+        """Take over the supervisor's ends of the worker's channels."""
+        super().__init__(name="ddpexp-supervisor", daemon=True)
+        self._job, self._worker, self._control, self._grace_seconds = job, worker, control, grace_seconds
+        self._agreement, self._end = Agreement([worker.status_page], lambda _message: None), RunEnd([worker])
+        self._signals = SignalHandler([worker], Peers(None), self._agreement, self._end, _send_signal, self._leave)
+        self._reports, self._memory = WorkerReports(None, self._end, self._signals.quit_debugger), Memory()
+        self._left_at: float | None = None  # when the worker was asked to leave without saving
+        self._finished = False
+
+    def run(self) -> None:
+        """Handle what arrives until the worker has ended."""
+        while not self._finished:
+            select.select([self._worker.control.channel, self._worker.signals], [], [], _POLL_SECONDS)
+            self._handle()
+
+    def verdict(self, code: int) -> int:
+        """Return the exit code of the run, once the worker has ended with `code`; raises like `RunEnd.verdict`."""
+        self.finish()
+        worker = self._worker
+        worker.code = code
+        self._handle()  # its last messages
+        if not worker.well:
+            explain_loader(worker, self._memory)
+            worker.failed_at = worker.failed_at or time.monotonic()
+            worker.ended = self._left_at is not None
+        log_failure(worker)
+        return self._end.verdict()
+
+    def finish(self) -> None:
+        """Stop handling: the worker has ended."""
+        self._finished = True
+        self.join()
+
+    def _handle(self) -> None:
+        with suppress(BlockingIOError):
+            for number in self._worker.signals.recv(64, socket.MSG_DONTWAIT):
+                if number != signal.SIGINT or not self._control.at_prompt:
+                    self._signals.handle_forwarded(number, self._worker)
+        self._reports.read(self._worker)
+        self._agreement.advance(())
+        if self._end.stop is not None and self._end.failed_at is None and self._end.is_overdue(self._grace_seconds):
+            self._leave()
+        if self._left_at is not None and time.monotonic() - self._left_at > _KILL_SECONDS:
+            self._exit(self._end.stop)
+
+    def _leave(self) -> None:
+        """Make the worker leave without saving."""
+        if self._left_at is None:
+            self._left_at = time.monotonic()
+            self._worker.status_page.leave()
+            _send_signal(signal.SIGTERM)
+
+    def _exit(self, stop: Stop | None) -> None:
+        """End this process: the worker does not leave."""
+        if stop is None or self._finished:
+            return
+        end = StoppedError(stop.signum, self._job.interrupt(self._worker.last_step))
+        self._job.close()
+        print_message(f"ddpexp: {end}")
+        os._exit(end.exit_code)
+
+
+def _send_signal(number: int, spared: int | None = None) -> None:
+    if spared != os.getpid():
+        os.kill(os.getpid(), number)
+
+
+@contextmanager
+def _as_worker(layout: Layout, log: Log) -> Iterator[None]:
+    """Give this process the environment of a worker, and its log a copy of what is printed."""
+    devices = visible_devices() if layout.device == "cuda" else ()
+    assignment = RankAssignment(0, 1, 0, 1, 0, False, True)
+    os.environ.update(worker_environment(layout, assignment, 0, (LOOPBACK, 0), LOOPBACK, devices))
+    before = sys.stdout, sys.stderr, sys.argv
+    sys.stdout, sys.stderr, sys.argv = _copied(sys.stdout, 1, log), _copied(sys.stderr, 2, log), sys.argv[:1]
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr, sys.argv = before
+
+
+def _copied(stream: TextIO, descriptor: int, log: Log) -> TextIO:
+    stream.flush()
+    raw = io.BufferedWriter(_Copied(descriptor, log.fileno()))
+    return io.TextIOWrapper(raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)
+
+
+class _Copied(io.RawIOBase):
+    """Writes to a descriptor and to a log, either of which may fail: the reader is gone, the disk is full."""
+
+    def __init__(self, descriptor: int, log: int) -> None:
+        self._descriptor, self._log = descriptor, log
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor  # `input` edits lines with readline where this is the terminal
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any, /) -> int:
+        for descriptor in (self._descriptor, self._log):
+            rest = memoryview(data)
+            with suppress(OSError):
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+        return len(memoryview(data))

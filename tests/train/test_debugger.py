@@ -1,0 +1,180 @@
+"""breakpoint() in a rank, on a real pseudo-terminal: whose turn it is, who waits, and how it ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.conftest import Ddpexp, Done, living
+from tests.points import Recipe, wait_for
+from tests.terminals import Session
+
+CODE = """\
+class Looks(Sides):
+    # Starts a debugger in the third step, in some of the ranks.
+    def __init__(self, ranks=(1,), how="breakpoint"):
+        self.ranks, self.how, self.steps = ranks, how, 0
+
+    def step(self, model, batch):
+        self.steps += model.training
+        if self.steps == 3 and model.training:
+            if self.how == "torch":
+                torch.distributed.breakpoint(rank=1)
+            elif self.how == "post-mortem" and RANK in self.ranks:
+                import pdb
+                try:
+                    raise ValueError("found")
+                except ValueError as error:
+                    pdb.post_mortem(error.__traceback__)
+            elif RANK in self.ranks:
+                secret = 6 * 7
+                breakpoint()
+        return super().step(model, batch)
+"""
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a rank does is tested, not how it starts."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("debugger"), environ), CODE)
+
+
+@pytest.fixture(scope="module")
+def expected(recipe: Recipe) -> str:
+    """The weights of the undisturbed run."""
+    done = recipe("trainer.gpus=2")
+    assert done.code == 0, done.err
+    return str(done.result()["weights_sha256"])
+
+
+def session(recipe: Recipe, *overrides: str, ranks: str = "[1]") -> tuple[Session, Done]:
+    words, run = recipe.words("task._target_=points.Looks", f"+task.ranks={ranks}", "trainer.gpus=2", *overrides)
+    command = [sys.executable, "-m", "ddpexp", *words]
+    return Session(command, recipe.folder, recipe.ddpexp.environ), Done(0, "", "", run)
+
+
+def test_each_rank_gets_its_turn_while_all_else_waits(recipe: Recipe, expected: str) -> None:
+    shell, done = session(recipe, "trainer.timeout.step_seconds=1", "trainer.log_every=1", ranks="[0,1]")
+    with shell:
+        shell.expect(" is at a breakpoint; the other ranks wait. c continues, q saves and stops the run.")
+        shell.expect(f"> {recipe.folder}/points.py(")
+        shell.expect("(Pdb rank ")
+        first = int(shell.expect(") "))
+        time.sleep(3.0)  # beyond the timeout
+        shell.type("p sec\t\n")  # completed by readline
+        shell.expect("42")
+        shell.type("\x03")
+        shell.expect("--KeyboardInterrupt--")
+        prompt = f"(Pdb rank {first}) "
+        shell.at(prompt, "print('to the', 'terminal')")
+        shell.expect("to the terminal")
+        shell.at(prompt, "n")
+        assert "━" not in shell.expect("-> return super().step(model, batch)")
+        shell.at(prompt, "c")
+        shell.expect(f"ddpexp: rank {1 - first} is at a breakpoint")
+        shell.at(f"(Pdb rank {1 - first}) ", "c")
+        assert shell.end() == 0, shell.shown
+        assert shell.is_sane()
+    assert "terminal" not in (done.run / f"ranks/{first}.log").read_text()
+    assert done.result()["weights_sha256"] == expected
+
+
+@pytest.mark.parametrize("how", ["q", pytest.param("\x04", marks=pytest.mark.slow)])
+def test_quitting_saves_and_the_run_resumes_to_the_same_weights(recipe: Recipe, expected: str, how: str) -> None:
+    shell, done = session(recipe, ranks="[0,1]")  # the other one waits for its turn, and gets none
+    with shell:
+        shell.expect("(Pdb rank ")
+        shell.type(f"{how}\n" if how == "q" else how)
+        assert shell.end() == 128 + signal.SIGINT
+        assert shell.is_sane()
+    last, command = shell.shown.splitlines()[-2:]
+    assert last == f"ddpexp: quit in the debugger; saved at step 3 in {done.run}; resume it with:"
+    assert command.startswith("python -m ddpexp resume ")
+    assert done.result()["status"] == "interrupted"
+    words = ("task._target_=points.Looks", "+task.ranks=[0,1]", "trainer.gpus=2")
+    again = recipe(*words, run=done.run, environ={"PYTHONBREAKPOINT": "0"})
+    assert (again.code, again.result()["weights_sha256"]) == (0, expected), again.err
+
+
+@pytest.mark.parametrize("whom", ["command", "rank"])
+def test_a_kill_at_the_prompt_leaves_nothing_and_a_sane_terminal(recipe: Recipe, whom: str) -> None:
+    kill_at_prompt(recipe, whom)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("whom", ["command", "rank"])
+def test_many_kills_at_the_prompt(recipe: Recipe, whom: str) -> None:
+    for _ in range(20):
+        kill_at_prompt(recipe, whom)
+
+
+def kill_at_prompt(recipe: Recipe, whom: str) -> None:
+    shell, done = session(recipe)
+    with shell:
+        shell.expect("(Pdb rank 1) ")
+        if whom == "command":
+            shell.type("p 1")
+            wait_for(lambda: not shell.is_sane())  # readline edits the line
+            shell.process.kill()
+            shell.process.wait()
+        else:
+            shell.type("import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n")
+            assert shell.end() == 1
+            assert ": SIGKILL: killed by SIGKILL (rank 0 terminated as a consequence)" in shell.shown
+        wait_for(shell.is_sane, 5.0)
+        wait_for(lambda: not living(done.run), 5.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_closes_the_prompt_and_saves(recipe: Recipe, number: signal.Signals) -> None:
+    shell, _ = session(recipe)
+    with shell:
+        shell.expect("(Pdb rank 1) ")
+        shell.type("p 1")
+        wait_for(lambda: not shell.is_sane())
+        shell.process.send_signal(number)
+        assert shell.end() == 128 + number
+        assert shell.is_sane()
+    assert f"ddpexp: interrupted by {number.name}; saved at step 3 in " in shell.shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["torch", "post-mortem"])
+def test_other_ways_into_pdb(recipe: Recipe, expected: str, how: str) -> None:
+    shell, done = session(recipe, f"+task.how={how}")
+    with shell:
+        shell.at("(Pdb rank 1) ", "p RANK", "c")
+        assert shell.end() == 0, shell.shown
+    assert done.result()["weights_sha256"] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_sessions(recipe: Recipe, expected: str) -> None:
+    for _ in range(20):
+        shell, done = session(recipe, ranks="[0,1]")
+        with shell:
+            shell.at("(Pdb rank ", "p secret", "n", "c", "c")
+            assert shell.end() == 0, shell.shown
+            assert shell.is_sane()
+        assert done.result()["weights_sha256"] == expected
+
+
+@pytest.mark.slow
+def test_a_command_in_the_background_waits_for_the_foreground(recipe: Recipe) -> None:
+    words, _ = recipe.words("task._target_=points.Looks", "trainer.gpus=2")
+    script = f"set -m; {sys.executable} -m ddpexp {' '.join(words)} & sleep 6; fg"
+    with Session(["bash", "-c", script], recipe.folder, recipe.ddpexp.environ) as shell:
+        shell.expect("ddpexp: a rank is at a breakpoint: bring this command to the foreground (fg)")
+        shell.at("(Pdb rank 1) ", "c")
+        assert shell.end() == 0, shell.shown
