@@ -144,7 +144,7 @@ class Loop:
         state, limit = self.state, self.options.max_seconds
         since_record = sum(entry["seconds"] for entry in state.window)
         self._clock = Clock(state.train_seconds, since_record, state.elapsed_seconds)
-        self.stopped = self.callbacks.stopped
+        self.stopped = self.callbacks.stopped or self.stopped
         if limit is not None and state.elapsed_seconds >= limit and state.step < self.num_steps:
             self.stopped = self._out_of_time()
         self._metrics = self._new_accumulator()
