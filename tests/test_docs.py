@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ddpexp.cli.check import run_arguments
 from ddpexp.cli.help import answer
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, resume
@@ -188,6 +189,8 @@ def accept(words: Sequence[str]) -> None:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:
         accept_run(DoctorArguments.of(words[1:]).run)
+    elif words[:1] == ["check"]:
+        accept_run(run_arguments(words[1:]))
     else:
         accept_run(words)
 

@@ -107,7 +107,7 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     Ranks: all.
     """
     context = join(run, worker_args, control)
-    with gpu_memory.explained(lambda: _situation(context.experiment, context.world, control)):
+    with gpu_memory.explained(lambda: situation(context.experiment, context.world, control)):
         built = build(context)
         restore(context, built)
         fit(context, built)
@@ -250,7 +250,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.set_phase("join")
     world = join_world(experiment, layout, control)
-    with gpu_memory.explained(lambda: _situation(experiment, world, control, evaluation["batch_size"])):
+    with gpu_memory.explained(lambda: situation(experiment, world, control, evaluation["batch_size"])):
         _evaluate_weights(evaluation, experiment, world, control)
 
 
@@ -283,7 +283,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     world.barrier()
 
 
-def _situation(
+def situation(
     experiment: Experiment, world: World, control: Control, batch_size: int | None = None
 ) -> gpu_memory.Situation:
     """Return what this rank does, for an answer to an error. `batch_size`: of an evaluation."""

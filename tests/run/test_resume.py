@@ -39,9 +39,9 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture(scope="session")
-def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+def environ(warm_single_environ: dict[str, str]) -> dict[str, str]:
     """How a run is resumed is tested, not how fork servers start."""
-    return warm_environ
+    return warm_single_environ
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def refused(done: Done, sentence: str) -> None:
 
 def torchrun(ddpexp: Ddpexp, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*TORCHRUN, *overrides], cwd=ddpexp.folder, env={**ddpexp.environ, "OMP_NUM_THREADS": "1"},
+        [*TORCHRUN, *overrides], cwd=ddpexp.folder, env=ddpexp.environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
