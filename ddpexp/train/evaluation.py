@@ -80,13 +80,17 @@ class Evaluation:
         self.refresh_average()
         weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         with weights, self.strategy.evaluation() as model:
-            metrics = evaluate(self.task, model, sets, self.precision, self.world, self.strategy.data, self.control)
+            metrics = evaluate(
+                self.task, model, sets, self.precision, self.world, self.strategy.data, self.control,
+                self.strategy.evaluates_together,
+            )  # fmt: skip
             if metrics is None:
                 return None
             self.logger.scalars(step, epoch, metrics)
             self._check_losses(metrics, step)
             shows = not test or not self.periodic
-            if shows and self.world.is_rank_zero and isinstance(self.task, HasOnEval):
+            takes_part = self.world.is_rank_zero or self.strategy.evaluates_together  # others have a null logger
+            if shows and takes_part and isinstance(self.task, HasOnEval):
                 with torch.no_grad():
                     self.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
         return metrics
