@@ -207,8 +207,10 @@ def _own_options(command: str) -> Sequence[str]:
         from ddpexp.plan.arguments import NUMBERS, SWITCHES
 
         return (*SWITCHES, *NUMBERS)
-    if command in ("doctor", "status", "evaluate"):
+    if command in ("doctor", "status"):
         return ("--json",)
+    if command == "evaluate":
+        return ("--split", "--json")
     if command == "table":
         from ddpexp.sweep.arguments import FLAGS, VALUED
 

@@ -41,6 +41,7 @@ run's evaluation data. Weights that lie in no run directory need a recipe:
 
     ddpexp evaluate weights.safetensors recipe=mnist
 
+--split NAME,NAME evaluates these sets; without it, all but the one named test.
 --json prints the metrics for programs, and everything else on standard error."""
 
 _RESUME = f"""{commands.of("resume").usage}
@@ -224,6 +225,7 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     if {"--help", "-h"} & set(argv):
         print(_USAGE)
         return None
+    split, argv = _split_option(argv)
     name, words = _source([word for word in argv if word != "--json"], "evaluate")
     source = Path(name)
     if not source.exists():
@@ -243,7 +245,28 @@ def evaluate(argv: list[str], command: Sequence[str]) -> tuple[Launcher, Evaluat
     else:
         text, experiment = _of_words(source, words)
     found = weights.find(source, f"evaluate {source}", lambda text: print_message(f"ddpexp: warning: {text}"))
-    return experiment.launcher, Evaluation(experiment, text, found, answers="--json" in argv)
+    return experiment.launcher, Evaluation(experiment, text, found, split, answers="--json" in argv)
+
+
+def _split_option(argv: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Return the evaluation sets that `--split` names, none if it is not there, and the other arguments.
+
+    Raises:
+        RefusedError: it names none, or is there twice.
+    """
+    places = [place for place, word in enumerate(argv) if word.partition("=")[0] == "--split"]
+    if not places:
+        return (), argv
+    place = places[0]
+    _, equals, value = argv[place].partition("=")
+    if not equals:
+        value = argv[place + 1] if place + 1 < len(argv) else ""
+    names = tuple(value.split(","))
+    if len(places) > 1 or not all(names) or value.startswith("-"):
+        raise RefusedError(
+            "--split takes the names of evaluation sets once, such as --split test or --split eval,test."
+        )
+    return names, argv[:place] + argv[place + (1 if equals else 2) :]
 
 
 def _source(argv: list[str], name: str) -> tuple[str, list[str]]:

@@ -28,7 +28,8 @@ COMMANDS = (
     Command("resume", "RUN_DIR [key=value ...]", "continue an interrupted run or sweep", ("continue", "restart",
         "restore")),
     Command(
-        "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...] [--json]", "evaluate the weights of a run, or of a file",
+        "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...] [--split NAME] [--json]",
+        "evaluate the weights of a run, or of a file",
         ("eval", "test", "valid", "validate"),
     ),
     Command(
@@ -47,7 +48,11 @@ COMMANDS = (
     ),
     Command(
         "doctor", "[key=value ...] [--config-dir DIR] [--json]", "what a run would meet on these machines",
-        ("check", "diagnose", "env", "debug", "preflight"),
+        ("diagnose", "env", "preflight"),
+    ),
+    Command(
+        "check", "[key=value ...] [--config-dir DIR] [--json]", "try a recipe in two steps and report its mistakes",
+        ("lint", "verify", "dry_run", "debug"),
     ),
     Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man",
         "doc")),

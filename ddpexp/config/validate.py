@@ -10,10 +10,14 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
 from ddpexp.launch import Layout, Timeout
+
+TEST_SET = "test"
+"""The evaluation set that is evaluated at the end only, and by which nothing is chosen."""
 
 _OF_OPTIMIZERS = (  # the arguments of torch's optimizers, of every version
     "lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "foreach", "differentiable", "fused",
@@ -59,6 +63,19 @@ def check_batches(experiment: Experiment, layouts: Sequence[Layout]) -> None:
     check_range(trainer.global_batch_size, trainer.micro_batch_size, data_sizes, str(trainer.nodes))
 
 
+def check_not_test(override: str, metric: str) -> None:
+    """Check that a key that chooses by a metric does not choose by the test set.
+
+    Raises:
+        RefusedError: it does; `override` is the key with its value, as typed.
+    """
+    if metric.partition("/")[0] == TEST_SET:
+        raise RefusedError(
+            f"{override} chooses by the set `{TEST_SET}`, which is for the final result only and is evaluated once, at "
+            "the end of a run. Choose by another set; data.validation_fraction=0.1 holds one out, named validation."
+        )
+
+
 def check(experiment: Experiment) -> None:
     """Check each section by itself, then what they must be together.
 
@@ -98,6 +115,7 @@ def _check_trainer(trainer: Trainer) -> None:
         if value != "epoch" and value < 0:
             raise RefusedError(f"trainer.{name}={value}: use epoch, a number of steps, or 0 for never.")
     _check_saving(trainer)
+    _check_average(trainer)
     if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
         raise RefusedError(
             f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null."
@@ -124,12 +142,44 @@ def _check_limits(trainer: Trainer) -> None:
         )
 
 
+def _check_average(trainer: Trainer) -> None:
+    """Check the keys of averaged weights against each other."""
+    if trainer.swa_start is not None and trainer.swa_start < 0:
+        raise RefusedError(f"trainer.swa_start={trainer.swa_start}: use a number of steps from 0, or null.")
+    if trainer.swa_start is not None and trainer.ema_decay is not None:
+        raise RefusedError(
+            f"trainer.swa_start={trainer.swa_start} trainer.ema_decay={trainer.ema_decay}: a run has one average of "
+            "its weights. Set one of them to null."
+        )
+    if trainer.swa_every != "epoch" and trainer.swa_every < 1:
+        raise RefusedError(f"trainer.swa_every={trainer.swa_every}: use epoch, or a number of steps from 1.")
+    if trainer.average_batch_norm is None:
+        return
+    if trainer.average_batch_norm < 1:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm}: use a number of training batches from 1, or "
+            "null."
+        )
+    if not trainer.averages:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
+            "trainer.ema_decay or trainer.swa_start, too."
+        )
+
+
 def _check_speed(trainer: Trainer) -> None:
     """Check what makes steps faster, alone and against the promise of equal bits."""
     if trainer.compile_blocks is not None and not trainer.compile:
         raise RefusedError(
             f"trainer.compile_blocks={trainer.compile_blocks} names what is compiled, and trainer.compile=false "
             "compiles nothing: type trainer.compile=true, or trainer.compile_blocks=null."
+        )
+    if trainer.activation_checkpointing and trainer.compile:
+        names = ",".join(trainer.activation_checkpointing)
+        raise RefusedError(
+            f"trainer.activation_checkpointing=[{names}] is incompatible with trainer.compile="
+            f"{str(trainer.compile).lower()}: torch does not compile blocks that are computed again. Leave one of them "
+            "out."
         )
     if trainer.compile_blocks is not None and not trainer.compile_blocks.isidentifier():
         raise RefusedError(
@@ -177,6 +227,7 @@ def _check_saving(trainer: Trainer) -> None:
             f"trainer.keep_best={trainer.keep_best}: use max: or min: and a metric of the evaluation, "
             f"such as max:eval/accuracy."
         )
+    check_not_test(f"trainer.keep_best={trainer.keep_best}", trainer.keep_best.partition(":")[2])
     if trainer.eval_every == 0:
         raise RefusedError(
             f"trainer.keep_best={trainer.keep_best} needs evaluations, and trainer.eval_every=0 makes none."
@@ -238,6 +289,7 @@ def _check_data(data: Data) -> None:
 def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
+    _check_callbacks(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
@@ -245,3 +297,24 @@ def _check_together(experiment: Experiment) -> None:
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
         )
+
+
+def _check_callbacks(experiment: Experiment) -> None:
+    """Check our callbacks against the rest; what depends on data and model is checked by the workers."""
+    trainer = experiment.trainer
+    for name, node in experiment.callbacks.items():
+        key = key_of(f"callbacks.{name}", node.target)
+        if key == "find_nonfinite" and trainer.compile:
+            raise RefusedError(
+                f"callbacks.{name} looks at the output of each module, and with trainer.compile="
+                f"{shown(trainer.compile)} they are not called one by one. Use trainer.compile=false."
+            )
+        if key == "early_stopping" and isinstance(monitor := node.kwargs.get("monitor"), str):
+            check_not_test(f"callbacks.{name}.monitor={monitor}", monitor)
+        if key == "early_stopping" and trainer.eval_every == 0:
+            raise RefusedError(f"callbacks.{name} needs evaluations, and trainer.eval_every=0 makes none.")
+        if key == "histograms" and not experiment.logger:
+            raise RefusedError(
+                f"callbacks.{name} records histograms, and metrics.jsonl has none. Use logger=tensorboard, or another "
+                "logger that has."
+            )

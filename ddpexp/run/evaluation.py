@@ -25,11 +25,16 @@ class Evaluation(Job):
 
     entry = "ddpexp.train.worker:evaluate"
 
-    def __init__(self, experiment: Experiment, text: str, weights: Path, answers: bool = False) -> None:
-        """Take the experiment, its YAML and the weights. `answers`: rank zero hands the metrics to this command."""
+    def __init__(
+        self, experiment: Experiment, text: str, weights: Path, split: Sequence[str] = (), answers: bool = False
+    ) -> None:
+        """Take the experiment, its YAML and the weights.
+
+        `split` names evaluation sets; empty: all but `test`. `answers`: rank zero hands the metrics to this command.
+        """
         self.experiment, self.request = experiment, worker_request(experiment)
         self.identity = job_identity(text)
-        self._text, self._weights, self._answers = text, weights, answers
+        self._text, self._weights, self._split, self._answers = text, weights, tuple(split), answers
         self._answer: int | None = None  # a file in memory
 
     def check(self, layout: Layout) -> None:
@@ -69,6 +74,7 @@ class Evaluation(Job):
             "layout": asdict(layout),
             "data": prepare(self.experiment.data, self.experiment.trust),
             "weights": str(self._weights.resolve()),
+            "split": self._split,
             "answer": f"/proc/{os.getpid()}/fd/{self._answer}" if self._answer is not None else None,
             "batch_size": plan_batches(trainer.global_batch_size, trainer.micro_batch_size, data_size).micro_batch_size,
         }

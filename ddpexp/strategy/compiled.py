@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ddpexp.errors import RefusedError
-from ddpexp.system.text import first_few
+from ddpexp.strategy.module_classes import check_classes
 
 
 def compile_model(module: nn.Module, mode: str) -> nn.Module:
@@ -45,13 +43,8 @@ def compile_blocks(models: Mapping[str, nn.Module], name: str, mode: str) -> lis
     Raises:
         RefusedError: there is no such module.
     """
+    check_classes(models, [name], "trainer.compile_blocks={}")
     blocks = {id(block): block for model in models.values() for block in _outermost(model, name)}
-    if not blocks:
-        counts = Counter(type(module).__name__ for model in models.values() for module in model.modules())
-        several = [f"{other} ({count})" for other, count in counts.most_common()]
-        raise RefusedError(
-            f"trainer.compile_blocks={name}: the model has no module of that class. It has {first_few(several)}."
-        )
     found = []
     for block in blocks.values():
         found.append(CompiledForward(block.forward, mode))

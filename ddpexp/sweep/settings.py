@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpexp.config.build import build
+from ddpexp.config.validate import check_not_test
 from ddpexp.errors import RefusedError
 
 
@@ -43,6 +44,8 @@ def settings_of(values: Mapping[str, Any]) -> Settings:
             f"sweep.objective={settings.objective} is not the name of a metric: type sweep.mode={with_mode[1]} "
             f"sweep.objective={with_mode[2]}."
         )
+    if settings.objective is not None:
+        check_not_test(f"sweep.objective={settings.objective}", settings.objective)
     if settings.early_stop is not None and settings.objective is None:
         raise RefusedError(
             f"sweep.early_stop={settings.early_stop} compares objectives: name one with sweep.objective=eval/loss."

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
 from typing import Any
 
 import torch
+from torch import nn
 
+from ddpexp.config.build import nearest
+from ddpexp.config.validate import TEST_SET
 from ddpexp.data.batches import EvalBatches
 from ddpexp.distributed.world import World
+from ddpexp.errors import DdpexpError, RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.options import DataRank
 from ddpexp.system.fault_injection import fault_point
-from ddpexp.task import Sums, Task
-from ddpexp.train.metrics import MetricAccumulator, detached
+from ddpexp.task import HasFinish, Sums, Task
+from ddpexp.train.eval_metrics import SetMetrics
+from ddpexp.train.metrics import MetricAccumulator, MetricError, detached
 from ddpexp.train.precision import Precision
-from ddpexp.train.task_checks import check_sums
+from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
 
 
 def evaluate(
@@ -26,47 +33,144 @@ def evaluate(
     world: World,
     data: DataRank,
     control: Control,
+    together: bool = False,
 ) -> dict[str, float] | None:
     """Return the metrics of every evaluation set as `set/metric`; `model` is in evaluation mode.
 
+    A model whose forward pass communicates is evaluated `together`: every rank does the same number of passes.
+
     Returns None on all ranks when any rank was asked to stop.
-    Ranks: all; communicates once for each set.
+    Ranks: all; communicates once for each set, and more if the task has more than pairs of scalars.
+
+    Raises:
+        MetricError: on all ranks, for a metric that cannot be computed.
     """
     metrics: dict[str, float] = {}
-    with torch.no_grad(), precision.autocast():
+    with torch.no_grad():
         for name, batches in evals.items():
-            means = _evaluate_set(task, model, batches, world, data, control)
-            if means is None:
+            values = _evaluate_set(task, model, batches, precision.autocast(), world, data, control, together)
+            if values is None:
                 return None
-            metrics |= {f"{name}/{key}": value for key, value in means.items()}
+            metrics |= {f"{name}/{key}": value for key, value in values.items()}
     return metrics
 
 
+def chosen_sets(sets: Mapping[str, Any], split: Sequence[str]) -> dict[str, Any]:
+    """Return the evaluation sets that `ddpexp evaluate --split` names; without names all but `test`.
+
+    Raises:
+        RefusedError: there is no such set, or none but `test`.
+    """
+    for name in split:
+        if name not in sets:
+            meant = nearest(name, sets)
+            hint = f"Did you mean --split {meant}?" if meant else f"There is {', '.join(sets) or 'none'}."
+            raise RefusedError(f"--split {name} names no evaluation set of the data. {hint}")
+    chosen = {name: sets[name] for name in split or sets if split or name != TEST_SET}
+    if sets and not chosen:
+        raise RefusedError(f"the only evaluation set is `{TEST_SET}`, which must be named: type --split {TEST_SET}.")
+    return chosen
+
+
 def _evaluate_set(
-    task: Task, model: Any, batches: EvalBatches, world: World, data: DataRank, control: Control
-) -> Mapping[str, float] | None:
-    """Return the means over one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
-    num_slots = max(batches.num_batches, data.size)
+    task: Task,
+    model: Any,
+    batches: EvalBatches,
+    autocast: AbstractContextManager[object],
+    world: World,
+    data: DataRank,
+    control: Control,
+    together: bool,
+) -> dict[str, float] | None:
+    """Return the metrics of one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
+    metrics = SetMetrics(task, world, data, batches.num_batches)
     sums: list[Sums] = []
+    uncounted: Sums | None = None
     stopped = False
-    for batch in batches:
-        control.heartbeat()
-        fault_point("evaluate")
-        stopped = control.stop_requested
-        if stopped:
-            break
-        sums.append(_step(task, model, batch, check=not sums))
-    if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing
-        loss, count, metrics = _step(task, model, batches.first(), check=True)
-        sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in metrics.items()})]
+    with autocast:
+        for batch, counts in _passes(batches, data, together):
+            control.heartbeat()
+            fault_point("evaluate")
+            stopped = _any_rank(control.stop_requested, world) if together else control.stop_requested
+            if stopped:
+                break
+            if not counts:
+                uncounted = _step(task, model, batch, metrics, check=not sums, counts=False)
+                break
+            sums.append(_step(task, model, batch, metrics, check=not sums))
+            if metrics.states.is_due() and metrics.states.fold():
+                return None
+        if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing
+            if uncounted is None:
+                uncounted = _step(task, model, batches.first(), metrics, check=True, counts=False)
+            loss, count, pairs = uncounted
+            sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in pairs.items()})]
+    if stopped and metrics.states.folds_again():
+        metrics.states.fold(stopped=True)  # where the other ranks learn of it
+        return None
     slots = range(data.rank, data.rank + len(sums) * data.size, data.size)
-    accumulator = MetricAccumulator(world, data, slots, num_slots, task.step)
+    accumulator = MetricAccumulator(world, data, slots, max(batches.num_batches, data.size), task.step)
     accumulator.add(sums)
-    return accumulator.totals(stopped)
+    totals = accumulator.totals(stopped, metrics.states.digest)
+    return None if totals is None else metrics.values(totals)
 
 
-def _step(task: Task, model: Any, batch: Any, check: bool) -> Sums:
+def _passes(batches: EvalBatches, data: DataRank, together: bool) -> Iterator[tuple[Any, bool]]:
+    """Yield this rank's batches, and whether each counts: `together`, a rank with one batch fewer does another pass."""
+    num_own = 0
+    for batch in batches:
+        yield batch, True
+        num_own += 1
+    if together and num_own * data.size < batches.num_batches:
+        yield batches.first(), False
+
+
+def _any_rank(flag: bool, world: World) -> bool:
+    """Return whether the flag is set on any rank. Ranks: all; communicates."""
+    return bool(world.sum(torch.tensor(float(flag), device=world.device)))
+
+
+def _step(task: Task, model: Any, batch: Any, metrics: SetMetrics, check: bool, counts: bool = True) -> Sums:
+    """Add what the task returns for a batch to the metrics; return its pairs of scalars."""
     sums = task.step(model, batch)
     if check:
-        check_sums(sums, task.step, trains=False)
-    return detached(sums)
+        try:
+            check_sums(sums, task.step, trains=False, evaluates=True)
+        except DdpexpError as error:
+            raise MetricError(str(error)) from None
+    return detached(metrics.split(sums, counts))
+
+
+def metric_names(
+    task: Task, model: Any, modules: Mapping[str, nn.Module], batch: Any, precision: Precision, device: torch.device
+) -> list[str] | None:
+    """Return the names of the metrics that an evaluation will have, from a batch of the set.
+
+    Nothing is changed, as in `mean_for_a_sum`. None where the task holds more than plain values, or where its step or
+    its `finish` fails, which a single batch may explain.
+    Ranks: all, for a model may communicate.
+
+    Raises:
+        MetricError: what the task returns cannot be evaluated, whatever the batch.
+    """
+    if not holds_plain_values(task):
+        return None
+    alone = World(0, 0, 0, 1, 1, device)
+    try:
+        with unnoticed(modules, device), torch.no_grad():
+            tried = deepcopy(task)
+            metrics = SetMetrics(tried, alone, DataRank(0, 1), 1)
+            with precision.autocast():
+                sums = _step(tried, model, batch, metrics, check=True)
+            return list(metrics.values(dict.fromkeys(("loss", *sums[2]), (0.0, 1.0))))
+    except MetricError as error:
+        if error.__cause__ is None:
+            raise
+        return None
+    except Exception:  # the evaluation will report it
+        return None
+
+
+def has_eval_metrics(task: Task) -> bool:
+    """Return whether an evaluation may have metrics that training does not have."""
+    return isinstance(task, HasFinish) or any(map(is_torchmetrics, getattr(task, "__dict__", {}).values()))

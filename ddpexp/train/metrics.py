@@ -25,6 +25,10 @@ class NonFiniteError(DdpexpError):
     """A loss became infinite or not a number."""
 
 
+class MetricError(DdpexpError):
+    """A metric of an evaluation cannot be computed; raised on all ranks."""
+
+
 def nonfinite_error(name: str, value: float, step: int) -> NonFiniteError:
     """Return the error for a metric that is not finite. Units: steps, from 1."""
     return NonFiniteError(
@@ -76,6 +80,7 @@ class MetricAccumulator:
         self._steps: list[Sequence[Sums]] = []  # not reduced yet: for each step the sums of its micro-batches
         self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
         self._restored_names: list[str] = []  # of the metrics in restored rows
+        self.flagged = False  # whether any rank passed a flag to the last `reduce`
         self._rows: list[list[float]] = []  # reduced: for each step loss, count, then sum and count of each metric
 
     def __len__(self) -> int:
@@ -86,11 +91,15 @@ class MetricAccumulator:
         """Add a step. Shapes: one entry for each micro-batch of this rank, its tensors scalars; graphs are dropped."""
         self._steps.append([self._keep(micro_batch) for micro_batch in sums])
 
-    def totals(self, stopped: bool = False) -> dict[str, float] | None:
-        """Return the means over everything added, or None if any rank passes `stopped`. Ranks: all; communicates."""
-        if self._reduce(stopped):
-            return None
-        return self._means(range(len(self._rows)))
+    def totals(self, stopped: bool = False, digest: int = 0) -> dict[str, tuple[float, float]] | None:
+        """Return sum and count over everything added by name, or None if any rank passes `stopped`.
+
+        Ranks: all, with the same `digest`; communicates.
+
+        Raises:
+            DdpexpError: the ranks' digests differ.
+        """
+        return None if self._reduce(stopped, digest) else self._totals(range(len(self._rows)))
 
     def pending(self, seconds: float) -> list[dict[str, Any]]:
         """Return the reduced sums since the last record as plain values for a checkpoint, and keep them.
@@ -108,17 +117,18 @@ class MetricAccumulator:
         for entry in pending:
             self._restored_names, self._rows = list(entry["names"]), [list(row) for row in entry["rows"]]
 
-    def reduce(self, first_step: int, stop: bool) -> dict[str, float]:
+    def reduce(self, first_step: int, stop: bool, flag: bool = False) -> dict[str, float]:
         """Return the means since the last call, and start again from zero.
 
-        Steps with a non-finite loss are left out of the means and counted as `skipped_steps`.
+        Steps with a non-finite loss are left out of the means and counted as `skipped_steps`. The `flag` of this rank
+        travels with the sums: see `flagged`.
 
         Ranks: all; communicates.
 
         Raises:
             NonFiniteError: `stop` is set and a loss is not finite; names the first such step.
         """
-        self._reduce()
+        self.flagged = self._reduce(flag)
         bad = self._nonfinite_rows()
         if stop and bad:
             raise self._nonfinite(bad[0], first_step)
@@ -143,20 +153,22 @@ class MetricAccumulator:
         return [number for number, row in enumerate(self._rows) if not math.isfinite(row[0])]
 
     def _means(self, rows: Sequence[int]) -> dict[str, float]:
+        return {name: mean(*pair) for name, pair in self._totals(rows).items()}
+
+    def _totals(self, rows: Sequence[int]) -> dict[str, tuple[float, float]]:
         names = ["loss", *self._metric_names()]
         columns = zip(*(self._rows[row] for row in rows), strict=True)
         totals = [sum(column) for column in columns] or [0.0] * (2 * len(names))
-        pairs = zip(totals[::2], totals[1::2], strict=True)
-        return {name: _mean(*pair) for name, pair in zip(names, pairs, strict=True)}
+        return dict(zip(names, zip(totals[::2], totals[1::2], strict=True), strict=True))
 
-    def _reduce(self, stopped: bool = False) -> bool:
-        """Reduce the steps added since the last call into `_rows`; return whether any rank passed `stopped`.
+    def _reduce(self, flag: bool = False, digest: int = 0) -> bool:
+        """Reduce the steps added since the last call into `_rows`; return whether any rank passed `flag`.
 
         Ranks: all; communicates.
         """
         steps, self._steps = self._steps, []
         if not steps:
-            return stopped
+            return flag
         device, flat = self._world.device, [sums for step in steps for sums in step]
         names = self._agreed_names(flat)
         columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
@@ -166,28 +178,31 @@ class MetricAccumulator:
         # Shape (num_steps, micro-batches of this rank, 2 + 2 * num_metrics), on the host after one copy.
         table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
         if self._world.world_size > 1:
-            table, stopped = self._over_ranks(table, stopped)
-        if stopped:
-            return True
+            table, flag = self._over_ranks(table, flag, digest)
         self._rows += [_sum_slots(slots) for slots in table.tolist()]
-        return False
+        return flag
 
-    def _over_ranks(self, table: Tensor, stopped: bool) -> tuple[Tensor, bool]:
-        """Return the sums in all slots, and whether any rank passed `stopped`.
+    def _over_ranks(self, table: Tensor, flag: bool, digest: int) -> tuple[Tensor, bool]:
+        """Return the sums in all slots, and whether any rank passed `flag`.
 
         Shapes: `table` is (num_steps, micro-batches of this rank, columns) fp64; returns (num_steps, num_slots,
         columns) fp64 on the host.
         Ranks: all; communicates once.
         """
         num_steps, num_micro_batches, num_columns = table.shape
-        packed = torch.zeros(num_steps * self._num_slots * num_columns + 1, dtype=torch.float64)
+        packed = torch.zeros(num_steps * self._num_slots * num_columns + 2, dtype=torch.float64)
         slots = self._slots[:num_micro_batches]
         if self._data.reports:
-            rows = packed[:-1].view(num_steps, self._num_slots, num_columns)
+            rows = packed[:-2].view(num_steps, self._num_slots, num_columns)
             rows[:, slots[0] : slots[-1] + 1 : _stride(slots)] = table
-        packed[-1] = float(stopped)
+        packed[-2:] = torch.tensor([digest, flag], dtype=torch.float64)
         summed = self._world.sum(packed.to(self._world.device)).cpu()
-        return summed[:-1].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
+        if summed[-2] != digest * self._world.world_size:
+            raise DdpexpError(
+                f"{self._named_source()} returned other metrics on rank {self._world.rank} than on another rank, or in "
+                "other types or shapes, and those of all ranks are added up: return the same on every rank."
+            )
+        return summed[:-2].view(num_steps, self._num_slots, num_columns), bool(summed[-1])
 
     def _metric_names(self) -> list[str]:
         return self._restored_names if self._names is None else self._names
@@ -205,12 +220,14 @@ class MetricAccumulator:
         for _, _, metrics in sums:
             if metrics.keys() != expected:
                 now, before = (", ".join(names) or "none" for names in (sorted(metrics), self._names))
-                source = "the task" if self._source is None else named(self._source)
                 raise DdpexpError(
-                    f"{source} returned the metrics {now} after {before}, and those of several steps are added up by "
-                    "name. Return the same names every time, with a count of 0 where there is nothing."
+                    f"{self._named_source()} returned the metrics {now} after {before}, and those of several steps are "
+                    "added up by name. Return the same names every time, with a count of 0 where there is nothing."
                 )
         return self._names
+
+    def _named_source(self) -> str:
+        return "the task" if self._source is None else named(self._source)
 
     def _with_columns_of(self, names: Sequence[str]) -> list[list[float]]:
         """Return the restored rows with the columns of `names`: the recipe may have changed since they were saved."""
@@ -293,7 +310,7 @@ def _number(value: float | Tensor) -> Any:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _mean(total: float, count: float) -> float:
+def mean(total: float, count: float) -> float:
     """Divide; the mean over nothing is NaN."""
     return total / count if count else math.nan
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from numbers import Real
+from numbers import Integral, Real
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ddpexp.errors import DdpexpError
-from ddpexp.task import Task
+from ddpexp.task import MetricUpdate, Task
 from ddpexp.train.precision import Precision
 from ddpexp.train.undo import Undo
 
@@ -30,13 +32,15 @@ def named(function: Callable[..., Any]) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def check_sums(found: Any, step: Callable[..., Any], trains: bool) -> None:
+def check_sums(found: Any, step: Callable[..., Any], trains: bool, evaluates: bool = False) -> None:
     """Look at what a task's function has returned; the loop goes back from the loss if it `trains`.
+
+    Metrics that are no pairs of scalars are for a step that `evaluates`.
 
     Raises:
         DdpexpError: it is not what the contract says.
     """
-    problem = _problem(found, trains)
+    problem = _problem(found, trains, evaluates)
     if problem is not None:
         raise DdpexpError(f"{named(step)} returned {problem}")
 
@@ -52,7 +56,7 @@ def check_loss(loss: Any, count: Any, step: Callable[..., Any]) -> None:
         raise DdpexpError(f"{named(step)} gave update.backward {problem}")
 
 
-def _problem(found: Any, trains: bool) -> str | None:
+def _problem(found: Any, trains: bool, evaluates: bool) -> str | None:
     if not isinstance(found, tuple | list) or len(found) != 3:
         return (
             f"{shown(found)}, where the loop expects {SUMS}: the loss summed over the batch, what it is to be "
@@ -73,18 +77,38 @@ def _problem(found: Any, trains: bool) -> str | None:
                 f"a metric named {name!r}: a name is a text, and `loss` is that of the loss itself. Give it another "
                 "one."
             )
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            return (
-                f"{shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count "
-                "that the sum is divided by when it is recorded."
-            )
-        wrong = next((part for part in pair if not _is_number(part)), None)
-        if wrong is not None:
-            return (
-                f"{shown(wrong)} in the pair of the metric {name!r}, where one number belongs: add it up over the "
-                "batch."
-            )
+        problem = None if evaluates and _is_for_evaluation(pair) else _problem_of_pair(name, pair)
+        if problem is not None:
+            hint = "Arrays and metrics of torchmetrics are for evaluation: return them if not model.training."
+            return f"{problem} {hint}" if not evaluates and _is_for_evaluation(pair) else problem
     return None
+
+
+def _problem_of_pair(name: str, pair: Any) -> str | None:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return (
+            f"{shown(pair)} as the metric {name!r}, where a pair belongs: its sum over the batch, and the count "
+            "that the sum is divided by when it is recorded."
+        )
+    wrong = next((part for part in pair if not is_number(part)), None)
+    if wrong is not None:
+        return f"{shown(wrong)} in the pair of the metric {name!r}, where one number belongs: add it up over the batch."
+    return None
+
+
+def _is_for_evaluation(entry: Any) -> bool:
+    """Return whether a metric is one that only an evaluation can have: see `ddpexp.task.Task.step`."""
+    if isinstance(entry, tuple | list):
+        return len(entry) == 2 and all(is_number(part) or _is_array(part) for part in entry)
+    if isinstance(entry, Tensor):
+        return not entry.is_floating_point() and not entry.is_complex()
+    return isinstance(entry, MetricUpdate | Integral) or (isinstance(entry, np.ndarray) and entry.dtype.kind in "biu")
+
+
+def _is_array(value: Any) -> bool:
+    return (isinstance(value, Tensor) and not value.is_complex()) or (
+        isinstance(value, np.ndarray) and value.dtype.kind in "biuf"
+    )
 
 
 def _problem_of_loss(loss: Any, trains: bool) -> str | None:
@@ -103,13 +127,20 @@ def _problem_of_loss(loss: Any, trains: bool) -> str | None:
 
 
 def _problem_of_count(count: Any) -> str | None:
-    if _is_number(count):
+    if is_number(count):
         return None
     return f"{shown(count)} as the count, where one number belongs: what the loss of this batch is to be divided by."
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number, or a tensor of one."""
     return not value.dim() if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def is_torchmetrics(value: Any) -> bool:
+    """Return whether a value is a metric, or a collection of metrics, of torchmetrics; does not import it."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
 
 
 def shown(value: Any) -> str:
@@ -133,11 +164,11 @@ def mean_for_a_sum(
     that fails, a task that holds more than plain values (a file, a metric, a network).
     Ranks: all, for a model may communicate.
     """
-    halves = _halves(batch)
-    if halves is None or not _is_plain(vars(task) if isinstance(getattr(task, "__dict__", None), dict) else None):
+    halves = split_batch(batch, 2)
+    if halves is None or not holds_plain_values(task):
         return None
     try:
-        with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
+        with unnoticed(modules, device), torch.no_grad(), precision.autocast():
             seen = [
                 deepcopy(task).step(model, one)[:2] for one in (batch, *halves)
             ]  # each on its own: a task may count its calls
@@ -159,24 +190,6 @@ def mean_for_a_sum(
     )
 
 
-def metric_names(
-    task: Task, model: Any, modules: Mapping[str, nn.Module], batch: Any, precision: Precision, device: torch.device
-) -> list[str] | None:
-    """Return the names of the metrics that a task returns for a batch of an evaluation, with `loss`.
-
-    Nothing is changed, as in `mean_for_a_sum`. None where the task holds more than plain values, or its step fails.
-    Ranks: all, for a model may communicate.
-    """
-    if not _is_plain(vars(task) if isinstance(getattr(task, "__dict__", None), dict) else None):
-        return None
-    try:
-        with _unnoticed(modules, device), torch.no_grad(), precision.autocast():
-            _, _, metrics = deepcopy(task).step(model, batch)
-            return ["loss", *metrics]
-    except Exception:  # the evaluation will report it
-        return None
-
-
 def gradients_of(parameters: Iterable[Tensor]) -> list[tuple[Tensor, int] | None]:
     """Return the gradients with their versions, by which a change can be detected."""
     gradients = [parameter.grad for parameter in parameters]
@@ -194,7 +207,7 @@ def check_unchanged(
     for old, new in zip(before, gradients_of(parameters), strict=True):
         if old is not new and (old is None or new is None or old[0] is not new[0] or old[1] != new[1]):
             raise DdpexpError(
-                f"{named(step)} runs the backward pass itself{_line_of(step, '.backward(')}, and the loop runs it too, "
+                f"{named(step)} runs the backward pass itself{line_of(step, '.backward(')}, and the loop runs it too, "
                 "with the loss that is returned: gradients would be added twice. Return the loss without calling "
                 "backward(). A task that needs several backward passes has a train_step: see ddpexp.task.HasTrainStep."
             )
@@ -204,12 +217,12 @@ def own_backward(step: Callable[..., Any]) -> DdpexpError:
     """Return the error for a train_step whose gradients are not of `update.backward`."""
     return DdpexpError(
         f"{named(step)} calls update.apply with gradients of a backward pass of its own"
-        f"{_line_of(step, '.backward(')}: they are not divided by the count over the global batch. Call "
+        f"{line_of(step, '.backward(')}: they are not divided by the count over the global batch. Call "
         "update.backward(loss_sum, count) in place of loss.backward()."
     )
 
 
-def _line_of(function: Callable[..., Any], text: str) -> str:
+def line_of(function: Callable[..., Any], text: str) -> str:
     """Return the line of a function that has a text, such as ` in line 12`; empty where none is found."""
     try:
         lines, first = inspect.getsourcelines(inspect.unwrap(function))
@@ -219,6 +232,11 @@ def _line_of(function: Callable[..., Any], text: str) -> str:
     return "" if number is None else f" in line {number}"
 
 
+def holds_plain_values(task: Task) -> bool:
+    """Return whether a copy of a task shares nothing with it that could change."""
+    return _is_plain(vars(task) if isinstance(getattr(task, "__dict__", None), dict) else None)
+
+
 def _is_plain(value: Any) -> bool:
     """Return whether a copy of a value shares nothing with it that could change."""
     if isinstance(value, dict):
@@ -226,12 +244,12 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, nn.Module):
-        return type(value).__module__ == "torch.nn.modules.loss"
+        return type(value).__module__ == "torch.nn.modules.loss" or is_torchmetrics(value)
     return isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | FunctionType | type)
 
 
 @contextmanager
-def _unnoticed(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
+def unnoticed(modules: Mapping[str, nn.Module], device: torch.device) -> Iterator[None]:
     """Switch to evaluation for a while, and leave buffers, modes and all random numbers as they were."""
     undo = Undo(modules)
     modes = [(module, module.training) for root in modules.values() for module in root.modules()]
@@ -246,12 +264,16 @@ def _unnoticed(modules: Mapping[str, nn.Module], device: torch.device) -> Iterat
         undo.restore()
 
 
-def _halves(batch: Any) -> tuple[Any, Any] | None:
-    """Cut a nest of tensors in two by their first dimension; None where they share none of at least two."""
+def split_batch(batch: Any, num_parts: int) -> tuple[Any, Any] | None:
+    """Split a nest of tensors in two by their first dimension, the first with 1 / num_parts of the samples.
+
+    None where they share none of at least two.
+    """
     sizes: set[int] = set()
     if not _collect(batch, sizes) or len(sizes) != 1 or (size := sizes.pop()) < 2:
         return None
-    return _cut(batch, slice(0, size // 2)), _cut(batch, slice(size // 2, size))
+    first = max(1, size // num_parts)
+    return _cut(batch, slice(0, first)), _cut(batch, slice(first, size))
 
 
 def _collect(batch: Any, sizes: set[int]) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.options import DataRank
+from ddpexp.task import metric_update
 from ddpexp.train.metrics import MetricAccumulator
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import mean_for_a_sum, named
@@ -86,10 +87,7 @@ WRONG = {
         r"a single tensor as the metric 'hits', where "
         r"a pair"
     )),
-    "a metric of each": (lambda loss, n, rest: (loss, n, {"hits": (torch.ones(3), 3)}), (
-        r"a tensor of shape \(3,\) in "
-        r"the pair"
-    )),
+    "a metric of each": (lambda loss, n, rest: (loss, n, {"hits": ([1.0, 2.0], 2)}), r"a list of 2 in the pair"),
     "a second loss": (lambda loss, n, rest: (loss, n, {"loss": (loss, n)}), r"a metric named 'loss': "),
 }  # fmt: skip
 
@@ -106,6 +104,20 @@ def test_a_task_that_returns_something_else_is_named_with_its_file_and_line(
     ) as raised:
         fit(Wrong(change, training), evals=None)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown"),
+    [
+        ((torch.ones(3), 3), r"a tensor of shape \(3,\) in the pair of the metric 'hits'"),
+        (torch.ones(3, dtype=torch.int64), r"a tensor of shape \(3,\) as the metric 'hits'"),
+        (metric_update(None), r"a MetricUpdate as the metric 'hits'"),
+    ],
+)
+def test_arrays_and_torchmetrics_are_refused_in_training(fit: Callable[..., Once], entry: Any, shown: str) -> None:
+    hint = r"Arrays and metrics of torchmetrics are for evaluation: return them if not model\.training\.$"
+    with pytest.raises(DdpexpError, match=rf"returned {shown}, where .* {hint}"):
+        fit(Wrong(lambda loss, n, rest: (loss, n, {"hits": entry})))
 
 
 def test_a_loss_that_teaches_nothing_is_named(fit: Callable[..., Once]) -> None:
@@ -220,7 +232,7 @@ def test_what_waits_for_a_record_survives_a_change_of_the_recipes_metrics() -> N
     window.restore(before.pending(0.0))
     assert window.pending(1.0)[0]["names"] == ["gone", "kept"]
     window.add([(torch.tensor(3.0), 2, {"kept": (torch.tensor(0.0), 2), "new": (torch.tensor(3.0), 1)})])
-    assert window.totals() == {"loss": 1.0, "kept": 0.25, "new": 3.0}
+    assert window.totals() == {"loss": (4.0, 4.0), "kept": (1.0, 4.0), "new": (3.0, 1.0)}
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:

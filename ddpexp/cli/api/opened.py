@@ -42,7 +42,7 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
     Raises:
         RefusedError: It is not the directory of a run.
     """
-    path = Path(directory)
+    path = Path(directory).expanduser()
     if not path.exists():
         raise RefusedError(f"{path}: there is no such directory.")
     if SweepDir(path).is_sweep():
@@ -51,8 +51,13 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
         from ddpexp.cli.subcommands import runs_below
 
         raise RefusedError(f"{path} is no run directory.{runs_below(path) if path.is_dir() else ''}")
-    names = (trust,) if isinstance(trust, str) else tuple(trust)
-    return Run(path.absolute(), str(Path(config_dir).absolute()) if config_dir is not None else None, names)
+    return Run(path.absolute(), *trusted(config_dir, trust))
+
+
+def trusted(config_dir: str | Path | None, trust: str | Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the absolute config folder and the names of two arguments."""
+    folder = str(Path(config_dir).expanduser().absolute()) if config_dir is not None else None
+    return folder, (trust,) if isinstance(trust, str) else tuple(trust)
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,7 @@ class Run:
         overrides: Sequence[str] = (),
         *,
         checkpoint: Literal["best", "last"] | int = "last",
+        split: str | None = None,
         quiet: bool = True,
     ) -> dict[str, float]:
         """Evaluate a checkpoint, as `ddpexp evaluate` does in a process of its own, and return the metrics by name.
@@ -192,6 +198,7 @@ class Run:
         Args:
             overrides: Overrides of the command, such as `["trainer.gpus=2"]`.
             checkpoint: As for `model`.
+            split: Names of evaluation sets, such as `"test"` or `"eval,test"`; None for all but `test`.
             quiet: Show nothing of what the command prints.
 
         Raises:
@@ -201,7 +208,8 @@ class Run:
         from ddpexp.cli.api.start import check_success
 
         source = self.path if checkpoint == "last" else self._checkpoint(checkpoint).folder
-        ended = run_command(["evaluate", str(source), *self._trusted(), *overrides, "--json"], None, quiet, True)
+        options = ["--json"] if split is None else ["--json", f"--split={split}"]
+        ended = run_command(["evaluate", str(source), *self._trusted(), *overrides, *options], None, quiet, True)
         check_success(ended, run=self)
         metrics: dict[str, float | None] = json.loads(ended.out)["metrics"]
         return {name: math.nan if value is None else value for name, value in metrics.items()}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from ddpexp.errors import RefusedError
-from ddpexp.system.text import first_few
+from ddpexp.strategy.module_classes import check_classes
 
 
 def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, min_bytes: float) -> list[nn.Module]:
@@ -21,7 +19,7 @@ def blocks_of(models: Mapping[str, nn.Module], classes: Sequence[str] | None, mi
         RefusedError: there is no module of a class.
     """
     if classes is not None:
-        _check_classes(models, classes)
+        check_classes(models, classes, "strategy.blocks=[{}]")
     blocks = []
     for model in models.values():
         blocks += _by_class(model, classes) if classes is not None else _by_size(model, min_bytes, set())
@@ -47,13 +45,3 @@ def _by_size(module: nn.Module, min_bytes: float, taken: set[int]) -> list[nn.Mo
 def _can_be_block(module: nn.Module) -> bool:
     """Return whether a module has a forward, in which its parameters are gathered, and any parameters."""
     return not isinstance(module, nn.ModuleList | nn.ModuleDict) and any(True for _ in module.parameters())
-
-
-def _check_classes(models: Mapping[str, nn.Module], classes: Sequence[str]) -> None:
-    counts = Counter(type(module).__name__ for model in models.values() for module in model.modules())
-    for name in classes:
-        if name not in counts:
-            several = [f"{other} ({count})" for other, count in counts.most_common()]
-            raise RefusedError(
-                f"strategy.blocks=[{name}]: the model has no module of that class. It has {first_few(several)}."
-            )

@@ -1,0 +1,209 @@
+"""The evaluation set named `test`: evaluated at the end of a run only, and nothing is chosen by it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpexp.config.validate import check_not_test
+from ddpexp.errors import RefusedError
+from ddpexp.launch.workers.control import Control
+from ddpexp.sweep.settings import settings_of
+from ddpexp.train.evaluate import chosen_sets
+from ddpexp.train.loop import Loop
+from ddpexp.train.metrics import MetricError
+from ddpexp.train.run_state import _join, _split
+from ddpexp.train.state import TrainState
+from tests.conftest import Ddpexp
+from tests.fitting import loop_alone
+from tests.points import Recipe
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Any:
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("test_set"), environ)).module()
+
+
+@dataclass
+class Task:
+    """A task with a perplexity, whose first failing evaluations fail in `finish`."""
+
+    failing: int = 0
+    shown: list[int] = field(default_factory=list)
+
+    def step(self, model: Any, batch: Any) -> Any:
+        scores = model(batch[1])
+        return nn.functional.cross_entropy(scores, batch[2], reduction="sum"), len(scores), {}
+
+    def finish(self, sums: Mapping[str, Any]) -> Mapping[str, float]:
+        self.failing -= 1
+        total, count = sums["loss"]
+        return {"perplexity": math.exp(total / count)} if self.failing < 0 else {"perplexity": sums["nothing"]}
+
+    def on_eval(self, model: Any, batch: Any, logger: Any, step: int) -> None:
+        self.shown.append(len(batch[0]))
+
+
+@dataclass
+class Kept:
+    """Stands for what saves checkpoints: keeps the state of each."""
+
+    saved: list[TrainState] = field(default_factory=list)
+
+    def save(self, state: TrainState, optimizers: Any, precision: Any, epoch: float, end: bool) -> str | None:
+        self.saved.append(_join(*_split(replace(state, metrics=dict(state.metrics), window=list(state.window)))))
+        return "digest" if end else None
+
+    def check(self) -> None:
+        """Nothing goes wrong."""
+
+    def finish(self) -> None:
+        """Everything is written."""
+
+
+class Stops(Control):
+    """A stop request that comes while the n-th set is evaluated."""
+
+    def __init__(self, during: int) -> None:
+        super().__init__(None)
+        self.left = during
+
+    @property
+    def stop_requested(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+
+def build(points: Any, folder: Path, sets: Sequence[str] = ("test", "eval"), task: Any = None, **keys: Any) -> Loop:
+    evals = {name: points.points({"test": 20, "eval": 33}[name], 1) for name in sets}
+    loop, _ = loop_alone(points, folder, task or Task(), evals=evals, global_batch_size=48, **keys)
+    loop.checkpointer = Kept()
+    return loop
+
+
+def records(folder: Path, prefix: str) -> list[int]:
+    """Return the steps at which metrics of that prefix are recorded."""
+    lines = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return [line["step"] for line in lines if any(key.startswith(prefix) for key in line)]
+
+
+def test_the_test_set_is_evaluated_once_with_the_weights_of_the_end(points: Any, tmp_path: Path) -> None:
+    task = Task()
+    loop = build(points, tmp_path, task=task, eval_every=2)
+    outcome = loop.fit()
+    assert (records(tmp_path, "eval/"), records(tmp_path, "test/")) == ([2, 4, 6, 8], [8])
+    assert set(outcome.metrics) == {"eval/loss", "eval/perplexity", "test/loss", "test/perplexity"}
+    assert outcome.metrics["test/perplexity"] == math.exp(outcome.metrics["test/loss"])
+    assert task.shown == [33] * 4
+    with torch.no_grad():
+        loss, count, _ = task.step(loop.strategy.eval_model, points.points(20, 1).tensors)
+    assert outcome.metrics["test/loss"] == pytest.approx(float(loss) / count, rel=1e-5)
+
+
+def test_the_average_of_the_weights_is_evaluated(points: Any, tmp_path: Path) -> None:
+    metrics = [build(points, tmp_path, ema_decay=decay).fit().metrics for decay in (None, 0.9)]
+    assert all(values["test/perplexity"] == math.exp(values["test/loss"]) for values in metrics)
+    assert metrics[0]["test/perplexity"] != metrics[1]["test/perplexity"]
+
+
+def test_without_evaluations_the_test_set_is_not_evaluated_either(points: Any, tmp_path: Path) -> None:
+    assert build(points, tmp_path, eval_every=0).fit().metrics == {}
+
+
+def test_a_test_set_alone_is_evaluated_at_the_end(points: Any, tmp_path: Path) -> None:
+    task = Task()
+    outcome = build(points, tmp_path, ["test"], task, eval_every=2).fit()
+    assert (records(tmp_path, "test/"), task.shown) == ([8], [20])
+    assert set(outcome.metrics) == {"test/loss", "test/perplexity"}
+
+
+def test_a_run_that_ends_early_has_its_test_set_evaluated(points: Any, tmp_path: Path) -> None:
+    loop = build(points, tmp_path)
+    loop.stopped = "enough"
+    loop.fit()
+    assert records(tmp_path, "test/") == [0]
+
+
+@pytest.mark.parametrize("during", [1, 2])
+def test_an_interruption_leaves_what_it_interrupted_to_the_resume(points: Any, tmp_path: Path, during: int) -> None:
+    loop = build(points, tmp_path, eval_every=8)
+    loop.control = loop._evaluation.__dict__["control"] = Stops(during)  # a batch of eval, then one of test
+    assert loop.fit().interrupted
+    again = build(points, tmp_path, eval_every=8)
+    assert isinstance(loop.checkpointer, Kept)
+    again.state = loop.checkpointer.saved[-1]
+    outcome = again.fit()
+    assert not outcome.interrupted
+    assert (records(tmp_path, "eval/"), records(tmp_path, "test/")) == ([8], [8])
+    assert set(outcome.metrics) == {"eval/loss", "eval/perplexity", "test/loss", "test/perplexity"}
+
+
+def test_a_run_that_is_done_is_not_evaluated_again(points: Any, tmp_path: Path) -> None:
+    loop = build(points, tmp_path)
+    loop.fit()
+    again = build(points, tmp_path)
+    assert isinstance(loop.checkpointer, Kept)
+    again.state = loop.checkpointer.saved[-1]
+    again.fit()
+    assert records(tmp_path, "test/") == [8]
+
+
+@pytest.mark.parametrize(("failing", "recorded"), [(2, [8]), (3, [8])])
+def test_a_metric_that_cannot_be_computed_loses_no_step(
+    points: Any, tmp_path: Path, failing: int, recorded: list[int]
+) -> None:
+    """The first call is the one that tries the metrics out after the first step of a start."""
+    loop = build(points, tmp_path, task=Task(failing), eval_every=4)
+    loop.task.failing = failing  # type: ignore[attr-defined]
+    with pytest.raises(MetricError, match=r"^Task\.finish \(.*\) raised KeyError: 'nothing'; it got loss\.$"):
+        loop.fit()
+    assert isinstance(loop.checkpointer, Kept)
+    state = loop.checkpointer.saved[-1]
+    assert (state.step, state.evaluated) == (4, False)
+    again = build(points, tmp_path, eval_every=4)
+    again.state = state
+    again.fit()
+    assert records(tmp_path, "eval/") == [4, 8]
+
+
+@pytest.mark.parametrize("metric", ["test/accuracy", "test"])
+def test_nothing_is_chosen_by_the_test_set(metric: str) -> None:
+    message = r"^sweep\.objective=test.* chooses by the set `test`, which is for the final result only"
+    with pytest.raises(RefusedError, match=message):
+        settings_of({"objective": metric})
+    with pytest.raises(RefusedError, match=r"^trainer\.keep_best=max:x chooses by the set `test`"):
+        check_not_test("trainer.keep_best=max:x", metric)
+
+
+def test_without_a_split_all_sets_but_test_are_evaluated() -> None:
+    sets = {"eval": 1, "test": 2, "shifted": 3}
+    assert chosen_sets(sets, []) == {"eval": 1, "shifted": 3}
+    assert chosen_sets(sets, ["test"]) == {"test": 2}
+    assert list(chosen_sets(sets, ["test", "eval"])) == ["test", "eval"]
+    assert chosen_sets({}, []) == {}
+
+
+@pytest.mark.parametrize(
+    ("sets", "split", "message"),
+    [
+        (
+            ["eval", "test"],
+            ["tset"],
+            r"^--split tset names no evaluation set of the data\. Did you mean --split test\?$",
+        ),
+        (["eval", "test"], ["xyz"], r"^--split xyz names no evaluation set of the data\. There is eval, test\.$"),
+        ([], ["test"], r"^--split test names no evaluation set of the data\. There is none\.$"),
+        (["test"], [], r"^the only evaluation set is `test`, which must be named: type --split test\.$"),
+    ],
+)
+def test_a_split_that_is_not_there_is_refused(sets: list[str], split: list[str], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        chosen_sets(dict.fromkeys(sets), split)
