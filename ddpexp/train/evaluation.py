@@ -104,7 +104,7 @@ class Evaluation:
 
         Raises:
             RefusedError: the evaluation will not have the metric of trainer.keep_best.
-            MetricError: the task returns what cannot be evaluated.
+            DdpexpError: the task returns what cannot be evaluated.
         """
         keep_best = self.options.keep_best
         sets = self.periodic or self.evals
