@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ddpexp.cli.check import run_arguments
 from ddpexp.cli.help import answer
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, resume
@@ -60,6 +61,7 @@ NOT_TYPED = {
     "run.trust=[...]": "any prefix",
     "launcher.rdzv_endpoint=..., which keeps the list of the machines, does not answer any more": "a message",
     "key=$TOKEN": "any key",
+    "data.path=FILE": "a key of examples/gpt",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
     "logger=[tensorboard,mine]": "a user's own logger",
@@ -188,6 +190,8 @@ def accept(words: Sequence[str]) -> None:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:
         accept_run(DoctorArguments.of(words[1:]).run)
+    elif words[:1] == ["check"]:
+        accept_run(run_arguments(words[1:]))
     else:
         accept_run(words)
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import PATIENCE, SMALL, Ddpexp
+from tests.conftest import OWN_SERVER, PATIENCE, SMALL, Ddpexp
+
+
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """Commands are forks, but where start methods are compared."""
+    return warm_environ
 
 
 def test_one_command_trains_and_leaves_a_result(ddpexp: Ddpexp) -> None:
@@ -26,7 +32,7 @@ def test_one_command_trains_and_leaves_a_result(ddpexp: Ddpexp) -> None:
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_both_start_methods_give_the_same_weights(ddpexp: Ddpexp, start_method: str) -> None:
     arguments = [*SMALL, "trainer.gpus=2", "trainer.threads=1"]
-    once = ddpexp(*arguments).result()["weights_sha256"]
+    once = ddpexp(*arguments, environ=OWN_SERVER).result()["weights_sha256"]
     assert ddpexp(*arguments, f"launcher.start_method={start_method}").result()["weights_sha256"] == once
 
 

@@ -57,7 +57,9 @@ ALONE = {
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_real_processes_meet_and_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_real_processes_meet_and_reduce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked_servers: None, size: int
+) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
     (tmp_path / "code").mkdir()

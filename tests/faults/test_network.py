@@ -25,6 +25,7 @@ from tests.faults.harness import trained
 from tests.faults.hosts import Both, Hosts
 from tests.launch.starters import DDPEXP, SPAWN, free_port, host
 from tests.points import ITEMS, Recipe, session, wait_for
+from tests.warm.popen import start_command
 
 MACHINES = ("trainer.nodes=2", "launcher.node_rank=N", "launcher.master_addr=node0", "launcher.master_port=29810")
 """Two machines, started manually."""
@@ -35,6 +36,12 @@ STEPS = (
     "trainer.checkpoint_every=10",
     "trainer.log_every=1",
 )
+
+
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The environment in which commands on this host, and their fork servers, are forks."""
+    return warm_environ
 
 
 @pytest.fixture
@@ -57,10 +64,7 @@ def undisturbed(recipe: Recipe, *overrides: str) -> Done:
 def shell(recipe: Recipe, run: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
     """Start one rank manually, with the variables that a user exports."""
     arguments, _ = recipe.words("trainer.threads=1", "launcher=torchrun-env", *overrides, run=run)
-    return subprocess.Popen(
-        [*DDPEXP, *arguments], cwd=recipe.folder, env={**recipe.ddpexp.environ, **variables}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    return start_command(arguments, recipe.folder, {**recipe.ddpexp.environ, **variables})
 
 
 # ------------------------------------------------------------------------------------------- before the ranks have met
@@ -152,7 +156,7 @@ def test_versions_that_differ_are_refused_with_both_values(recipe: Recipe, tmp_p
     run = recipe.words()[1]
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     first = shell(recipe, run, RANK="0", **variables)
-    path = f"{other.parent}:{recipe.ddpexp.environ['PYTHONPATH']}"
+    path = f"{other.parent}:{recipe.ddpexp.environ['PYTHONPATH']}"  # which no fork has
     second = shell(recipe, run, RANK="1", PYTHONPATH=path, **variables)
     done = [finish(process, run) for process in (first, second)]
     assert [one.code for one in done] == [2, 2]

@@ -16,6 +16,12 @@ from tests.conftest import SMALL, Ddpexp, Done
 
 
 @pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a run writes is tested: its processes are forks."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Done:
     ddpexp = Ddpexp(tmp_path_factory.mktemp("board"), environ)
     done = ddpexp(*SMALL, "trainer.gpus=2", "logger=tensorboard", "trainer.log_every=3")

@@ -151,6 +151,12 @@ def load_several(**options):
 
 
 @pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """The numbers of a run are tested, not how its processes start: they are forks."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("loop"), environ), CODE)
 

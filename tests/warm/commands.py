@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -14,15 +15,17 @@ from tests.warm import forks
 from tests.warm.state import MOST_BYTES, ignored_signals, reap, state, take_over
 
 _IMPORTED = (
-    "antlr4.LL1Analyzer", "ddpexp.__main__", "ddpexp.cli.main", "ddpexp.cli.subcommands", "ddpexp.config.compose",
-    "ddpexp.config.parse", "ddpexp.data.images.files", "ddpexp.data.mnist.prepare",
-    "ddpexp.launch.supervise.coordinator", "ddpexp.launch.supervise.watchdog", "ddpexp.run.evaluation",
-    "ddpexp.run.training", "ddpexp.sweep.run", "ddpexp.train.schedule", "hydra._internal.core_plugins.basic_launcher",
+    "_strptime", "antlr4.LL1Analyzer", "ddpexp.__main__", "ddpexp.cli.help", "ddpexp.cli.main",
+    "ddpexp.cli.subcommands", "ddpexp.config.compose", "ddpexp.config.parse", "ddpexp.data.images.files",
+    "ddpexp.data.mnist.prepare", "ddpexp.launch.supervise.coordinator", "ddpexp.launch.supervise.watchdog",
+    "ddpexp.plan.show", "ddpexp.plan.verb", "ddpexp.run.evaluation", "ddpexp.run.training", "ddpexp.sweep.run",
+    "ddpexp.sweep.verbs", "ddpexp.train.schedule", "hydra._internal.core_plugins.basic_launcher",
     "hydra._internal.core_plugins.basic_sweeper", "hydra._internal.core_plugins.bash_completion",
     "hydra._internal.core_plugins.file_config_source", "hydra._internal.core_plugins.fish_completion",
     "hydra._internal.core_plugins.importlib_resources_config_source",
     "hydra._internal.core_plugins.structured_config_source", "hydra._internal.core_plugins.zsh_completion",
-    "hydra._internal.hydra", "omegaconf._impl",
+    "hydra._internal.hydra", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper", "importlib.readers",
+    "omegaconf._impl", "pwd", "rich.box", "rich.console", "rich.table",
 )  # fmt: skip
 
 
@@ -32,7 +35,8 @@ def main(listener: int, parent: int) -> None:
     ignored = ignored_signals()
     for name in _IMPORTED:
         importlib.import_module(name)
-    assert "torch" not in sys.modules
+    assert not {"torch", "numpy"} & set(sys.modules)
+    gc.freeze()  # what is here is neither traversed in the forks nor copied for that
     sys.modules["ddpexp.system.process"].die_with_parent(parent)
     forks.change(sys.modules["ddpexp.launch.workers.client"], ignored)
     own = state(ignored)

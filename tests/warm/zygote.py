@@ -17,12 +17,18 @@ from ddpexp.launch.workers.cuda_guard import CudaGuard
 from ddpexp.system.process import die_with_parent
 from tests.warm.state import MOST_BYTES, ignored_signals, reap, state, take_over
 
+_LATER = (
+    "PIL.Image", "PIL.ImageDraw", "PIL.ImageFile", "ddpexp.data.images.dataset", "ddpexp.data.mnist.dataset",
+    "ddpexp.data.mnist.prepare", "ddpexp.launch.launchers.local", "safetensors", "torch.utils.tensorboard",
+)  # fmt: skip
+"""What ranks import when they come to it: digits, a picture of them, checkpoints, TensorBoard's files."""
+
 
 def main(listener: int, parent: int) -> None:
     """Serve until the parent ends this process."""
     die_with_parent(parent)
     own = state(ignored_signals())
-    failed = server._import(PRELOAD, CudaGuard())
+    failed = server._import((*PRELOAD, *_LATER), CudaGuard())
     assert not failed, failed
     with socket.socket(fileno=listener) as listening:
         while True:

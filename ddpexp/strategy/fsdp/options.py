@@ -30,12 +30,16 @@ class FSDPOptions(Options):
     broadcast_buffers: bool
     reduce_through: Literal["auto", "shared_memory", "backend"]
     whole: tuple[str, ...]
+    dp_replicate_size: int
+    gather_in_evaluation: bool
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""
         super().check(trainer)
         if self.min_block_mb <= 0:
             raise RefusedError(f"strategy.min_block_mb={self.min_block_mb}: use a number above 0.")
+        if self.dp_replicate_size < 1:
+            raise RefusedError(f"strategy.dp_replicate_size={self.dp_replicate_size}: use 1 or more.")
         if trainer.compile:
             raise RefusedError(
                 f"trainer.compile={str(trainer.compile).lower()} is incompatible with strategy=fsdp, whose parameters "
@@ -44,6 +48,17 @@ class FSDPOptions(Options):
 
     def check_layout(self, trainer: TrainerOptions, layout: Layout, gradient_accumulation_steps: int) -> None:
         """Check what depends on the workers; see `Options.check_layout`."""
+        replicas, size = self.dp_replicate_size, layout.world_size
+        if size % replicas:
+            sizes = " or ".join(str(number) for number in range(1, size) if size % number == 0) or "1"
+            raise RefusedError(
+                f"strategy.dp_replicate_size={replicas} does not divide {size} worker{'s' * (size > 1)}: use {sizes}."
+            )
+        if replicas == size > 1:
+            raise RefusedError(
+                f"strategy.dp_replicate_size={replicas} leaves one worker to each replica, so nothing is sharded: use "
+                "strategy=ddp."
+            )
         if self.reduce_through == "shared_memory" and (layout.device == "cuda" or layout.nodes > 1):
             where = "workers have GPUs" if layout.device == "cuda" else f"workers are on {layout.nodes} nodes"
             raise RefusedError(
@@ -62,7 +77,8 @@ class FSDPOptions(Options):
         parts = super().memory(facts, trainer, layout)
         if layout.world_size == 1:
             return parts
-        shares = [replace(part, num_bytes=-(-(part.num_bytes or 0) // layout.world_size)) for part in parts]
+        ranks = layout.world_size // self.dp_replicate_size
+        shares = [replace(part, num_bytes=-(-(part.num_bytes or 0) // ranks)) for part in parts]
         largest = max((parameter.num_bytes for parameter in facts.parameters), default=0)
         block = min(max(int(self.min_block_mb * _MIB), largest), parts[0].num_bytes or 0)
         note = "parameters and gradients of the blocks that compute"

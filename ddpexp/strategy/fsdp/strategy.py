@@ -53,7 +53,9 @@ class FSDP(Replicas):
         self.share_initial_weights(world)
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._world, self._options = world, options
+        self.evaluates_together = world.world_size > 1 and not options.gather_in_evaluation
         self._sharded: list[FSDPModule] = []
+        self._replica = 0  # of hybrid sharding
         if world.world_size > 1:
             self._shard(self._models_to_shard())
         self._names = {
@@ -92,17 +94,22 @@ class FSDP(Replicas):
     def _shard(self, models: Models) -> None:
         _check_can_be_cut(models)
         world, options = self._world, self._options
-        mesh = init_device_mesh(world.device.type, (world.world_size,))
+        replicas = options.dp_replicate_size
+        sizes = (world.world_size,) if replicas == 1 else (replicas, world.world_size // replicas)
+        names = ("shard",) if replicas == 1 else ("replicate", "shard")
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        self._replica = world.rank // sizes[-1]
         blocks = blocks_of(models, options.blocks, options.min_block_mb * 2**20)
         memory = None
-        if world.device.type == "cpu":
+        ordered = world.device.type == "cpu" and replicas == 1
+        if ordered:
             parameters = [parameter for module in models.values() for parameter in module.parameters()]
             num_bytes = sum(p.numel() * p.element_size() + ALIGNED * world.world_size for p in parameters)
             self.memory = memory = common_memory(num_bytes, options.reduce_through, world)
         for block in blocks:
             sharded = fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
             self._sharded.append(sharded)
-            if world.device.type == "cpu":
+            if ordered:
                 use_ordered_collectives(sharded, memory, world)
 
     def _share_buffers(self, _module: nn.Module, _inputs: Any) -> None:
@@ -156,12 +163,17 @@ class FSDP(Replicas):
         own, shard = row_norms(gradient.to_local(), dtype), self.shard("", gradient)
         norms = own.new_zeros(len(own), gradient.shape[0])
         first = shard.first_row or 0
-        norms[:, first : first + own.shape[1]] = own
+        if shard.replica == 0:
+            norms[:, first : first + own.shape[1]] = own
         return norms
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
-        """Gather all parameters, so that forward passes do not communicate, and yield the model as `Replicas` does."""
+        """Yield the model as `Replicas` does, with all parameters gathered unless ranks evaluate together."""
+        if self.evaluates_together:
+            with super().evaluation() as model:
+                yield model
+            return
         for module in self._sharded:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
@@ -198,7 +210,7 @@ class FSDP(Replicas):
         if not isinstance(tensor, DTensor):
             return Shard.whole(tensor)
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Shard(tensor.to_local(), tuple(tensor.shape), offset[0])
+        return Shard(tensor.to_local(), tuple(tensor.shape), offset[0], self._replica)
 
     def from_whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's rows of a tensor that has the shape of its parameter."""

@@ -88,8 +88,8 @@ def test_a_notebook_shows_a_line_of_progress_and_gets_the_run(notebook: Notebook
     lines = answer.text.splitlines()
     assert lines[0].split() == ["recipe", "mnist"]
     assert lines[-1] == "done"
-    assert any(line.startswith("━" * 30 + " 10/10  loss ") for line in lines)  # a carriage return ends a line here
-    assert any(line.startswith("━" * 15 + "─" * 15 + " 5/10  loss ") for line in lines)
+    assert any(line.startswith("━" * 20 + " 10/10  loss ") for line in lines)  # a carriage return ends a line here
+    assert any(line.startswith("━" * 10 + "─" * 10 + " 5/10  loss ") for line in lines)
 
 
 def test_an_interrupted_cell_leaves_a_saved_run_and_says_how_to_resume(notebook: Notebook) -> None:

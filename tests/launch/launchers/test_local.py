@@ -51,6 +51,12 @@ PLAIN = {"PYTHONWARNINGS": "default"}
 
 
 @pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """Fork servers are forks, but for the launcher as a library and new interpreters."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("spawn"), environ), CODE)
 

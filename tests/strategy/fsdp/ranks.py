@@ -28,7 +28,8 @@ from tests.strategy.sharded import CUT, Make
 
 OPTIONS = FSDPOptions(
     kind="fsdp", blocks=None, min_block_mb=0.001, reshard_after_forward=True, broadcast_buffers=True,
-    reduce_through="auto", whole=(),
+    reduce_through="auto", whole=(), dp_replicate_size=1,
+    gather_in_evaluation=True,
 )  # fmt: skip
 
 
@@ -156,6 +157,19 @@ def clipped_and_skipped(world: World) -> None:
         for strategy in (expected, found):
             train(world, strategy, CUT["adamw"], limit, bad_step)
         check_equal(found, expected, f"limit {limit}, bad step {bad_step}")
+
+
+def hybrid(world: World) -> None:
+    """Two replicas of two ranks each train to nearly the weights of four replicas, and clip by the same norm."""
+    expected = DDP(STRATEGY, world, seeded(Net))
+    found = FSDP(replace(OPTIONS, dp_replicate_size=2), world, seeded(Net))
+    norms = [train(world, strategy, CUT["nesterov"], 0.5) for strategy in (expected, found)]
+    assert all(abs(one - other) < 1e-4 * one for one, other in zip(*norms, strict=True)), norms
+    for name, tensor in found.modules["model"].state_dict().items():
+        assert torch.allclose(whole(tensor), expected.modules["model"].state_dict()[name], rtol=0, atol=1e-5), name
+        shard = found.shard(name, tensor)
+        assert (shard.first_row is None) == (not isinstance(tensor, DTensor))
+        assert shard.replica == (world.rank // 2 if isinstance(tensor, DTensor) else 0)
 
 
 def evaluated(world: World) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,18 @@ from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
 from tests.strategy.test_sharded_optimizer import files
 
 
-@pytest.mark.variants(4)
+@pytest.mark.variants(5)
 @pytest.mark.parametrize(
     ("case", "size"),
-    [("equal", 3), ("clipped_and_skipped", 2), ("evaluated", 3), ("teacher", 2), ("equal", 2), ("equal", 4)],
+    [
+        ("equal", 3),
+        ("hybrid", 4),
+        ("clipped_and_skipped", 2),
+        ("evaluated", 3),
+        ("teacher", 2),
+        ("equal", 2),
+        ("equal", 4),
+    ],
 )
 def test_the_numbers_are_those_of_replicas(case: str, size: int, tmp_path: Path, forked_servers: None) -> None:
     works(case, size, tmp_path / "logs")
@@ -65,6 +75,16 @@ def test_what_the_trainer_cannot_combine_with_it_is_refused(changes: dict[str, A
     assert sentence in str(caught.value)
 
 
+def test_replicas_must_divide_the_workers() -> None:
+    for size, sentence in (
+        (3, "strategy.dp_replicate_size=3 does not divide 4 workers: use 1 or 2."),
+        (4, "strategy.dp_replicate_size=4 leaves one worker to each replica, so nothing is sharded: use strategy=ddp."),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            replace(OPTIONS, dp_replicate_size=size).check_layout(TRAINER, Layout(1, 4, "cpu", "gloo", 1), 1)
+        assert str(caught.value) == sentence
+
+
 def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
     facts = Facts([Parameter("model", 1000, 4000, "fp32", True)], 0, {"model": 4000}, 8000, None, None, None, 100)
     parts = {part.name: part.num_bytes for part in OPTIONS.memory(facts, TRAINER, Layout(1, 4, "cpu", "gloo", 1))}
@@ -72,9 +92,17 @@ def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
     assert "gathered blocks" not in {p.name for p in OPTIONS.memory(facts, TRAINER, Layout(1, 1, "cpu", "gloo", 1))}
 
 
+SHOWS = """\
+class Shows(Sides):
+    # Calls the model after an evaluation, which a sharded one does on every rank.
+    def on_eval(self, model, batch, logger, step):
+        print(f"shown by rank {RANK}: {float(self.step(model, batch)[0]):.9g}")
+"""
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str]) -> Recipe:
-    return Recipe(Ddpexp(tmp_path_factory.mktemp("fsdp"), warm_environ))
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("fsdp"), warm_environ), SHOWS)
 
 
 def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other(recipe: Recipe) -> None:
@@ -93,3 +121,32 @@ def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other
         assert done.code == 0, done
     assert files(run) == files(whole.run)
     assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize(("samples", "interrupted"), [(33, False), (9, False), (33, True)])
+def test_ranks_evaluate_together_what_they_do_not_hold_whole(recipe: Recipe, samples: int, interrupted: bool) -> None:
+    overrides = (
+        "trainer.gpus=4", "trainer.micro_batch_size=6", f"data.test={samples}", "task._target_=points.Shows",
+        "strategy=fsdp",
+    )  # fmt: skip
+    runs = []
+    for way in ("true", "false"):
+        environ = {"DDPEXP_FAULT": "evaluate:term:1:2"} if interrupted and way == "false" else {}
+        done = recipe(*overrides, f"strategy.gather_in_evaluation={way}", environ=environ)
+        if environ:
+            assert done.code == 143, done
+            done = recipe(*overrides, "strategy.gather_in_evaluation=false", run=done.run)
+        assert done.code == 0, done
+        runs.append(done)
+    whole, together = ([strip(line) for line in (done.run / "metrics.jsonl").read_text().splitlines()] for done in runs)
+    assert whole == together
+    shown = [re.findall(r"shown by rank \d: (\S+)", (done.run / "ranks/0.log").read_text())[-1] for done in runs]
+    assert shown[0] == shown[1]
+    assert [len(list(done.run.glob("ranks/*.log"))) for done in runs] == [4, 4]
+    assert "shown by rank 3" in (runs[1].run / "ranks/3.log").read_text()
+
+
+def strip(line: str) -> dict[str, object]:
+    """Return a record without its times."""
+    return {key: value for key, value in json.loads(line).items() if "time" not in key and "per_second" not in key}
