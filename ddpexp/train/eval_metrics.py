@@ -135,7 +135,7 @@ def finished(task: HasFinish, sums: Mapping[str, Any]) -> dict[str, float]:
         returned: Any = task.finish(sums)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise MetricError(f"{source} raised {problem}; it got {', '.join(sums)}.") from error
+        raise MetricError(f"{source} raised {problem}; sums holds {', '.join(sums)}.") from error
     if not isinstance(returned, Mapping):
         raise MetricError(f"{source} returned {shown(returned)}, where {{name: number}} belongs, {{}} for none.")
     values = {}

@@ -247,7 +247,7 @@ def test_what_finish_raises_is_the_error_of_all_ranks(tmp_path: Path) -> None:
 
     (message, calls), other = on_ranks(tmp_path, 2, failing)
     assert "Finishes.finish (" in message
-    assert "raised KeyError: 'tp'; it got loss, accuracy." in message
+    assert "raised KeyError: 'tp'; sums holds loss, accuracy." in message
     assert (calls, other) == (1, (message, 0))
 
 
