@@ -61,6 +61,7 @@ NOT_TYPED = {
     "run.trust=[...]": "any prefix",
     "launcher.rdzv_endpoint=..., which keeps the list of the machines, does not answer any more": "a message",
     "key=$TOKEN": "any key",
+    "data.path=FILE": "a key of examples/gpt",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
     "logger=[tensorboard,mine]": "a user's own logger",

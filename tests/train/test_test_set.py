@@ -65,6 +65,9 @@ class Kept:
     def check(self) -> None:
         """Nothing goes wrong."""
 
+    def finish(self) -> None:
+        """Everything is written."""
+
 
 class Stops(Control):
     """A stop request that comes while the n-th set is evaluated."""

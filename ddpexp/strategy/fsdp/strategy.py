@@ -53,6 +53,7 @@ class FSDP(Replicas):
         self.share_initial_weights(world)
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._world, self._options = world, options
+        self.evaluates_together = world.world_size > 1 and not options.gather_in_evaluation
         self._sharded: list[FSDPModule] = []
         self._replica = 0  # of hybrid sharding
         if world.world_size > 1:
@@ -168,7 +169,11 @@ class FSDP(Replicas):
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
-        """Gather all parameters, so that forward passes do not communicate, and yield the model as `Replicas` does."""
+        """Yield the model as `Replicas` does, with all parameters gathered unless ranks evaluate together."""
+        if self.evaluates_together:
+            with super().evaluation() as model:
+                yield model
+            return
         for module in self._sharded:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
