@@ -107,26 +107,31 @@ class Debugger:
             return
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *_END_SIGNALS)}
         before = {number: handler for number, handler in handlers.items() if handler != signal.SIG_IGN}  # nohup's
+        is_open = True
 
         def close(number: int, frame: FrameType | None) -> None:
+            nonlocal is_open
             handler = before[signal.Signals(number)]
             if callable(handler):
                 handler(number, frame)
-            if self._control.at_prompt:
-                self._control.at_prompt = False
+            if is_open:
+                is_open = False
                 raise _PromptClosed
 
         self._control.at_prompt = True
+        wakeup = signal.set_wakeup_fd(-1)  # it would forward SIGINT
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for number in before.keys() - {signal.SIGINT}:
                 signal.signal(number, close)
             yield
         finally:
-            self._control.at_prompt = False
+            is_open = False
             for number, handler in before.items():
                 signal.signal(number, handler)
                 signal.siginterrupt(number, False)
+            signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+            self._control.at_prompt = False
 
 
 def install(debugger: Debugger) -> None:

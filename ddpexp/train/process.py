@@ -110,6 +110,8 @@ def _prepare_process(control: Control) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
     def leave(number: int, _frame: FrameType | None) -> None:
+        if control.at_prompt:
+            control.forward(number)
         if number == signal.SIGTERM and control.leaves_at_once:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise _Stopped

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import pdb
+import select
 import signal
+import socket
 import sys
 import time
 
@@ -188,6 +191,40 @@ def test_processes_that_a_worker_has_started_have_no_terminal(
         DdpexpError, match=r"test_debugger\.py:\d+ starts a debugger in a process .*data\.num_workers=0"
     ):
         debugger.start(frame)
+
+
+def test_ctrl_c_at_the_prompt_is_for_the_debugger_alone_and_other_signals_are_forwarded() -> None:
+    """However late the supervisor looks: what it reads decides, and not whether a prompt is there by then."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    control = Control(None, signals=theirs.fileno(), in_process=True)
+    debugger = Debugger(control, 0, 1)
+
+    def interrupt() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    def terminate() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    def forward(number: int, _frame: object) -> None:
+        if control.at_prompt:
+            control.forward(number)
+
+    prompt = pdb.Pdb(nosigint=True)
+    before = signal.signal(signal.SIGTERM, forward), signal.set_wakeup_fd(theirs.fileno())
+    try:
+        debugger.prompt(prompt, interrupt)
+        assert not select.select([ours], [], [], 0)[0]
+        debugger.prompt(prompt, terminate)
+        assert ours.recv(9) == bytes([signal.SIGTERM])
+        signal.raise_signal(signal.SIGTERM)
+        assert ours.recv(9) == bytes([signal.SIGTERM])  # by the C-level handler again
+    finally:
+        signal.set_wakeup_fd(before[1])
+        signal.signal(signal.SIGTERM, before[0])
+        ours.close()
+        theirs.close()
 
 
 @pytest.mark.slow

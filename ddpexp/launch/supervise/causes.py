@@ -38,7 +38,6 @@ class Worker:
     failure: Failure | None = None
     killed_for: str | None = None  # the OOM verdict, where it was killed by SIGKILL
     failed_at: float = 0.0  # when the supervisor learnt of it
-    interrupts: int = 0  # SIGINTs for its debugger that it has not forwarded back yet
     dumps: int = 0  # SIGQUITs from the supervisor that it has not forwarded back yet
 
     @property

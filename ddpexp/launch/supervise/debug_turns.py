@@ -62,7 +62,6 @@ class DebugTurns:
         """Pass Ctrl-C on to the rank that has the terminal; return whether there is one."""
         if self._holder is None:
             return False
-        self._holder.interrupts += 1
         _send(self._holder, signal.SIGINT)
         return True
 

@@ -63,7 +63,7 @@ def run(job: Job, request: WorkerRequest) -> int:
     worker = Worker(0, Lines(ours), Log(job.logs, 0), page, signals, pid=os.getpid())
     control = Control(theirs, SharedStatus(descriptor), to_signals.fileno(), leads=True, in_process=True)
     os.close(descriptor)
-    supervisor = _Supervisor(job, worker, control, request.grace_seconds)
+    supervisor = _Supervisor(job, worker, request.grace_seconds)
     try:
         with _as_worker(layout, worker.log):
             print(_NOTICE)
@@ -87,10 +87,10 @@ def run(job: Job, request: WorkerRequest) -> int:
 class _Supervisor(threading.Thread):
     """Answers the worker's requests and signals."""
 
-    def __init__(self, job: Job, worker: Worker, control: Control, grace_seconds: float) -> None:
+    def __init__(self, job: Job, worker: Worker, grace_seconds: float) -> None:
         """Take over the supervisor's ends of the worker's channels."""
         super().__init__(name="ddpexp-supervisor", daemon=True)
-        self._job, self._worker, self._control, self._grace_seconds = job, worker, control, grace_seconds
+        self._job, self._worker, self._grace_seconds = job, worker, grace_seconds
         self._agreement, self._end = Agreement([worker.status_page], lambda _message: None), RunEnd([worker])
         self._signals = SignalHandler([worker], Peers(None), self._agreement, self._end, _send_signal, self._leave)
         self._reports, self._memory = WorkerReports(None, self._end, self._signals.quit_debugger), Memory()
@@ -124,8 +124,7 @@ class _Supervisor(threading.Thread):
     def _handle(self) -> None:
         with suppress(BlockingIOError):
             for number in self._worker.signals.recv(64, socket.MSG_DONTWAIT):
-                if number != signal.SIGINT or not self._control.at_prompt:
-                    self._signals.handle_forwarded(number, self._worker)
+                self._signals.handle_forwarded(number, self._worker)
         self._reports.read(self._worker)
         self._agreement.advance(())
         if self._end.stop is not None and self._end.failed_at is None and self._end.is_overdue(self._grace_seconds):

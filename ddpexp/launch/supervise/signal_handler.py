@@ -62,8 +62,6 @@ class SignalHandler:
         """Handle a signal that a rank received and forwards, except for those that it got from here."""
         if number == signal.SIGQUIT and worker.dumps:
             worker.dumps -= 1
-        elif number == signal.SIGINT and worker.interrupts:
-            worker.interrupts -= 1
         elif number in SIGNALS and not self._end.at_once:
             self.handle(number, worker.rank)
 

@@ -178,7 +178,7 @@ class Control:
         self._acted = 0  # the newest agreement that was acted upon
         self._turns = 0  # requests for the terminal
         self.terminal: int | None = None  # a descriptor of the command's terminal, for debuggers
-        self.at_prompt = False  # a debugger reads from the terminal: SIGINT is for it
+        self.at_prompt = False  # a debugger reads from the terminal: SIGINT is for it, others are forwarded by hand
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Control:
@@ -277,6 +277,12 @@ class Control:
             self._rest = b""
         except OSError:
             return  # the supervisor is gone
+
+    def forward(self, number: int) -> None:
+        """Forward a signal to the supervisor, where the C-level handler does not."""
+        if self.signals is not None:
+            with suppress(BlockingIOError):
+                os.write(self.signals, bytes([number]))
 
     def request_terminal(self) -> bool:
         """Wait for this rank's turn at the command's terminal; return whether it gets it: not if the run stops."""
