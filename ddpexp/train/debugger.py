@@ -91,7 +91,7 @@ class Debugger:
 
     def quit(self, debugger: pdb.Pdb) -> None:
         """Stop the run as Ctrl-C does: it finishes the step, saves and leaves."""
-        self._control.send("quit", at_once=False)
+        self._control.quit_debugger()
         self._end(debugger)
 
     def _end(self, debugger: pdb.Pdb) -> None:

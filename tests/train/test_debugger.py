@@ -212,6 +212,7 @@ def test_ctrl_c_at_the_prompt_is_for_the_debugger_alone_and_other_signals_are_fo
             control.forward(number)
 
     prompt = pdb.Pdb(nosigint=True)
+    prompt.reset()
     before = signal.signal(signal.SIGTERM, forward), signal.set_wakeup_fd(theirs.fileno())
     try:
         debugger.prompt(prompt, interrupt)
@@ -230,8 +231,10 @@ def test_ctrl_c_at_the_prompt_is_for_the_debugger_alone_and_other_signals_are_fo
 @pytest.mark.slow
 def test_a_command_in_the_background_waits_for_the_foreground(recipe: Recipe) -> None:
     words, _ = recipe.words("task._target_=points.Looks", "trainer.gpus=2")
-    script = f"set -m; {sys.executable} -m ddpexp {' '.join(words)} & sleep 6; fg"
+    # The shell continues the command once a key is typed, which it reads as the terminal's foreground process.
+    script = f"set -m; {sys.executable} -m ddpexp {' '.join(words)} & read -n 1; fg"
     with Session(["bash", "-c", script], recipe.folder, recipe.ddpexp.environ) as shell:
         shell.expect("ddpexp: a rank is at a breakpoint: bring this command to the foreground (fg)")
+        shell.type("x")
         shell.at("(Pdb rank 1) ", "c")
         assert shell.end() == 0, shell.shown

@@ -53,6 +53,7 @@ _INQUIRY, _RECORD_BYTES = 64, 65  # rank: the inquiry that its record answers, a
 _RECORD = 1024  # the byte at which the record begins
 _NAP_SECONDS = 0.0002
 _TURN_NAP_SECONDS = 0.01
+_QUIT_SECONDS = 2.0
 _ANSWER_SECONDS = 600.0  # far longer than a live command takes to name a step, unless it is stopped
 
 
@@ -293,6 +294,15 @@ class Control:
         while self._words[_TURN] >> 1 != self._turns:
             time.sleep(_TURN_NAP_SECONDS)
         return bool(self._words[_TURN] & 1)
+
+    def quit_debugger(self) -> None:
+        """Request a stop after this step, and wait for a moment until the supervisor has begun it."""
+        self.send("quit", at_once=False)
+        deadline = time.monotonic() + _QUIT_SECONDS
+        while self._words is not None and time.monotonic() < deadline:
+            if self.stop_requested and self._words[_NEWEST] != self._acted:
+                return  # else a rank with short steps would be some steps further
+            time.sleep(_TURN_NAP_SECONDS)
 
     def return_terminal(self, stepping: bool) -> None:
         """Give the terminal back; `stepping`: only until the next line was executed."""
