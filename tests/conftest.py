@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import faulthandler
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -135,6 +136,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if seen[name] > most:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the tests have imported out of later collections of garbage: millions of objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
