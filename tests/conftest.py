@@ -48,6 +48,9 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte.gz",
 )
 
+# Threads of torch that wait for one another give up their core at once: more processes than cores share the machine,
+# and spinning until the other thread gets one takes several times the time. Read when torch is loaded, in commands too.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 for _number in (signal.SIGINT, signal.SIGQUIT):
     if (
