@@ -22,7 +22,7 @@ from ddpexp.strategy.base import Shard
 from ddpexp.system import nvml
 from ddpexp.system.hardware import count_gpus, visible_devices
 from tests.checkpoint.test_writer import Pinning
-from tests.conftest import PATIENCE, ROOT, Ddpexp
+from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp
 from tests.launch.workers.test_cuda_guard import output_of_worker
 from tests.points import Recipe
 
@@ -418,3 +418,27 @@ def test_a_compiled_model_trains_on_two_gpus_as_on_one(ddpexp: Ddpexp) -> None:
         assert done.code == 0, done.err
         found.append([record["train/loss"] for record in done.metrics() if "train/loss" in record])
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_a_notebook_that_uses_the_gpu_can_train_and_keeps_its_random_numbers(
+    tmp_path: Path, environ: dict[str, str]
+) -> None:
+    program = f"""
+import ddpexp, torch
+from ddpexp.checkpoint.reader import weights_sha256
+
+words = {[*SMALL, "trainer.gpus=1", "optimizer.lr=0", "run.dir=run"]}
+torch.cuda.manual_seed(1)
+expected = torch.rand(3, device="cuda")
+torch.cuda.manual_seed(1)
+model = ddpexp.compose(words).model()
+assert torch.equal(torch.rand(3, device="cuda"), expected)
+run = ddpexp.run(words)
+assert run.result["weights_sha256"] == weights_sha256({{"model": model}})
+assert [parameter.device.type for parameter in run.model().parameters()] == ["cpu", "cpu"]
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert " GPU" in done.stdout
