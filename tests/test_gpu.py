@@ -420,6 +420,24 @@ def test_a_compiled_model_trains_on_two_gpus_as_on_one(ddpexp: Ddpexp) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
+def test_check_finds_nothing_in_a_sound_recipe_and_a_batch_that_does_not_fit(ddpexp: Ddpexp) -> None:
+    words = ("check", "--config-dir", str(ROOT / "tests/cli/broken/conf"), "recipe=broken", "trainer.gpus=1")
+    sound = ddpexp(*words, timeout=PATIENCE)
+    assert sound.code == 0, sound.out + sound.err
+    exact = ("trainer.reduction=exact", "trainer.micro_batch_size=6", "trainer.deterministic=true")
+    assert ddpexp(*words, *exact, timeout=PATIENCE).code == 0
+    large = ddpexp(*words, "task._target_=broken.TooLarge", timeout=PATIENCE)
+    assert large.code == 1
+    assert re.search(r"^problem memory .*use trainer\.micro_batch_size=6", large.out, re.MULTILINE)
+
+
+def test_values_are_clipped_on_a_gpu_and_time_ends_the_run(ddpexp: Ddpexp) -> None:
+    words = ("trainer.gpus=1", "trainer.clip_grad_norm=1", "trainer.clip_grad_value=0.01", "trainer.precision=fp16")
+    done = Recipe(ddpexp, CODE)(*words, "trainer.epochs=2000", "trainer.max_seconds=1", timeout=PATIENCE)
+    assert done.code == 0, done.err
+    assert done.result()["stopped"].startswith("trainer.max_seconds=1 reached after step ")
+
+
 def test_a_notebook_that_uses_the_gpu_can_train_and_keeps_its_random_numbers(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
