@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
 
 
@@ -91,22 +92,57 @@ class HasOptimizers(Protocol):
     """A task that assigns its parameters to optimizers itself: parameter groups, or several optimizers."""
 
     def optimizers(self, model: Any, make: Any) -> Mapping[str, Optimizer]:
-        """Return named optimizers; `make(parameters)` builds one from the optimizer section."""
+        """Return named optimizers; `make(parameters)` builds one from the optimizer section.
+
+        `make` takes what torch's optimizers take: parameters, or groups with settings of their own, such as
+        `[{"params": model["head"].parameters(), "lr": 0.1}]`. The schedule multiplies the learning rate of each group.
+        `model` is as built, not wrapped. Called once, before a checkpoint is restored.
+        Ranks: all, with the same result.
+        """
         ...
 
 
 class OptimizerStep(Protocol):
-    """An optimizer step in progress: what a strategy, or a task's own `train_step`, works with."""
+    """An optimizer step in progress: what a strategy, or a task's own `train_step`, works with.
+
+    A step consists of rounds. A round is one pass over the micro-batches, whose gradients add up and are summed over
+    the workers in the last one, and one or several calls of `apply`, which use them.
+    """
 
     @property
     def models(self) -> Any:
-        """Return the module to train, or the mapping of modules, as passed to `Task.step`."""
+        """Return the module to train, or the mapping of modules, in training mode, as passed to `Task.step`.
+
+        They may be wrapped: an attribute or method that the wrapper lacks is the module's own.
+        """
+        ...
+
+    @property
+    def step(self) -> int:
+        """Return the number of this step, for what depends on it; a resumed run continues it. Units: steps, from 0."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Return the number of steps of the whole run."""
+        ...
+
+    @property
+    def world(self) -> World:
+        """Return rank, device and collectives, for a decision that depends on the data of all workers.
+
+        `update.world.sum(tensor)` sums in place over the workers; all must call it, equally often.
+        """
         ...
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of one micro-batch. Ranks: all, equally often.
+        """Return a context for the forward and backward passes of one micro-batch.
 
-        Communicates where `last` is true.
+        Inside, operations run in the precision of the run (autocast), and torch's random numbers are a function of
+        seed, step, round and micro-batch. The workers sum their gradients at the end of the one with `last=True`, which
+        is the last of a round.
+
+        Ranks: all, equally often; communicates at the end where `last` is true, and buffers in forward passes.
         """
         ...
 
@@ -115,43 +151,69 @@ class OptimizerStep(Protocol):
         ...
 
     def backward(self, loss_sum: Tensor, count: int | Tensor) -> None:
-        """Add the gradient of `loss_sum / (count over the global batch)`; only inside `micro_batch`."""
+        """Add the gradient of `loss_sum / (count over the global batch)`; only inside `micro_batch`.
+
+        Frees the graph of the loss, as `loss.backward()` does. May be called several times per micro-batch, each time
+        with a count of its own; the calls are matched across micro-batches by their order.
+
+        - A count that is a number stands for every micro-batch of the round: it must be the same in all of them, above
+          0, and the round must go through all batches.
+        - A count that is a tensor may differ. Its total is known only after all gradients are added up, so the totals
+          of all calls of a round must be equal, and every worker must make the same number of calls.
+
+        Shapes: `loss_sum` is a scalar that requires a gradient, `count` a scalar.
+        Ranks: all, with the same number of calls.
+
+        Raises:
+            DdpexpError: called outside of `micro_batch`; the loss or the count is of another kind; numbers are mixed
+            with tensors.
+        """
         ...
 
-    def apply(self, *names: str) -> None:
-        """Step these optimizers, or all, with the gradients of the preceding micro-batches."""
+    def apply(self, *names: str) -> bool:
+        """Step these optimizers, or all, with the gradients of the round; return whether they stepped.
+
+        They do not if a gradient is not finite under `trainer.nonfinite=skip` or `trainer.precision=fp16`: then
+        buffers and random numbers are put back, too. `trainer.clip_grad_norm` limits the norm of the gradients of each
+        call by itself. Several calls may use the same gradients, for different optimizers. All gradients are cleared
+        when the next micro-batch begins or the step ends, so that what one loss leaves in another network never reaches
+        that network's own step.
+
+        Ranks: all, with the same names; communicates if counts are tensors.
+
+        Raises:
+            DdpexpError: called inside of `micro_batch`, or before the one with `last=True`; there is no such optimizer,
+            or it has already used these gradients; the gradients are not of `backward`.
+        """
         ...
 
 
 @runtime_checkable
 class HasTrainStep(Protocol):
-    """A task with several losses in one step (GANs and the like)."""
+    """A task with several losses or rounds in one step: GANs, penalties on gradients, target networks."""
 
     def train_step(self, update: OptimizerStep, batches: list[Any]) -> Sums:
         """Do one optimizer step manually; return what `step` returns, summed over all micro-batches of this worker.
 
-        - `update.models` is the module to train, or the mapping of modules, as passed to `step`.
-        - `with update.micro_batch(last):` encloses forward and backward of each micro-batch; it sets the precision and
-          seeds the random numbers. The workers sum their gradients where `last` is True: in the last micro-batch of a
-          pass over `batches`.
-        - `update.backward(loss_sum, count)`, inside that block, adds the gradient of `loss_sum / (count over the global
-          batch)`. It may be called several times per micro-batch, each call with its own count; the calls are matched
-          across micro-batches by their order. Counts are either numbers, with the same value in all micro-batches, or
-          tensors. The total of a tensor is known only after all gradients are added up, so the totals of all calls must
-          be equal, and every worker must make the same number of calls.
-        - `update.apply(*names)`, after the micro-batches, steps these optimizers, or all. Several calls may use the
-          same gradients, for different optimizers. All gradients are cleared when the next micro-batch begins or the
-          step ends, so that gradients which one loss leaves in another network never reach that network's own step.
-
             def train_step(self, update, batches):
-                for number, batch in enumerate(batches):
-                    with update.micro_batch(last=number == len(batches) - 1):
-                        loss_sum, count = self.loss(update.models["net"], batch)
-                        update.backward(loss_sum, count)
+                total, count = torch.zeros(()), 0
+                for number, batch in enumerate(batches, start=1):
+                    with update.micro_batch(last=number == len(batches)):
+                        loss, samples = self.loss(update.models["net"], batch)
+                        update.backward(loss, samples)
+                    total, count = total + loss.detach(), count + samples
                 update.apply("net")
-                return loss_sum.detach(), count, {}
+                return total, count, {}
 
-        The returned loss is only recorded; it needs no gradient. Ranks: all, with the same number of micro-batches.
+        `batches` are this worker's micro-batches of the step, on its device: as many on every worker,
+        `trainer.global_batch_size / (trainer.micro_batch_size x workers)`. What is returned is only recorded and needs
+        no gradient; it has the same names in every step, with a count of 0 where there is nothing to record.
+
+        What the task itself remembers from step to step is neither saved nor the same on all workers: use `update.step`
+        for what depends on the step, and buffers of a module for the rest. Evaluations call `step`.
+
+        Units: learning rates are set before each step, `optimizer.lr` and those of `optimizers` times the schedule.
+        Ranks: all, with the same calls in the same order.
         """
         ...
 
@@ -161,7 +223,15 @@ class HasOnEval(Protocol):
     """A task that logs something about an evaluation, such as images with predictions."""
 
     def on_eval(self, model: nn.Module, batch: Any, logger: Logger, step: int) -> None:
-        """Log the first batch of an evaluation. Ranks: rank zero; must not communicate."""
+        """Log something about an evaluation, given its first batch; without gradients, and without autocast.
+
+        `model` is as in `step`, in evaluation mode, not wrapped, with the average of the weights where there is one.
+        `logger` goes to all loggers of the run: see `ddpexp.loggers.base.Logger`. Random numbers are not seeded: draw
+        them from a generator of your own, so that pictures of different steps can be compared.
+        Shapes: an image is (height, width, 3) uint8. Units: steps, the number done.
+        Ranks: rank zero; must not communicate. Where a forward pass communicates (`strategy=fsdp` with
+        `strategy.gather_in_evaluation=false`), all, with a logger that records nothing on the others.
+        """
         ...
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ddpexp.cli.check import run_arguments
 from ddpexp.cli.help import answer
 from ddpexp.cli.shells import SCRIPTS
 from ddpexp.cli.subcommands import evaluate, resume
@@ -60,8 +61,10 @@ NOT_TYPED = {
     "run.trust=[...]": "any prefix",
     "launcher.rdzv_endpoint=..., which keeps the list of the machines, does not answer any more": "a message",
     "key=$TOKEN": "any key",
+    "data.path=FILE": "a key of examples/gpt",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
+    "+callbacks.mine._target_=mine.Mine": "a user's own class",
     "logger=[tensorboard,mine]": "a user's own logger",
     "logger.mine.file=rows.csv": "a key of it",
     "model=deep": "a user's own model",
@@ -85,6 +88,8 @@ ONLY_WITH = {
     "trainer.reduction=exact": ["trainer.micro_batch_size=16"],
     "trainer.reduction=exact trainer.deterministic=true trainer.log_every=1": ["trainer.micro_batch_size=16"],
     "trainer.backend=mpi": ["launcher=mpi"],
+    "callbacks.early_stopping.patience=5": ["callbacks=early_stopping"],
+    "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
     "sweep.early_stop=median": ["sweep.objective=eval/loss"],
     "sweep.early_stop=halving sweep.early_stop_after=500 sweep.early_stop_factor=3": ["sweep.objective=eval/loss"],
@@ -194,6 +199,8 @@ def accept(words: Sequence[str]) -> None:
         accept_run(PlanArguments.of(words[1:]).run)
     elif words[:1] == ["doctor"]:
         accept_run(DoctorArguments.of(words[1:]).run)
+    elif words[:1] == ["check"]:
+        accept_run(run_arguments(words[1:]))
     else:
         accept_run(words)
 

@@ -25,6 +25,7 @@ from ddpexp.system import caller, secrets
 from ddpexp.system.containers import name_user
 from ddpexp.system.limits import raise_files
 from ddpexp.system.programs import OURS, SAFE_PATH, safe_path
+from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.terminal import print_json, print_message, show, within_patience
 
 # Launchers whose workers are forked by the command itself, and the variable that must be set for that, if any.
@@ -46,7 +47,7 @@ def main() -> int:
     sys.argv[1:] = _take_secrets(sys.argv[1:])
     argv = _take_local_rank(sys.argv[1:])
     if not sys.platform.startswith("linux"):
-        print_message("ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container.")
+        print_message(NOT_LINUX)
         return EXIT_REFUSED
     with ExitStack() as leaving:
         return outcome.exit_code_of(lambda: _answer(argv, leaving))
@@ -127,6 +128,12 @@ def _doctor(argv: list[str], server: Server | None) -> int:
     launcher, job = prepared
     check_started_once(launcher, job)
     return verb.diagnose(launcher, job, partial(outcome.launch, launcher, job, server), "--json" in argv)
+
+
+def _check(argv: list[str], server: Server | None) -> int:
+    from ddpexp.cli.check import check
+
+    return check(argv[1:], server)
 
 
 def _help(argv: list[str], server: Server | None) -> int:
@@ -231,6 +238,7 @@ _COMMANDS = {
     "table": _look,
     "plan": _plan,
     "doctor": _doctor,
+    "check": _check,
     "help": _help,
     "completion": _completion,
     "member": _member,  # what launchers start, and no person types
@@ -266,6 +274,8 @@ def _will_fork(argv: list[str]) -> bool:
         or commands.unknown(argv[0]) is not None
     ):
         return False
+    if argv[0] == "check":  # workers are forked here whatever the launcher
+        return len(argv) > 1 and not _HELP & set(argv)
     chosen = [name for word in argv if word.startswith("launcher=") for name in word.partition("=")[2].split(",")]
     if argv[:1] == ["resume"]:
         chosen = chosen or _launcher_of_run(argv[1:])

@@ -48,7 +48,11 @@ COMMANDS = (
     ),
     Command(
         "doctor", "[key=value ...] [--config-dir DIR] [--json]", "what a run would meet on these machines",
-        ("check", "diagnose", "env", "debug", "preflight"),
+        ("diagnose", "env", "preflight"),
+    ),
+    Command(
+        "check", "[key=value ...] [--config-dir DIR] [--json]", "try a recipe in two steps and report its mistakes",
+        ("lint", "verify", "dry_run", "debug"),
     ),
     Command("help", "[COMMAND | GROUP | GROUP=OPTION | KEY ...]", "explain one command, group, option or key", ("man",
         "doc")),

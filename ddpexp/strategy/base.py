@@ -46,6 +46,7 @@ class Strategy(Protocol):
     modules: dict[str, nn.Module]  # as built: neither wrapped nor compiled
     gradient_weight: float  # the loss is multiplied by it, to make up for how gradients are summed
     memory: Memory | None  # what carries sums of the run loop; None: the backend
+    evaluates_together: bool  # a forward pass in `evaluation` communicates: all ranks do equally many
 
     @property
     def train_model(self) -> Any:
@@ -110,8 +111,8 @@ class Strategy(Protocol):
     def evaluation(self) -> AbstractContextManager[Any]:
         """Yield the model in evaluation mode, with rank zero's buffers. Ranks: all; may communicate.
 
-        Inside, a forward pass must not communicate: ranks evaluate different numbers of batches, and `Task.on_eval`
-        runs on rank zero alone.
+        Inside, a forward pass must not communicate unless `evaluates_together` is true: otherwise ranks evaluate
+        different numbers of batches, and `Task.on_eval` runs on rank zero alone.
         """
         ...
 

@@ -141,3 +141,12 @@ class BroadcastBuffers(nn.Module):
                 broadcast_rank_zero(buffers, self._world)
         self._due = torch.is_grad_enabled() and self._bucket.last is not False
         return self.module(*inputs, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the wrapper lacks from the module, whose gradients are reduced however it is called."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(super().__getattr__("module"), name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,8 +18,10 @@ from ddpexp.strategy.bucket import BroadcastBuffers, Bucket
 from ddpexp.strategy.comm.reduce import SharedMemoryReducer, reducer_for, replace_reducer
 from ddpexp.strategy.ddp_memory import fixes_buckets
 from ddpexp.strategy.ddp_options import DDPOptions
+from ddpexp.strategy.late_reduction import LateDDP
 from ddpexp.strategy.options import Compilation
 from ddpexp.strategy.replica import Gradients, Models, Replicas, broadcast_rank_zero, check_same_models
+from ddpexp.task import OptimizerStep, Sums
 
 
 class DDP(Replicas):
@@ -74,6 +76,8 @@ class DDP(Replicas):
                 self.wrapped[name] = wrapped = _wrap(module, options, world, fixed)
                 if reducer is not None:
                     replace_reducer(wrapped, reducer, world)
+        self._late = [module for module in self.wrapped.values() if isinstance(module, LateDDP)]  # none if frozen
+        self._overlaps = False  # a micro-batch has one backward pass, during which gradients can be reduced
         self._micro_batches = {last: _MicroBatch(self, last) for last in (False, True)}
 
     def train(self, mode: bool) -> None:
@@ -81,6 +85,11 @@ class DDP(Replicas):
         super().train(mode)
         for bucket in self._buckets:
             bucket.training = mode
+
+    def train_step(self, step: OptimizerStep, micro_batches: Sequence[Any]) -> list[Sums]:
+        """Go through the micro-batches, of one backward pass each, then step the optimizers."""
+        self._overlaps = True
+        return super().train_step(step, micro_batches)
 
     def micro_batch(self, last: bool) -> AbstractContextManager[None]:
         """Return a context for forward and backward of one micro-batch; the last one of a step reduces gradients."""
@@ -142,10 +151,11 @@ class _MicroBatch(AbstractContextManager[None]):
     def __enter__(self) -> None:
         for bucket in self._strategy._buckets:
             bucket.last = self._last
-        if not self._last:
-            for module in self._strategy.wrapped.values():
-                if isinstance(module, DistributedDataParallel):  # frozen modules are not wrapped
-                    self._no_sync.enter_context(module.no_sync())
+        overlaps = self._last and self._strategy._overlaps
+        for module in self._strategy._late:
+            module.begin(self._last, overlaps)
+            if not overlaps:
+                self._no_sync.enter_context(module.no_sync())
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for bucket in self._strategy._buckets:
@@ -155,6 +165,8 @@ class _MicroBatch(AbstractContextManager[None]):
             for gradients in self._strategy._gradients:
                 gradients.check(self._last)
             if self._last:
+                for module in self._strategy._late:
+                    module.finish()
                 self._strategy._reduce()
 
 
@@ -162,9 +174,9 @@ def _trained(model: str, module: nn.Module) -> dict[str, nn.Parameter]:
     return {f"{model}.{name}": p for name, p in module.named_parameters() if p.requires_grad}
 
 
-def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> DistributedDataParallel:
+def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> LateDDP:
     """Wrap a module; `fixed` cuts the buckets once, before the first step."""
-    kind = _FixedBuckets if fixed else DistributedDataParallel
+    kind = _FixedBuckets if fixed else LateDDP
     wrapped = kind(
         module,
         device_ids=[world.device.index] if world.device.type == "cuda" else None,
@@ -178,7 +190,7 @@ def _wrap(module: nn.Module, options: DDPOptions, world: World, fixed: bool) -> 
     return wrapped
 
 
-class _FixedBuckets(DistributedDataParallel):
+class _FixedBuckets(LateDDP):
     """DDP with the same buckets in every step of every start: cut once, in the reverse order of the parameters.
 
     DDP itself reduces the first step of a start in one bucket, and then cuts buckets in the order in which gradients

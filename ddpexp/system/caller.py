@@ -25,6 +25,11 @@ _CHARACTERS = 20_000  # of a traceback
 
 
 @dataclass(frozen=True)
+class Ready:
+    """The command handles signals from here on."""
+
+
+@dataclass(frozen=True)
 class Directory:
     """The directory of the run or the sweep is there."""
 
@@ -51,8 +56,8 @@ class End:
     failure: Mapping[str, Any] | None = None  # ddpexp.errors.Failure: which worker failed
 
 
-Message: TypeAlias = Directory | Progress | End
-_KINDS = {kind.__name__: kind for kind in (Directory, Progress, End)}
+Message: TypeAlias = Ready | Directory | Progress | End
+_KINDS = {kind.__name__: kind for kind in (Ready, Directory, Progress, End)}
 
 
 def variable(pid: int, descriptor: int, live: bool) -> str:
@@ -70,11 +75,12 @@ def parse(line: bytes) -> Message:
 
 
 def follow(environ: Mapping[str, str] = os.environ) -> None:
-    """Stop this command, as SIGTERM does, when its caller dies. Linux only."""
+    """Report that this command handles signals, and have it stopped, as SIGTERM does, when its caller dies."""
     pipe = _pipe(environ)
     if pipe is not None:
         os.set_inheritable(pipe[1], False)
         die_with_parent(pipe[0], signal.SIGTERM)
+        report(Ready(), environ)
 
 
 def is_live(environ: Mapping[str, str] = os.environ) -> bool:

@@ -110,3 +110,15 @@ def _human(num_bytes: int) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:.4g} {unit}"
     return f"{num_bytes:,} bytes"
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Return how much memory this process can still get: of the machine, or within its control groups."""
+    with (root / "proc/meminfo").open() as file:
+        free = [next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))]
+    for folder, version in control_groups("memory", root):
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        limit, used = (_Counter(folder / name).read() for name in names)
+        if 0 < limit < _UNLIMITED:
+            free.append(max(0, limit - used))
+    return min(free)

@@ -7,6 +7,8 @@ import select
 import signal
 from types import FrameType
 
+NOT_LINUX = "ddpexp runs on Linux; on Windows use the Windows Subsystem for Linux, on macOS a container."
+
 
 def _name(pid: int) -> str:
     try:

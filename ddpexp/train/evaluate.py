@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any
@@ -20,7 +20,7 @@ from ddpexp.strategy.options import DataRank
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasFinish, Sums, Task
 from ddpexp.train.eval_metrics import SetMetrics
-from ddpexp.train.metrics import MetricAccumulator, MetricError, detached
+from ddpexp.train.metrics import MetricAccumulator, detached
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
 
@@ -33,8 +33,11 @@ def evaluate(
     world: World,
     data: DataRank,
     control: Control,
+    together: bool = False,
 ) -> dict[str, float] | None:
     """Return the metrics of every evaluation set as `set/metric`; `model` is in evaluation mode.
+
+    A model whose forward pass communicates is evaluated `together`: every rank does the same number of passes.
 
     Returns None on all ranks when any rank was asked to stop.
     Ranks: all; communicates once for each set, and more if the task has more than pairs of scalars.
@@ -45,7 +48,7 @@ def evaluate(
     metrics: dict[str, float] = {}
     with torch.no_grad():
         for name, batches in evals.items():
-            values = _evaluate_set(task, model, batches, precision.autocast(), world, data, control)
+            values = _evaluate_set(task, model, batches, precision.autocast(), world, data, control, together)
             if values is None:
                 return None
             metrics |= {f"{name}/{key}": value for key, value in values.items()}
@@ -77,23 +80,30 @@ def _evaluate_set(
     world: World,
     data: DataRank,
     control: Control,
+    together: bool,
 ) -> dict[str, float] | None:
     """Return the metrics of one set. Data rank r of n evaluates the batches r, r + n, r + 2 n and so on."""
     metrics = SetMetrics(task, world, data, batches.num_batches)
     sums: list[Sums] = []
+    uncounted: Sums | None = None
     stopped = False
     with autocast:
-        for batch in batches:
+        for batch, counts in _passes(batches, data, together):
             control.heartbeat()
             fault_point("evaluate")
-            stopped = control.stop_requested
+            stopped = _any_rank(control.stop_requested, world) if together else control.stop_requested
             if stopped:
+                break
+            if not counts:
+                uncounted = _step(task, model, batch, metrics, check=not sums, counts=False)
                 break
             sums.append(_step(task, model, batch, metrics, check=not sums))
             if metrics.states.is_due() and metrics.states.fold():
                 return None
         if not sums:  # fewer batches than ranks: take the names of the metrics from any batch, and count nothing
-            loss, count, pairs = _step(task, model, batches.first(), metrics, check=True, counts=False)
+            if uncounted is None:
+                uncounted = _step(task, model, batches.first(), metrics, check=True, counts=False)
+            loss, count, pairs = uncounted
             sums = [(loss * 0, count * 0, {name: (total * 0, n * 0) for name, (total, n) in pairs.items()})]
     if stopped and metrics.states.folds_again():
         metrics.states.fold(stopped=True)  # where the other ranks learn of it
@@ -105,14 +115,26 @@ def _evaluate_set(
     return None if totals is None else metrics.values(totals)
 
 
+def _passes(batches: EvalBatches, data: DataRank, together: bool) -> Iterator[tuple[Any, bool]]:
+    """Yield this rank's batches, and whether each counts: `together`, a rank with one batch fewer does another pass."""
+    num_own = 0
+    for batch in batches:
+        yield batch, True
+        num_own += 1
+    if together and num_own * data.size < batches.num_batches:
+        yield batches.first(), False
+
+
+def _any_rank(flag: bool, world: World) -> bool:
+    """Return whether the flag is set on any rank. Ranks: all; communicates."""
+    return bool(world.sum(torch.tensor(float(flag), device=world.device)))
+
+
 def _step(task: Task, model: Any, batch: Any, metrics: SetMetrics, check: bool, counts: bool = True) -> Sums:
     """Add what the task returns for a batch to the metrics; return its pairs of scalars."""
     sums = task.step(model, batch)
     if check:
-        try:
-            check_sums(sums, task.step, trains=False, evaluates=True)
-        except DdpexpError as error:
-            raise MetricError(str(error)) from None
+        check_sums(sums, task.step, trains=False, evaluates=True)
     return detached(metrics.split(sums, counts))
 
 
@@ -126,7 +148,7 @@ def metric_names(
     Ranks: all, for a model may communicate.
 
     Raises:
-        MetricError: what the task returns cannot be evaluated, whatever the batch.
+        DdpexpError: what the task returns cannot be evaluated, whatever the batch.
     """
     if not holds_plain_values(task):
         return None
@@ -138,7 +160,7 @@ def metric_names(
             with precision.autocast():
                 sums = _step(tried, model, batch, metrics, check=True)
             return list(metrics.values(dict.fromkeys(("loss", *sums[2]), (0.0, 1.0))))
-    except MetricError as error:
+    except DdpexpError as error:
         if error.__cause__ is None:
             raise
         return None

@@ -117,7 +117,7 @@ def _advice(usage: Usage, now: Situation, environ: Mapping[str, str]) -> str:
         value = ",".join(filter(None, [settings, "expandable_segments:True"]))
         cures.append(f"set {usage.setting}={value}, since what torch has reserved would do in one piece")
     if now.phase != "build":
-        cures += _of_batch(now)
+        cures += smaller_batch(now)
     if now.on_device:
         cures.append("keep the data in the memory of the host (data.on_device=false)")
     if now.precision == "fp32":
@@ -129,7 +129,8 @@ def _advice(usage: Usage, now: Situation, environ: Mapping[str, str]) -> str:
     return f"What helps: {'; '.join(cures)}."
 
 
-def _of_batch(now: Situation) -> list[str]:
+def smaller_batch(now: Situation) -> list[str]:
+    """Return the advice to use a smaller micro-batch, if there is one."""
     plan = now.plan
     smaller = next((size for size in range(plan.micro_batch_size // 2, 0, -1) if plan.micro_batch_size % size == 0), 0)
     if not smaller:

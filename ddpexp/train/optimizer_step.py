@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -47,14 +47,17 @@ class Step:
     seed: int
     reduction: Literal["fast", "exact"]
     clip_grad_norm: float | None
-    clip_grad_value: float | None = None
+    clip_grad_value: float | None
+    num_steps: int
     records_graphs: bool = False  # torch.compile uses CUDA graphs
+    on_gradients: Callable[[Sequence[Optimizer]], None] | None = None  # of callbacks
     want_norm: bool = False
-    norm: Tensor | None = None
+    norms: dict[str, Tensor] = field(default_factory=dict)  # of the last step, before clipping; see `apply`
     moved: bool = False  # whether an optimizer has changed parameters in this step
     manual: HasTrainStep | None = field(init=False)  # the task, if it has a `train_step` of its own
     _checked: bool = False  # that the task returns what it should: done in the first step
     _step: int = 0
+    _summed: bool = True  # the last micro-batch that began was the last one of its round
     _passes: int = 0  # micro-batches begun in this step
     _inside: bool = False  # of a micro-batch
     _passes_in_round: int = 0
@@ -79,6 +82,16 @@ class Step:
         self._draws = not all(type(o).__module__.startswith("torch.optim.") for o in self.optimizers.values())
 
     @property
+    def micro_batch_in_progress(self) -> int | None:
+        """Return the number of the micro-batch whose forward or backward pass is in progress, from 0; None: none."""
+        return (self._passes - 1) % self.plan.gradient_accumulation_steps if self._inside else None
+
+    @property
+    def step(self) -> int:
+        """Return the number of this optimizer step. Units: steps, from 0."""
+        return self._step
+
+    @property
     def models(self) -> Any:
         """Return the wrapped module that the task trains, or the mapping of modules."""
         return self.strategy.train_model
@@ -91,7 +104,7 @@ class Step:
         Raises:
             DdpexpError: gradients that no optimizer has used.
         """
-        self._step, self._passes, self.norm, self.moved = step, 0, None, False
+        self._step, self._passes, self.norms, self.moved = step, 0, {}, False
         if self.records_graphs:
             # Once a step: torch would let each micro-batch overwrite the gradients that the ones before have left in
             # the memory of its graphs. Source: https://github.com/pytorch/pytorch/issues/169545
@@ -123,7 +136,8 @@ class Step:
         The forward pass runs in the precision of the run. Random numbers inside are a function of seed, step and
         micro-batch, independent of earlier draws. Ranks: all, equally often; communicates in the last one.
         """
-        return _MicroBatch(self, self.strategy.micro_batch(last))
+        self._summed = bool(last)
+        return _MicroBatch(self, self.strategy.micro_batch(self._summed))
 
     def forward(self, batch: Any) -> Sums:
         """Return the task's sums for a micro-batch; those of the first step are checked."""
@@ -181,24 +195,27 @@ class Step:
             self._weights[key] = weight
         self.precision.backward(loss_sum, weight)
 
-    def apply(self, *names: str) -> None:
-        """Step the named optimizers, or all of them, with the gradients of this round.
+    def apply(self, *names: str) -> bool:
+        """Step the named optimizers, or all of them, with the gradients of this round; return whether they stepped.
 
-        Several calls may use the same gradients.
+        Several calls may use the same gradients. The norm of those that a call uses is kept in `norms`, under `/a+b`
+        for the optimizers a and b, and under the empty text for all.
 
         All gradients are cleared before the next round, also those of other parameters: gradients that the loss of one
         network leaves in another must not reach that network's next step.
         Ranks: all; communicates only if the task's counts are tensors, in the first call of a round.
 
         Raises:
-            DdpexpError: called inside of `micro_batch`; an optimizer does not exist, or has already used these
-            gradients.
+            DdpexpError: called inside of `micro_batch`; the workers have not summed the gradients; an optimizer does
+            not exist, or has already used these gradients.
         """
         if self._inside:
             raise DdpexpError(
                 "the task's train_step calls update.apply inside of `with update.micro_batch(last):`, at whose end "
                 "the workers sum their gradients: the optimizer would see this worker's own. Call it after that."
             )
+        if self.manual is not None:
+            self._check_round()
         chosen = names or self._names
         if names or self._applied:
             self._check_names(chosen)
@@ -211,17 +228,24 @@ class Step:
             seed_torch(seed_of(self.seed, OPTIMIZER, self._step, 0), self.world.device)
         if self.precision.skips:
             self.precision.unscale(*optimizers)
+        if self.on_gradients is not None:
+            self.on_gradients(optimizers)
         if self.clip_grad_norm is not None:
-            self.norm = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
+            self.norms[self._suffix(chosen)] = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
         elif self.want_norm:
-            self.norm = self.strategy.gradient_norm(_parameters(optimizers))
+            self.norms[self._suffix(chosen)] = self.strategy.gradient_norm(_parameters(optimizers))
         if self.clip_grad_value is not None:
             clip_values(_parameters(optimizers), self.clip_grad_value)
+        self._applied += chosen
         if self.precision.step(*optimizers):
             self.moved = True
-        elif self._undo is not None:
+            return True
+        if self._undo is not None:
             self._undo.restore()
-        self._applied += chosen
+        return False
+
+    def _suffix(self, chosen: Sequence[str]) -> str:
+        return "" if len(chosen) == len(self._names) else f"/{'+'.join(chosen)}"
 
     def _begin_micro_batch(self) -> None:
         if self._applied:
@@ -301,6 +325,21 @@ class Step:
         self.strategy.scale_gradient(self._global_counts.factor(counts, places, self.plan.global_batch_size))
         self._counts.clear()
         self._places.clear()
+
+    def _check_round(self) -> None:
+        """Check that a task's `train_step` has gone through all micro-batches, up to `last=True`."""
+        if not self._summed:
+            raise DdpexpError(
+                "the task's train_step calls update.apply after `update.micro_batch(last=False)`: the workers have not "
+                "summed their gradients. Pass last=True with the last micro-batch of each pass over the batches."
+            )
+        if self._passes_in_round % self.plan.gradient_accumulation_steps and self._has_numbers:
+            raise DdpexpError(
+                f"the task's train_step calls update.apply after {self._passes_in_round} micro-batches, where a step "
+                f"has {self.plan.gradient_accumulation_steps}: a count that is a number stands for all of them, so "
+                "the gradient would be divided by too much. Go through all batches, or give update.backward "
+                "a tensor as the count."
+            )
 
     def _check_gradients(self, optimizers: Sequence[Optimizer]) -> None:
         """Check that gradients come from `backward`."""

@@ -164,7 +164,7 @@ def mean_for_a_sum(
     that fails, a task that holds more than plain values (a file, a metric, a network).
     Ranks: all, for a model may communicate.
     """
-    halves = _halves(batch)
+    halves = split_batch(batch, 2)
     if halves is None or not holds_plain_values(task):
         return None
     try:
@@ -207,7 +207,7 @@ def check_unchanged(
     for old, new in zip(before, gradients_of(parameters), strict=True):
         if old is not new and (old is None or new is None or old[0] is not new[0] or old[1] != new[1]):
             raise DdpexpError(
-                f"{named(step)} runs the backward pass itself{_line_of(step, '.backward(')}, and the loop runs it too, "
+                f"{named(step)} runs the backward pass itself{line_of(step, '.backward(')}, and the loop runs it too, "
                 "with the loss that is returned: gradients would be added twice. Return the loss without calling "
                 "backward(). A task that needs several backward passes has a train_step: see ddpexp.task.HasTrainStep."
             )
@@ -217,12 +217,12 @@ def own_backward(step: Callable[..., Any]) -> DdpexpError:
     """Return the error for a train_step whose gradients are not of `update.backward`."""
     return DdpexpError(
         f"{named(step)} calls update.apply with gradients of a backward pass of its own"
-        f"{_line_of(step, '.backward(')}: they are not divided by the count over the global batch. Call "
+        f"{line_of(step, '.backward(')}: they are not divided by the count over the global batch. Call "
         "update.backward(loss_sum, count) in place of loss.backward()."
     )
 
 
-def _line_of(function: Callable[..., Any], text: str) -> str:
+def line_of(function: Callable[..., Any], text: str) -> str:
     """Return the line of a function that has a text, such as ` in line 12`; empty where none is found."""
     try:
         lines, first = inspect.getsourcelines(inspect.unwrap(function))
@@ -264,12 +264,16 @@ def unnoticed(modules: Mapping[str, nn.Module], device: torch.device) -> Iterato
         undo.restore()
 
 
-def _halves(batch: Any) -> tuple[Any, Any] | None:
-    """Cut a nest of tensors in two by their first dimension; None where they share none of at least two."""
+def split_batch(batch: Any, num_parts: int) -> tuple[Any, Any] | None:
+    """Split a nest of tensors in two by their first dimension, the first with 1 / num_parts of the samples.
+
+    None where they share none of at least two.
+    """
     sizes: set[int] = set()
     if not _collect(batch, sizes) or len(sizes) != 1 or (size := sizes.pop()) < 2:
         return None
-    return _cut(batch, slice(0, size // 2)), _cut(batch, slice(size // 2, size))
+    first = max(1, size // num_parts)
+    return _cut(batch, slice(0, first)), _cut(batch, slice(first, size))
 
 
 def _collect(batch: Any, sizes: set[int]) -> bool:

@@ -42,6 +42,8 @@ from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
     arrange,
+    build_average,
+    build_callbacks,
     build_evals,
     build_logger,
     build_loop,
@@ -55,7 +57,6 @@ from ddpexp.train.build import (
 from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
-from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.join import join_world
@@ -106,7 +107,7 @@ def train(run: RunDir, worker_args: Mapping[str, Any], control: Control) -> None
     Ranks: all.
     """
     context = join(run, worker_args, control)
-    with gpu_memory.explained(lambda: _situation(context.experiment, context.world, control)):
+    with gpu_memory.explained(lambda: situation(context.experiment, context.world, control)):
         built = build(context)
         restore(context, built)
         fit(context, built)
@@ -166,9 +167,10 @@ def build(context: RunContext) -> Built:
 
     logger = build_logger(context, num_steps)
     recorded = truncate_records(logger, newest)
-    ema = EMA(strategy.modules, trainer.ema_decay) if trainer.ema_decay is not None else None
-    checkpointer = RunState.from_config(run, trainer, strategy, ema, logger, world)
+    average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
+    checkpointer = RunState.from_config(run, trainer, strategy, average, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
+    checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
         experiment, run, context.layout, context.prepared, strategy.modules, strategy.memory is not None, batches,
         num_steps,
@@ -224,6 +226,7 @@ def fit(context: RunContext, built: Built) -> None:
         ) from None
     except MetricError as error:
         built.checkpointer.drain()
+        control.set_phase("evaluate")
         words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
@@ -248,7 +251,7 @@ def evaluate_weights(evaluation: Mapping[str, Any], control: Control) -> None:
     experiment, layout = load(evaluation["config"]), Layout(**evaluation["layout"])
     control.set_phase("join")
     world = join_world(experiment, layout, control)
-    with gpu_memory.explained(lambda: _situation(experiment, world, control, evaluation["batch_size"])):
+    with gpu_memory.explained(lambda: situation(experiment, world, control, evaluation["batch_size"])):
         _evaluate_weights(evaluation, experiment, world, control)
 
 
@@ -263,11 +266,11 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
-    averaged = experiment.trainer.ema_decay is not None
+    averaged = experiment.trainer.averages
     load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
-    check_task(task, experiment.task.target)
+    check_task(task, experiment.task.target, evaluates=True)
     precision = Precision(experiment.trainer.precision, world.device, False)
     metrics = compute_metrics(task, model, evals, precision, world, data, control)
     if metrics is None:
@@ -281,7 +284,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     world.barrier()
 
 
-def _situation(
+def situation(
     experiment: Experiment, world: World, control: Control, batch_size: int | None = None
 ) -> gpu_memory.Situation:
     """Return what this rank does, for an answer to an error. `batch_size`: of an evaluation."""

@@ -194,6 +194,14 @@ logger=3 is not a known option. Available: none, tensorboard.
 logger=null: to record nothing beside metrics.jsonl, write logger=none.
 > ~logger
 ~logger: to record nothing beside metrics.jsonl, write logger=none.
+> callbacks=null
+callbacks=null: for a run without callbacks, write callbacks=none.
+> callbacks=early_stoping
+callbacks=early_stoping is not a known option. Did you mean callbacks=early_stopping?
+> callbacks=[early_stopping,detect_anomaly]
+callbacks=detect_anomaly is not a known option. Did you mean callbacks=find_nonfinite?
+> callbacks._target_=mine.Ends
+callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine
 recipe=mine is not a known option. Available: mnist. Recipes of your own are in the folder that --config-dir names.
 > recipe=a,b
@@ -235,7 +243,7 @@ run_name is not a known key. Did you mean run.dir?
 > trainer.max_time=00:12:00:00
 trainer.max_time is not a known key. trainer.max_seconds=43200 ends a run after 12 hours, saved.
 > trainer.num_sanity_val_steps=0
-trainer.num_sanity_val_steps is not a known key. There is nothing like it: keys and the task are checked before and in t
+trainer.num_sanity_val_steps is not a known key. ddpexp check with the same overrides tries training and evaluation.
 > scheduler=none
 scheduler=none is not a known option. Did you mean scheduler=constant?
 > launcher=accelerate
@@ -434,8 +442,9 @@ FOREIGN = [
     ("limit_val_batches=3", "Did you mean trainer.limit_eval_batches?"),
     ("trainer.overfit_batches=3", "trainer.limit_train_samples=64 trains on this many samples only."),
     ("trainer.save_top_k=3", "Did you mean trainer.keep_best_k?"),
-    ("trainer.fast_dev_run=true", "There is nothing like it: trainer.max_steps=2 ends a run after two steps."),
-    ("callbacks=none", "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."),
+    ("trainer.fast_dev_run=true", "ddpexp check with the same overrides tries two steps and an evaluation."),
+    ("trainer.patience=3", "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience "
+     "counts evaluations."),
     ("output_dir=x", "Did you mean run.dir?"),
     ("data.data_dir=x", "Did you mean data.root?"),
 ]  # fmt: skip

@@ -83,6 +83,30 @@ class Looks(Sides):
         return super().step(model, batch)
 
 
+class Encodes(Net):
+    def encode(self, rows):
+        return self(rows)
+
+
+class Method(Sides):
+    # Calls a method of the model instead of the model.
+    def step(self, model, batch):
+        return super().step(model.encode, batch)
+
+
+class Several(Sides):
+    # Two forward passes, then two backward passes, in each micro-batch.
+    def train_step(self, update, batches):
+        for number, (_, rows, labels) in enumerate(batches, start=1):
+            with update.micro_batch(last=number == len(batches)):
+                loss = nn.functional.cross_entropy(update.models(rows), labels, reduction="sum")
+                other = update.models.encode(2 * rows).square().sum()
+                update.backward(loss, len(labels))
+                update.backward(other, len(labels))
+        update.apply()
+        return loss.detach(), len(labels), {}
+
+
 class Compiled(Sides):
     def step(self, model, batch):
         import torch._dynamo
@@ -238,7 +262,7 @@ def test_batch_norm_keeps_rank_zeros_statistics_with_and_without_broadcast(recip
     ("size", "overrides", "wrapped"),
     [
         (1, "", "Pictures"),
-        (2, "strategy.static_graph=true", "DistributedDataParallel"),
+        (2, "strategy.static_graph=true", "LateDDP"),
         pytest.param(2, "", "Pictures", marks=pytest.mark.slow),
     ],
 )
@@ -255,6 +279,58 @@ def test_what_a_task_trains_and_evaluates_is_what_the_strategy_made(
     seen = {line for line in done.out.splitlines() if "channels_last=" in line}
     rest = "channels_last=True deterministic=True threads=2"
     assert seen == {f"{wrapped} train {rest}", f"Pictures eval {rest}"}
+
+
+ENCODES = ("model._target_=points.Encodes", "trainer.gpus=2")
+WRAPPED = "strategy.reduce_through=backend"  # DDP also for a small model
+
+
+def test_ddp_reduces_the_gradients_of_several_backward_passes(recipe: Recipe) -> None:
+    overrides = (*ENCODES, "task._target_=points.Several", "trainer.micro_batch_size=6")
+    bucket, wrapped = recipe(*overrides), recipe(*overrides, WRAPPED)
+    assert wrapped.result()["weights_sha256"] == bucket.result()["weights_sha256"]
+
+
+def test_a_method_of_a_wrapped_model_trains_as_the_model_does(recipe: Recipe, plain: Done) -> None:
+    done = recipe(*ENCODES, "task._target_=points.Method", WRAPPED)
+    assert done.result()["weights_sha256"] == plain.result()["weights_sha256"]
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_gradients_are_reduced_once_after_the_backward_passes(fake_group: World, find_unused: bool) -> None:
+    model = nn.Embedding(5, 2)
+    wrapped = _wrap(model, replace(STRATEGY, find_unused_parameters=find_unused), fake_group, fixed=False)
+    seen: list[list[float]] = []
+
+    def note(bucket: Any) -> Any:
+        seen.append(bucket.buffer().tolist())
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer() / 4)
+        return future
+
+    wrapped.register_comm_hook(None, lambda _, bucket: note(bucket))
+    wrapped.begin(last=True, overlaps=False)
+    with wrapped.no_sync():
+        both = [wrapped(torch.tensor([number, 3])).sum() for number in (1, 2)]
+        for loss in both:
+            loss.backward()
+    expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 0.0])[:, None].expand(5, 2)
+    for _ in range(2):  # nothing is new the second time
+        wrapped.finish()
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, expected / 4)
+        wrapped.begin(last=True, overlaps=False)
+    assert seen == [expected.flatten().tolist()]
+
+
+def test_a_static_graph_has_one_backward_pass_through_the_model(fake_group: World) -> None:
+    wrapped = _wrap(nn.Linear(2, 1), replace(STRATEGY, static_graph=True), fake_group, fixed=False)
+    with pytest.raises(DdpexpError, match=r"^strategy\.static_graph=true is incompatible with a task's train_step, "):
+        wrapped.begin(last=True, overlaps=False)
+    wrapped.begin(last=True, overlaps=True)
+    wrapped.module(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(DdpexpError, match=r"^strategy\.static_graph=true is incompatible with a task that calls a "):
+        wrapped.finish()
 
 
 def test_alone_the_model_is_not_wrapped() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -133,6 +135,9 @@ def test_a_directory_that_cannot_be_written_is_reported_and_the_table_is_shown(t
         (["table", "SWEEP", "--columns", "time,trainer.sed"], "--columns trainer.sed: none of these"),
         (["table", "SWEEP", "--csv", "--all"], "are incompatible"),
         (["table", "SWEEP", "--csv", "--out", "x"], "type one of them"),
+        (["table", "SWEEP", "--json", "--out", "x"], "--json prints the table, and --out writes it into a folder"),
+        (["table", "SWEEP", "--json", "--csv"], "--csv and --json are incompatible"),
+        (["status", "SWEEP", "--jsn"], "Did you mean --json?"),
         (["table", "SWEPE"], "there is no such directory. Did you mean ./SWEEP?"),
         (["table", "empty"], "empty holds no sweep and no run"),
         (["status"], "status takes one directory"),
@@ -214,3 +219,54 @@ def test_a_reader_that_goes_away_is_no_trouble(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("status")
+
+
+def as_json(capsys: pytest.CaptureFixture[str], verb: str, *argv: object) -> dict[str, Any]:
+    assert {"table": verbs.table, "status": verbs.status}[verb]([*map(str, argv), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+RUN_KEYS = {
+    "directory", "name", "number", "status", "overrides", "step", "metrics", "objective", "seconds", "started", "ended",
+    "job", "message",
+}  # fmt: skip
+
+
+def test_the_status_of_a_run_is_there_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run(tmp_path / "my run", ["optimizer.lr=0.1"], status="interrupted", step=30)
+    found = as_json(capsys, "status", path)
+    assert set(found) == {*RUN_KEYS, "where", "resume"}
+    assert (found["directory"], found["status"], found["step"]) == (str(path), "interrupted", 30)
+    assert (found["overrides"], found["metrics"]) == ({"optimizer.lr": "0.1"}, {"eval/loss": 0.5})
+    assert found["resume"] == f"python -m ddpexp resume '{path}'"
+    assert found["where"] is None
+
+
+def test_the_status_of_a_sweep_is_there_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Made(tmp_path / "sweep")
+    made.job("optimizer.lr=0.1")
+    hold(made.job("optimizer.lr=0.2", status=None, events=("started",)))
+    made.job("optimizer.lr=0.3", status="failed")
+    found = as_json(capsys, "status", made.path)
+    assert set(found) == {"directory", "objective", "mode", "where", "resume", "jobs"}
+    assert (found["objective"], found["mode"]) == ("eval/loss", "min")
+    assert [job["status"] for job in found["jobs"]] == ["done", "running", "failed"]
+    assert [bool(job["where"]) for job in found["jobs"]] == [False, True, False]
+    assert found["resume"].startswith("python -m ddpexp resume ")
+
+
+def test_the_table_is_there_for_programs_and_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = Made(tmp_path / "sweep")
+    for rate, seed, loss in (("0.1", 0, 0.4), ("0.1", 1, 0.6), ("0.2", 0, 0.1), ("0.2", 1, float("nan"))):
+        made.job(f"optimizer.lr={rate}", f"trainer.seed={seed}", points=((10, loss),))
+    before = sorted(made.path.iterdir())
+    found = as_json(capsys, "table", made.path)
+    assert sorted(made.path.iterdir()) == before
+    assert set(found) == {"objective", "mode", "best", "rows", "seeds"}
+    assert [row["objective"] for row in found["rows"]] == [0.1, 0.4, 0.6, None]
+    assert set(found["rows"][0]) == RUN_KEYS
+    assert found["best"] == found["rows"][0]["directory"]
+    means = [(group["overrides"], group["mean"], group["jobs"], group["done"]) for group in found["seeds"]]
+    assert means == [({"optimizer.lr": "0.1"}, 0.5, 2, 2), ({"optimizer.lr": "0.2"}, None, 2, 2)]
+    assert found["seeds"][0]["std"] == pytest.approx(0.1414, abs=1e-4)

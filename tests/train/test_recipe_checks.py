@@ -128,18 +128,24 @@ def line(thing: Any) -> str:
 
 
 def test_a_task_that_the_loop_cannot_call_is_named_with_its_file_and_line() -> None:
-    assert refused(check_task, Empty(), "mine.Task").startswith(
+    assert refused(check_task, Empty(), "mine.Task", True).startswith(
         f"task._target_=mine.Task gave a {line(Empty)} without the method step(self, model, batch), which returns"
     )
-    assert refused(check_task, None, "mine.Task").startswith("task._target_=mine.Task gave None without the method")
+    assert refused(check_task, None, "mine.Task", True).startswith(
+        "task._target_=mine.Task gave None without the method"
+    )
     wrong: list[tuple[Any, Any, str]] = [
         (NoSelf(), NoSelf.step, "(model, batch): write def step(self, model, batch)."),
         (NoBatches(), NoBatches.train_step, "(update, batches): write def train_step(self, update, batches)."),
     ]
     for task, method, says in wrong:
-        assert refused(check_task, task, "mine.Task") == f"{line(method)} cannot be called with {says}"
-    for right in (Tasked(), ByHand()):
-        check_task(right, "mine.Task")
+        assert refused(check_task, task, "mine.Task", True) == f"{line(method)} cannot be called with {says}"
+    check_task(Tasked(), "mine.Task", True)
+    check_task(ByHand(), "mine.Task", False)
+    assert refused(check_task, ByHand(), "mine.Task", True) == (
+        f"task._target_=mine.Task gave a {line(ByHand)} with a train_step and without the method step(self, model, "
+        "batch), which evaluations call. Add it, or set trainer.eval_every=0."
+    )
 
 
 def test_a_schedule_with_other_arguments_is_named_with_its_file_and_line() -> None:

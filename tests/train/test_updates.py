@@ -267,6 +267,64 @@ def test_a_loss_that_a_micro_batch_leaves_out_counts_for_the_others(fit: Callabl
     assert near(tensors.weights, numbers.weights, 1e-6)
 
 
+class Passes(TwoLosses):
+    """Passes over some micro-batches, of which each is the last one of its round or not; then `apply`."""
+
+    def __init__(self, *lasts: bool, count: Any = 6) -> None:
+        super().__init__(lambda rows, labels: (count, count))
+        self.lasts = lasts
+
+    def train_step(self, update: Any, batches: list[Any]) -> Any:
+        for batch, last in zip(batches, self.lasts, strict=False):
+            with update.micro_batch(last=last):
+                update.backward(self.losses(update.models, batch)[0], self.counts(*batch[1:])[0])
+        update.apply()
+        return torch.zeros(()), 24, {}
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Passes(False, False, False, False), r"after `update\.micro_batch\(last=False\)`: the workers have not summed"),
+        (Passes(False, True), r"after 2 micro-batches, where a step has 4: a count that is a number stands for all"),
+    ],
+)
+def test_a_round_that_is_not_complete_is_refused(fit: Callable[..., Once], task: Any, message: str) -> None:
+    with pytest.raises(DdpexpError, match=rf"^the task's train_step calls update\.apply {message}"):
+        fit(task, micro_batch_size=6, eval_every=0)
+
+
+def test_a_round_over_some_micro_batches_is_divided_by_their_tensors(fit: Callable[..., Once]) -> None:
+    keys = {"micro_batch_size": 6, "eval_every": 0, "log_every": 1, "num_steps": 1}
+    first = fit(Passes(False, True, count=torch.tensor(6)), **keys)
+    same = fit(Passes(False, True, count=torch.tensor(3)), **keys)  # of a sum over 12, half of it counted
+    assert 2 * norms(first)[0] == pytest.approx(norms(same)[0], rel=1e-5)
+
+
+def test_a_train_step_knows_its_step_and_whether_it_was_taken(points: Any, fit: Callable[..., Once]) -> None:
+    seen = []
+
+    class Knows(points.Sides):  # type: ignore[misc]
+        def train_step(self, update: Any, batches: list[Any]) -> Any:
+            with update.micro_batch(last=True):
+                loss, count, _ = self.step(update.models, batches[0])
+                update.backward(loss * (math.nan if update.step == 1 else 1.0), count)
+            seen.append((update.step, update.num_steps, update.world.world_size, update.apply()))
+            return loss.detach(), count, {}
+
+    fit(Knows(), num_steps=3, nonfinite="skip")
+    assert seen == [(0, 3, 1, True), (1, 3, 1, False), (2, 3, 1, True)]
+
+
+def test_every_apply_has_a_gradient_norm_of_its_own(points: Any, fit: Callable[..., Once]) -> None:
+    keys = {"factory": lambda: {"left": points.Net(), "right": points.Net()}, "log_every": 1, "clip_grad_norm": 1e-3}
+    each = fit(Both(("left",), ("right",)), **keys).records[0]
+    assert {"train/grad_norm/left", "train/grad_norm/right"} < each.keys()
+    assert "train/grad_norm" not in each
+    whole = fit(Both(()), **keys).records[0]["train/grad_norm"]
+    assert math.hypot(each["train/grad_norm/left"], each["train/grad_norm/right"]) == pytest.approx(whole, rel=1e-5)
+
+
 def test_gradients_that_nobody_applies_are_refused(fit: Callable[..., Once]) -> None:
     class Forgets(TwoLosses):
         def train_step(self, update: Any, batches: list[Any]) -> Any:
@@ -411,7 +469,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(points: Any, fit: Callable[...,
         np.random.seed(0)
         random.seed(0)
         once = fit(task, **keys)
-        average = once.loop.ema
+        average = once.loop.average
         assert average is not None
         ends.append((once.weights, average.tensors("model"), np.random.rand(), random.random()))
     for found, expected in zip(*(end[:2] for end in ends), strict=True):
@@ -449,8 +507,8 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
     torch.manual_seed(0)
     fresh = points.Normed().state_dict()
     assert all(torch.equal(once.weights[f"model.{name}"], tensor) for name, tensor in fresh.items())
-    assert once.loop.ema is not None
-    assert all(torch.equal(once.loop.ema.tensors("model")[name], tensor) for name, tensor in fresh.items())
+    assert once.loop.average is not None
+    assert all(torch.equal(once.loop.average.tensors("model")[name], tensor) for name, tensor in fresh.items())
     assert once.loop.precision.state()["scale"] == 2.0**13
 
 

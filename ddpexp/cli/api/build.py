@@ -65,7 +65,7 @@ def new_task(experiment: Experiment) -> Any:
     """Return the task."""
     experiment.trust.make_importable()
     task = instantiate(experiment.task, experiment.trust, "task")
-    check_task(task, experiment.task.target)
+    check_task(task, experiment.task.target, evaluates=experiment.trainer.eval_every != 0)
     return task
 
 

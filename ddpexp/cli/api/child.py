@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import threading
 import time
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddpexp.errors import RefusedError
 from ddpexp.system import caller, programs
+from ddpexp.system.start import NOT_LINUX
 from ddpexp.system.text import sanitize
 
 _BLOCK = 1 << 16
 _DRAIN_SECONDS = 1.0  # for output that is left in the pipes when the child has ended
-_BAR = 30  # characters
+_BAR = 20  # characters
 _HOME = str(Path(__file__).resolve().parents[3])  # the folder that holds ddpexp
 
 
@@ -45,7 +48,14 @@ def run_command(arguments: Sequence[str], cwd: str | Path | None, quiet: bool, c
     """Run `python -m ddpexp` with these arguments and wait for its end.
 
     `quiet` shows nothing of what it prints; `captures` returns its standard output instead of showing it.
+
+    Raises:
+        RefusedError: there is no such folder, or this is not Linux.
     """
+    if not sys.platform.startswith("linux"):
+        raise RefusedError(NOT_LINUX)
+    if cwd is not None and not Path(cwd).is_dir():
+        raise RefusedError(f"cwd={cwd}: there is no such directory.")
     show = _Show(quiet, captures)
     reading, writing = os.pipe()
     with _interrupts() as interrupts:
@@ -66,7 +76,7 @@ def run_command(arguments: Sequence[str], cwd: str | Path | None, quiet: bool, c
         finally:
             os.close(writing)
         try:
-            interrupts.pass_on(process)
+            show.when_ready = partial(interrupts.pass_on, process)
             with open(reading, "rb", buffering=0) as channel:
                 _relay(process, channel, show)
         except BaseException:  # such as SystemExit from a signal handler of the program
@@ -84,21 +94,23 @@ def run_command(arguments: Sequence[str], cwd: str | Path | None, quiet: bool, c
 def _environ(variable: str) -> dict[str, str]:
     """Return the environment of the command, which finds this ddpexp and nothing in its current folder."""
     environ = {**programs.environ_of_others(os.environ), caller.VARIABLE: variable}
-    if _HOME not in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:  # a clone, installed or not
+    if os.path.basename(_HOME) not in ("site-packages", "dist-packages"):  # a clone, installed or not
         paths = environ.get("PYTHONPATH", "").split(os.pathsep)
         if _HOME not in paths:
             environ["PYTHONPATH"] = os.pathsep.join([*filter(None, paths), _HOME])
     return environ
 
 
-class _Interrupts:
-    """Passes interrupts on to the child."""
+class Interrupts:
+    """Passes interrupts on to the child, once it handles them; before, Python would print a traceback."""
 
     def __init__(self) -> None:
+        """Wait for the child."""
         self.count = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     def handle(self, _number: int, _frame: Any) -> None:
+        """Handle the signal."""
         self.count += 1
         if self._process is not None:
             self._process.send_signal(signal.SIGINT)
@@ -111,12 +123,12 @@ class _Interrupts:
 
 
 @contextmanager
-def _interrupts() -> Iterator[_Interrupts]:
+def _interrupts() -> Iterator[Interrupts]:
     """Handle SIGINT inside the block: an exception could arise anywhere, and lose what the child has sent.
 
     Signals arrive in the main thread; in another one nothing changes.
     """
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) in (signal.SIG_IGN, None):
         yield interrupts
@@ -170,6 +182,7 @@ class _Show:
     end: caller.End | None = None
     out: str = ""
     last: str = ""
+    when_ready: Callable[[], None] = lambda: None
     _rest: bytes = b""
     _bar: str = ""
     _decoders: dict[str, Any] = field(default_factory=dict)
@@ -185,7 +198,9 @@ class _Show:
         for line in lines:
             with suppress(ValueError, KeyError, TypeError):
                 message = caller.parse(line)
-                if isinstance(message, caller.Directory):
+                if isinstance(message, caller.Ready):
+                    self.when_ready()
+                elif isinstance(message, caller.Directory):
                     self.directory = message
                 elif isinstance(message, caller.End):
                     self.end = message
@@ -219,6 +234,7 @@ class _Show:
     def _progress(self, message: caller.Progress) -> None:
         filled = round(_BAR * message.done / max(1, message.total))
         bar = f"{'━' * filled}{'─' * (_BAR - filled)} {message.done:,}/{message.total:,}  {sanitize(message.text)}"
+        bar = bar[: shutil.get_terminal_size().columns - 1]
         self._put(lambda: sys.stdout, f"\r{bar:<{len(self._bar)}}")
         self._bar = bar
         if message.done >= message.total:

@@ -70,7 +70,7 @@ class Composed:
         overrides: The overrides that it was composed from.
     """
 
-    experiment: Experiment
+    experiment: Experiment = field(repr=False)
     overrides: tuple[str, ...]
     _values: dict[str, Any] = field(repr=False)
 

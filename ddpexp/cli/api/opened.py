@@ -42,7 +42,7 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
     Raises:
         RefusedError: It is not the directory of a run.
     """
-    path = Path(directory)
+    path = Path(directory).expanduser()
     if not path.exists():
         raise RefusedError(f"{path}: there is no such directory.")
     if SweepDir(path).is_sweep():
@@ -51,8 +51,13 @@ def open_run(directory: str | Path, *, config_dir: str | Path | None = None, tru
         from ddpexp.cli.subcommands import runs_below
 
         raise RefusedError(f"{path} is no run directory.{runs_below(path) if path.is_dir() else ''}")
-    names = (trust,) if isinstance(trust, str) else tuple(trust)
-    return Run(path.absolute(), str(Path(config_dir).absolute()) if config_dir is not None else None, names)
+    return Run(path.absolute(), *trusted(config_dir, trust))
+
+
+def trusted(config_dir: str | Path | None, trust: str | Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
+    """Return the absolute config folder and the names of two arguments."""
+    folder = str(Path(config_dir).expanduser().absolute()) if config_dir is not None else None
+    return folder, (trust,) if isinstance(trust, str) else tuple(trust)
 
 
 @dataclass(frozen=True)

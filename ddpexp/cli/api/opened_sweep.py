@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddpexp.cli.api.opened import Run
+from ddpexp.cli.api.opened import Run, trusted
 from ddpexp.errors import RefusedError
 from ddpexp.run import directory as directories
 from ddpexp.sweep.as_json import row_as_dict
@@ -26,14 +26,13 @@ def open_sweep(
     Raises:
         RefusedError: It is not the directory of a sweep.
     """
-    path = Path(directory)
+    path = Path(directory).expanduser()
     if not path.exists():
         raise RefusedError(f"{path}: there is no such directory.")
     if not SweepDir(path).is_sweep():
         run = " It is a run: use ddpexp.open_run." if directories.is_ours(path) else ""
         raise RefusedError(f"{path} is not the directory of a sweep.{run}")
-    names = (trust,) if isinstance(trust, str) else tuple(trust)
-    return Sweep(path.absolute(), str(Path(config_dir).absolute()) if config_dir is not None else None, names)
+    return Sweep(path.absolute(), *trusted(config_dir, trust))
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,8 @@ def checked(arguments: Sequence[str], name: str) -> list[str]:
             f'ddpexp.{name}(["recipe=mnist", "trainer.gpus=2"]).'
         )
     words = [str(argument) for argument in arguments]
+    if not words:
+        raise RefusedError(f'ddpexp.{name} needs arguments, as in ddpexp.{name}(["recipe=mnist", "trainer.gpus=2"]).')
     question = next((word for word in words if word.partition("=")[0] in _QUESTIONS), None)
     if question is not None:
         raise RefusedError(f"ddpexp.{name}: {question} only prints something: use it on the command line.")

@@ -31,6 +31,7 @@ class FSDPOptions(Options):
     reduce_through: Literal["auto", "shared_memory", "backend"]
     whole: tuple[str, ...]
     dp_replicate_size: int
+    gather_in_evaluation: bool
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""

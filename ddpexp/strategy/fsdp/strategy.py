@@ -53,6 +53,7 @@ class FSDP(Replicas):
         self.share_initial_weights(world)
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._world, self._options = world, options
+        self.evaluates_together = world.world_size > 1 and not options.gather_in_evaluation
         self._sharded: list[FSDPModule] = []
         self._replica = 0  # of hybrid sharding
         if world.world_size > 1:
@@ -130,9 +131,14 @@ class FSDP(Replicas):
         yield
         if last:
             self._buffers_due = True
-            missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
-            if missing and len(missing) < len(self._trained):
-                raise unused(missing)
+            for model in self.modules:
+                self._check_gradients({name: p for name, p in self._trained.items() if name.startswith(f"{model}.")})
+
+    def _check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Check that all parameters of a model have a gradient, or none."""
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        if missing and len(missing) < len(parameters):
+            raise unused(missing)
 
     def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this rank's rows of the existing gradients."""
@@ -168,7 +174,11 @@ class FSDP(Replicas):
 
     @contextmanager
     def evaluation(self) -> Iterator[Any]:
-        """Gather all parameters, so that forward passes do not communicate, and yield the model as `Replicas` does."""
+        """Yield the model as `Replicas` does, with all parameters gathered unless ranks evaluate together."""
+        if self.evaluates_together:
+            with super().evaluation() as model:
+                yield model
+            return
         for module in self._sharded:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 import ddpexp
-from ddpexp.cli.api.child import Ended
+from ddpexp.cli.api.child import Ended, Interrupts
 from ddpexp.cli.api.start import check_success, trust_of
 from ddpexp.config.compose import compose
 from ddpexp.errors import Failure
@@ -136,3 +137,19 @@ def test_the_arguments_say_what_is_trusted() -> None:
     assert trust_of(["--config-dir", "mine/conf", "run.trust=[a,b]"], "/x") == ("/x/mine/conf", ("a", "b"))
     assert trust_of(["--config-dir=/y/conf"], None) == ("/y/conf", ())
     assert trust_of(["resume", "x"], None) == (None, ())
+
+
+def test_an_interrupt_is_passed_on_once_the_command_handles_it_and_then_each_time() -> None:
+    class Process:
+        sent: ClassVar[list[int]] = []
+
+        def send_signal(self, number: int) -> None:
+            self.sent.append(number)
+
+    interrupts, process = Interrupts(), Process()
+    interrupts.handle(2, None)
+    assert process.sent == []
+    interrupts.pass_on(process)  # type: ignore[arg-type]
+    assert process.sent == [2]
+    interrupts.handle(2, None)
+    assert (process.sent, interrupts.count) == ([2, 2], 2)

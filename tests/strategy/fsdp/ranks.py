@@ -29,6 +29,7 @@ from tests.strategy.sharded import CUT, Make
 OPTIONS = FSDPOptions(
     kind="fsdp", blocks=None, min_block_mb=0.001, reshard_after_forward=True, broadcast_buffers=True,
     reduce_through="auto", whole=(), dp_replicate_size=1,
+    gather_in_evaluation=True,
 )  # fmt: skip
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from ddpexp.errors import RefusedError, WorkerError
+from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.strategy.fsdp.blocks import blocks_of
+from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.memory import Facts, Parameter
 from tests.conftest import Call, Ddpexp
-from tests.fitting import TRAINER
+from tests.fitting import ALONE, TRAINER
 from tests.points import Recipe
 from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
 from tests.strategy.test_sharded_optimizer import files
@@ -90,9 +94,17 @@ def test_the_plan_counts_shares_and_the_blocks_that_are_gathered() -> None:
     assert "gathered blocks" not in {p.name for p in OPTIONS.memory(facts, TRAINER, Layout(1, 1, "cpu", "gloo", 1))}
 
 
+SHOWS = """\
+class Shows(Sides):
+    # Calls the model after an evaluation, which a sharded one does on every rank.
+    def on_eval(self, model, batch, logger, step):
+        print(f"shown by rank {RANK}: {float(self.step(model, batch)[0]):.9g}")
+"""
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, warm_environ: dict[str, str]) -> Recipe:
-    return Recipe(Ddpexp(tmp_path_factory.mktemp("fsdp"), warm_environ))
+    return Recipe(Ddpexp(tmp_path_factory.mktemp("fsdp"), warm_environ), SHOWS)
 
 
 def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other(recipe: Recipe) -> None:
@@ -111,3 +123,43 @@ def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other
         assert done.code == 0, done
     assert files(run) == files(whole.run)
     assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
+
+
+@pytest.mark.variants(1)
+@pytest.mark.parametrize(("samples", "interrupted"), [(33, False), (9, False), (33, True)])
+def test_ranks_evaluate_together_what_they_do_not_hold_whole(recipe: Recipe, samples: int, interrupted: bool) -> None:
+    overrides = (
+        "trainer.gpus=4", "trainer.micro_batch_size=6", f"data.test={samples}", "task._target_=points.Shows",
+        "strategy=fsdp",
+    )  # fmt: skip
+    runs = []
+    for way in ("true", "false"):
+        environ = {"DDPEXP_FAULT": "evaluate:term:1:2"} if interrupted and way == "false" else {}
+        done = recipe(*overrides, f"strategy.gather_in_evaluation={way}", environ=environ)
+        if environ:
+            assert done.code == 143, done
+            done = recipe(*overrides, "strategy.gather_in_evaluation=false", run=done.run)
+        assert done.code == 0, done
+        runs.append(done)
+    whole, together = ([strip(line) for line in (done.run / "metrics.jsonl").read_text().splitlines()] for done in runs)
+    assert whole == together
+    shown = [re.findall(r"shown by rank \d: (\S+)", (done.run / "ranks/0.log").read_text())[-1] for done in runs]
+    assert shown[0] == shown[1]
+    assert [len(list(done.run.glob("ranks/*.log"))) for done in runs] == [4, 4]
+    assert "shown by rank 3" in (runs[1].run / "ranks/3.log").read_text()
+
+
+def strip(line: str) -> dict[str, object]:
+    """Return a record without its times."""
+    return {key: value for key, value in json.loads(line).items() if "time" not in key and "per_second" not in key}
+
+
+def test_a_step_may_leave_out_one_of_several_models_but_no_part_of_one() -> None:
+    strategy = FSDP(OPTIONS, ALONE, lambda: {"left": nn.Linear(2, 2), "right": nn.Linear(2, 2)})
+    left = strategy.modules["left"]
+    assert isinstance(left, nn.Linear)
+    with strategy.micro_batch(True):
+        left(torch.ones(1, 2)).sum().backward()
+    strategy.clear_gradient()
+    with pytest.raises(DdpexpError, match=r"^left\.bias got no gradient"), strategy.micro_batch(True):
+        left.weight.sum().backward()  # type: ignore[no-untyped-call]

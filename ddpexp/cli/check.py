@@ -1,0 +1,351 @@
+"""The command `ddpexp check`: two steps of an experiment in a temporary folder, and what they show of its recipe."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddpexp.config import commands
+from ddpexp.config.build import did_you_mean
+from ddpexp.config.compose import compose
+from ddpexp.config.folders import conf_folder
+from ddpexp.config.parse import load, parse
+from ddpexp.config.schema import Experiment
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError, WorkerError
+from ddpexp.launch import Job
+from ddpexp.launch.launchers.local import Spawn
+from ddpexp.launch.rendezvous.environment import LaunchEnvironment
+from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.launch.supervise import coordinator
+from ddpexp.launch.workers.client import Server
+from ddpexp.run import outcome
+from ddpexp.run.check import Check, Finding, Part
+from ddpexp.system.terminal import print_message, show
+from ddpexp.system.text import one_line
+from ddpexp.system.yaml_text import load_yaml
+
+_USAGE = f"""{commands.of("check").usage}
+
+Train two steps of the experiment in a temporary folder, which is removed:
+with an evaluation, a checkpoint, a resume from it, and at one and two workers.
+Each line is ok, a problem with the line of the recipe, or not checked.
+
+  --json               for programs: an object per line
+
+The exit code is 1 if there is a problem. docs/check.md explains the lines."""
+
+_OF_RUNS = ("--config-dir", "-cd")  # each takes a value
+_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, of what is computed in another order
+
+
+@dataclass(frozen=True)
+class _Here(Spawn):
+    """Start the workers from a server that serves several jobs."""
+
+    def launch(self, job: Job, server: Server | None = None) -> int:
+        """Run the job and return its exit code."""
+        assert server is not None
+        return coordinator.run(job, LaunchEnvironment(), None, server)
+
+
+def check(argv: Sequence[str], server: Server | None) -> int:
+    """Check the experiment of a command line, print what was found, and return the exit code.
+
+    Raises:
+        RefusedError: a run would be refused.
+    """
+    if {"--help", "-h"} & set(argv):
+        print(_USAGE)
+        return EXIT_DONE
+    began = time.monotonic()
+    composed = compose(run_arguments(argv))
+    assert composed is not None  # there is no option that asks about the configuration
+    experiment = parse(composed.values)
+    for warning in composed.warnings:
+        print_message(f"ddpexp: warning: {warning}")
+    server = server if server is not None and server.start_method == "forkserver" else Server()
+    outcome.stop_on_signals()
+    try:
+        with tempfile.TemporaryDirectory(prefix="ddpexp-check-", ignore_cleanup_errors=True) as folder:
+            text = shortened(composed.text, experiment, folder)
+            findings = _examine(load(text), text, Path(folder), server)
+    finally:
+        server.close()
+    findings = [*_notes(experiment, composed.values), *findings]
+    if "--json" in argv:
+        show("\n".join(json.dumps(asdict(finding)) for finding in findings))
+    else:
+        show(_as_text(findings, time.monotonic() - began))
+    return EXIT_FAILED if any(finding.ok is False for finding in findings) else EXIT_DONE
+
+
+def run_arguments(argv: Sequence[str]) -> list[str]:
+    """Return the arguments of the run.
+
+    Raises:
+        RefusedError: an unknown option, or a sweep.
+    """
+    run: list[str] = []
+    remaining = iter(argv)
+    for argument in remaining:
+        if argument == "--json":
+            continue
+        if argument in _OF_RUNS:
+            run += [argument, next(remaining, "")]
+        elif argument in ("-m", "--multirun"):
+            raise RefusedError(
+                f"check {argument}: it checks one run. Leave {argument} out, and give each key one value."
+            )
+        elif argument.startswith("-") and argument.partition("=")[0] not in _OF_RUNS:
+            meant = did_you_mean(argument, ("--json", *_OF_RUNS))
+            raise RefusedError(f"check {argument}: no such option.{meant}")
+        elif "=" not in argument:
+            raise RefusedError(f"check {argument}: it takes key=value, as a training does, and --json.")
+        else:
+            run.append(argument)
+    if not run:
+        raise RefusedError("check what? Name the experiment as for a training, for example ddpexp check recipe=mnist.")
+    return run
+
+
+def shortened(text: str, experiment: Experiment, folder: str) -> str:
+    """Return the configuration of a short run, as YAML.
+
+    The micro-batch is that of the run, unless one worker has all of it: then it is split for two.
+    """
+    tree: dict[str, Any] = load_yaml(text)
+    trainer = experiment.trainer
+    batch = plan_batches(trainer.global_batch_size, trainer.micro_batch_size, _num_workers(experiment))
+    micro = batch.micro_batch_size
+    if micro == trainer.global_batch_size and micro > 1:
+        micro //= 2
+    with (conf_folder() / "launcher" / "spawn.yaml").open() as file:
+        tree["launcher"] = load_yaml(file.read())
+    tree["logger"] = {}
+    tree["callbacks"] = {
+        name: node
+        for name, node in (tree.get("callbacks") or {}).items()
+        if name in experiment.callbacks and experiment.callbacks[name].target != "histograms"  # which need a logger
+    }
+    tree["run"] |= {"dir": folder, "resume": "auto"}
+    tree["data"] |= {"num_workers": 0} if "num_workers" in tree["data"] else {}
+    tree["trainer"] |= {
+        "nodes": 1,
+        "gpus": 1,
+        "backend": "auto",
+        "threads": 1 if trainer.threads == "auto" else trainer.threads,
+        "epochs": None,
+        "max_steps": 2,
+        "max_seconds": None,
+        "global_batch_size": 2 * micro,
+        "micro_batch_size": micro,
+        "swa_start": None if trainer.swa_start is None else 0,
+        "swa_every": 1,
+        "average_batch_norm": None if trainer.average_batch_norm is None else 1,
+        "compile": False,
+        "compile_blocks": None,
+        "log_every": 1,
+        "eval_every": 2,
+        "eval_at_start": False,
+        "limit_eval_batches": 2,
+        "checkpoint_every": 1,
+        "checkpoint_every_seconds": None,
+        "keep_last": None,
+        "keep_every": None,
+        "on_save_error": "stop",
+    }
+    return yaml.safe_dump(tree, sort_keys=False)
+
+
+def _num_workers(experiment: Experiment) -> int:
+    """Return how many workers the run would have, as far as that can be seen on this machine."""
+    trainer = experiment.trainer
+    nodes = trainer.nodes if isinstance(trainer.nodes, int) else 1
+    gpus = trainer.gpus if isinstance(trainer.gpus, int) else None
+    if gpus is None:
+        gpus = resolve("auto", trainer.device, trainer.backend, 1).world_size
+    size: int = experiment.strategy.data_rank(0, nodes * gpus).size
+    return size
+
+
+def _examine(experiment: Experiment, text: str, folder: Path, server: Server) -> list[Finding]:
+    """Run the parts and judge them.
+
+    Raises:
+        RefusedError, WorkerError: the experiment cannot be built.
+    """
+    here = _Here(start_method="forkserver")
+    parts: dict[str, Mapping[str, Any] | str | None] = {}
+
+    def run(part: Part) -> Mapping[str, Any] | str | None:
+        """Return the answer of a part, or why there is none."""
+        job = Check(experiment, text, folder, part)
+        output = io.StringIO()
+        try:
+            with redirect_stdout(output), redirect_stderr(output):
+                outcome.launch(here, job, server)
+        except WorkerError as error:
+            if part == "one":
+                raise
+            failure = error.failure
+            return f"rank {failure.rank}: {failure.kind}: {failure.message}"
+        except RefusedError as error:
+            if part == "one":
+                raise
+            return str(error)
+        return job.answer()
+
+    parts["one"] = one = run("one")
+    assert isinstance(one, Mapping)
+    if one["weights"] is not None:
+        parts["resumed"] = run("resumed")
+        parts["two"] = run("two")
+    records = {part: _records(folder / part / "metrics.jsonl") for part in ("one", "resumed", "two")}
+    return judge(parts, records, experiment)
+
+
+def judge(
+    parts: Mapping[str, Mapping[str, Any] | str | None],
+    records: Mapping[str, Mapping[int, Mapping[str, float]]],
+    experiment: Experiment,
+) -> list[Finding]:
+    """Return what the parts show. `records` are those of each part's training steps, by step."""
+    one = parts["one"]
+    assert isinstance(one, Mapping)
+    findings = [Finding(**finding) for finding in one["findings"]]
+    problems = {finding.check for finding in findings if finding.ok is False}
+    if one["weights"] is None:
+        findings = [finding for finding in findings if finding.ok is not None]
+        if problems - {"steps", "sums", "forward"}:  # it ends for the same reason
+            findings = [finding for finding in findings if finding.check != "steps"]
+        return _unique(findings)
+    findings.append(Finding("steps", True, "two steps, an evaluation, a checkpoint"))
+    unrepeatable = problems & {"data", "forward"}
+    if unrepeatable:
+        return _unique(
+            [
+                *findings,
+                Finding("resume", None, f"not checked: see {min(unrepeatable)}"),
+                Finding("workers", None, f"not checked: see {min(unrepeatable)}"),
+            ]
+        )
+    resume = _judge_resume(one, parts["resumed"], records, experiment)
+    workers = _judge_ranks(one, parts["two"], experiment) or _judge_steps(one, parts["two"], records, experiment)
+    if not resume.ok and workers.check == "workers":
+        workers = Finding("workers", None, "not checked: see resume")
+    return _unique([*findings, resume, workers])
+
+
+def _judge_resume(
+    one: Mapping[str, Any],
+    resumed: Mapping[str, Any] | str | None,
+    records: Mapping[str, Mapping[int, Mapping[str, float]]],
+    experiment: Experiment,
+) -> Finding:
+    """Compare the step after a resume with the same step of the run that was not interrupted."""
+    if not isinstance(resumed, Mapping) or resumed["weights"] is None:
+        found = [finding["text"] for finding in resumed["findings"]] if isinstance(resumed, Mapping) else [resumed]
+        return Finding("resume", False, f"the run cannot be resumed from its first checkpoint: {found[0]}")
+    changed: Mapping[str, str] = one["changed"]
+    places = ", ".join(f"{name} ({place})" for name, place in list(changed.items())[:4])
+    if resumed["weights"] == one["weights"]:
+        note = f"; not in checkpoints, and without effect on this step: {places}" if changed else ""
+        return Finding("resume", True, f"the step after a resume gives the same weights, to the bit{note}")
+    if one["device"] == "cuda" and not experiment.trainer.deterministic:
+        losses = [records[part].get(2, {}).get("train/loss", math.nan) for part in ("one", "resumed")]
+        if _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+            text = "the step after a resume is the same within rounding; trainer.deterministic=true compares every bit"
+            return Finding("resume", True, text)
+    where = (
+        f"this changed during the steps, and is not in checkpoints: {places}. Keep it in a buffer "
+        "of the model (register_buffer), or in get_extra_state of a module"
+        if changed
+        else "no attribute of model, task or data has changed, so look at global variables of libraries and at the "
+        "state of the optimizer"
+    )
+    return Finding("resume", False, f"the second step gives other weights after a resume than without one: {where}.")
+
+
+def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, experiment: Experiment) -> Finding | None:
+    """Return the problem of two workers that fail, or that compute different losses for the same batch."""
+    if not isinstance(two, Mapping):
+        return Finding("two", False if two and two.startswith("rank ") else None, f"at two workers: {two}")
+    losses = two["losses"]
+    if _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+        return None
+    return Finding(
+        "rank",
+        False,
+        f"{one['step']} depends on the rank, or its model or data do: for the same batch, weights and random seed the "
+        f"loss is {losses[0]:.6g} on rank 0 and {losses[1]:.6g} on rank 1.",
+    )
+
+
+def _judge_steps(
+    one: Mapping[str, Any], two: Mapping[str, Any] | str | None,
+    records: Mapping[str, Mapping[int, Mapping[str, float]]], experiment: Experiment,
+) -> Finding:  # fmt: skip
+    """Compare the steps of one and of two workers."""
+    assert isinstance(two, Mapping)
+    trainer = experiment.trainer
+    if trainer.reduction == "exact":
+        if two["weights"] == one["weights"]:
+            return Finding("workers", True, "one and two workers give the same weights, to the bit")
+        return Finding("workers", False, "one and two workers give different weights with trainer.reduction=exact")
+    # The sums of a train_step may be those of its last micro-batch.
+    for name in ("train/grad_norm",) if one["is_manual"] else ("train/loss", "train/grad_norm"):
+        values = [records[part].get(1, {}).get(name, math.nan) for part in ("one", "two")]
+        if not _agree(values, _TOLERANCE[trainer.precision]):
+            return Finding(
+                "workers",
+                False,
+                f"the same step has {name} {values[0]:.6g} at one worker and {values[1]:.6g} at two: {one['step']} "
+                "depends on how the batch is divided.",
+            )
+    return Finding("workers", True, "the same step at one and at two workers, within rounding")
+
+
+def _agree(values: Sequence[float], tolerance: float) -> bool:
+    one, other = values
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-7) or (math.isnan(one) and math.isnan(other))
+
+
+def _records(path: Path) -> dict[int, Mapping[str, float]]:
+    """Return the records of the training steps, by step."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["step"]: line for line in lines if "train/loss" in line}
+
+
+def _unique(findings: Sequence[Finding]) -> list[Finding]:
+    return list(dict.fromkeys(findings))
+
+
+def _notes(experiment: Experiment, values: Mapping[str, Any]) -> list[Finding]:
+    """Return what is checked otherwise than it would run."""
+    name = type(experiment.launcher).__name__.lower()
+    notes = []
+    if not isinstance(experiment.launcher, Spawn):
+        target = values["launcher"].get("_target_", name)
+        notes.append(Finding("launcher", None, f"launcher={target} is not used: two workers of this machine at most"))
+    if experiment.trainer.compile:
+        notes.append(Finding("compile", None, "not checked: the model is not compiled here"))
+    return notes
+
+
+def _as_text(findings: Sequence[Finding], seconds: float) -> str:
+    words = {True: "ok", False: "problem", None: "-"}
+    lines = [f"{words[finding.ok]:<8}{finding.check:<11}{one_line(finding.text)}" for finding in findings]
+    count = sum(finding.ok is False for finding in findings)
+    verdict = "no problem found" if not count else f"{count} problem{'s' if count > 1 else ''} found"
+    return "\n".join([*lines, f"{verdict} in {seconds:.1f} s"])

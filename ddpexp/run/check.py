@@ -1,0 +1,71 @@
+"""The job of `ddpexp check`: a few steps of an experiment in a temporary folder, and what they show."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ddpexp.checkpoint.format import folder_name
+from ddpexp.config.schema import Experiment
+from ddpexp.config.validate import check_layout
+from ddpexp.launch import Job, Layout, Participants
+from ddpexp.run.directory import RunDir
+from ddpexp.run.prepare import prepare
+from ddpexp.run.stored_config import job_identity
+from ddpexp.run.worker_request import worker_request
+
+Part = Literal["one", "resumed", "two"]  # one worker; the same from its first checkpoint; two workers
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    ok: bool | None  # None: not checked
+    text: str  # a sentence
+
+
+class Check(Job):
+    """Train two steps; writes only into its folder."""
+
+    name = "ddpexp-check"
+    entry = "ddpexp.train.check:main"
+
+    def __init__(self, experiment: Experiment, text: str, folder: Path, part: Part) -> None:
+        """Take the shortened experiment, its YAML, and the temporary folder of all parts."""
+        self.experiment, self.part = experiment, part
+        self.request = replace(worker_request(experiment), gpus=2 if part == "two" else 1)
+        self.identity = job_identity(text)
+        self.run = RunDir(folder / part)
+        self._text, self._folder = text, folder
+
+    def check(self, layout: Layout) -> None:
+        """Check that the device supports the options."""
+        check_layout(self.experiment, layout)
+
+    def begin(self, layout: Layout, participants: Participants) -> None:
+        """Prepare the data and a run directory."""
+        self.run.checkpoints.mkdir(parents=True)
+        self.run.config.write_text(self._text)
+        self.run.manifest.write_text("{}")
+        if self.part == "resumed":
+            first = folder_name(1)
+            shutil.copytree(self._folder / "one" / "checkpoints" / first, self.run.checkpoints / first)
+        request = {
+            "config": self._text,
+            "run": str(self.run.path),
+            "part": self.part,
+            "layout": asdict(layout),
+            "data": prepare(self.experiment.data, self.experiment.trust),
+        }
+        self.arguments = [json.dumps(request)]
+
+    def answer(self) -> Mapping[str, Any] | None:
+        """Return what rank zero found; None if it did not get that far."""
+        path = self.run.path / "answer.json"
+        return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,355 @@
+"""`ddpexp check`: sound recipes pass, and each mistake is found with its sentence."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ddpexp.cli.check import judge, run_arguments, shortened
+from ddpexp.config.compose import compose
+from ddpexp.config.parse import load, parse
+from ddpexp.config.schema import Experiment
+from ddpexp.data.batch_plan import plan_batches
+from ddpexp.data.batches import EvalBatches, TrainBatches
+from ddpexp.errors import RefusedError
+from ddpexp.train import trials
+from ddpexp.train.attributes import Attributes
+from ddpexp.train.precision import Precision
+from ddpexp.train.trials import Subject
+from tests.cli.broken import broken
+from tests.conftest import ROOT, Ddpexp
+
+CONF = ROOT / "tests/cli/broken/conf"
+FILE = ROOT / "tests/cli/broken/broken.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is found is tested, not how processes start."""
+    return warm_environ
+
+
+def line(text: str) -> str:
+    """Return the place of the only line of the recipes that contains a text."""
+    numbers = [number for number, one in enumerate(FILE.read_text().splitlines(), start=1) if text in one]
+    assert len(numbers) == 1, text
+    return f"{FILE}:{numbers[0]}"
+
+
+def subject(task: Any, model: Any = None) -> Subject:
+    torch.manual_seed(0)
+    model = broken.Net() if model is None else model
+    modules = {"model": model} if isinstance(model, torch.nn.Module) else model
+    return Subject(task, model, modules, Precision("fp32", CPU, False), CPU)
+
+
+def batch(data: Any = None, count: int = 12) -> Any:
+    return EvalBatches(broken.points(96, 0) if data is None else data, count, 0, 1, CPU).first()
+
+
+# The trials.
+
+
+def test_a_sound_recipe_has_no_problem_in_any_trial() -> None:
+    train = TrainBatches(broken.points(96, 0), plan_batches(24, 12, 1), 0, 0, CPU)
+    evals = {"eval": EvalBatches(broken.points(33, 1), 12, 0, 1, CPU)}
+    sound = subject(broken.Sound())
+    assert trials.different_samples(train, evals) is None
+    assert trials.different_losses(sound, batch()) is None
+    assert trials.wrong_sums(sound, batch()) == []
+    assert trials.changing_names(sound, list(evals["eval"]), "eval") is None
+    assert trials.unused_parameters(sound, batch()) == ([], "")
+    assert sound.task.calls == 0  # type: ignore[attr-defined]
+
+
+def test_a_mean_for_a_sum_is_found() -> None:
+    [problem] = trials.wrong_sums(subject(broken.Mean()), batch())
+    assert "seems to return the mean of the loss, not its sum" in problem
+    assert str(FILE) in problem
+
+
+def test_a_metric_that_is_no_sum_is_found() -> None:
+    [problem] = trials.wrong_sums(subject(broken.NotAdditive()), batch())
+    place = line('{"spread"').rpartition(":")[2]
+    assert f"returns the metric 'spread' in line {place}, which is not a sum over samples: " in problem
+
+
+def test_sums_of_any_shape_and_constants_are_no_problem() -> None:
+    class Others(broken.Sound):
+        def step(self, model: Any, batch: Any) -> Any:
+            loss, count, _ = super().step(model, batch)
+            return (
+                loss,
+                count,
+                {"table": (torch.bincount(batch[1], minlength=2), count), "rate": (0.5, 1), "none": (0, 0)},
+            )
+
+    assert trials.wrong_sums(subject(Others()), batch()) == []
+
+
+def test_a_data_set_that_changes_is_found() -> None:
+    noisy = broken.load_noisy().train
+    train = TrainBatches(noisy, plan_batches(24, 12, 1), 0, 0, CPU)
+    problem = trials.different_samples(train, {})
+    place = line("def gather")
+    assert problem is not None
+    assert problem.startswith(f"the set `train` returns different samples at the same index: Noisy.gather ({place}). ")
+
+
+def test_a_loss_that_depends_on_the_time_is_found() -> None:
+    problem = trials.different_losses(subject(broken.ByTime()), batch())
+    assert problem is not None
+    assert "for the same batch, weights and random seed" in problem
+
+
+def test_names_that_change_are_found() -> None:
+    found = trials.changing_names(subject(broken.Renaming()), [batch(), batch(count=5)], "eval")
+    assert found is not None
+    assert "returns the metrics accuracy for one batch of `eval` and none for another" in found
+
+
+def test_parameters_without_a_gradient_are_named_with_the_line_that_makes_them() -> None:
+    names, place = trials.unused_parameters(subject(broken.Sound(), broken.Unused()), batch())
+    assert names == ["head.weight", "head.bias"]
+    assert place == line("self.head =")
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "changed"),
+    [
+        (broken.Stateful, broken.Net, {"Stateful.calls": "self.calls += 1", "Stateful.average": "self.average = 0.9"}),
+        (broken.Sound, broken.Counting, {"Counting.scale": "self.scale *= 1.5", "Sound.calls": "self.calls += 1"}),
+    ],
+)
+def test_attributes_that_change_in_a_step_are_named_with_their_lines(
+    task: Any, model: Any, changed: Mapping[str, str]
+) -> None:
+    objects = [model(), task()]
+    before = Attributes(objects)
+    assert before.changed(Attributes(objects)) == {}
+    objects[1].step(objects[0], batch())
+    assert before.changed(Attributes(objects)) == {name: line(text) for name, text in changed.items()}
+
+
+class Inner:
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Held:
+    def __init__(self) -> None:
+        self.python, self.numpy, self.torch = random.Random(0), np.random.default_rng(0), torch.Generator()
+        self.table, self.inner = np.zeros(3), Inner()
+
+
+@pytest.mark.parametrize("attribute", ["python", "numpy", "torch", "table", "inner"])
+def test_generators_arrays_and_objects_of_a_recipe_are_compared_by_their_state(attribute: str) -> None:
+    held = Held()
+    before = Attributes([held])
+    assert before.changed(Attributes([held])) == {}
+    changes: dict[str, Callable[[], Any]] = {
+        "python": held.python.random,
+        "numpy": held.numpy.random,
+        "torch": lambda: torch.rand(1, generator=held.torch),
+        "table": lambda: held.table.fill(1),
+        "inner": lambda: setattr(held.inner, "count", 1),
+    }
+    changes[attribute]()
+    assert list(before.changed(Attributes([held]))) == [f"Held.{attribute}"]
+
+
+# The verdict.
+
+
+@functools.cache
+def composed(*overrides: str) -> tuple[Experiment, str]:
+    found = compose(["recipe=mnist", *overrides])
+    assert found is not None
+    return parse(found.values), found.text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "batch_sizes"),
+    [
+        (("trainer.gpus=1",), (128, 64)),
+        (("trainer.gpus=8",), (32, 16)),
+        (("trainer.gpus=8", "trainer.nodes=512", "trainer.global_batch_size=8192"), (4, 2)),
+        (("trainer.gpus=1", "trainer.micro_batch_size=32"), (64, 32)),
+        (("trainer.gpus=1", "trainer.global_batch_size=1"), (2, 1)),
+    ],
+)
+def test_the_micro_batch_is_that_of_the_run(overrides: tuple[str, ...], batch_sizes: tuple[int, int]) -> None:
+    experiment, text = composed(*overrides, "launcher=slurm", "trainer.compile=true")
+    short = load(shortened(text, experiment, "/tmp/folder"))
+    assert (short.trainer.global_batch_size, short.trainer.micro_batch_size) == batch_sizes
+    assert (short.trainer.gpus, short.trainer.nodes, short.trainer.max_steps, short.logger) == (1, 1, 2, {})
+    assert type(short.launcher).__name__ == "Spawn"
+
+
+def test_callbacks_and_averages_fit_into_two_steps() -> None:
+    experiment, text = composed(
+        "callbacks=[histograms,early_stopping]", "trainer.swa_start=500", "trainer.average_batch_norm=100"
+    )
+    short = load(shortened(text, experiment, "/tmp/folder"))
+    assert list(short.callbacks) == ["early_stopping"]
+    trainer = short.trainer
+    assert (trainer.swa_start, trainer.swa_every, trainer.average_batch_norm) == (0, 1, 1)
+
+
+ONE: Mapping[str, Any] = {
+    "device": "cpu", "weights": "a", "findings": [], "changed": {}, "step": "Task.step (x.py:3)", "is_manual": False,
+}  # fmt: skip
+TWO: Mapping[str, Any] = {"weights": "b", "findings": [], "losses": [1.5, 1.5]}
+RECORDS: Mapping[str, Mapping[int, Mapping[str, float]]] = {
+    "one": {1: {"train/loss": 1.0, "train/grad_norm": 2.0}, 2: {"train/loss": 0.9}},
+    "resumed": {2: {"train/loss": 0.90001}},
+    "two": {1: {"train/loss": 1.0, "train/grad_norm": 2.00001}},
+}  # fmt: skip
+
+
+def verdict(
+    one: Mapping[str, Any] = ONE, two: Any = TWO, records: Any = RECORDS, resumed: Any = None, *overrides: str
+) -> dict[str, tuple[bool | None, str]]:
+    parts = {"one": one, "resumed": {"weights": "a", "findings": []} if resumed is None else resumed, "two": two}
+    return {finding.check: (finding.ok, finding.text) for finding in judge(parts, records, composed(*overrides)[0])}
+
+
+def test_all_is_well() -> None:
+    assert [ok for ok, _ in verdict().values()] == [True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "sentence"),
+    [
+        (
+            {"resumed": {"weights": "c", "findings": []}, "one": {**ONE, "changed": {"Net.calls": "net.py:7"}}},
+            "resume",
+            "the second step gives other weights after a resume than without one: this changed during the steps, and is "
+            "not in checkpoints: Net.calls (net.py:7). Keep it in a buffer of the model (register_buffer), or in "
+            "get_extra_state of a module.",
+        ),
+        (
+            {"resumed": "rank 0: ValueError: no"},
+            "resume",
+            "the run cannot be resumed from its first checkpoint: rank 0: ValueError: no",
+        ),
+        (
+            {"two": {**TWO, "losses": [1.5, 3.0]}},
+            "rank",
+            "Task.step (x.py:3) depends on the rank, or its model or data do: for the same batch, weights and random seed "
+            "the loss is 1.5 on rank 0 and 3 on rank 1.",
+        ),
+        ({"two": "rank 1: ValueError: no"}, "two", "at two workers: rank 1: ValueError: no"),
+        (
+            {"records": {**RECORDS, "two": {1: {"train/loss": 1.1, "train/grad_norm": 2.0}}}},
+            "workers",
+            "the same step has train/loss 1 at one worker and 1.1 at two: Task.step (x.py:3) depends on how the batch is "
+            "divided.",
+        ),
+    ],
+)
+def test_each_problem_has_its_sentence(facts: dict[str, Any], check: str, sentence: str) -> None:
+    findings = verdict(**facts)
+    assert findings[check] == (False, sentence)
+    assert [name for name, (ok, _) in findings.items() if ok is False] == [check]
+
+
+def test_with_exact_every_bit_counts_and_of_a_train_step_only_the_gradient() -> None:
+    exact = ("trainer.reduction=exact", "trainer.micro_batch_size=64")
+    assert verdict(ONE, TWO, RECORDS, None, *exact)["workers"][0] is False
+    assert verdict(ONE, {**TWO, "weights": "a"}, RECORDS, None, *exact)["workers"][0] is True
+    other = {**RECORDS, "two": {1: {"train/loss": 9.0, "train/grad_norm": 2.0}}}
+    assert verdict({**ONE, "is_manual": True}, TWO, other)["workers"][0] is True
+
+
+def test_on_a_gpu_a_resume_is_compared_within_rounding_unless_algorithms_are_deterministic() -> None:
+    one, resumed = {**ONE, "device": "cuda"}, {"weights": "c", "findings": []}
+    assert verdict(one, TWO, RECORDS, resumed)["resume"][0] is True
+    assert verdict(one, TWO, RECORDS, resumed, "trainer.deterministic=true")["resume"][0] is False
+    assert verdict(one, TWO, {**RECORDS, "resumed": {2: {"train/loss": 0.8}}}, resumed)["resume"][0] is False
+    assert verdict(ONE, TWO, RECORDS, resumed)["resume"][0] is False
+
+
+def test_what_follows_from_another_problem_is_not_reported_again() -> None:
+    data = {"check": "data", "ok": False, "text": "other samples"}
+    found = verdict({**ONE, "findings": [data]}, two={**TWO, "losses": [1.0, 2.0]})
+    assert [name for name, (ok, _) in found.items() if ok is False] == ["data"]
+    memory = {"check": "memory", "ok": False, "text": "too large"}
+    failed = {"check": "steps", "ok": False, "text": "the same"}
+    assert list(verdict({**ONE, "weights": None, "findings": [memory, failed]})) == ["memory"]
+    skipped = {"check": "sums", "ok": None, "text": "not checked: the same"}
+    assert verdict({**ONE, "weights": None, "findings": [skipped, failed]}) == {"steps": (False, "the same")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "check what? Name the experiment as for a training, for example ddpexp check recipe=mnist."),
+        (["-m", "recipe=mnist"], "check -m: it checks one run. Leave -m out, and give each key one value."),
+        (["recipe=mnist", "--jsn"], "check --jsn: no such option. Did you mean --json?"),
+        (["outputs"], "check outputs: it takes key=value, as a training does, and --json."),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        run_arguments(arguments)
+    assert str(caught.value) == sentence
+
+
+# The command.
+
+
+def checked(ddpexp: Ddpexp, tmp_path: Path, *overrides: str) -> tuple[int, dict[str, bool | None], list[str]]:
+    """Run the command; return its exit code, the state of each line, and the problems."""
+    done = ddpexp(
+        "check", "--config-dir", str(CONF), "recipe=broken", "--json", *overrides, environ={"TMPDIR": str(tmp_path)}
+    )
+    assert list(tmp_path.iterdir()) == []
+    findings = [json.loads(text) for text in done.out.splitlines() if text.startswith("{")]
+    states = {finding["check"]: finding["ok"] for finding in findings}
+    return done.code, states, [finding["text"] for finding in findings if finding["ok"] is False]
+
+
+CHECKS = {"data", "forward", "sums", "metrics", "parameters", "steps", "resume", "workers"}
+
+
+def test_two_networks_under_manual_optimization_pass_and_nothing_is_left(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code, states, problems = checked(
+        ddpexp, tmp_path, "task._target_=broken.Adversarial", "model._target_=broken.networks",
+        "launcher=slurm", "trainer.nodes=3", "trainer.gpus=4",
+    )  # fmt: skip
+    assert (code, problems) == (0, [])
+    assert states == {**dict.fromkeys(CHECKS, True), "launcher": None}
+
+
+def test_state_that_checkpoints_lack_and_a_rank_are_found_in_real_steps(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code, states, problems = checked(ddpexp, tmp_path, "model._target_=broken.Counting", "task._target_=broken.ByRank")
+    assert code == 1
+    assert {name for name, ok in states.items() if ok is False} == {"resume", "rank"}
+    assert f"Counting.scale ({line('self.scale *= 1.5')})" in problems[0]
+    assert f"ByRank.step ({FILE}:" in problems[1]
+
+
+def test_an_evaluation_that_fails_is_found(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code, states, problems = checked(ddpexp, tmp_path, "task._target_=broken.Unfinished")
+    place = line("def finish")
+    assert (code, states["steps"]) == (1, False)
+    assert problems == [f"Unfinished.finish ({place}) raised KeyError: 'hits'; it got loss, accuracy."]
+
+
+def test_a_batch_that_does_not_fit_is_found_with_what_helps(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code, states, problems = checked(ddpexp, tmp_path, "task._target_=broken.TooLarge", "trainer.gpus=2")
+    assert (code, states["memory"]) == (1, False)
+    [problem] = set(problems)
+    assert "a micro-batch of 12 samples does not fit into the memory of this machine" in problem
+    assert line("1 << 44") in problem
+    assert "use trainer.micro_batch_size=6" in problem

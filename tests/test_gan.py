@@ -1,0 +1,127 @@
+"""The example `gan`: manual optimization with everything that a trainer's keys add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ddpexp.data.datasets import Arrays
+from ddpexp.loggers.base import Null
+from examples.gan.gan import GAN, WassersteinGAN, networks
+from tests.conftest import Ddpexp, Done
+from tests.examples import EXAMPLES
+from tests.fitting import Once, fit_alone
+
+OVERRIDES = (
+    "model.width=4", "data.source=embedded", "data.embedded_train=160", "data.embedded_test=32", "logger=none",
+    "trainer.global_batch_size=32", "trainer.micro_batch_size=8", "trainer.threads=1", "trainer.log_every=1",
+    "trainer.precision=bf16", "trainer.clip_grad_norm=0.5", "trainer.ema_decay=0.9", "trainer.reduction=exact",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What the example does is tested, not how fork servers start."""
+    return warm_environ
+
+
+def train(ddpexp: Ddpexp, name: str, *overrides: str) -> Done:
+    run = ddpexp.folder / name
+    config = str(EXAMPLES / "gan/conf")
+    done = ddpexp("--config-dir", config, "recipe=gan", f"run.dir={run}", *OVERRIDES, *overrides)
+    assert done.code == 0, done.err
+    return replace(done, run=run)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Done:
+    """Seven steps, of five to an epoch, on two workers: bf16, clipping, accumulation and averaged weights."""
+    return train(Ddpexp(tmp_path_factory.mktemp("gan"), environ), "two", "trainer.gpus=2", "trainer.max_steps=7")
+
+
+def numbers(done: Done) -> list[dict[str, Any]]:
+    of_the_clock = ("time", "train/samples_per_second")
+    return [{name: value for name, value in record.items() if name not in of_the_clock} for record in done.metrics()]
+
+
+def test_both_rates_losses_and_norms_are_recorded(two: Done) -> None:
+    record = two.metrics()[0]
+    assert (record["train/lr/generator"], record["train/lr/discriminator"]) == (0.0004, 0.0002)
+    for name in ("generator_loss", "discriminator_loss", "grad_norm/generator", "grad_norm/discriminator"):
+        assert record[f"train/{name}"] > 0
+    assert record["train/loss"] == record["train/discriminator_loss"]
+    assert two.result()["metrics"].keys() == {"eval/loss", "eval/real_score", "eval/fake_score"}
+
+
+def test_one_worker_has_the_numbers_of_two(two: Done, ddpexp: Ddpexp) -> None:
+    one = train(ddpexp, "one", "trainer.gpus=1", "trainer.max_steps=7")
+    assert one.result()["weights_sha256"] == two.result()["weights_sha256"]
+    assert numbers(one) == numbers(two)
+
+
+def test_it_resumes_in_the_middle_of_an_epoch_with_the_same_result(two: Done, ddpexp: Ddpexp) -> None:
+    train(ddpexp, "run", "trainer.gpus=2", "trainer.max_steps=3")
+    done = train(ddpexp, "run", "trainer.gpus=2", "trainer.max_steps=7")
+    assert "resumed after step 3 of 7" in done.out
+    assert done.result()["weights_sha256"] == two.result()["weights_sha256"]
+    assert done.result()["metrics"] == two.result()["metrics"]
+
+
+def images(count: int, seed: int) -> Arrays:
+    generator = torch.Generator().manual_seed(seed)
+    return Arrays((torch.randn(count, 1, 28, 28, generator=generator), torch.zeros(count, dtype=torch.int64)))
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Callable[..., Once]:
+    """Train in this process, alone: `fit(task, num_steps=8, **trainer keys)`."""
+    sets: dict[str, Any] = {"data": images(32, 0), "evals": {"eval": images(8, 1)}}
+    return partial(fit_alone, None, tmp_path, factory=partial(networks, 4), global_batch_size=8, log_every=1, **sets)
+
+
+def moved(once: Once) -> set[str]:
+    """Return the networks that differ from what they were built with."""
+    torch.manual_seed(0)
+    built = {f"{name}.{key}": p for name, module in networks(4).items() for key, p in module.named_parameters()}
+    return {name.partition(".")[0] for name, p in built.items() if not torch.equal(p, once.weights[name])}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("task", [GAN(0.01), WassersteinGAN(0.01, generator_every=2)], ids=["gan", "wgan"])
+def test_both_networks_learn_in_every_precision(fit: Callable[..., Once], task: GAN, precision: str) -> None:
+    once = fit(task, num_steps=3, precision=precision, micro_batch_size=4, clip_grad_norm=1.0)
+    assert moved(once) == {"generator", "discriminator"}
+    rates = once.records[0]
+    assert (rates["train/lr/generator"], rates["train/lr/discriminator"]) == (0.05, 0.01)
+
+
+def test_the_generator_steps_when_it_is_due(fit: Callable[..., Once]) -> None:
+    once = fit(WassersteinGAN(0.01, generator_every=3), num_steps=4, eval_every=0)
+    norms = ["train/grad_norm/generator" in record for record in once.records]
+    losses = [record["train/generator_loss"] is not None for record in once.records]
+    assert norms == losses == [False, False, True, False]
+    assert moved(fit(WassersteinGAN(0.01, generator_every=3), num_steps=2, eval_every=0)) == {"discriminator"}
+
+
+@dataclass
+class Pictures(Null):
+    """A logger that keeps the images."""
+
+    seen: list[tuple[str, tuple[int, ...], torch.dtype, int]] = field(default_factory=list)
+
+    def image(self, name: str, pixels: torch.Tensor, step: int) -> None:
+        self.seen.append((name, tuple(pixels.shape), pixels.dtype, step))
+
+
+def test_an_evaluation_logs_a_sheet_of_images() -> None:
+    logger = Pictures()
+    models = {name: module.eval() for name, module in networks(4).items()}
+    with torch.no_grad():
+        GAN(0.01).on_eval(models, images(8, 1).gather(torch.arange(8), torch.device("cpu")), logger, 5)
+    assert logger.seen == [("samples", (224, 224, 3), torch.uint8, 5)]
