@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ddpexp.errors import DdpexpError as DdpexpError
     from ddpexp.errors import RefusedError as RefusedError
     from ddpexp.task import metric_update as metric_update
+    from ddpexp.train.callbacks.base import Callback as Callback
+    from ddpexp.train.callbacks.base import RunView as RunView
 
 # The public names and their modules, which are imported when a name is first used.
 _PUBLIC = {
@@ -40,6 +42,8 @@ _PUBLIC = {
     "DdpexpError": "ddpexp.errors",
     "RefusedError": "ddpexp.errors",
     "metric_update": "ddpexp.task",
+    "Callback": "ddpexp.train.callbacks.base",
+    "RunView": "ddpexp.train.callbacks.base",
 }
 __all__ = ["__version__", *_PUBLIC]
 

@@ -25,7 +25,8 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.ddp import DDP
 from ddpexp.strategy.ddp_options import DDPOptions
 from ddpexp.strategy.exact.strategy import Exact
-from ddpexp.train.ema import EMA
+from ddpexp.train.average import WeightAverage
+from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.schedule import Cosine
@@ -71,6 +72,7 @@ def loop_alone(
     evals: Mapping[str, Any] | None = None,
     make: Callable[[Any], torch.optim.Optimizer] = sgd,
     data: Any = None,
+    callbacks: Callbacks | None = None,
     **keys: Any,
 ) -> tuple[Loop, Path]:
     """Build a run of this process alone, of the recipe `points` and `trainer` keys.
@@ -102,7 +104,8 @@ def loop_alone(
         train=TrainBatches(points.points(96, 0) if data is None else data, cut, 0, options.seed, ALONE.device),
         evals={name: EvalBatches(part, cut.micro_batch_size, 0, 1, ALONE.device) for name, part in sets.items()},
         logger=JsonLines(path), control=Control(None), options=options, num_steps=num_steps,
-        ema=None if options.ema_decay is None else EMA(strategy.modules, options.ema_decay),
+        callbacks=callbacks or Callbacks(),
+        average=WeightAverage.from_config(strategy.modules, options, 4),
     )  # fmt: skip
     return loop, path
 

@@ -6,6 +6,7 @@ document, the first line of a block names the file that the rest of it is from: 
 
 from __future__ import annotations
 
+import math
 import pstats
 import re
 import signal
@@ -19,6 +20,8 @@ from ddpexp.config.compose import compose_command
 from ddpexp.config.instantiate import Node
 from ddpexp.config.parse import parse
 from ddpexp.config.values import Composed
+from ddpexp.errors import RefusedError
+from examples.gpt.gpt import load as load_text
 from examples.mine.mine import Stable
 from tests.conftest import PATIENCE, ROOT, Ddpexp, Done
 from tests.examples import DOCUMENTS, EXAMPLES
@@ -98,6 +101,30 @@ def test_the_example_trains(ddpexp: Ddpexp, name: str) -> None:
     assert done.result()["metrics"]
 
 
+def test_a_trained_gpt_continues_a_prompt(ddpexp: Ddpexp) -> None:
+    small = ("model.width=16", "model.layers=1", "data.context=16", "trainer.max_steps=2", "trainer.gpus=1")
+    done = train(ddpexp, "gpt", *small)
+    metrics = done.result()["metrics"]
+    assert metrics["eval/perplexity"] == pytest.approx(math.exp(metrics["eval/loss"]))
+    script = [sys.executable, str(EXAMPLES / "gpt/sample.py")]
+    sampled = subprocess.run([*script, str(done.run), "After ten"], capture_output=True, text=True, timeout=PATIENCE)
+    assert (sampled.returncode, sampled.stderr) == (0, "")
+    assert sampled.stdout.startswith("After ten")
+    assert len(sampled.stdout.encode()) > 300
+
+
+@pytest.mark.parametrize(
+    ("path", "context", "sentence"),
+    [
+        ("nowhere.txt", 64, "data.path=nowhere.txt cannot be read: No such file or directory."),
+        (None, 100000, "the text has 137468 bytes, too few for data.context=100000: use a longer one."),
+    ],
+)
+def test_a_text_that_a_gpt_cannot_learn_is_refused(path: str | None, context: int, sentence: str) -> None:
+    with pytest.raises(RefusedError, match=f"^{re.escape(sentence)}$"):
+        load_text(path, context)
+
+
 def test_the_schedule_of_the_readme_is_accepted_and_has_a_plateau() -> None:
     overrides = ["recipe=mine", "scheduler._target_=mine.Stable", "scheduler.decay=0.2"]
     composed = compose_command(["--config-dir", str(EXAMPLES / "mine/conf"), *overrides])
@@ -108,12 +135,13 @@ def test_the_schedule_of_the_readme_is_accepted_and_has_a_plateau() -> None:
 
 
 def test_the_debugger_session_of_the_documents(ddpexp: Ddpexp) -> None:
-    """What the document shows is what the terminal shows, up to paths and the line at which pdb stops."""
+    """What the document shows is what the terminal shows, up to paths and the line and step at which it stops."""
     text = (ROOT / "docs/debugging.md").read_text()
     command = re.search(r"^    \$ python -m ddpexp (.*)$", text, re.M)
     assert command is not None
     overrides = [*command[1].replace("examples/", f"{EXAMPLES}/").split(), "run.dir=run"]
-    document = text.replace("RUN_DIR", "run")
+    steps = re.compile(r"\bstep \d+")  # all ranks agree on a step that none of them has passed
+    document = steps.sub("step N", text.replace("RUN_DIR", "run"))
     typed = re.findall(r"^    \(Pdb rank 1\) (.*)$", text, re.M)
     with Session([sys.executable, "-m", "ddpexp", *overrides], ddpexp.folder, ddpexp.environ) as shell:
         shell.at("(Pdb rank 1) ", *typed)
@@ -121,7 +149,10 @@ def test_the_debugger_session_of_the_documents(ddpexp: Ddpexp) -> None:
     shown = shell.shown[shell.shown.index("ddpexp: rank 1") :].splitlines()
     assert len(shown) > 8
     for line in shown:
-        assert line.startswith((">", "->", "python -m ddpexp resume run")) or f"    {line}\n" in document, line
+        assert (
+            line.startswith((">", "->", "python -m ddpexp resume run"))
+            or f"    {steps.sub('step N', line)}\n" in document
+        ), line
 
 
 def test_profilers_of_the_documents(ddpexp: Ddpexp) -> None:

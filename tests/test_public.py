@@ -33,6 +33,15 @@ PUBLIC = {
     "RunInterruptedError": ["run", "signum", "sweep"],
     "DdpexpError": ["exit_code", "quiet"],
     "RefusedError": ["exit_code", "quiet"],
+    "Callback": [
+        "communicates", "load_state_dict", "on_end", "on_evaluated", "on_gradients", "on_start", "on_step",
+        "rank_zero_only", "state_dict",
+    ],
+    "RunView": [
+        "caller", "device", "epoch", "gradients", "is_recorded", "logger", "metrics", "micro_batch",
+        "micro_batch_size", "models", "monitor", "num_steps", "optimizers", "options", "parameters", "rank",
+        "samples", "save", "step", "steps_per_epoch", "stop", "world_size",
+    ],
     "metric_update": ["metric", "arguments", "keywords"],
 }  # fmt: skip
 """The names, with the parameters of functions and the attributes of classes."""

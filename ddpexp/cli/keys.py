@@ -27,6 +27,7 @@ from ddpexp.system.yaml_text import load_yaml
 # What is typed first comes first.
 ORDER = (
     "recipe", "trainer", "model", "data", "optimizer", "scheduler", "task", "run", "launcher", "strategy", "logger",
+    "callbacks",
     "sweep",
 )  # fmt: skip
 _SECTIONS = {

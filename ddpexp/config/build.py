@@ -16,7 +16,16 @@ from ddpexp.errors import RefusedError
 _SURE, _NEAR = 0.85, 0.65  # how similar a word is to what it may be meant for; 1 is equal
 _NUMBER = re.compile(r"[+-]?\d+\.?\d*(e[+-]?\d+)?", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
-_CHOSEN = ("model", "data", "optimizer", "scheduler", "launcher", "logger", "strategy")  # sections of groups
+_CHOSEN = (
+    "model",
+    "data",
+    "optimizer",
+    "scheduler",
+    "launcher",
+    "logger",
+    "callbacks",
+    "strategy",
+)  # sections of groups
 _TRUTHS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _SECONDS = {
     **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
@@ -29,6 +38,7 @@ _COUNTS = {"%": 0.01, "k": 1_000}
 _NO_SUCH_KEY = {  # advice for keys that only look right
     "strategy._target_": " An installed package brings your own strategy, as strategy=NAME: see docs/strategies.md.",
     "logger._target_": " Each logger has a name, as in +logger.mine._target_=mine.Logger: see docs/loggers.md.",
+    "callbacks._target_": " Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/callbacks.md.",
     "hydra.sweeper.n_trials": " It is Optuna's: choose its sweeper with hydra/sweeper=optuna.",
 }
 

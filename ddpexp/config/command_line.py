@@ -12,7 +12,7 @@ from typing import get_args, get_type_hints
 from hydra._internal.utils import get_args_parser
 
 from ddpexp.config.build import nearest
-from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.hydra_section import (
     check_not_typed,
@@ -25,7 +25,7 @@ from ddpexp.errors import RefusedError
 SWEEPS = re.compile(r"\+*hydra\.mode=multirun$", re.IGNORECASE)
 ONE_RUN = re.compile(r"\+*hydra\.mode=run$", re.IGNORECASE)
 _NO_NAME = re.compile(
-    r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false", re.IGNORECASE
+    r"[+-]?\d[\d_]*\.?\d*(e[+-]?\d+)?|true|false|nan|inf", re.IGNORECASE
 )  # what Hydra does not read as a text
 _TORCHRUN = ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts")
 _OPTIONS = (
@@ -148,12 +148,13 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
             raise RefusedError(f"sweep.dir is not a known key. Did you mean hydra.sweep.dir={value} (with -m){of_run}?")
         if not question:
             check_not_typed(argument, in_sweep)
-        if key == "logger" and (value == "null" or argument[0] == "~"):
-            raise RefusedError(f"{argument}: to record nothing beside metrics.jsonl, write logger=none.")
+        if key in LISTED and (value == "null" or argument[0] == "~"):
+            what = {"logger": "to record nothing beside metrics.jsonl", "callbacks": "for a run without callbacks"}[key]
+            raise RefusedError(f"{argument}: {what}, write {key}=none.")
         if argument.startswith("~"):
             _check_no_deletion(argument, key)
         several = re.fullmatch(r"\[(.*,.*)\]", value)
-        if several is not None and key in groups([conf_folder()]) and key != "logger":
+        if several is not None and key in groups([conf_folder()]) and key not in LISTED:
             raise RefusedError(
                 f"{argument} chooses several options, and a run has one: -m {key}={several[1]} makes a run with each."
             )
@@ -161,7 +162,7 @@ def check_overrides(overrides: list[str], question: bool, in_sweep: bool = False
             raise RefusedError(
                 f"{argument}: every run needs one. Available: {', '.join(options(key, [conf_folder()]))}."
             )
-        parts = value.strip("[]").split(",") if key == "logger" else value.split(",")
+        parts = value.strip("[]").split(",") if key in LISTED else value.split(",")
         number = next((part for part in parts if _NO_NAME.fullmatch(part.strip())), None)
         if number is not None and key in groups([conf_folder()]):
             raise RefusedError(

@@ -45,6 +45,7 @@ _OBJECTS = (
     "data",
     "optimizer",
     "scheduler",
+    "callbacks",
 )  # sections with the arguments of a call; the others have known keys
 
 
@@ -175,10 +176,16 @@ def _of_a_newer_version(key: str, new: Mapping[str, Any]) -> bool:
 
     Its default changes nothing.
     """
-    section = key.partition(".")[0]
+    section, _, rest = key.partition(".")
     if section not in _OBJECTS:
         return True
-    target = new[section].get("_target_")
+    node: Any = new[section]
+    if section == "callbacks":
+        name, _, option = rest.partition(".")
+        if not option:  # a callback that was not there, or the whole section
+            return not rest and not node
+        section, node = f"{section}.{name}", node[name]
+    target = node.get("_target_")
     return key_of(section, target) is not None or str(target).startswith(("ddpexp.", "torch."))
 
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from ddpexp import __version__
 from ddpexp.config.command_line import ONE_RUN, check_overrides, is_question, is_sweep, parse_arguments
-from ddpexp.config.folders import added_folder, conf_folder
+from ddpexp.config.folders import LISTED, added_folder, conf_folder
 from ddpexp.config.hydra_section import (
     check_not_typed,
 )
@@ -125,8 +125,9 @@ def overview(overrides: Sequence[str], directory: str | None) -> Overview:
         values = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(values, dict)
     of_hydra = {"sweep": {"dir": values.pop("hydra")["sweep"]["dir"]}}
-    if "logger" not in choices and values.get("logger"):  # Hydra does not name the options of a list
-        choices["logger"] = ",".join(map(str, values["logger"]))
+    for group in LISTED:
+        if group not in choices and values.get(group):  # Hydra does not name the options of a list
+            choices[group] = ",".join(map(str, values[group]))
     values.setdefault("recipe", {}).setdefault("name", choices.get("recipe", "run"))
     folders = dict.fromkeys([conf_folder(), *([added] if added else []), *plugin_folders(), *searched_packages()])
     return Overview({str(key): value for key, value in values.items()}, of_hydra, choices, list(folders))

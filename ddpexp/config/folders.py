@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ddpexp.errors import RefusedError
 
+LISTED = ("logger", "callbacks")  # groups of which a run may choose several options, as a list
 _LOOKED_INTO = 200  # entries of a folder, when there is nothing in it that we look for
 
 

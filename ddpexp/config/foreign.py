@@ -58,8 +58,8 @@ _SENTENCES = {
     "limit_train_batches": "There is nothing like it: trainer.max_steps=N ends a run after N steps.",
     "fast_dev_run": "ddpexp check with the same overrides tries two steps and an evaluation.",
     "overfit_batches": "trainer.limit_train_samples=64 trains on this many samples only.",
-    "callbacks early_stopping patience": (
-        "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."
+    "early_stopping patience": (
+        "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience counts evaluations."
     ),
     "shuffle": "Training data is always shuffled, by trainer.seed, and evaluations keep the order of their set.",
     "drop_last": (
@@ -94,6 +94,12 @@ _VALUES = {
         "mpi": "mpirun mpiexec horovod",
     },
     "logger": {"tensorboard": "tb", "none": "false no disabled"},
+    "callbacks": {
+        "none": "null false no disabled",
+        "early_stopping": "earlystopping early_stop EarlyStopping",
+        "lr_monitor": "learning_rate_monitor LearningRateMonitor",
+        "find_nonfinite": "detect_anomaly anomaly",
+    },
     "sweep.mode": {"max": "maximize maximise", "min": "minimize minimise"},
     "trainer.eval_every": {"0": "no never"},
     "trainer.checkpoint_every": {"0": "no never"},

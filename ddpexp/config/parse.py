@@ -17,7 +17,7 @@ import yaml
 
 from ddpexp.config import registry
 from ddpexp.config.build import build, convert, did_you_mean, shown, unknown_key
-from ddpexp.config.folders import conf_folder, options
+from ddpexp.config.folders import LISTED, conf_folder, options
 from ddpexp.config.instantiate import Node, Trust, check_target, check_trusted, locate
 from ddpexp.config.plugins import full_name, installed
 from ddpexp.config.schema import DATA_KEYS, TYPED_SECTIONS, Data, Experiment, Recipe, Run, Trainer
@@ -63,7 +63,7 @@ def parse(values: Mapping[str, Any]) -> Experiment:
             ]
             raise unknown_key(str(key), sections, "", keys, kind="section")
     for name in sections:
-        if name == "logger" and values.get(name) is None:
+        if name in LISTED and values.get(name) is None:
             values[name] = {}
         if values.get(name) is None and name in ("model", "data"):
             continue  # below, when what is there is known to be right
@@ -88,7 +88,8 @@ def parse(values: Mapping[str, Any]) -> Experiment:
         scheduler=_schedule(values["scheduler"]),
         strategy=_strategy(values["strategy"]),
         launcher=_call(values["launcher"], "launcher", Launcher),
-        logger=_loggers(values["logger"]),
+        logger=_listed(values["logger"], "logger", "logger"),
+        callbacks=_callbacks(values["callbacks"]),
         trainer=trainer,
         run=run,
     )
@@ -125,22 +126,37 @@ def _node(values: Mapping[str, Any], where: str) -> Node:
     return Node(full_name(where, values["_target_"]), types.MappingProxyType(rest))
 
 
-def _loggers(values: Mapping[str, Any]) -> Mapping[str, Node]:
-    """Return the loggers by the keys below `logger`; null switches one off."""
+def _listed(values: Mapping[str, Any], section: str, called: str) -> Mapping[str, Node]:
+    """Return the loggers or callbacks by the keys below their section; null switches one off."""
     if "_target_" in values:
         raise RefusedError(
-            f"logger._target_={values['_target_']}: several loggers may be chosen, so each stands below a key of its "
-            "own. Write, in the option's file, name: {_target_: ...} with a name in place of _target_ at the top."
+            f"{section}._target_={values['_target_']}: several {called}s may be chosen, so each stands below a key of "
+            "its own. Write, in the option's file, name: {_target_: ...} with a name in place of _target_ at the top."
         )
     for name, value in values.items():
         if not isinstance(value, Mapping | None):
-            known = did_you_mean(str(value if name == "kind" else name), ("none", "tensorboard"), "logger=")
+            known = ("none", *registry.keys_of(section))
+            meant = did_you_mean(str(value if name == "kind" else name), known, f"{section}=")
             raise RefusedError(
-                f"logger.{name}={shown(value)} is not a logger, which is a section with a _target_.{known}"
+                f"{section}.{name}={shown(value)} is not a {called}, which is a section with a _target_.{meant}"
             )
     return types.MappingProxyType(
-        {str(name): _node(value, f"logger.{name}") for name, value in values.items() if value is not None}
+        {str(name): _node(value, f"{section}.{name}") for name, value in values.items() if value is not None}
     )
+
+
+def _callbacks(values: Mapping[str, Any]) -> Mapping[str, Node]:
+    """Return the callbacks by their keys; ours, which are free of torch, are built to check their arguments."""
+    nodes = _listed(values, "callbacks", "callback")
+    for name, node in nodes.items():
+        where = f"callbacks.{name}"
+        if registry.key_of(where, node.target) is not None:
+            callback = locate(node.target, Trust(), where)
+            try:
+                callback(**_typed_arguments(callback, node.kwargs, where))
+            except ValueError as error:
+                raise RefusedError(f"{where}.{error}") from None
+    return nodes
 
 
 def _strategy(values: Mapping[str, Any]) -> Options:

@@ -22,6 +22,7 @@ from ddpexp.system.yaml_text import load_yaml
 GROUPS = {  # of entry points, `name = package.module:Class`, by the section whose `_target_` may name them
     "launcher": "ddpexp.launchers",
     "logger": "ddpexp.loggers",
+    "callbacks": "ddpexp.callbacks",
     "scheduler": "ddpexp.schedulers",
     "strategy": "ddpexp.strategies",  # of its options, by strategy.kind
 }

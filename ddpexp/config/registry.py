@@ -24,6 +24,12 @@ _PARTS: Mapping[str, Mapping[str, str]] = {
         "onecycle": "ddpexp.train.schedule.OneCycle",
     },
     "logger": {"tensorboard": "ddpexp.loggers.tensorboard.TensorBoard"},
+    "callbacks": {
+        "early_stopping": "ddpexp.train.callbacks.early_stopping.EarlyStopping",
+        "find_nonfinite": "ddpexp.train.callbacks.find_nonfinite.FindNonFinite",
+        "histograms": "ddpexp.train.callbacks.histograms.Histograms",
+        "lr_monitor": "ddpexp.train.callbacks.lr_monitor.LRMonitor",
+    },
     "strategy": {
         "ddp": "ddpexp.strategy.ddp_options.DDPOptions",
         "fsdp": "ddpexp.strategy.fsdp.options.FSDPOptions",
@@ -51,7 +57,7 @@ _FORMER: Mapping[str, Mapping[str, str]] = {
 }
 
 
-_LOGGER = re.compile(r"logger\.[^.\[]+")  # the place of a logger, whose key may have any name
+_LISTED = re.compile(r"(logger|callbacks)\.[^.\[]+")  # the place of a logger or a callback, whose key is any name
 
 # Former names of options: section, part, former name, name. Kept for one release; `deprecation_warnings` reports them.
 _RENAMED = (("data", "images", "deviation", "std"),)
@@ -59,11 +65,12 @@ _RENAMED = (("data", "images", "deviation", "std"),)
 
 def section_of(where: str) -> str:
     """Return the section in whose terms a part at the key `where` is named: `logger` for `logger.tensorboard`."""
-    return "logger" if _LOGGER.fullmatch(where) else where
+    listed = _LISTED.fullmatch(where)
+    return listed[1] if listed is not None else where
 
 
 def keys_of(where: str) -> tuple[str, ...]:
-    """Return the keys of the parts that a place such as `launcher` may name."""
+    """Return the keys of the parts that a place such as `launcher` or `logger.tensorboard` may name."""
     return tuple(_PARTS.get(section_of(where), ()))
 
 

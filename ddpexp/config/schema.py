@@ -68,12 +68,20 @@ class Trainer:
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     cudnn_benchmark: bool = False
     max_seconds: float | None = None
+    swa_start: int | None = None
+    swa_every: Literal["epoch"] | int = "epoch"
+    average_batch_norm: int | None = None
     limit_train_samples: int | None = None
     limit_eval_batches: int | None = None
     clip_grad_value: float | None = None
     eval_at_start: bool = False
     keep_best_k: int = 1
     keep_every: int | None = None
+
+    @property
+    def averages(self) -> bool:
+        """Return whether an average of the weights is evaluated in their place."""
+        return self.ema_decay is not None or self.swa_start is not None
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,7 @@ class Experiment:
     strategy: Options
     launcher: Launcher
     logger: Mapping[str, Node]  # what records the run beside metrics.jsonl, by the key below `logger`
+    callbacks: Mapping[str, Node]  # in the order of their calls, by the key below `callbacks`
     trainer: Trainer
     run: Run
 

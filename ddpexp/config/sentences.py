@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
-from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.foreign import value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.kinds import takes_fraction, takes_list, takes_number
@@ -142,7 +142,7 @@ def _composition(error: ConfigCompositionException) -> str:
     several = re.match(r"Ambiguous value for argument '([^']+)'", str(error))
     if several:
         key, _, value = several[1].partition("=")
-        or_list = f", or write a list as {key}=[{value}]" if key == "logger" or takes_list(key) else ""
+        or_list = f", or write a list as {key}=[{value}]" if key in LISTED or takes_list(key) else ""
         if takes_number(key) and not takes_fraction(key) and re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value):
             or_list = f", or {key}={value.replace(',', '')}"
         elif takes_number(key) and re.fullmatch(r"\d+,\d+", value):  # a decimal comma

@@ -14,7 +14,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from ddpexp.config.build import did_you_mean
 from ddpexp.config.command_line import parse_arguments
-from ddpexp.config.folders import added_folder, conf_folder, groups, options
+from ddpexp.config.folders import LISTED, added_folder, conf_folder, groups, options
 from ddpexp.config.hydra_section import (
     answered,
 )
@@ -66,7 +66,7 @@ def override_file(path: Path, argv: list[str], resumes: bool = False) -> tuple[M
     if not resumes:
         chosen.setdefault("launcher", "spawn")  # whatever the run itself was started with
     for group, name in chosen.items():
-        cfg[group] = _loggers(name, added) if group == "logger" else _option(group, name, added)
+        cfg[group] = _listed(group, name, added) if group in LISTED else _option(group, name, added)
     cfg.run.trust, cfg.run.code = [], str(added.parent) if added is not None else None
     cfg.run.allow_changes = []
     nodes = _remove_inherited(cfg, typed_targets(arguments.overrides))
@@ -104,10 +104,10 @@ def _option(group: str, name: str, added: Path | None = None) -> DictConfig:
     return option
 
 
-def _loggers(names: str, added: Path | None) -> DictConfig:
-    """Return the options that `logger=NAMES` chooses: one, or a list in brackets."""
+def _listed(group: str, names: str, added: Path | None) -> DictConfig:
+    """Return the options that `logger=NAMES` or `callbacks=NAMES` chooses: one, or a list in brackets."""
     chosen = re.sub(r"^\[(.*)\]$", r"\1", names).split(",")
-    merged = OmegaConf.merge({}, *(_option("logger", name.strip(), added) for name in chosen if name.strip()))
+    merged = OmegaConf.merge({}, *(_option(group, name.strip(), added) for name in chosen if name.strip()))
     assert isinstance(merged, DictConfig)
     return merged
 

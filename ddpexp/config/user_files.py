@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from ddpexp.config.build import nearest
-from ddpexp.config.folders import conf_folder, groups, options
+from ddpexp.config.folders import LISTED, conf_folder, groups, options
 from ddpexp.config.plugins import plugin_folders
 from ddpexp.config.schema import Experiment
 from ddpexp.errors import RefusedError
@@ -133,7 +133,7 @@ def _check_entry(path: Path, key: str, option: Any) -> Iterator[tuple[str, str]]
     if typed is None:
         return
     group, ours = typed[3], groups([conf_folder()])
-    if group in ours and isinstance(option, list) and group != "logger":
+    if group in ours and isinstance(option, list) and group not in LISTED:
         raise RefusedError(
             f"{path}: - {key}: [{', '.join(map(str, option))}] chooses several options, and a run has one: write one "
             f"of them, and -m {group}={','.join(map(str, option))} on the command line for a run with each."

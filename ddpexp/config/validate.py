@@ -10,6 +10,7 @@ from pathlib import Path
 from ddpexp.config.build import nearest, shown, unknown_key
 from ddpexp.config.foreign import advice_on_key
 from ddpexp.config.instantiate import Node
+from ddpexp.config.registry import key_of
 from ddpexp.config.schema import MOST_LOADERS, Data, Experiment, Recipe, Run, Trainer
 from ddpexp.data.batch_plan import check_range, plan_batches
 from ddpexp.errors import RefusedError
@@ -114,6 +115,7 @@ def _check_trainer(trainer: Trainer) -> None:
         if value != "epoch" and value < 0:
             raise RefusedError(f"trainer.{name}={value}: use epoch, a number of steps, or 0 for never.")
     _check_saving(trainer)
+    _check_average(trainer)
     if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
         raise RefusedError(
             f"trainer.ema_decay={trainer.ema_decay}: use a number between 0 and 1, such as 0.999, or null."
@@ -137,6 +139,31 @@ def _check_limits(trainer: Trainer) -> None:
         raise RefusedError(
             f"trainer.limit_train_samples={samples} is fewer than trainer.global_batch_size={size}, the samples of a "
             f"step. Use trainer.limit_train_samples={size}, or trainer.global_batch_size={samples}."
+        )
+
+
+def _check_average(trainer: Trainer) -> None:
+    """Check the keys of averaged weights against each other."""
+    if trainer.swa_start is not None and trainer.swa_start < 0:
+        raise RefusedError(f"trainer.swa_start={trainer.swa_start}: use a number of steps from 0, or null.")
+    if trainer.swa_start is not None and trainer.ema_decay is not None:
+        raise RefusedError(
+            f"trainer.swa_start={trainer.swa_start} trainer.ema_decay={trainer.ema_decay}: a run has one average of "
+            "its weights. Set one of them to null."
+        )
+    if trainer.swa_every != "epoch" and trainer.swa_every < 1:
+        raise RefusedError(f"trainer.swa_every={trainer.swa_every}: use epoch, or a number of steps from 1.")
+    if trainer.average_batch_norm is None:
+        return
+    if trainer.average_batch_norm < 1:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm}: use a number of training batches from 1, or "
+            "null."
+        )
+    if not trainer.averages:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm} is for averaged weights, and there are none: set "
+            "trainer.ema_decay or trainer.swa_start, too."
         )
 
 
@@ -267,6 +294,7 @@ def _check_together(experiment: Experiment) -> None:
             f"run.init_from={experiment.run.init_from} loads weights into whole models, and with strategy.init=replay "
             "there are none. Use strategy.init=whole."
         )
+    _check_callbacks(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")
     if trainer.reduction == "exact" and trainer.micro_batch_size == "auto":
@@ -274,3 +302,24 @@ def _check_together(experiment: Experiment) -> None:
             f"trainer.reduction=exact sums over micro-batches that are the same at every number of workers: "
             f"type their size, for example trainer.micro_batch_size={max(1, trainer.global_batch_size // 8)}."
         )
+
+
+def _check_callbacks(experiment: Experiment) -> None:
+    """Check our callbacks against the rest; what depends on data and model is checked by the workers."""
+    trainer = experiment.trainer
+    for name, node in experiment.callbacks.items():
+        key = key_of(f"callbacks.{name}", node.target)
+        if key == "find_nonfinite" and trainer.compile:
+            raise RefusedError(
+                f"callbacks.{name} looks at the output of each module, and with trainer.compile="
+                f"{shown(trainer.compile)} they are not called one by one. Use trainer.compile=false."
+            )
+        if key == "early_stopping" and isinstance(monitor := node.kwargs.get("monitor"), str):
+            check_not_test(f"callbacks.{name}.monitor={monitor}", monitor)
+        if key == "early_stopping" and trainer.eval_every == 0:
+            raise RefusedError(f"callbacks.{name} needs evaluations, and trainer.eval_every=0 makes none.")
+        if key == "histograms" and not experiment.logger:
+            raise RefusedError(
+                f"callbacks.{name} records histograms, and metrics.jsonl has none. Use logger=tensorboard, or another "
+                "logger that has."
+            )

@@ -26,8 +26,11 @@ def gathered(tensor: Tensor, indices: Tensor, device: torch.device) -> Tensor:
 
 
 def rows(tensor: Tensor, indices: Tensor, pinned: bool) -> Tensor:
-    """Return rows of a tensor, gathered straight into `pinned` memory, from which they are moved without a copy."""
-    if not pinned:
+    """Return rows of a tensor, gathered straight into `pinned` memory, from which they are moved without a copy.
+
+    Those of a tensor on a device stay there.
+    """
+    if not pinned or not is_host(tensor.device):
         return tensor.index_select(0, indices)
     out = torch.empty((len(indices), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, indices, out=out)

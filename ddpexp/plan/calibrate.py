@@ -38,7 +38,7 @@ _STDERR = "stderr"  # the file for a run's standard error
 _OF_THE_RUN = (
     "trainer.nodes=", "trainer.gpus=", "trainer.threads=", "trainer.global_batch_size=", "trainer.micro_batch_size=",
     "trainer.epochs=", "trainer.max_steps=", "trainer.log_every=", "trainer.eval_every=", "trainer.checkpoint_every",
-    "trainer.keep_best=", "logger=", "logger.", "run.dir=", "run.resume=", "launcher",
+    "trainer.keep_best=", "logger=", "logger.", "callbacks=", "callbacks.", "run.dir=", "run.resume=", "launcher",
 )  # fmt: skip
 
 
@@ -58,7 +58,8 @@ def run_words(
     """Return the words of a short run: those of the plan, with its length, its workers and its records changed."""
     kept = [word for word in typed if not word.lstrip("+").startswith(_OF_THE_RUN)]
     return [
-        *kept, "launcher=spawn", "logger=none", f"run.dir={folder}", "run.resume=never", f"trainer.gpus={workers}",
+        *kept, "launcher=spawn", "logger=none", "callbacks=none", f"run.dir={folder}", "run.resume=never",
+        f"trainer.gpus={workers}",
         f"trainer.threads={threads}", f"trainer.micro_batch_size={micro}",
         f"trainer.global_batch_size={micro * passes * workers}",
         "trainer.epochs=null", f"trainer.max_steps={steps}", f"trainer.log_every={log_every}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,7 +57,8 @@ def inspect(run: RunDir, start: Start) -> PreviousRun:
     refuse(changes, start.name, {edit.key for edit in edits})
     status = result.get("status")
     lost = _lost(run, result, start.verifies) if status == "done" else None
-    if status == "done" and lost is None and not _is_longer(changes, new["trainer"], result):
+    continues = _is_longer(changes, new["trainer"], result) or _has_other_callbacks(changes, result)
+    if status == "done" and lost is None and not continues:
         raise FinishedError(_finished(start.name, result, changes))
     if start.resume == "never" and not start.is_restart:
         raise RefusedError(
@@ -171,6 +173,12 @@ def _is_longer(changes: Sequence[Change], trainer: Mapping[str, Any], result: Ma
     )
 
 
+def _has_other_callbacks(changes: Sequence[Change], result: Mapping[str, Any]) -> bool:
+    """Return whether the overrides change the callbacks of a run that has ended early, which one of them may have."""
+    callbacks = any(change.kind == "typed" and change.key.partition(".")[0] == "callbacks" for change in changes)
+    return callbacks and isinstance(result.get("stopped"), str)
+
+
 def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -> str:
     """Return the message for a finished run; raises if there are overrides that a finished run cannot apply."""
     other = next((change for change in changes if change.kind == "typed" and change.key not in LENGTH), None)
@@ -182,6 +190,8 @@ def _finished(name: str, result: Mapping[str, Any], changes: Sequence[Change]) -
             f"{state}: {other} has no effect. Start a new run with another run.dir, or make this one longer with "
             f"trainer.epochs or trainer.max_steps{' or trainer.max_seconds' if early else ''}."
         )
+    if isinstance(stopped, str) and (callback := re.match(r"callbacks\.[\w-]+", stopped)) is not None:
+        return f"{state}. To continue, change {callback[0]}, or leave it out with callbacks=none."
     return f"{state}{'; there is' if early else ':'} nothing to do."
 
 

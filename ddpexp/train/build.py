@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -32,10 +33,13 @@ from ddpexp.strategy.options import DataRank
 from ddpexp.strategy.replica import Models
 from ddpexp.task import HasOptimizers, Schedule
 from ddpexp.train.activation_checkpointing import checkpoint_activations
+from ddpexp.train.average import WeightAverage
+from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.keep_best import check_set
 from ddpexp.train.loop import Loop
 from ddpexp.train.precision import Precision
 from ddpexp.train.recipe_checks import (
+    check_callback,
     check_logger,
     check_model,
     check_optimizers,
@@ -79,6 +83,7 @@ def import_all(experiment: Experiment, world: World) -> None:
     nodes = {"data": data, "model": experiment.model, "task": experiment.task, "optimizer": experiment.optimizer}
     if isinstance(experiment.scheduler, Node):
         nodes["scheduler"] = experiment.scheduler
+    nodes |= {f"callbacks.{name}": node for name, node in experiment.callbacks.items()}
     if world.is_rank_zero:
         nodes |= {f"logger.{name}": node for name, node in experiment.logger.items()}
     for where, node in nodes.items():
@@ -278,6 +283,42 @@ def build_logger(context: RunContext, num_steps: int) -> Logger:
     return Many(loggers)
 
 
+def build_average(strategy: Strategy, trainer: Trainer, steps_per_epoch: int, num_steps: int) -> WeightAverage | None:
+    """Return the average of the weights, if the section `trainer` asks for one.
+
+    Raises:
+        RefusedError: it would never begin, or there is no BatchNorm to estimate for it.
+    """
+    average = WeightAverage.from_config(strategy.modules, trainer, steps_per_epoch)
+    if average is None:
+        return None
+    if average.first_step > num_steps:
+        raise RefusedError(
+            f"trainer.swa_start={trainer.swa_start} trainer.swa_every={trainer.swa_every}: the first weights would be "
+            f"averaged after step {average.first_step:,}, and the run ends after step {num_steps:,}."
+        )
+    if trainer.average_batch_norm is not None and not average.layers:
+        raise RefusedError(
+            f"trainer.average_batch_norm={trainer.average_batch_norm}: the model has no BatchNorm that keeps "
+            "statistics. Leave it out."
+        )
+    return average
+
+
+def build_callbacks(experiment: Experiment, world: World, num_steps: int) -> Callbacks:
+    """Return the callbacks of this rank, in the order of the configuration.
+
+    Raises:
+        RefusedError: the configuration names what is no callback.
+    """
+    members = {}
+    for name, node in experiment.callbacks.items():
+        where = f"callbacks.{name}"
+        members[name] = check_callback(instantiate(node, experiment.trust, where), f"{where}._target_={node.target}")
+    nodes = {name: [node.target, node.kwargs] for name, node in experiment.callbacks.items()}
+    return Callbacks(members, world, json.dumps([nodes, num_steps], default=dict))
+
+
 def build_loop(
     context: RunContext,
     strategy: Strategy,
@@ -327,5 +368,6 @@ def build_loop(
         options=trainer,
         num_steps=num_steps,
         checkpointer=checkpointer,
-        ema=checkpointer.ema,
+        average=checkpointer.average,
+        callbacks=checkpointer.callbacks,
     )

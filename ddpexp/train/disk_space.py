@@ -71,10 +71,12 @@ def check_disk_space(run: RunDir, trainer: Trainer, loop: Loop) -> None:
 
 def _expected_bytes(loop: Loop) -> list[int]:
     """Return a lower bound for the size of each file of a checkpoint that holds tensors. Units: bytes."""
-    strategy, ema = loop.strategy, loop.ema
+    strategy, average = loop.strategy, loop.average
     models = strategy.modules
     weights = [_num_bytes(strategy, module.state_dict().values()) for module in models.values()]
-    averages = [_num_bytes(strategy, ema.tensors(name).values()) for name in models] if ema is not None else []
+    averages = []
+    if average is not None:
+        averages = [_num_bytes(strategy, average.tensors(name).values()) for name in models]
     return [*weights, *averages, sum(_state_bytes(strategy, optimizer) for optimizer in loop.optimizers.values())]
 
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ddpexp.config.schema import Trainer
 from ddpexp.config.validate import TEST_SET
-from ddpexp.data.batches import EvalBatches
+from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.distributed.world import World
 from ddpexp.errors import RefusedError
 from ddpexp.launch.workers.control import Control
 from ddpexp.loggers.base import Logger
 from ddpexp.strategy.base import Strategy
 from ddpexp.task import HasOnEval, Sums, Task
-from ddpexp.train.ema import EMA
+from ddpexp.train.average import WeightAverage
+from ddpexp.train.average_batch_norm import BatchNormEstimate
 from ddpexp.train.evaluate import evaluate, has_eval_metrics, metric_names
-from ddpexp.train.keep_best import unknown_metric, with_value
+from ddpexp.train.keep_best import check_monitor, unknown_metric, unknown_monitor, with_value
 from ddpexp.train.metrics import nonfinite_error
 from ddpexp.train.precision import Precision
 from ddpexp.train.state import TrainState
@@ -38,7 +39,18 @@ class Evaluation:
     control: Control
     logger: Logger
     options: Trainer
-    ema: EMA | None = None
+    train: TrainBatches
+    average: WeightAverage | None = None
+    monitored: dict[str, str] = field(default_factory=dict)  # metrics that callbacks read, by the keys that name them
+
+    def monitor(self, key: str, metric: str) -> None:
+        """Check that there is an evaluation set of a metric that `key` names, and the metric after the first step.
+
+        Raises:
+            RefusedError: there is no such set, or the run makes no evaluations.
+        """
+        check_monitor(key, metric, self.periodic, self.options.eval_every)
+        self.monitored[key] = metric
 
     @property
     def periodic(self) -> Mapping[str, EvalBatches]:
@@ -65,7 +77,8 @@ class Evaluation:
         """
         sets = {TEST_SET: self.evals[TEST_SET]} if test else self.periodic
         self.control.set_phase("evaluate")
-        weights = nullcontext() if self.ema is None else self.ema.in_place_of_weights()
+        self.refresh_average()
+        weights = nullcontext() if self.average is None else self.average.in_place_of_weights()
         with weights, self.strategy.evaluation() as model:
             metrics = evaluate(
                 self.task, model, sets, self.precision, self.world, self.strategy.data, self.control,
@@ -81,6 +94,14 @@ class Evaluation:
                 with torch.no_grad():
                     self.task.on_eval(model, next(iter(sets.values())).first(), self.logger, step)
         return metrics
+
+    def refresh_average(self) -> None:
+        """Estimate the statistics of BatchNorm for the average, if it has changed. Ranks: all; communicates."""
+        num_batches = self.options.average_batch_norm
+        if self.average is not None and num_batches is not None:
+            BatchNormEstimate(
+                self.task, self.strategy, self.train, self.precision, self.world, self.control, num_batches
+            ).refresh(self.average)
 
     def improves(self, metrics: Mapping[str, float], state: TrainState) -> bool:
         """Return whether the metric of trainer.keep_best is among the best so far, and note it in the state.
@@ -108,22 +129,34 @@ class Evaluation:
 
         Raises:
             RefusedError: the evaluation will not have the metric of trainer.keep_best.
-            MetricError: the task returns what cannot be evaluated.
+            DdpexpError: the task returns what cannot be evaluated.
         """
-        keep_best = self.options.keep_best
         sets = self.periodic or self.evals
         if not sets or self.options.eval_every == 0:
             return
-        chosen, _, metric = keep_best.partition(":")[2].partition("/") if keep_best else (next(iter(sets)), "", "loss")
-        if chosen not in sets or (metric in ("loss", *sums[2]) and not has_eval_metrics(self.task)):
-            return
-        names = metric_names(
-            self.task, self.strategy.eval_model, self.strategy.modules, sets[chosen].first(), self.precision,
+        keep_best = self.options.keep_best
+        chosen = {} if keep_best is None else {"trainer.keep_best": keep_best.partition(":")[2]}
+        known: dict[str, list[str] | None] = {}
+        for key, name in ({**chosen, **self.monitored} or {"": f"{next(iter(sets))}/loss"}).items():
+            part, _, metric = name.partition("/")
+            if part not in sets or (metric in ("loss", *sums[2]) and not has_eval_metrics(self.task)):
+                continue
+            if part not in known:
+                known[part] = self._names_of(sets[part])
+            names = known[part]
+            if not key or names is None or metric in names:
+                continue
+            names = [f"{part}/{name}" for name in names]
+            if key != "trainer.keep_best" or keep_best is None:
+                raise unknown_monitor(key, name, names)
+            error = unknown_metric(keep_best, names)
+            raise RefusedError(f"{error} Did you mean {error.override}?")
+
+    def _names_of(self, batches: EvalBatches) -> list[str] | None:
+        return metric_names(
+            self.task, self.strategy.eval_model, self.strategy.modules, batches.first(), self.precision,
             self.world.device,
         )  # fmt: skip
-        if keep_best is not None and names is not None and metric not in names:
-            error = unknown_metric(keep_best, [f"{chosen}/{name}" for name in names])
-            raise RefusedError(f"{error} Did you mean {error.override}?")
 
     def _check_losses(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():

@@ -1,4 +1,4 @@
-"""The metric of trainer.keep_best: whether the evaluations have it."""
+"""The metrics of trainer.keep_best and of callbacks: whether the evaluations have them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from ddpexp.config.build import nearest
+from ddpexp.config.validate import check_not_test
 from ddpexp.errors import DdpexpError, RefusedError
 
 
@@ -68,3 +69,38 @@ def with_value(keep_best: str, value: float, best: Sequence[float], count: int) 
     best = best[:count]
     place = sum(not (value > other if keep_best.startswith("max:") else value < other) for other in best)
     return [*best[:place], value, *best[place:]][:count] if place < count else None
+
+
+def check_monitor(key: str, metric: str, sets: Iterable[str], eval_every: int | str) -> None:
+    """Check that a run evaluates the set of a metric that a callback reads; `key` names the metric.
+
+    Raises:
+        RefusedError: it does not, or only at the end.
+    """
+    check_not_test(f"{key}={metric}", metric)
+    available = list(sets)
+    chosen, _, name = metric.partition("/")
+    if eval_every == 0:
+        raise RefusedError(f"{key}={metric} needs evaluations, and trainer.eval_every=0 makes none.")
+    if not available:
+        raise RefusedError(
+            f"{key}={metric} needs evaluations, and the data has no evaluation set. data.validation_fraction=0.1 holds "
+            "one out, named validation."
+        )
+    if not name:
+        raise RefusedError(f"{key}={metric}: use a metric of an evaluation set, such as {available[0]}/loss.")
+    if chosen not in available:
+        meant = nearest(chosen, available) or available[0]
+        raise RefusedError(
+            f"{key}={metric} names the evaluation set {chosen}, and there is only {', '.join(available)}. Did you mean "
+            f"{key}={meant}/{name}?"
+        )
+
+
+def unknown_monitor(key: str, metric: str, metrics: Iterable[str]) -> RefusedError:
+    """Return the error for a metric that a callback reads and that is not among the evaluation's `metrics`."""
+    available = list(metrics)
+    meant = nearest(metric, available) or available[0]
+    return RefusedError(
+        f"{key}={metric} names no metric of the evaluation: it has {', '.join(available)}. Did you mean {key}={meant}?"
+    )

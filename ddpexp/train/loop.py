@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,43 +27,18 @@ from ddpexp.strategy.base import Strategy
 from ddpexp.strategy.options import Compilation
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import Schedule, Task
-from ddpexp.train.ema import EMA
+from ddpexp.train.average import WeightAverage
+from ddpexp.train.callbacks.base import RunView
+from ddpexp.train.callbacks.hooks import Callbacks
+from ddpexp.train.due import Due
 from ddpexp.train.evaluation import Evaluation
 from ddpexp.train.keep_best import UnknownMetricError
 from ddpexp.train.metrics import Clock, MetricAccumulator, MetricError, nonfinite_error
 from ddpexp.train.optimizer_step import Step
 from ddpexp.train.optimizers import optimizer_state, parameter_names, rates_by_name, restore_optimizer, settings
 from ddpexp.train.precision import Precision
-from ddpexp.train.state import Outcome, TrainState
+from ddpexp.train.state import Checkpointer, Outcome, TrainState
 from ddpexp.train.task_checks import mean_for_a_sum
-
-
-class Checkpointer(Protocol):
-    """What saves checkpoints of a run."""
-
-    def save(
-        self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
-    ) -> str | None:
-        """Save the run, with the state of its optimizers and of its gradient scale.
-
-        At the `end` of the run return the hash of the weights.
-
-        Ranks: all. Training may continue as soon as this returns; files are written asynchronously.
-        """
-        ...
-
-    def check(self) -> None:
-        """Re-raise a background write error, if there was one. Ranks: any."""
-        ...
-
-
-class _Due(NamedTuple):
-    """What follows a step."""
-
-    record: bool
-    evaluation: bool
-    checkpoint: bool
-    is_last: bool
 
 
 @dataclass
@@ -83,7 +58,8 @@ class Loop:
     options: Trainer
     num_steps: int
     checkpointer: Checkpointer | None = None
-    ema: EMA | None = None
+    average: WeightAverage | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
     state: TrainState = field(default_factory=TrainState)
     stopped: str | None = None  # why the run ends after this step; set on all ranks at once, anew in each start
     _base_lrs: list[float] = field(init=False)  # of each parameter group, as built; the schedule multiplies it
@@ -95,6 +71,7 @@ class Loop:
     _metrics: MetricAccumulator = field(init=False)  # of the steps since the last record
     _clock: Clock = field(init=False)
     _first_step_at: float = field(init=False, default=math.nan)
+    _save_requested: bool = field(init=False, default=False)  # by a callback, on all ranks at once
 
     def __post_init__(self) -> None:
         """Remember how the optimizers were built, before a checkpoint or the schedule changes them."""
@@ -106,10 +83,11 @@ class Loop:
             self.task, self.strategy, self.precision, self.optimizers, self.world, self.control, self.train.plan,
             self.options.seed, self.options.reduction, self.options.clip_grad_norm, self.options.clip_grad_value,
             self.num_steps, self._records_graphs(),
+            self.callbacks.call_on_gradients if self.callbacks.on_gradients else None,
         )  # fmt: skip
         self._evaluation = Evaluation(
             self.task, self.strategy, self.evals, self.precision, self.world, self.control, self.logger, self.options,
-            self.ema,
+            self.train, self.average,
         )  # fmt: skip
 
     def fit(self) -> Outcome:
@@ -135,13 +113,14 @@ class Loop:
                 interrupted, improved = self._evaluate()
             if due.is_last or interrupted or self.stopped is not None:
                 break
-            request = self.control.poll(self.state.step, save=self._checkpoint_overdue(), end=self._time_is_over())
+            save = self._checkpoint_overdue() or self.callbacks.failed
+            request = self.control.poll(self.state.step, save=save, end=self._time_is_over())
             interrupted = request == "stop"
             if request == "end":
                 self.stopped = self._out_of_time()
             if interrupted or self.stopped is not None:
                 break
-            if due.checkpoint or improved or request == "save":
+            if due.checkpoint or improved or self._save_requested or request == "save":
                 self._save(end=False)
             self._wait_for_data()
         return self._finish(interrupted)
@@ -165,10 +144,17 @@ class Loop:
         state, limit = self.state, self.options.max_seconds
         since_record = sum(entry["seconds"] for entry in state.window)
         self._clock = Clock(state.train_seconds, since_record, state.elapsed_seconds)
+        self.stopped = self.callbacks.stopped or self.stopped
         if limit is not None and state.elapsed_seconds >= limit and state.step < self.num_steps:
             self.stopped = self._out_of_time()
         self._metrics = self._new_accumulator()
         self._metrics.restore(self.state.window)
+        if self.callbacks.members:
+            self.callbacks.start(RunView(
+                self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
+                self.logger, self.callbacks.requests, self.state, self._step, self._evaluation.monitor,
+                self._parameter_names,
+            ))  # fmt: skip
 
     def _new_accumulator(self) -> MetricAccumulator:
         """Return an accumulator with a slot per micro-batch of the global batch, or per rank for a manual task."""
@@ -208,24 +194,14 @@ class Loop:
         self.control.set_phase("data")
         fault_point("data")
 
-    def _due_after(self, step: int) -> _Due:
-        options, is_last = self.options, step == self.num_steps
+    def _due_after(self, step: int) -> Due:
         if self.checkpointer is not None:
             self.checkpointer.check()
-        return _Due(
-            record=step % options.log_every == 0 or is_last,
-            evaluation=bool(self._evaluation.periodic)
-            and options.eval_every != 0
-            and (self._is_due(step, options.eval_every) or is_last),
-            checkpoint=self.checkpointer is not None
-            and (self._is_due(step, options.checkpoint_every) or self._is_due(step, options.keep_every or 0)),
-            is_last=is_last,
+        due = Due.after(step, self.num_steps, self.train.steps_per_epoch, self.options)
+        return due._replace(
+            evaluation=due.evaluation and bool(self._evaluation.periodic),
+            checkpoint=due.checkpoint and self.checkpointer is not None,
         )
-
-    def _is_due(self, step: int, every: int | str) -> bool:
-        """Return whether `step` ends a period of `every` steps, or an epoch; 0 is never."""
-        period = self.train.steps_per_epoch if isinstance(every, str) else every
-        return period != 0 and step % period == 0
 
     def _checkpoint_overdue(self) -> bool:
         """Return whether the time for a checkpoint has come. Ranks: rank zero's answer counts, since clocks differ."""
@@ -248,14 +224,16 @@ class Loop:
             group["lr"] = base_lr * factor
         return factor
 
-    def _train_step(self, step: int, micro_batches: list[Any], due: _Due) -> None:
+    def _train_step(self, step: int, micro_batches: list[Any], due: Due) -> None:
         """Do one optimizer step, and count it."""
         self._step.want_norm = due.record or due.checkpoint  # the norm is recorded, or checked before saving
         sums = self._step.run(step, micro_batches)
         self._metrics.add(sums)
-        if self.ema is not None and self._step.moved:
-            self.ema.update()
         self.state.step = self.control.step = step + 1
+        if self.average is not None:
+            self.average.update(step + 1, self._step.moved)
+        if self.callbacks.on_step:
+            self.callbacks.call("on_step", self.callbacks.on_step)
         fault_point("step")
         if math.isnan(self._first_step_at):
             self._first_step_at = time.time()
@@ -281,13 +259,27 @@ class Loop:
         """Log the means since the last record. Ranks: all; communicates."""
         self._step.check()
         num_steps = len(self._metrics)
-        means = self._metrics.reduce(self.state.step - num_steps + 1, stop=self.options.nonfinite == "stop")
+        stop = self.options.nonfinite == "stop"
+        means = self._metrics.reduce(self.state.step - num_steps + 1, stop, self.callbacks.pending)
         values = {f"train/{name}": value for name, value in means.items()}
         values |= {f"train/lr{suffix}": base_lr * lr_factor for suffix, base_lr in self._recorded_lrs.items()}
         values |= self._check_norms()
         values["train/samples_per_second"] = num_steps * self.train.plan.global_batch_size / self._clock.lap()
         fault_point("record")
         self.logger.scalars(self.state.step, self._epoch(), values)
+        if self._metrics.flagged:
+            self._follow_requests()
+
+    def _follow_requests(self) -> None:
+        """Do what callbacks of any rank have requested. Ranks: all; communicates."""
+        self.callbacks.agree()
+        if self.callbacks.failed:
+            self._save(end=False)
+        self.callbacks.raise_error("")  # without a checkpointer
+        requests = self.callbacks.taken()
+        self._save_requested = requests.save
+        if requests.stop is not None and self.stopped is None and self.state.step < self.num_steps:
+            self.stopped = self.callbacks.stopped = requests.stop
 
     def _evaluate(self) -> tuple[bool, bool]:
         """Evaluate and log; return whether a stop request ended it early, and whether the metric to keep improved.
@@ -304,6 +296,10 @@ class Loop:
         except UnknownMetricError:
             self._save(end=False)  # no step so far is lost
             raise
+        if self.callbacks.members:
+            self.callbacks.call("on_evaluated", self.callbacks.on_evaluated, dict(metrics))
+            if self.callbacks.any_pending():
+                self._follow_requests()
         self.control.set_phase("train")
         return False, improved
 
@@ -327,15 +323,20 @@ class Loop:
             self._save(end=False)  # no step so far is lost, and a resume evaluates again
             raise
 
-    def _save(self, end: bool) -> str | None:
+    def _save(self, end: bool, interrupted: bool = False) -> str | None:
         """Save a checkpoint; at the end return the hash of the weights. Ranks: all; communicates."""
         if self.checkpointer is None:
             return None
         self.control.set_phase("save")
         fault_point("save")
+        self._save_requested = False
+        if self.callbacks.any_pending():
+            self.callbacks.agree()
         with self._clock.paused():
             self._step.check()
             self._check_finite()
+            if not interrupted:  # else the time is limited
+                self._evaluation.refresh_average()
             self.state.window = self._metrics.pending(self._clock.since_record())
             self.state.train_seconds, self.state.elapsed_seconds = self._clock.total(), self._clock.elapsed()
             optimizers = {
@@ -347,6 +348,10 @@ class Loop:
             }
             digest = self.checkpointer.save(self.state, optimizers, self.precision.state(), self._epoch(), end)
         self._clock.saved()
+        if self.callbacks.failed:
+            self.checkpointer.finish()  # no step so far is lost
+            self.world.barrier()
+            self.callbacks.raise_error(f"Step {self.state.step} is saved: correct the callback, or leave it out.")
         return digest
 
     def _finish(self, interrupted: bool) -> Outcome:
@@ -354,7 +359,9 @@ class Loop:
             interrupted = self._complete_early_end()
         if not interrupted:
             interrupted = self._evaluate_test()
-        digest = self._save(end=True)
+        if not interrupted:
+            self.callbacks.end()
+        digest = self._save(end=True, interrupted=interrupted)
         state = self.state
         return Outcome(
             state.step, self._epoch(), state.metrics, self._clock.total(), self._clock.elapsed(), self._first_step_at,

@@ -80,6 +80,7 @@ class MetricAccumulator:
         self._steps: list[Sequence[Sums]] = []  # not reduced yet: for each step the sums of its micro-batches
         self._names: list[str] | None = None  # of the metrics, sorted; None before the first sums
         self._restored_names: list[str] = []  # of the metrics in restored rows
+        self.flagged = False  # whether any rank passed a flag to the last `reduce`
         self._rows: list[list[float]] = []  # reduced: for each step loss, count, then sum and count of each metric
 
     def __len__(self) -> int:
@@ -116,17 +117,18 @@ class MetricAccumulator:
         for entry in pending:
             self._restored_names, self._rows = list(entry["names"]), [list(row) for row in entry["rows"]]
 
-    def reduce(self, first_step: int, stop: bool) -> dict[str, float]:
+    def reduce(self, first_step: int, stop: bool, flag: bool = False) -> dict[str, float]:
         """Return the means since the last call, and start again from zero.
 
-        Steps with a non-finite loss are left out of the means and counted as `skipped_steps`.
+        Steps with a non-finite loss are left out of the means and counted as `skipped_steps`. The `flag` of this rank
+        travels with the sums: see `flagged`.
 
         Ranks: all; communicates.
 
         Raises:
             NonFiniteError: `stop` is set and a loss is not finite; names the first such step.
         """
-        self._reduce()
+        self.flagged = self._reduce(flag)
         bad = self._nonfinite_rows()
         if stop and bad:
             raise self._nonfinite(bad[0], first_step)
@@ -159,14 +161,14 @@ class MetricAccumulator:
         totals = [sum(column) for column in columns] or [0.0] * (2 * len(names))
         return dict(zip(names, zip(totals[::2], totals[1::2], strict=True), strict=True))
 
-    def _reduce(self, stopped: bool = False, digest: int = 0) -> bool:
-        """Reduce the steps added since the last call into `_rows`; return whether any rank passed `stopped`.
+    def _reduce(self, flag: bool = False, digest: int = 0) -> bool:
+        """Reduce the steps added since the last call into `_rows`; return whether any rank passed `flag`.
 
         Ranks: all; communicates.
         """
         steps, self._steps = self._steps, []
         if not steps:
-            return stopped
+            return flag
         device, flat = self._world.device, [sums for step in steps for sums in step]
         names = self._agreed_names(flat)
         columns = [_stack([loss for loss, _, _ in flat], device), _stack([count for _, count, _ in flat], device)]
@@ -176,14 +178,12 @@ class MetricAccumulator:
         # Shape (num_steps, micro-batches of this rank, 2 + 2 * num_metrics), on the host after one copy.
         table = torch.stack(columns, dim=1).view(len(steps), -1, len(columns)).cpu()
         if self._world.world_size > 1:
-            table, stopped = self._over_ranks(table, stopped, digest)
-        if stopped:
-            return True
+            table, flag = self._over_ranks(table, flag, digest)
         self._rows += [_sum_slots(slots) for slots in table.tolist()]
-        return False
+        return flag
 
-    def _over_ranks(self, table: Tensor, stopped: bool, digest: int) -> tuple[Tensor, bool]:
-        """Return the sums in all slots, and whether any rank passed `stopped`.
+    def _over_ranks(self, table: Tensor, flag: bool, digest: int) -> tuple[Tensor, bool]:
+        """Return the sums in all slots, and whether any rank passed `flag`.
 
         Shapes: `table` is (num_steps, micro-batches of this rank, columns) fp64; returns (num_steps, num_slots,
         columns) fp64 on the host.
@@ -195,7 +195,7 @@ class MetricAccumulator:
         if self._data.reports:
             rows = packed[:-2].view(num_steps, self._num_slots, num_columns)
             rows[:, slots[0] : slots[-1] + 1 : _stride(slots)] = table
-        packed[-2:] = torch.tensor([digest, stopped], dtype=torch.float64)
+        packed[-2:] = torch.tensor([digest, flag], dtype=torch.float64)
         summed = self._world.sum(packed.to(self._world.device)).cpu()
         if summed[-2] != digest * self._world.world_size:
             raise DdpexpError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -50,6 +50,7 @@ class Step:
     clip_grad_value: float | None
     num_steps: int
     records_graphs: bool = False  # torch.compile uses CUDA graphs
+    on_gradients: Callable[[Sequence[Optimizer]], None] | None = None  # of callbacks
     want_norm: bool = False
     norms: dict[str, Tensor] = field(default_factory=dict)  # of the last step, before clipping; see `apply`
     moved: bool = False  # whether an optimizer has changed parameters in this step
@@ -79,6 +80,11 @@ class Step:
         self._global_counts = GlobalCounts(self._caller)
         # Whether an optimizer may draw random numbers; torch's own do not.
         self._draws = not all(type(o).__module__.startswith("torch.optim.") for o in self.optimizers.values())
+
+    @property
+    def micro_batch_in_progress(self) -> int | None:
+        """Return the number of the micro-batch whose forward or backward pass is in progress, from 0; None: none."""
+        return (self._passes - 1) % self.plan.gradient_accumulation_steps if self._inside else None
 
     @property
     def step(self) -> int:
@@ -222,6 +228,8 @@ class Step:
             seed_torch(seed_of(self.seed, OPTIMIZER, self._step, 0), self.world.device)
         if self.precision.skips:
             self.precision.unscale(*optimizers)
+        if self.on_gradients is not None:
+            self.on_gradients(optimizers)
         if self.clip_grad_norm is not None:
             self.norms[self._suffix(chosen)] = self.strategy.clip(_parameters(optimizers), self.clip_grad_norm)
         elif self.want_norm:

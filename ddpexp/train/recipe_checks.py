@@ -12,10 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from ddpexp.config.build import did_you_mean
 from ddpexp.data.datasets import IndexData, Splits
 from ddpexp.errors import RefusedError
 from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.task import HasTrainStep
+from ddpexp.train.callbacks.base import Callback
 from ddpexp.train.task_checks import SUMS, named, shown
 
 _LOGGER_METHODS: Mapping[str, Sequence[str]] = {  # of ddpexp.loggers.base.Logger, with their arguments
@@ -26,6 +28,16 @@ _LOGGER_METHODS: Mapping[str, Sequence[str]] = {  # of ddpexp.loggers.base.Logge
     "hyperparameters": ("values",),
     "done": (),
     "close": (),
+}
+
+_CALLBACK_METHODS: Mapping[str, Sequence[str]] = {  # of ddpexp.train.callbacks.base.Callback, with their arguments
+    "on_start": ("run",),
+    "on_gradients": ("run",),
+    "on_step": ("run",),
+    "on_evaluated": ("run", "metrics"),
+    "on_end": ("run",),
+    "state_dict": (),
+    "load_state_dict": ("state",),
 }
 
 
@@ -104,6 +116,29 @@ def check_logger(logger: Any, named_by: str) -> Logger:
         check_signature(logger.truncate, "truncate", ("position", "step"))
     checked: Logger = logger
     return checked
+
+
+def check_callback(callback: Any, named_by: str) -> Callback:
+    """Return what a callback's class has made, once each of its methods is one that a run calls.
+
+    Raises:
+        RefusedError: it is no callback, one of its methods would never be called, or cannot be called as a run does.
+    """
+    kind = type(callback)
+    if not isinstance(callback, Callback):
+        raise RefusedError(f"{named_by}: {kind.__name__} is not a callback: derive it from ddpexp.Callback.")
+    if callback.rank_zero_only and callback.communicates:
+        raise RefusedError(
+            f"{named_by}: {kind.__name__} sets rank_zero_only and communicates, and rank zero alone would wait for the "
+            "others forever. Leave one of them out."
+        )
+    for name in dir(kind):
+        if name.startswith("on_") and not hasattr(Callback, name):
+            meant = did_you_mean(name, _CALLBACK_METHODS)
+            raise RefusedError(f"{named_by}: a run never calls {kind.__name__}.{name}.{meant}")
+    for name, arguments in _CALLBACK_METHODS.items():
+        check_signature(getattr(callback, name), name, arguments)
+    return callback
 
 
 def check_model(model: Any, target: str, trains: bool) -> Any:

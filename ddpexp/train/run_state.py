@@ -25,7 +25,8 @@ from ddpexp.loggers.base import Logger, Truncatable
 from ddpexp.run.directory import RunDir
 from ddpexp.strategy.base import Shard, Strategy
 from ddpexp.system.secrets import masked_tree
-from ddpexp.train.ema import EMA
+from ddpexp.train.average import WeightAverage
+from ddpexp.train.callbacks.hooks import Callbacks
 from ddpexp.train.loop import Loop
 from ddpexp.train.state import TrainState
 
@@ -38,7 +39,7 @@ class RunState:
 
     writer: Writer
     strategy: Strategy
-    ema: EMA | None
+    average: WeightAverage | None
     random: HostRandom
     logger: Logger
     world: World
@@ -46,11 +47,13 @@ class RunState:
     resumed_from: int | None = None  # the step that this start resumed from
     inputs: Mapping[str, Any] = field(default_factory=dict)  # identifies the configuration, code and data of this start
     recorded: Mapping[str, Any] = field(default_factory=dict)  # positions of loggers, as the checkpoint stores them
+    callbacks: Callbacks = field(default_factory=Callbacks)
     config: bytes | None = None  # config.yaml as this start read it
 
     @classmethod
     def from_config(
-        cls, run: RunDir, trainer: Trainer, strategy: Strategy, ema: EMA | None, logger: Logger, world: World,
+        cls, run: RunDir, trainer: Trainer, strategy: Strategy, average: WeightAverage | None, logger: Logger,
+        world: World,
     ) -> RunState:  # fmt: skip
         """Build the state and its writer from the trainer's configuration.
 
@@ -68,13 +71,15 @@ class RunState:
             stops=trainer.on_save_error == "stop",
         )
         random = HostRandom(trainer.seed, world.rank)
-        return cls(writer, strategy, ema, random, logger, world, run.path, config=run.config.read_bytes())
+        return cls(writer, strategy, average, random, logger, world, run.path, config=run.config.read_bytes())
 
     def save(
         self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
     ) -> str | None:
-        """Save the run; see `ddpexp.train.loop.Checkpointer`."""
-        local = _non_empty({"random": self.random.state(), "buffers": _cloned(self.strategy.local_buffers())})
+        """Save the run; see `ddpexp.train.state.Checkpointer`."""
+        callbacks = self.callbacks.state() if self.world.is_rank_zero else {}
+        buffers = _cloned(self.strategy.local_buffers())
+        local = _non_empty({"random": self.random.state(), "buffers": buffers, "callbacks": callbacks})
         with self.strategy.synced_buffers():
             digest = self._weights_sha256() if end else None
             if state.step == self.resumed_from:  # this checkpoint exists already
@@ -87,8 +92,9 @@ class RunState:
             modules = {
                 name: _non_empty({"buffers": non_persistent[name], "extra": _others(states[name])}) for name in states
             }
-            if self.ema is not None:
-                models |= {f"{name}.ema": self._shards(name, self.ema.tensors(name)) for name in states}
+            if self.average is not None:
+                models |= {f"{name}.ema": self._shards(name, self.average.tensors(name)) for name in states}
+                state.averaged = self.average.count
             progress, clock = _split(state)
             parts = {
                 "optimizers": optimizers,
@@ -167,32 +173,52 @@ def restore_checkpoint(checkpoint: Checkpoint, loop: Loop, checkpointer: RunStat
         copy_into(_non_persistent_buffers(module, current), saved.get("buffers") or {}, f"{where} (buffers)")
         if saved.get("extra"):
             module.load_state_dict({**module.state_dict(), **saved["extra"]})
-        if checkpointer.ema is not None:
-            _restore_ema(checkpoint, checkpointer.ema, name, where, local, loop.world)
+        if checkpointer.average is not None:
+            _restore_average(checkpoint, checkpointer.average, name, where, local, loop.world)
     try:
         loop.restore(parts["optimizers"], progress.pop("precision"))
         loop.state = _join(progress, clock)
+        if checkpointer.average is not None:
+            checkpointer.average.count = loop.state.averaged
         world_size = int(parts["world"]["world_size"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(f"{where} is not that of a run ({type(error).__name__}: {error}).") from None
     checkpointer.resumed_from = checkpoint.step
+    _restore_callbacks(checkpoint, checkpointer.callbacks, loop.world)
     _restore_local(checkpoint, world_size, loop.strategy, checkpointer, loop.world)
 
 
-def _restore_ema(
-    checkpoint: Checkpoint, ema: EMA, name: str, where: str, local: Callable[[str, Tensor], Tensor], world: World
+def _restore_average(
+    checkpoint: Checkpoint,
+    average: WeightAverage,
+    name: str,
+    where: str,
+    local: Callable[[str, Tensor], Tensor],
+    world: World,
 ) -> None:
-    """Restore the moving average of a model; without one in the checkpoint it starts from the restored weights."""
-    target = _tensors(ema.tensors(name))
+    """Restore the average of a model; without one in the checkpoint it starts from the restored weights."""
+    target = _tensors(average.tensors(name))
     saved = read_model(checkpoint, name, average=True)
     if saved is None:
-        ema.reset()
+        average.reset()
         if world.is_rank_zero:
             logging.getLogger("ddpexp").warning("%s holds no average of the weights: it starts from the weights", where)
         return
     if checkpoint.version == 1:  # averages had the type of their parameters
         saved = {key: tensor.to(target[key].dtype) if key in target else tensor for key, tensor in saved.items()}
     copy_into(target, saved, f"{where} ({name}.ema.safetensors)", local)
+
+
+def _restore_callbacks(checkpoint: Checkpoint, callbacks: Callbacks, world: World) -> None:
+    """Restore rank zero's state of the callbacks on every rank. Ranks: all."""
+    if not callbacks.members:
+        return
+    missing = callbacks.restore((read_rank_state(checkpoint, 0) or {}).get("callbacks") or {})
+    if missing and world.is_rank_zero:
+        logging.getLogger("ddpexp").warning(
+            "the checkpoint of step %s holds no state of callbacks.%s, which starts afresh",
+            checkpoint.step, ", callbacks.".join(missing),
+        )  # fmt: skip
 
 
 def truncate_records(logger: Logger, checkpoint: Checkpoint | None) -> Mapping[str, Any]:

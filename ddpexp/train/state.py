@@ -1,10 +1,10 @@
-"""The progress of a run, and where it ended."""
+"""The progress of a run, what saves it, and where it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,27 @@ class TrainState:
     window: list[dict[str, Any]] = field(default_factory=list)  # sums of the steps since the last record
     train_seconds: float = 0.0
     elapsed_seconds: float = 0.0
+    averaged: int = 0  # with trainer.swa_start: how many values the average is the mean of
+
+
+class Checkpointer(Protocol):
+    """What saves checkpoints of a run."""
+
+    def save(
+        self, state: TrainState, optimizers: Mapping[str, Any], precision: Mapping[str, Any], epoch: float, end: bool
+    ) -> str | None:
+        """Save the run, with the state of its optimizers and of its gradient scale.
+
+        At the `end` of the run return the hash of the weights.
+
+        Ranks: all. Training may continue as soon as this returns; files are written asynchronously.
+        """
+        ...
+
+    def check(self) -> None:
+        """Re-raise a background write error, if there was one. Ranks: any."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete. Ranks: all."""
+        ...

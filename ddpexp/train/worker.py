@@ -42,6 +42,8 @@ from ddpexp.train import gpu_memory, lazy_dynamo
 from ddpexp.train.build import (
     RunContext,
     arrange,
+    build_average,
+    build_callbacks,
     build_evals,
     build_logger,
     build_loop,
@@ -55,7 +57,6 @@ from ddpexp.train.build import (
 from ddpexp.train.choose_checkpoint import choose
 from ddpexp.train.compilations import Compilations, end_processes, limit_processes
 from ddpexp.train.disk_space import check_disk_space
-from ddpexp.train.ema import EMA
 from ddpexp.train.evaluate import chosen_sets
 from ddpexp.train.evaluate import evaluate as compute_metrics
 from ddpexp.train.join import join_world
@@ -166,9 +167,10 @@ def build(context: RunContext) -> Built:
 
     logger = build_logger(context, num_steps)
     recorded = truncate_records(logger, newest)
-    ema = EMA(strategy.modules, trainer.ema_decay) if trainer.ema_decay is not None else None
-    checkpointer = RunState.from_config(run, trainer, strategy, ema, logger, world)
+    average = build_average(strategy, trainer, batches.steps_per_epoch, num_steps)
+    checkpointer = RunState.from_config(run, trainer, strategy, average, logger, world)
     checkpointer.recorded, checkpointer.inputs = recorded, inputs
+    checkpointer.callbacks = build_callbacks(experiment, replace(world, memory=strategy.memory), num_steps)
     report = Report(
         experiment, run, context.layout, context.prepared, strategy.modules, strategy.memory is not None, batches,
         num_steps,
@@ -224,6 +226,7 @@ def fit(context: RunContext, built: Built) -> None:
         ) from None
     except MetricError as error:
         built.checkpointer.drain()
+        control.set_phase("evaluate")
         words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
@@ -263,7 +266,7 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
     models: Models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
     for module in models.values():
         module.to(world.device).eval()
-    averaged = experiment.trainer.ema_decay is not None
+    averaged = experiment.trainer.averages
     load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")

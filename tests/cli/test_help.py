@@ -89,7 +89,7 @@ def test_the_keys_of_the_command_are_explained_too() -> None:
 def test_help_lists_every_key_with_its_value_what_it_may_be_and_what_it_means() -> None:
     text = answer(["trainer.seed=41", "launcher=slurm", "model.width=[4,8]"], by_name=False)
     for key, value in leaves(overview(["trainer.seed=41", "launcher=slurm", "model.width=[4,8]"], None).values).items():
-        assert f"\n  {key}={typed(value)}" in text
+        assert value == {} or f"\n  {key}={typed(value)}" in text  # a section without keys, as without callbacks
     for lines in (
         "  trainer.seed=41                           a whole number\n      Seed of the initialization",
         "  trainer.precision=fp32                    one of fp32, bf16, fp16\n      fp32, bf16 (autocast)",

@@ -253,3 +253,16 @@ def test_changes_are_listed_as_overrides(stored: dict[str, Any]) -> None:
     assert Change("trainer.epochs", 2, 4, "typed") in compare(
         stored, constant, ["trainer.epochs=4", "scheduler._target_=x"]
     )
+
+
+def test_callbacks_may_change_when_typed(stored: dict[str, Any]) -> None:
+    early = tree("callbacks=early_stopping")
+    patient = changed(early, "callbacks.early_stopping.patience", 9)
+    assert changes(changed(stored, "callbacks", UNSET), stored) == {}  # of an older version
+    assert changes(changed(early, "callbacks.early_stopping.min_delta", UNSET), early) == {}
+    assert changes(early, patient, "callbacks.early_stopping.patience=9") == {
+        "callbacks.early_stopping.patience": "typed"
+    }
+    for old, new, override in [(early, stored, "callbacks=none"), (stored, early, "callbacks=early_stopping")]:
+        assert set(changes(old, new, override).values()) == {"typed"}
+        assert set(changes(old, new).values()) == {"untyped"}

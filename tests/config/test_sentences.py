@@ -194,6 +194,14 @@ logger=3 is not a known option. Available: none, tensorboard.
 logger=null: to record nothing beside metrics.jsonl, write logger=none.
 > ~logger
 ~logger: to record nothing beside metrics.jsonl, write logger=none.
+> callbacks=null
+callbacks=null: for a run without callbacks, write callbacks=none.
+> callbacks=early_stoping
+callbacks=early_stoping is not a known option. Did you mean callbacks=early_stopping?
+> callbacks=[early_stopping,detect_anomaly]
+callbacks=detect_anomaly is not a known option. Did you mean callbacks=find_nonfinite?
+> callbacks._target_=mine.Ends
+callbacks._target_ is not a known key. Each callback has a name, as in +callbacks.mine._target_=mine.Mine: see docs/call
 > recipe=mine
 recipe=mine is not a known option. Available: mnist. Recipes of your own are in the folder that --config-dir names.
 > recipe=a,b
@@ -435,7 +443,8 @@ FOREIGN = [
     ("trainer.overfit_batches=3", "trainer.limit_train_samples=64 trains on this many samples only."),
     ("trainer.save_top_k=3", "Did you mean trainer.keep_best_k?"),
     ("trainer.fast_dev_run=true", "ddpexp check with the same overrides tries two steps and an evaluation."),
-    ("callbacks=none", "There are no callbacks: trainer.keep_best=min:eval/loss keeps the best checkpoint."),
+    ("trainer.patience=3", "callbacks=early_stopping ends a run early; callbacks.early_stopping.patience "
+     "counts evaluations."),
     ("output_dir=x", "Did you mean run.dir?"),
     ("data.data_dir=x", "Did you mean data.root?"),
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from ddpexp.config.compare import Change
 from ddpexp.launch import Layout
 from ddpexp.run.directory import RunDir
 from ddpexp.run.manifest import accepted
-from ddpexp.run.resume import PreviousRun, Start, _finished, _is_longer, inspect, resolve_layout
+from ddpexp.run.resume import PreviousRun, Start, _finished, _has_other_callbacks, _is_longer, inspect, resolve_layout
 from ddpexp.run.resume_arguments import merge_overrides
 from tests.cli.test_evaluate import listing
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done, finish, starts_of
@@ -196,6 +196,18 @@ def test_a_run_out_of_time_is_finished_until_it_gets_more(trainer: dict[str, Any
     assert _finished("run", result, changes) == (
         "run is finished at step 10, where it ended early: trainer.max_seconds=30 reached; there is nothing to do."
     )
+
+
+def test_a_run_that_a_callback_has_ended_says_how_it_continues() -> None:
+    result = {"step": 10, "stopped": "callbacks.early_stopping: eval/loss has not improved"}
+    assert _finished("run", result, []) == (
+        "run is finished at step 10, where it ended early: callbacks.early_stopping: eval/loss has not improved. To "
+        "continue, change callbacks.early_stopping, or leave it out with callbacks=none."
+    )
+    patience = Change("callbacks.early_stopping.patience", 3, 6, "typed")
+    assert _has_other_callbacks([patience], result)
+    assert not _has_other_callbacks([patience], {"step": 10, "stopped": None})
+    assert not _has_other_callbacks([Change("trainer.log_every", 3, 6, "free")], result)
 
 
 # An unfinished one.

@@ -36,6 +36,9 @@ class Kept:
     def check(self) -> None:
         """Nothing goes wrong."""
 
+    def finish(self) -> None:
+        """Everything is written."""
+
 
 def ends_after(loop: Loop, step: int) -> None:
     """Let the loop end after a step, as a callback would."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddpexp.distributed.transfers import rows
 from ddpexp.errors import DdpexpError
 from ddpexp.strategy.exact import buffers
 from ddpexp.strategy.exact.strategy import Exact
@@ -110,6 +111,12 @@ def test_a_step_does_not_wait_for_the_device(
 def test_a_step_that_waits_is_noticed(steps: Callable[..., None]) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         steps("Reads")
+
+
+def test_rows_on_a_device_are_gathered_there_and_not_into_pinned_memory_of_the_host() -> None:
+    there = torch.zeros(10, 3, device=META)
+    found = rows(there, torch.arange(4, device=META), pinned=True)
+    assert (found.device, found.shape) == (META, (4, 3))
 
 
 def not_host(device: torch.device) -> bool:

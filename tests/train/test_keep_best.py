@@ -38,6 +38,8 @@ class Saves:
 
     def check(self) -> None: ...
 
+    def finish(self) -> None: ...
+
 
 @pytest.mark.parametrize(
     ("keep_best", "sets", "sentence"),

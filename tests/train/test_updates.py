@@ -469,7 +469,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(points: Any, fit: Callable[...,
         np.random.seed(0)
         random.seed(0)
         once = fit(task, **keys)
-        average = once.loop.ema
+        average = once.loop.average
         assert average is not None
         ends.append((once.weights, average.tensors("model"), np.random.rand(), random.random()))
     for found, expected in zip(*(end[:2] for end in ends), strict=True):
@@ -507,8 +507,8 @@ def test_an_fp16_step_that_overflows_leaves_no_trace(points: Any, fit: Callable[
     torch.manual_seed(0)
     fresh = points.Normed().state_dict()
     assert all(torch.equal(once.weights[f"model.{name}"], tensor) for name, tensor in fresh.items())
-    assert once.loop.ema is not None
-    assert all(torch.equal(once.loop.ema.tensors("model")[name], tensor) for name, tensor in fresh.items())
+    assert once.loop.average is not None
+    assert all(torch.equal(once.loop.average.tensors("model")[name], tensor) for name, tensor in fresh.items())
     assert once.loop.precision.state()["scale"] == 2.0**13
 
 

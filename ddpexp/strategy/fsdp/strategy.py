@@ -96,9 +96,14 @@ class FSDP(Replicas):
         yield
         if last:
             self._buffers_due = True
-            missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
-            if missing and len(missing) < len(self._trained):
-                raise unused(missing)
+            for model in self.modules:
+                self._check_gradients({name: p for name, p in self._trained.items() if name.startswith(f"{model}.")})
+
+    def _check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Check that all parameters of a model have a gradient, or none."""
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        if missing and len(missing) < len(parameters):
+            raise unused(missing)
 
     def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this rank's rows of the existing gradients."""

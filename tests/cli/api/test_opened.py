@@ -98,6 +98,7 @@ def test_weights_go_into_a_module_of_ones_own(trained: ddpexp.Run) -> None:
         run.load_into("model")
 
 
+@pytest.mark.usefixtures("surroundings")
 def test_an_evaluation_gives_the_metrics_of_the_run(trained: ddpexp.Run) -> None:
     before = listing(trained.path)
     assert trained.evaluate() == trained.result["metrics"]

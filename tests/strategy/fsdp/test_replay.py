@@ -140,5 +140,5 @@ def test_other_errors_of_a_construction_stay_what_they_are() -> None:
         torch.ones(2) + torch.ones(3)
         return nn.Linear(1, 1)
 
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(RuntimeError, match="shape"):
         record(wrong)

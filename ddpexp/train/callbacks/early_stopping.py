@@ -1,0 +1,72 @@
+"""Ends a run whose metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ddpexp.errors import DdpexpError
+from ddpexp.train.callbacks.base import Callback, RunView
+
+
+@dataclass
+class EarlyStopping(Callback):
+    """Requests the end after `patience` evaluations in a row without an improvement. Ranks: all, without communication.
+
+    An improvement is a change by more than `min_delta` beyond the best value so far; NaN is none.
+    """
+
+    monitor: str = "eval/loss"
+    mode: Literal["min", "max"] = "min"
+    patience: int = 3
+    min_delta: float = 0.0
+    best: float | None = field(init=False, default=None)
+    best_step: int = field(init=False, default=0)
+    waited: int = field(init=False, default=0)  # evaluations since the best one
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: with the key and what to use.
+        """
+        if self.patience < 1:
+            raise ValueError(f"patience={self.patience}: use the number of evaluations to wait for, 1 or more.")
+        if not 0 <= self.min_delta < math.inf:
+            raise ValueError(f"min_delta={self.min_delta}: use a number from 0.")
+
+    def on_start(self, run: RunView) -> None:
+        """Have the metric checked."""
+        run.monitor("monitor", self.monitor)
+
+    def on_evaluated(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        """Compare the metric with the best one so far."""
+        if self.monitor not in metrics:
+            raise DdpexpError(f"monitor={self.monitor} names no metric of the evaluation: it has {', '.join(metrics)}")
+        value = metrics[self.monitor]
+        if self._improves(value):
+            self.best, self.best_step, self.waited = value, run.step, 0
+            return
+        self.waited += 1
+        if self.waited >= self.patience:
+            count = f"{self.waited} evaluation{'s' * (self.waited > 1)}"
+            by = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            best = "" if self.best is None else f"{self.best:.6g} at step {self.best_step}, "
+            run.stop(f"{self.monitor} has not improved{by} for {count}: {best}{value:.6g} at step {run.step}")
+
+    def _improves(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best is None:
+            return True
+        return value < self.best - self.min_delta if self.mode == "min" else value > self.best + self.min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best value, its step, and the evaluations since."""
+        return {"best": self.best, "best_step": self.best_step, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.best, self.best_step, self.waited = state["best"], int(state["best_step"]), int(state["waited"])

@@ -1,0 +1,62 @@
+"""Records histograms of weights and gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from ddpexp.train.callbacks.base import Callback, RunView
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass
+class Histograms(Callback):
+    """Records `weights/NAME` and `gradients/NAME` every so many steps. Ranks: rank zero.
+
+    Of a sharded parameter it records what rank zero holds. Numbers that are not finite are left out.
+    """
+
+    rank_zero_only: ClassVar[bool] = True
+    every: Literal["epoch"] | int = "epoch"
+    weights: bool = True
+    gradients: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: with the key and what to use.
+        """
+        if self.every != "epoch" and self.every < 1:
+            raise ValueError(f"every={self.every}: use a number of steps, or epoch.")
+        if not (self.weights or self.gradients):
+            raise ValueError("weights=false and gradients=false leave nothing to record: leave the callback out.")
+
+    def on_gradients(self, run: RunView) -> None:
+        """Record the gradients of a step that is due."""
+        if self.gradients and self._is_due(run.step + 1, run):
+            for name, gradient in run.gradients():
+                _record(run, f"gradients/{name}", gradient, run.step + 1)
+
+    def on_step(self, run: RunView) -> None:
+        """Record the weights after a step that is due."""
+        if self.weights and self._is_due(run.step, run):
+            for name, parameter in run.parameters():
+                _record(run, f"weights/{name}", parameter, run.step)
+
+    def _is_due(self, step: int, run: RunView) -> bool:
+        return step % (run.steps_per_epoch if self.every == "epoch" else self.every) == 0
+
+
+def _record(run: RunView, name: str, tensor: Tensor, step: int) -> None:
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    if values.is_complex():
+        values = values.abs()
+    values = values.float()
+    finite = values[values.isfinite()]
+    if finite.numel():
+        run.logger.histogram(name, finite, step)

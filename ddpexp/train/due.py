@@ -1,0 +1,34 @@
+"""What follows a step, by the periods of the trainer section."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ddpexp.config.schema import Trainer
+
+
+class Due(NamedTuple):
+    """What follows a step."""
+
+    record: bool
+    evaluation: bool
+    checkpoint: bool
+    is_last: bool
+
+    @classmethod
+    def after(cls, step: int, num_steps: int, steps_per_epoch: int, trainer: Trainer) -> Due:
+        """Return what follows a step. Units: steps done."""
+        is_last = step == num_steps
+        return cls(
+            record=step % trainer.log_every == 0 or is_last,
+            evaluation=trainer.eval_every != 0 and (is_due(step, trainer.eval_every, steps_per_epoch) or is_last),
+            checkpoint=is_due(step, trainer.checkpoint_every, steps_per_epoch)
+            or is_due(step, trainer.keep_every or 0, steps_per_epoch),
+            is_last=is_last,
+        )
+
+
+def is_due(step: int, every: int | str, steps_per_epoch: int) -> bool:
+    """Return whether `step` ends a period of `every` steps, or an epoch; 0 is never."""
+    period = steps_per_epoch if isinstance(every, str) else every
+    return period != 0 and step % period == 0
