@@ -25,6 +25,7 @@ from tests.checkpoint.test_writer import Pinning
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp
 from tests.launch.workers.test_cuda_guard import output_of_worker
 from tests.points import Recipe
+from tests.terminals import Session
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")]
 
@@ -63,6 +64,18 @@ def test_a_task_that_waits_is_found_out(ddpexp: Ddpexp) -> None:
     assert "synchronizing CUDA operation" in done.err
 
 
+LOOKS = """\
+class Looks(Sides):
+    # Starts a debugger in the third step of rank 1.
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, model, batch):
+        self.steps += 1
+        if RANK == 1 and self.steps == 3:
+            breakpoint()
+        return super().step(model, batch)
+"""
 CUDA = torch.device("cuda", 0)
 
 STEPS = """\
@@ -420,6 +433,24 @@ def test_a_compiled_model_trains_on_two_gpus_as_on_one(ddpexp: Ddpexp) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
+def test_check_finds_nothing_in_a_sound_recipe_and_a_batch_that_does_not_fit(ddpexp: Ddpexp) -> None:
+    words = ("check", "--config-dir", str(ROOT / "tests/cli/broken/conf"), "recipe=broken", "trainer.gpus=1")
+    sound = ddpexp(*words, timeout=PATIENCE)
+    assert sound.code == 0, sound.out + sound.err
+    exact = ("trainer.reduction=exact", "trainer.micro_batch_size=6", "trainer.deterministic=true")
+    assert ddpexp(*words, *exact, timeout=PATIENCE).code == 0
+    large = ddpexp(*words, "task._target_=broken.TooLarge", timeout=PATIENCE)
+    assert large.code == 1
+    assert re.search(r"^problem memory .*use trainer\.micro_batch_size=6", large.out, re.MULTILINE)
+
+
+def test_values_are_clipped_on_a_gpu_and_time_ends_the_run(ddpexp: Ddpexp) -> None:
+    words = ("trainer.gpus=1", "trainer.clip_grad_norm=1", "trainer.clip_grad_value=0.01", "trainer.precision=fp16")
+    done = Recipe(ddpexp, CODE)(*words, "trainer.epochs=2000", "trainer.max_seconds=1", timeout=PATIENCE)
+    assert done.code == 0, done.err
+    assert done.result()["stopped"].startswith("trainer.max_seconds=1 reached after step ")
+
+
 def test_a_notebook_that_uses_the_gpu_can_train_and_keeps_its_random_numbers(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
@@ -442,3 +473,24 @@ assert [parameter.device.type for parameter in run.model().parameters()] == ["cp
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert " GPU" in done.stdout
+
+
+def test_inline_gives_the_weights_of_spawn_on_a_gpu(ddpexp: Ddpexp) -> None:
+    recipe, words = Recipe(ddpexp), ("trainer.gpus=1", "trainer.deterministic=true")
+    inline, spawn = recipe(*words, "launcher=inline"), recipe(*words)
+    assert (inline.code, spawn.code) == (0, 0), inline.err + spawn.err
+    assert inline.manifest()["world"]["device"] == "cuda"
+    assert inline.result()["weights_sha256"] == spawn.result()["weights_sha256"]
+
+
+@two_gpus
+def test_nccl_and_the_watchdog_wait_for_a_rank_at_a_breakpoint(ddpexp: Ddpexp) -> None:
+    recipe = Recipe(ddpexp, LOOKS)
+    overrides = ("task._target_=points.Looks", "trainer.gpus=2", "trainer.timeout.step_seconds=2")
+    words, run = recipe.words(*overrides)
+    with Session([sys.executable, "-m", "ddpexp", *words], recipe.folder, ddpexp.environ) as shell:
+        shell.expect("(Pdb rank 1) ")
+        time.sleep(10.0)
+        shell.type("c\n")
+        assert shell.end() == 0, shell.shown
+    assert json.loads((run / "result.json").read_text())["status"] == "done"

@@ -203,21 +203,22 @@ def _examine(experiment: Experiment, text: str, folder: Path, server: Server) ->
     if one["weights"] is not None:
         parts["resumed"] = run("resumed")
         parts["two"] = run("two")
-    records = {part: _first_record(folder / part / "metrics.jsonl") for part in ("one", "two")}
+    records = {part: _records(folder / part / "metrics.jsonl") for part in ("one", "resumed", "two")}
     return judge(parts, records, experiment)
 
 
 def judge(
     parts: Mapping[str, Mapping[str, Any] | str | None],
-    records: Mapping[str, Mapping[str, float]],
+    records: Mapping[str, Mapping[int, Mapping[str, float]]],
     experiment: Experiment,
 ) -> list[Finding]:
-    """Return what the parts show. `records` are those of the first step, at one and at two workers."""
+    """Return what the parts show. `records` are those of each part's training steps, by step."""
     one = parts["one"]
     assert isinstance(one, Mapping)
     findings = [Finding(**finding) for finding in one["findings"]]
     problems = {finding.check for finding in findings if finding.ok is False}
     if one["weights"] is None:
+        findings = [finding for finding in findings if finding.ok is not None]
         if problems - {"steps", "sums", "forward"}:  # it ends for the same reason
             findings = [finding for finding in findings if finding.check != "steps"]
         return _unique(findings)
@@ -231,14 +232,20 @@ def judge(
                 Finding("workers", None, f"not checked: see {min(unrepeatable)}"),
             ]
         )
-    resume = _judge_resume(one, parts["resumed"])
+    resume = _judge_resume(one, parts["resumed"], records, experiment)
     workers = _judge_ranks(one, parts["two"], experiment) or _judge_steps(one, parts["two"], records, experiment)
     if not resume.ok and workers.check == "workers":
         workers = Finding("workers", None, "not checked: see resume")
     return _unique([*findings, resume, workers])
 
 
-def _judge_resume(one: Mapping[str, Any], resumed: Mapping[str, Any] | str | None) -> Finding:
+def _judge_resume(
+    one: Mapping[str, Any],
+    resumed: Mapping[str, Any] | str | None,
+    records: Mapping[str, Mapping[int, Mapping[str, float]]],
+    experiment: Experiment,
+) -> Finding:
+    """Compare the step after a resume with the same step of the run that was not interrupted."""
     if not isinstance(resumed, Mapping) or resumed["weights"] is None:
         found = [finding["text"] for finding in resumed["findings"]] if isinstance(resumed, Mapping) else [resumed]
         return Finding("resume", False, f"the run cannot be resumed from its first checkpoint: {found[0]}")
@@ -247,6 +254,11 @@ def _judge_resume(one: Mapping[str, Any], resumed: Mapping[str, Any] | str | Non
     if resumed["weights"] == one["weights"]:
         note = f"; not in checkpoints, and without effect on this step: {places}" if changed else ""
         return Finding("resume", True, f"the step after a resume gives the same weights, to the bit{note}")
+    if one["device"] == "cuda" and not experiment.trainer.deterministic:
+        losses = [records[part].get(2, {}).get("train/loss", math.nan) for part in ("one", "resumed")]
+        if _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+            text = "the step after a resume is the same within rounding; trainer.deterministic=true compares every bit"
+            return Finding("resume", True, text)
     where = (
         f"this changed during the steps, and is not in checkpoints: {places}. Keep it in a buffer "
         "of the model (register_buffer), or in get_extra_state of a module"
@@ -273,8 +285,8 @@ def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, ex
 
 
 def _judge_steps(
-    one: Mapping[str, Any], two: Mapping[str, Any] | str | None, records: Mapping[str, Mapping[str, float]],
-    experiment: Experiment,
+    one: Mapping[str, Any], two: Mapping[str, Any] | str | None,
+    records: Mapping[str, Mapping[int, Mapping[str, float]]], experiment: Experiment,
 ) -> Finding:  # fmt: skip
     """Compare the steps of one and of two workers."""
     assert isinstance(two, Mapping)
@@ -285,7 +297,7 @@ def _judge_steps(
         return Finding("workers", False, "one and two workers give different weights with trainer.reduction=exact")
     # The sums of a train_step may be those of its last micro-batch.
     for name in ("train/grad_norm",) if one["is_manual"] else ("train/loss", "train/grad_norm"):
-        values = [records[part].get(name, math.nan) for part in ("one", "two")]
+        values = [records[part].get(1, {}).get(name, math.nan) for part in ("one", "two")]
         if not _agree(values, _TOLERANCE[trainer.precision]):
             return Finding(
                 "workers",
@@ -301,11 +313,10 @@ def _agree(values: Sequence[float], tolerance: float) -> bool:
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-7) or (math.isnan(one) and math.isnan(other))
 
 
-def _first_record(path: Path) -> Mapping[str, float]:
-    if not path.exists():
-        return {}
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return next((line for line in lines if "train/loss" in line), {})
+def _records(path: Path) -> dict[int, Mapping[str, float]]:
+    """Return the records of the training steps, by step."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["step"]: line for line in lines if "train/loss" in line}
 
 
 def _unique(findings: Sequence[Finding]) -> list[Finding]:

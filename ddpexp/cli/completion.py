@@ -47,6 +47,7 @@ _OPTIONS = {
     "table": ("--help",),
     "plan": ("--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
+    "check": ("--config-dir", "--help"),
     "help": ("--config-dir",),
     "completion": ("--help",),
 }
@@ -207,7 +208,7 @@ def _own_options(command: str) -> Sequence[str]:
         from ddpexp.plan.arguments import NUMBERS, SWITCHES
 
         return (*SWITCHES, *NUMBERS)
-    if command in ("doctor", "status"):
+    if command in ("doctor", "check", "status"):
         return ("--json",)
     if command == "evaluate":
         return ("--split", "--json")

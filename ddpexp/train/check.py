@@ -124,7 +124,11 @@ class _Examined:
             if context.world.world_size > 1:
                 raise
             self._findings.append(Finding("steps", False, self._explained(error)))
-        return {"weights": digest, "findings": [asdict(finding) for finding in self._findings]}
+        return {
+            "device": context.world.device.type,
+            "weights": digest,
+            "findings": [asdict(finding) for finding in self._findings],
+        }
 
     def _try(self, check: str, trial: Callable[[], str | list[str] | None], fine: str) -> None:
         try:

@@ -179,8 +179,10 @@ def _made_in(root: nn.Module, path: Sequence[str]) -> str:
 
 
 def _sums(returned: Any) -> list[tuple[str, Any, Any]]:
+    """Return the name, sum and count of the loss and of each metric; a single array of numbers has the count 0."""
     loss, count, metrics = returned
-    pairs = {"loss": (loss, count), **metrics}
+    pairs = {name: (value, 0) if isinstance(value, Tensor) else value for name, value in metrics.items()}
+    pairs["loss"] = (loss, count)
     return [(name, *map(_number, pair)) for name, pair in pairs.items() if isinstance(pair, tuple | list)]
 
 

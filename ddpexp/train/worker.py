@@ -226,6 +226,7 @@ def fit(context: RunContext, built: Built) -> None:
         ) from None
     except MetricError as error:
         built.checkpointer.drain()
+        control.set_phase("evaluate")
         words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"

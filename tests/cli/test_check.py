@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -19,7 +20,6 @@ from ddpexp.config.schema import Experiment
 from ddpexp.data.batch_plan import plan_batches
 from ddpexp.data.batches import EvalBatches, TrainBatches
 from ddpexp.errors import RefusedError
-from ddpexp.run.check import Finding
 from ddpexp.train import trials
 from ddpexp.train.attributes import Attributes
 from ddpexp.train.precision import Precision
@@ -170,6 +170,7 @@ def test_generators_arrays_and_objects_of_a_recipe_are_compared_by_their_state(a
 # The verdict.
 
 
+@functools.cache
 def composed(*overrides: str) -> tuple[Experiment, str]:
     found = compose(["recipe=mnist", *overrides])
     assert found is not None
@@ -195,15 +196,13 @@ def test_the_micro_batch_is_that_of_the_run(overrides: tuple[str, ...], batch_si
 
 
 ONE: Mapping[str, Any] = {
-    "weights": "a",
-    "findings": [],
-    "changed": {},
-    "step": "Task.step (x.py:3)",
-    "is_manual": False,
-}
+    "device": "cpu", "weights": "a", "findings": [], "changed": {}, "step": "Task.step (x.py:3)", "is_manual": False,
+}  # fmt: skip
 TWO: Mapping[str, Any] = {"weights": "b", "findings": [], "losses": [1.5, 1.5]}
-RECORDS: Mapping[str, Mapping[str, float]] = {
-    "one": {"train/loss": 1.0, "train/grad_norm": 2.0}, "two": {"train/loss": 1.0, "train/grad_norm": 2.00001},
+RECORDS: Mapping[str, Mapping[int, Mapping[str, float]]] = {
+    "one": {1: {"train/loss": 1.0, "train/grad_norm": 2.0}, 2: {"train/loss": 0.9}},
+    "resumed": {2: {"train/loss": 0.90001}},
+    "two": {1: {"train/loss": 1.0, "train/grad_norm": 2.00001}},
 }  # fmt: skip
 
 
@@ -241,7 +240,7 @@ def test_all_is_well() -> None:
         ),
         ({"two": "rank 1: ValueError: no"}, "two", "at two workers: rank 1: ValueError: no"),
         (
-            {"records": {**RECORDS, "two": {"train/loss": 1.1, "train/grad_norm": 2.0}}},
+            {"records": {**RECORDS, "two": {1: {"train/loss": 1.1, "train/grad_norm": 2.0}}}},
             "workers",
             "the same step has train/loss 1 at one worker and 1.1 at two: Task.step (x.py:3) depends on how the batch is "
             "divided.",
@@ -258,8 +257,16 @@ def test_with_exact_every_bit_counts_and_of_a_train_step_only_the_gradient() -> 
     exact = ("trainer.reduction=exact", "trainer.micro_batch_size=64")
     assert verdict(ONE, TWO, RECORDS, None, *exact)["workers"][0] is False
     assert verdict(ONE, {**TWO, "weights": "a"}, RECORDS, None, *exact)["workers"][0] is True
-    other = {**RECORDS, "two": {"train/loss": 9.0, "train/grad_norm": 2.0}}
+    other = {**RECORDS, "two": {1: {"train/loss": 9.0, "train/grad_norm": 2.0}}}
     assert verdict({**ONE, "is_manual": True}, TWO, other)["workers"][0] is True
+
+
+def test_on_a_gpu_a_resume_is_compared_within_rounding_unless_algorithms_are_deterministic() -> None:
+    one, resumed = {**ONE, "device": "cuda"}, {"weights": "c", "findings": []}
+    assert verdict(one, TWO, RECORDS, resumed)["resume"][0] is True
+    assert verdict(one, TWO, RECORDS, resumed, "trainer.deterministic=true")["resume"][0] is False
+    assert verdict(one, TWO, {**RECORDS, "resumed": {2: {"train/loss": 0.8}}}, resumed)["resume"][0] is False
+    assert verdict(ONE, TWO, RECORDS, resumed)["resume"][0] is False
 
 
 def test_what_follows_from_another_problem_is_not_reported_again() -> None:
@@ -269,7 +276,8 @@ def test_what_follows_from_another_problem_is_not_reported_again() -> None:
     memory = {"check": "memory", "ok": False, "text": "too large"}
     failed = {"check": "steps", "ok": False, "text": "the same"}
     assert list(verdict({**ONE, "weights": None, "findings": [memory, failed]})) == ["memory"]
-    assert Finding("memory", False, "x") == Finding("memory", False, "x")
+    skipped = {"check": "sums", "ok": None, "text": "not checked: the same"}
+    assert verdict({**ONE, "weights": None, "findings": [skipped, failed]}) == {"steps": (False, "the same")}
 
 
 @pytest.mark.parametrize(
@@ -319,6 +327,13 @@ def test_state_that_checkpoints_lack_and_a_rank_are_found_in_real_steps(ddpexp: 
     assert {name for name, ok in states.items() if ok is False} == {"resume", "rank"}
     assert f"Counting.scale ({line('self.scale *= 1.5')})" in problems[0]
     assert f"ByRank.step ({FILE}:" in problems[1]
+
+
+def test_an_evaluation_that_fails_is_found(ddpexp: Ddpexp, tmp_path: Path) -> None:
+    code, states, problems = checked(ddpexp, tmp_path, "task._target_=broken.Unfinished")
+    place = line("def finish")
+    assert (code, states["steps"]) == (1, False)
+    assert problems == [f"Unfinished.finish ({place}) raised KeyError: 'hits'; it got loss, accuracy."]
 
 
 def test_a_batch_that_does_not_fit_is_found_with_what_helps(ddpexp: Ddpexp, tmp_path: Path) -> None:

@@ -95,6 +95,16 @@ class TooLarge(Sound):
         return loss + torch.zeros(count, 1 << 44).sum(), count, metrics
 
 
+class Unfinished(Sound):
+    def finish(self, sums: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"rate": sums["hits"][0] / sums["loss"][1]}
+
+
+class Raising(Sound):
+    def step(self, model: nn.Module, batch: Batch) -> Sums:
+        raise ValueError(f"no {len(batch)}")
+
+
 class Unused(Net):
     def __init__(self) -> None:
         super().__init__()
