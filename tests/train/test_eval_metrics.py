@@ -143,10 +143,10 @@ def everything() -> Finishes:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums that are folded after every second round, and exchanged a few numbers at a time."""
     monkeypatch.setattr(batch_states, "KEPT_BYTES", 400)
-    monkeypatch.setattr(batch_states, "PIECE_BYTES", 56)
+    monkeypatch.setattr(batch_states, "PIECE_BYTES", 200)
 
 
-CASES = (103, 104, 10, 3, 64)  # samples: an uneven last batch, an even one, fewer batches than ranks
+CASES = (103, 10, 3)  # samples: an uneven last batch, and fewer batches than ranks
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_a_task_without_such_metrics_communicates_as_often_as_before(
     assert on_ranks(tmp_path, 2, counted) == [1, 1]
 
 
-@pytest.mark.parametrize(("rank", "after"), [(0, 0), (1, 0), (1, 1), (2, 2), (0, 4)])
+@pytest.mark.parametrize(("rank", "after"), [(0, 0), (1, 1), (2, 2)])
 def test_a_stop_request_on_any_rank_ends_an_evaluation_on_all(
     tmp_path: Path, small_pieces: None, rank: int, after: int
 ) -> None:
