@@ -371,6 +371,14 @@ def test_a_metric_that_does_not_accept_a_batch_is_named() -> None:
         run(Counts({"matrix": lambda scores, labels: metric_update(matrix, scores, labels)}))
 
 
+def test_names_may_have_any_characters() -> None:
+    auroc = BinaryAUROC()
+    entry: Entry = lambda scores, labels: metric_update(auroc, chances(scores), labels == 1)  # noqa: E731
+    values = run(Counts({"a": entry, "a|b": entry, "a/b.c": entry}))
+    assert values is not None
+    assert values["eval/a"] == values["eval/a|b"] == values["eval/a/b.c"]
+
+
 def test_the_users_metric_stays_as_it_is() -> None:
     auroc = BinaryAUROC()
     auroc.update(torch.tensor([0.1, 0.9]), torch.tensor([0, 1]))
