@@ -64,6 +64,7 @@ NOT_TYPED = {
     "data.path=FILE": "a key of examples/gpt",
     "data.token=$TOKEN": "a user's own key",
     "scheduler._target_=mine.Stable": "a user's own class",
+    "+callbacks.mine._target_=mine.Mine": "a user's own class",
     "logger=[tensorboard,mine]": "a user's own logger",
     "logger.mine.file=rows.csv": "a key of it",
     "model=deep": "a user's own model",
@@ -87,6 +88,8 @@ ONLY_WITH = {
     "trainer.reduction=exact": ["trainer.micro_batch_size=16"],
     "trainer.reduction=exact trainer.deterministic=true trainer.log_every=1": ["trainer.micro_batch_size=16"],
     "trainer.backend=mpi": ["launcher=mpi"],
+    "callbacks.early_stopping.patience=5": ["callbacks=early_stopping"],
+    "trainer.average_batch_norm=100": ["trainer.ema_decay=0.999"],
     "trainer.nodes=1:4": ["launcher=elastic"],
     "sweep.early_stop=median": ["sweep.objective=eval/loss"],
     "sweep.early_stop=halving sweep.early_stop_after=500 sweep.early_stop_factor=3": ["sweep.objective=eval/loss"],
@@ -152,6 +155,12 @@ OVERRIDES = [
     for typed in ALL
     if command_of(typed.text) is None and is_overrides(typed.text) and typed.text not in NOT_TYPED
 ]
+
+
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is written is tested, not how processes start: fork servers are forks."""
+    return warm_environ
 
 
 @pytest.fixture(scope="module")

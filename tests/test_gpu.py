@@ -494,3 +494,18 @@ def test_nccl_and_the_watchdog_wait_for_a_rank_at_a_breakpoint(ddpexp: Ddpexp) -
         shell.type("c\n")
         assert shell.end() == 0, shell.shown
     assert json.loads((run / "result.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_gan_trains_on_a_gpu_in_half_precision(ddpexp: Ddpexp, precision: str) -> None:
+    few = ("data.source=embedded", "data.embedded_train=640", "data.embedded_test=100", "trainer.log_every=1")
+    keys = (f"trainer.precision={precision}", "trainer.clip_grad_norm=1", "trainer.micro_batch_size=32")
+    run = ddpexp.folder / "gan"
+    recipe = ("--config-dir", str(ROOT / "examples/gan/conf"), "recipe=gan", "trainer.gpus=1")
+    for task in ((), ("task._target_=gan.WassersteinGAN", "task.discriminator_lr=0.0002")):
+        done = ddpexp(*recipe, *few, *keys, *task, f"run.dir={run}{len(task)}", timeout=PATIENCE)
+        assert done.code == 0, done.err
+        records = [json.loads(line) for line in Path(f"{run}{len(task)}", "metrics.jsonl").read_text().splitlines()]
+        losses = [record["train/discriminator_loss"] for record in records if "train/loss" in record]
+        assert len(losses) == 25
+        assert None not in losses  # what is not finite

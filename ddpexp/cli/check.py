@@ -133,6 +133,11 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
     with (conf_folder() / "launcher" / "spawn.yaml").open() as file:
         tree["launcher"] = load_yaml(file.read())
     tree["logger"] = {}
+    tree["callbacks"] = {
+        name: node
+        for name, node in (tree.get("callbacks") or {}).items()
+        if name in experiment.callbacks and experiment.callbacks[name].target != "histograms"  # which need a logger
+    }
     tree["run"] |= {"dir": folder, "resume": "auto"}
     tree["data"] |= {"num_workers": 0} if "num_workers" in tree["data"] else {}
     tree["trainer"] |= {
@@ -145,6 +150,9 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
         "max_seconds": None,
         "global_batch_size": 2 * micro,
         "micro_batch_size": micro,
+        "swa_start": None if trainer.swa_start is None else 0,
+        "swa_every": 1,
+        "average_batch_norm": None if trainer.average_batch_norm is None else 1,
         "compile": False,
         "compile_blocks": None,
         "log_every": 1,

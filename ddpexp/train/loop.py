@@ -153,7 +153,7 @@ class Loop:
             self.callbacks.start(RunView(
                 self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
                 self.logger, self.callbacks.requests, self.state, self._step, self._evaluation.monitor,
-                self._parameter_names,
+                self._parameter_names, self.strategy.shard,
             ))  # fmt: skip
 
     def _new_accumulator(self) -> MetricAccumulator:

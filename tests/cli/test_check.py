@@ -195,6 +195,16 @@ def test_the_micro_batch_is_that_of_the_run(overrides: tuple[str, ...], batch_si
     assert type(short.launcher).__name__ == "Spawn"
 
 
+def test_callbacks_and_averages_fit_into_two_steps() -> None:
+    experiment, text = composed(
+        "callbacks=[histograms,early_stopping]", "trainer.swa_start=500", "trainer.average_batch_norm=100"
+    )
+    short = load(shortened(text, experiment, "/tmp/folder"))
+    assert list(short.callbacks) == ["early_stopping"]
+    trainer = short.trainer
+    assert (trainer.swa_start, trainer.swa_every, trainer.average_batch_norm) == (0, 1, 1)
+
+
 ONE: Mapping[str, Any] = {
     "device": "cpu", "weights": "a", "findings": [], "changed": {}, "step": "Task.step (x.py:3)", "is_manual": False,
 }  # fmt: skip
@@ -333,7 +343,8 @@ def test_an_evaluation_that_fails_is_found(ddpexp: Ddpexp, tmp_path: Path) -> No
     code, states, problems = checked(ddpexp, tmp_path, "task._target_=broken.Unfinished")
     place = line("def finish")
     assert (code, states["steps"]) == (1, False)
-    assert problems == [f"Unfinished.finish ({place}) raised KeyError: 'hits'; it got loss, accuracy."]
+    [problem] = problems
+    assert problem.startswith(f"Unfinished.finish ({place}) raised KeyError: 'hits'")
 
 
 def test_a_batch_that_does_not_fit_is_found_with_what_helps(ddpexp: Ddpexp, tmp_path: Path) -> None:

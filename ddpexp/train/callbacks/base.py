@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ddpexp.data.batches import TrainBatches
     from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
+    from ddpexp.strategy.base import Shard
     from ddpexp.train.optimizer_step import Step
     from ddpexp.train.state import TrainState
 
@@ -89,6 +90,7 @@ class RunView:
     _step: Step
     _register: Callable[[str, str], None]
     _parameters: Mapping[str, Tensor]  # of all models, by name
+    _shard: Callable[[str, Tensor], Shard]
     caller: str = ""  # the key of the callback that is called
     _stepping: Sequence[Optimizer] = ()  # in `on_gradients`, those that are about to use the gradients
 
@@ -152,6 +154,10 @@ class RunView:
         for name, parameter in self.parameters():
             if id(parameter) in waiting and parameter.grad is not None:
                 yield name, parameter.grad
+
+    def held(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what this rank holds of a parameter or gradient: all of it, or some rows of a sharded one."""
+        return self._shard(name, tensor).tensor
 
     @property
     def micro_batch_size(self) -> int:
