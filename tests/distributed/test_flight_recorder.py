@@ -14,7 +14,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ddpexp.distributed import flight_recorder
 from ddpexp.launch.workers.collectives import Record, unpack
-from ddpexp.launch.workers.control import Control, Lines, SharedStatus
+from ddpexp.launch.workers.control import Control, SharedStatus
+from ddpexp.launch.workers.lines import Lines
 
 LONG = 30.0
 

@@ -28,7 +28,8 @@ from ddpexp.launch.supervise.assignment import assign_ranks
 from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.messages import BeginAgreement, CommitStep, ReportBound
 from ddpexp.launch.supervise.stop_agreement import Agreement
-from ddpexp.launch.workers.control import Lines, SharedStatus
+from ddpexp.launch.workers.control import SharedStatus
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.oom import Memory
 from ddpexp.system.terminal import Terminal

@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from ddpexp.launch.workers.control import Control, Lines
+from ddpexp.launch.workers.control import Control
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.loggers.progress import Progress
 
 TRAIN = {

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddpexp.launch.workers.control import Lines
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.system.network import LOOPBACK
 
 _SEND_SECONDS = 10.0

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, Failure, PeerError
 from ddpexp.launch.supervise.stacks import Stack, raised, shown, threads
-from ddpexp.launch.workers.control import Lines, SharedStatus
+from ddpexp.launch.workers.control import SharedStatus
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
 
 _LAST_LINES = 20

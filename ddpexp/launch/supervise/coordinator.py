@@ -29,7 +29,8 @@ from ddpexp.launch.supervise.causes import Worker
 from ddpexp.launch.supervise.supervisor import supervise
 from ddpexp.launch.workers import cleanup
 from ddpexp.launch.workers.client import Server
-from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, TERMINAL_FD, Lines, SharedStatus
+from ddpexp.launch.workers.control import CONTROL_FD, PAGE_FD, SIGNALS_FD, STORE_FD, TERMINAL_FD, SharedStatus
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system import start
 from ddpexp.system.gpus import Device, worker_variables

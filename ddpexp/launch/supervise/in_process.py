@@ -32,7 +32,8 @@ from ddpexp.launch.supervise.signal_handler import SignalHandler
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.supervise.worker_events import WorkerReports, explain_loader
 from ddpexp.launch.workers import cleanup
-from ddpexp.launch.workers.control import Control, Lines, SharedStatus
+from ddpexp.launch.workers.control import Control, SharedStatus
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
 from ddpexp.system.hardware import visible_devices
 from ddpexp.system.limits import check_open_files

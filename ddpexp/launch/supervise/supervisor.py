@@ -33,7 +33,7 @@ from ddpexp.launch.supervise.signals import signals_as_bytes
 from ddpexp.launch.supervise.stop_agreement import Agreement
 from ddpexp.launch.supervise.watchdog import Watchdog
 from ddpexp.launch.supervise.worker_events import Server, WorkerEvents, WorkerReports
-from ddpexp.launch.workers.control import Lines
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.system.process import exit_code, is_stopped
 from ddpexp.system.terminal import Terminal
 

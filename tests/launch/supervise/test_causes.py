@@ -21,7 +21,8 @@ from ddpexp.launch.supervise.causes import (
     rank_causes,
     weight,
 )
-from ddpexp.launch.workers.control import Control, Lines, SharedStatus
+from ddpexp.launch.workers.control import Control, SharedStatus
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
 
 HOST = os.uname().nodename

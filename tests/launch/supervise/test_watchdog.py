@@ -27,7 +27,8 @@ from ddpexp.launch.supervise.hangs import Account, verdict
 from ddpexp.launch.supervise.messages import BeginInquiry, InquiryMessage, ReportAccounts
 from ddpexp.launch.supervise.watchdog import Watchdog
 from ddpexp.launch.workers.collectives import Call, Group, Record
-from ddpexp.launch.workers.control import Control, Lines, Phase, SharedStatus
+from ddpexp.launch.workers.control import Control, Phase, SharedStatus
+from ddpexp.launch.workers.lines import Lines
 from ddpexp.launch.workers.rank_log import Log
 
 PROGRAM = """\

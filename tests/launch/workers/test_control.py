@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpexp.launch.workers.control import CONTROL_FD, Control, Lines
+from ddpexp.launch.workers.control import CONTROL_FD, Control
+from ddpexp.launch.workers.lines import Lines
 
 
 @pytest.fixture
