@@ -151,7 +151,7 @@ class Loop:
         self._metrics.restore(self.state.window)
         if self.callbacks.members:
             self.callbacks.start(RunView(
-                self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
+                self.num_steps, self.options, self.world, self.train, self.strategy, self.optimizers,
                 self.logger, self.callbacks.requests, self.state, self._step, self._evaluation.monitor,
                 self._parameter_names,
             ))  # fmt: skip

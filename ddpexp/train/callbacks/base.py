@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ddpexp.data.batches import TrainBatches
     from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
+    from ddpexp.strategy.base import Strategy
     from ddpexp.train.optimizer_step import Step
     from ddpexp.train.state import TrainState
 
@@ -81,7 +82,7 @@ class RunView:
     _options: Trainer
     _world: World
     _train: TrainBatches
-    models: Mapping[str, nn.Module]  # by name, as built: a single one is `model`
+    _strategy: Strategy
     optimizers: Mapping[str, Optimizer]
     logger: Logger  # rank zero records, those of the others do nothing
     _requests: Requests
@@ -91,6 +92,11 @@ class RunView:
     _parameters: Mapping[str, Tensor]  # of all models, by name
     caller: str = ""  # the key of the callback that is called
     _stepping: Sequence[Optimizer] = ()  # in `on_gradients`, those that are about to use the gradients
+
+    @property
+    def models(self) -> Mapping[str, nn.Module]:
+        """Return the models by name, as built: a single one is `model`."""
+        return self._strategy.modules
 
     @property
     def step(self) -> int:
@@ -152,6 +158,13 @@ class RunView:
         for name, parameter in self.parameters():
             if id(parameter) in waiting and parameter.grad is not None:
                 yield name, parameter.grad
+
+    def local(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what this rank holds of a parameter or gradient as an ordinary tensor: some rows, where it is sharded.
+
+        `name` is the one that `parameters` or `gradients` yields with it.
+        """
+        return self._strategy.shard(name, tensor.detach()).tensor
 
     @property
     def micro_batch_size(self) -> int:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.checkpoint.reader import read_rank_state
-from tests.conftest import Ddpexp, Done
+from tests.conftest import PATIENCE, Ddpexp, Done
 from tests.points import Recipe
 from tests.test_interruptions import (
     CODE,
@@ -160,7 +160,7 @@ def test_killed_at_thirty_random_moments_all_end_equal(
             process, run = recipe.start(*overrides, run=run, environ={"PACE": "0.02"})
             time.sleep(chance.uniform(0.3, 2.0))
             if process.poll() is not None or kills == 30:
-                process.wait()
+                process.communicate(timeout=PATIENCE)
                 break
             kill_everything(process, run)
             kills += 1
