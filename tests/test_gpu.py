@@ -25,6 +25,7 @@ from tests.checkpoint.test_writer import Pinning
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp
 from tests.launch.workers.test_cuda_guard import output_of_worker
 from tests.points import Recipe
+from tests.terminals import Session
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")]
 
@@ -63,6 +64,18 @@ def test_a_task_that_waits_is_found_out(ddpexp: Ddpexp) -> None:
     assert "synchronizing CUDA operation" in done.err
 
 
+LOOKS = """\
+class Looks(Sides):
+    # Starts a debugger in the third step of rank 1.
+    def __init__(self):
+        self.steps = 0
+
+    def step(self, model, batch):
+        self.steps += 1
+        if RANK == 1 and self.steps == 3:
+            breakpoint()
+        return super().step(model, batch)
+"""
 CUDA = torch.device("cuda", 0)
 
 STEPS = """\
@@ -460,3 +473,39 @@ assert [parameter.device.type for parameter in run.model().parameters()] == ["cp
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert " GPU" in done.stdout
+
+
+def test_inline_gives_the_weights_of_spawn_on_a_gpu(ddpexp: Ddpexp) -> None:
+    recipe, words = Recipe(ddpexp), ("trainer.gpus=1", "trainer.deterministic=true")
+    inline, spawn = recipe(*words, "launcher=inline"), recipe(*words)
+    assert (inline.code, spawn.code) == (0, 0), inline.err + spawn.err
+    assert inline.manifest()["world"]["device"] == "cuda"
+    assert inline.result()["weights_sha256"] == spawn.result()["weights_sha256"]
+
+
+@two_gpus
+def test_nccl_and_the_watchdog_wait_for_a_rank_at_a_breakpoint(ddpexp: Ddpexp) -> None:
+    recipe = Recipe(ddpexp, LOOKS)
+    overrides = ("task._target_=points.Looks", "trainer.gpus=2", "trainer.timeout.step_seconds=2")
+    words, run = recipe.words(*overrides)
+    with Session([sys.executable, "-m", "ddpexp", *words], recipe.folder, ddpexp.environ) as shell:
+        shell.expect("(Pdb rank 1) ")
+        time.sleep(10.0)
+        shell.type("c\n")
+        assert shell.end() == 0, shell.shown
+    assert json.loads((run / "result.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_gan_trains_on_a_gpu_in_half_precision(ddpexp: Ddpexp, precision: str) -> None:
+    few = ("data.source=embedded", "data.embedded_train=640", "data.embedded_test=100", "trainer.log_every=1")
+    keys = (f"trainer.precision={precision}", "trainer.clip_grad_norm=1", "trainer.micro_batch_size=32")
+    run = ddpexp.folder / "gan"
+    recipe = ("--config-dir", str(ROOT / "examples/gan/conf"), "recipe=gan", "trainer.gpus=1")
+    for task in ((), ("task._target_=gan.WassersteinGAN", "task.discriminator_lr=0.0002")):
+        done = ddpexp(*recipe, *few, *keys, *task, f"run.dir={run}{len(task)}", timeout=PATIENCE)
+        assert done.code == 0, done.err
+        records = [json.loads(line) for line in Path(f"{run}{len(task)}", "metrics.jsonl").read_text().splitlines()]
+        losses = [record["train/discriminator_loss"] for record in records if "train/loss" in record]
+        assert len(losses) == 25
+        assert None not in losses  # what is not finite

@@ -10,7 +10,8 @@ import pytest
 
 from ddpexp.system.hardware import visible_devices
 from tests.conftest import PATIENCE, Ddpexp
-from tests.points import Recipe
+from tests.fitting import near
+from tests.points import Recipe, weights
 from tests.test_gpu import DEVICES, devices_of
 
 WHOLE = [device for device in visible_devices() if not device.is_mig]
@@ -53,3 +54,40 @@ def test_killed_ranks_leave_neither_shared_memory_nor_dumps(ddpexp: Ddpexp) -> N
     assert (done.code, json.loads((done.run / "error.json").read_text())["signal"]) == (1, signal.SIGKILL)
     assert files() <= before
     assert not list(cache.rglob("comm_lib_trace_rank_*"))
+
+
+SEVERAL = """\
+class Encodes(Net):
+    def encode(self, rows):
+        return self(rows)
+
+
+class Several(Sides):
+    # Two forward passes, then two backward passes of them, or one of their sum.
+    def __init__(self, together):
+        self.together = together
+
+    def train_step(self, update, batches):
+        for number, (_, rows, labels) in enumerate(batches, start=1):
+            with update.micro_batch(last=number == len(batches)):
+                loss = nn.functional.cross_entropy(update.models(rows), labels, reduction="sum")
+                other = update.models.encode(2 * rows).square().sum()
+                if self.together:
+                    update.backward(loss + other, len(labels))
+                else:
+                    update.backward(loss, len(labels))
+                    update.backward(other, len(labels))
+        update.apply()
+        return loss.detach(), len(labels), {}
+"""
+
+
+def test_ddp_reduces_the_gradients_of_several_backward_passes(ddpexp: Ddpexp) -> None:
+    recipe = Recipe(ddpexp, SEVERAL)
+    overrides = ("task._target_=points.Several", "model._target_=points.Encodes", "trainer.micro_batch_size=6")
+    each, whole, alone = (
+        weights(recipe(*overrides, f"+task.together={together}", f"trainer.gpus={size}", timeout=PATIENCE))
+        for together, size in (("false", 2), ("true", 2), ("false", 1))
+    )
+    assert near(each, whole, 1e-5)
+    assert near(each, alone, 1e-5)

@@ -91,7 +91,7 @@ def _resume(argv: list[str], server: Server | None) -> int:
         from ddpexp.sweep.run import run_sweep
 
         again = resumed(argv[1:], sys.argv)
-        _check_sweep_is_started_once()
+        _check_runs_once("run the whole sweep")
         outcome.stop_on_signals()
         return run_sweep(again, server)
     run = resume(argv[1:], sys.argv)
@@ -133,6 +133,7 @@ def _doctor(argv: list[str], server: Server | None) -> int:
 def _check(argv: list[str], server: Server | None) -> int:
     from ddpexp.cli.check import check
 
+    _check_runs_once("check the recipe")
     return check(argv[1:], server)
 
 
@@ -185,7 +186,7 @@ def _train(argv: list[str], server: Server | None) -> int:
     if isinstance(composed, Swept):
         from ddpexp.sweep.run import run_sweep
 
-        _check_sweep_is_started_once()
+        _check_runs_once("run the whole sweep")
         outcome.stop_on_signals()
         return run_sweep(composed, server)
     experiment = parse(composed.values)
@@ -222,12 +223,13 @@ def check_started_once(launcher: Launcher, job: Job, environ: Mapping[str, str] 
         print_message(f"ddpexp: warning: {warning}")
 
 
-def _check_sweep_is_started_once() -> None:
+def _check_runs_once(what: str) -> None:
+    """Check that nothing has started several of a command that does all of its work by itself."""
     if (started := externally_started()) is not None:
         starter, count, _ = started
         raise RefusedError(
-            f"{starter} has started {count} of these commands, and each would run the whole sweep: type the command "
-            f"without {starter}."
+            f"{starter} has started {count} of these commands, and each would {what}: type the command without "
+            f"{starter}."
         )
 
 

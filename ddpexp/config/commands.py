@@ -28,7 +28,7 @@ COMMANDS = (
     Command("resume", "RUN_DIR [key=value ...]", "continue an interrupted run or sweep", ("continue", "restart",
         "restore")),
     Command(
-        "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...] [--split NAME] [--json]",
+        "evaluate", "RUN_DIR_OR_WEIGHTS [key=value ...] [options]",
         "evaluate the weights of a run, or of a file",
         ("eval", "test", "valid", "validate"),
     ),

@@ -93,6 +93,10 @@ _VALUES = {
         "slurm": "srun sbatch salloc submitit submitit_slurm",
         "mpi": "mpirun mpiexec horovod",
     },
+    "strategy": {
+        "ddp": "dp dataparallel data_parallel distributeddataparallel ddp_find_unused_parameters_true ddp_notebook",
+        "fsdp": "fsdp2 fsdp1 fully_sharded fully_shard zero3 zero_3 deepspeed_stage_3 sharded hsdp",
+    },
     "logger": {"tensorboard": "tb", "none": "false no disabled"},
     "callbacks": {
         "none": "null false no disabled",
@@ -115,6 +119,17 @@ _ADVICE_ON_VALUES = {  # patterns of values for which no single value stands
     "trainer.device": {
         r"cuda:\d+": "Did you mean trainer.device=cuda? CUDA_VISIBLE_DEVICES=0 before the command chooses GPUs.",
         "mps|tpu|xla|xpu|hpu|npu": _NO_DEVICE,
+    },
+    "strategy": {
+        "zero_?[12]?|deepspeed(_stage_[12])?|ddp_sharded|fairscale": (
+            "strategy.shard_optimizer=true divides the optimizer's state among the workers (ZeRO stage 1), and "
+            "strategy=fsdp everything (stage 3)."
+        ),
+        "mp|model_parallel|naive|device_map": (
+            "There is no splitting by layers: strategy=fsdp gives each worker a share of every layer."
+        ),
+        "tp|tensor_parallel|pp|pipeline(_parallel)?|gpipe|cp|context_parallel|sp|sequence_parallel|ep|expert_parallel|"
+        "megatron|3d": "There is data parallelism: strategy=fsdp for models that do not fit into one worker.",
     },
     "trainer.gpus": {"cpu|cpus": "It is a number of workers: trainer.device=cpu trainer.gpus=2 runs two on the CPU."},
     "trainer.precision": {

@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from ddpexp.config.build import did_you_mean, nearest, unknown_key
 from ddpexp.config.folders import LISTED, conf_folder, groups, options
-from ddpexp.config.foreign import value_here
+from ddpexp.config.foreign import advice_on_value, value_here
 from ddpexp.config.hydra_section import no_effect
 from ddpexp.config.kinds import takes_fraction, takes_list, takes_number
 from ddpexp.config.override_syntax import unread
@@ -132,6 +132,8 @@ def _unknown_option(file: str, known: Sequence[str], added: bool) -> str:
         known = [here]
         option_here = f" Did you mean {group}={here}?"
         return f"{group}={option} is not a known option.{option_here}"
+    if advice := advice_on_value(group, option.lower()):
+        return f"{group}={option} is not a known option.{advice}"
     meant = did_you_mean(option, known, f"{group}=") if known else f" There is no group {group}."
     if group == "recipe" and option and not added and "Did you mean" not in meant:
         meant += " Recipes of your own are in the folder that --config-dir names."

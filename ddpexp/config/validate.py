@@ -289,6 +289,11 @@ def _check_data(data: Data) -> None:
 def _check_together(experiment: Experiment) -> None:
     """Check keys of several sections against each other."""
     trainer = experiment.trainer
+    if experiment.run.init_from is not None and not experiment.strategy.builds_whole:
+        raise RefusedError(
+            f"run.init_from={experiment.run.init_from} loads weights into whole models, and with strategy.init=replay "
+            "there are none. Use strategy.init=whole."
+        )
     _check_callbacks(experiment)
     if trainer.backend == "mpi" and not experiment.launcher.provides_mpi:
         raise RefusedError("trainer.backend=mpi needs launcher=mpi: only mpirun connects the ranks for it. Use auto.")

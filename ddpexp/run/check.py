@@ -53,9 +53,10 @@ class Check(Job):
         self.run.checkpoints.mkdir(parents=True)
         self.run.config.write_text(self._text)
         self.run.manifest.write_text("{}")
+        earlier = self._folder / {"one": "", "resumed": "one", "two": "resumed"}[self.part] / "checkpoints"
         if self.part == "resumed":
-            first = folder_name(1)
-            shutil.copytree(self._folder / "one" / "checkpoints" / first, self.run.checkpoints / first)
+            (earlier / folder_name(1)).rename(self.run.checkpoints / folder_name(1))
+        shutil.rmtree(earlier, ignore_errors=True)  # there is room for those of one part
         request = {
             "config": self._text,
             "run": str(self.run.path),
@@ -64,6 +65,10 @@ class Check(Job):
             "data": prepare(self.experiment.data, self.experiment.trust),
         }
         self.arguments = [json.dumps(request)]
+
+    def interrupt(self, step: int | None = None, saved: bool = False) -> str:
+        """Return what is left: nothing."""
+        return "the check is not finished, and its folder is removed"
 
     def answer(self) -> Mapping[str, Any] | None:
         """Return what rank zero found; None if it did not get that far."""

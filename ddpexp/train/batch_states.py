@@ -55,7 +55,8 @@ class BatchStates:
 
         Returns False if keys, kinds, types or shapes differ from those of the first batch.
         """
-        kinds = " ".join(f"{key}:{kind}{_described(value)}" for key, (kind, value) in sorted(states.items()))
+        states = {key: states[key] for key in sorted(states)}  # in one order in all batches and on all ranks
+        kinds = " ".join(f"{key}:{kind}{_described(value)}" for key, (kind, value) in states.items())
         if self._kinds is None:
             self._kinds = kinds
             self._begin(states)
@@ -91,8 +92,8 @@ class BatchStates:
 
     @property
     def digest(self) -> int:
-        """Return a number of 40 bits that is equal on ranks with the same keys, kinds, types and shapes."""
-        return int.from_bytes(hashlib.sha256((self._kinds or "").encode()).digest()[:5], "big")
+        """Return a number of 32 bits that is equal on ranks with the same keys, kinds, types and shapes."""
+        return int.from_bytes(hashlib.sha256((self._kinds or "").encode()).digest()[:4], "big")
 
     @property
     def _row_length(self) -> int:

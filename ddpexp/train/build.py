@@ -241,12 +241,17 @@ def build_schedule(experiment: Experiment, num_steps: int) -> Schedule:
     return schedule
 
 
+def max_eval_samples(trainer: Trainer) -> int | None:
+    """Return how many samples of each set are evaluated at most; None: all."""
+    return trainer.limit_eval_batches * trainer.global_batch_size if trainer.limit_eval_batches is not None else None
+
+
 def build_evals(
     experiment: Experiment, splits: Splits, rank: DataRank, device: torch.device, batch_size: int
 ) -> dict[str, EvalBatches]:
     """Return the batches of each evaluation set that this rank evaluates."""
     data, trainer = experiment.data, experiment.trainer
-    limit = trainer.limit_eval_batches * trainer.global_batch_size if trainer.limit_eval_batches is not None else None
+    limit = max_eval_samples(trainer)
     return {
         name: EvalBatches(
             dataset,

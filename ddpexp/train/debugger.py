@@ -14,12 +14,12 @@ import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 from ddpexp.errors import DdpexpError
-from ddpexp.launch.workers.control import TERMINAL_FD, Control
+from ddpexp.launch.workers.control import Control
 
 QuitError = bdb.BdbQuit  # raised by debuggers with a `quit` of their own
 
@@ -29,7 +29,7 @@ _ADVICE = (
     "PYTHONBREAKPOINT=remote_pdb.set_trace."
 )
 _END_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
-_LINUX_DISABLED = b"\0"  # a control character that no key produces
+_DISABLED = b"\0"  # in place of a key. Source: _POSIX_VDISABLE of Linux
 
 
 class _PromptClosed(BaseException):
@@ -39,9 +39,9 @@ class _PromptClosed(BaseException):
 class Debugger:
     """The debugger of this process."""
 
-    def __init__(self, control: Control, rank: int, world_size: int, terminal: int | None) -> None:
-        """`terminal` is a descriptor of the command's terminal; None: there is none, or this process has it itself."""
-        self._control, self._terminal = control, terminal
+    def __init__(self, control: Control, rank: int, world_size: int) -> None:
+        """Name the rank in the prompt, if there are several."""
+        self._control, self._terminal = control, control.terminal
         self._name = f"(Pdb rank {rank}) " if world_size > 1 else "(Pdb) "
         self._pid = os.getpid()
         self._is_over = False  # the run stops: breakpoints are ignored
@@ -55,7 +55,7 @@ class Debugger:
         if os.getpid() != self._pid:
             raise DdpexpError(
                 f"{_place(frame)} starts a debugger in a process that a worker has started, such as a DataLoader "
-                f"worker, which has no terminal: use launcher=inline data.num_workers=0. {_ADVICE}"
+                f"worker, which has no terminal: use data.num_workers=0. {_ADVICE}"
             )
         if self._terminal is None and not self._control.in_process:
             raise DdpexpError(
@@ -165,11 +165,7 @@ def install(debugger: Debugger) -> None:
 
 def of_process(control: Control, environ: Mapping[str, str]) -> Debugger:
     """Return the debugger of a worker with these variables."""
-    terminal = environ.get(TERMINAL_FD)
-    if terminal is not None:
-        os.set_inheritable(int(terminal), False)
-    rank, world_size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-    return Debugger(control, rank, world_size, None if terminal is None else int(terminal))
+    return Debugger(control, int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1)))
 
 
 def _has_own_connection(debugger: pdb.Pdb) -> bool:
@@ -198,12 +194,13 @@ def _standard_streams(terminal: int) -> Iterator[None]:
             os.dup2(terminal, number)
         sys.stdin = sys.__stdin__
         changed = termios.tcgetattr(terminal)
-        changed[6][termios.VSUSP] = _LINUX_DISABLED
+        changed[6][termios.VSUSP] = _DISABLED
         termios.tcsetattr(terminal, termios.TCSADRAIN, changed)
         yield
     finally:
         _flush()
-        termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
+        with suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(terminal, termios.TCSADRAIN, attributes)
         sys.stdin = stdin
         for number, before in enumerate(kept):
             os.dup2(before, number)
@@ -212,4 +209,5 @@ def _standard_streams(terminal: int) -> Iterator[None]:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with suppress(OSError):
+            stream.flush()

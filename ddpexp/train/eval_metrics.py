@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ddpexp.distributed.world import World
+from ddpexp.errors import DdpexpError
 from ddpexp.strategy.options import DataRank
 from ddpexp.task import EvalSums, HasFinish, MetricUpdate, Sums, Task
 from ddpexp.train.batch_states import BatchStates, States
@@ -39,8 +40,8 @@ class SetMetrics:
         With `counts` false they are not added: only their names and shapes are learned.
 
         Raises:
-            DdpexpError: the names or shapes are not those of the first batch, or a metric does not accept the batch.
-            MetricError: an entry that cannot be reduced.
+            DdpexpError: the names or shapes are not those of the first batch, a metric cannot be merged, or it does not
+                accept the batch.
         """
         loss, count, metrics = sums
         scalars: dict[str, Any] = {name: entry for name, entry in metrics.items() if is_scalar_pair(entry)}
@@ -61,7 +62,7 @@ class SetMetrics:
             else:
                 states |= _states_of(name, entry, self._world.device)
         if self._names not in (None, sorted(entries)) or not self.states.add(states, counts):
-            raise MetricError(
+            raise DdpexpError(
                 f"{named(self._task.step)} returned the metrics {', '.join(sorted(entries)) or 'none'} in another "
                 f"number, type or shape than in the batch before ({', '.join(self._names or []) or 'none'}), and those "
                 "of all batches are added up: return the same every time."
@@ -134,7 +135,7 @@ def finished(task: HasFinish, sums: Mapping[str, Any]) -> dict[str, float]:
         returned: Any = task.finish(sums)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise MetricError(f"{source} raised {problem}; it got {', '.join(sums)}.") from error
+        raise MetricError(f"{source} raised {problem}; sums holds {', '.join(sums)}.") from error
     if not isinstance(returned, Mapping):
         raise MetricError(f"{source} returned {shown(returned)}, where {{name: number}} belongs, {{}} for none.")
     values = {}

@@ -20,7 +20,7 @@ from ddpexp.strategy.options import DataRank
 from ddpexp.system.fault_injection import fault_point
 from ddpexp.task import HasFinish, Sums, Task
 from ddpexp.train.eval_metrics import SetMetrics
-from ddpexp.train.metrics import MetricAccumulator, MetricError, detached
+from ddpexp.train.metrics import MetricAccumulator, detached
 from ddpexp.train.precision import Precision
 from ddpexp.train.task_checks import check_sums, holds_plain_values, is_torchmetrics, unnoticed
 
@@ -134,10 +134,7 @@ def _step(task: Task, model: Any, batch: Any, metrics: SetMetrics, check: bool, 
     """Add what the task returns for a batch to the metrics; return its pairs of scalars."""
     sums = task.step(model, batch)
     if check:
-        try:
-            check_sums(sums, task.step, trains=False, evaluates=True)
-        except DdpexpError as error:
-            raise MetricError(str(error)) from None
+        check_sums(sums, task.step, trains=False, evaluates=True)
     return detached(metrics.split(sums, counts))
 
 
@@ -151,7 +148,7 @@ def metric_names(
     Ranks: all, for a model may communicate.
 
     Raises:
-        MetricError: what the task returns cannot be evaluated, whatever the batch.
+        DdpexpError: what the task returns cannot be evaluated, whatever the batch.
     """
     if not holds_plain_values(task):
         return None
@@ -163,7 +160,7 @@ def metric_names(
             with precision.autocast():
                 sums = _step(tried, model, batch, metrics, check=True)
             return list(metrics.values(dict.fromkeys(("loss", *sums[2]), (0.0, 1.0))))
-    except MetricError as error:
+    except DdpexpError as error:
         if error.__cause__ is None:
             raise
         return None

@@ -129,7 +129,7 @@ class Evaluation:
 
         Raises:
             RefusedError: the evaluation will not have the metric of trainer.keep_best.
-            MetricError: the task returns what cannot be evaluated.
+            DdpexpError: the task returns what cannot be evaluated.
         """
         sets = self.periodic or self.evals
         if not sets or self.options.eval_every == 0:

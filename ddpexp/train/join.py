@@ -11,7 +11,7 @@ from ddpexp.config.schema import Experiment, Trainer
 from ddpexp.distributed import flight_recorder
 from ddpexp.distributed.world import World
 from ddpexp.launch import Layout
-from ddpexp.launch.workers.control import TERMINAL_FD, Control
+from ddpexp.launch.workers.control import Control
 from ddpexp.system.fault_injection import fault_point
 
 _DEBUGGER_SECONDS = 7 * 24 * 3600.0
@@ -27,7 +27,7 @@ def join_world(experiment: Experiment, layout: Layout, control: Control) -> Worl
     uses_nccl = layout.backend == "nccl" and layout.world_size > 1
     if uses_nccl:
         flight_recorder.enable(os.environ)
-    world = World.join(layout, _collective_timeout(experiment))
+    world = World.join(layout, _collective_timeout(experiment, control))
     if uses_nccl:
         flight_recorder.answer_inquiries(control, os.environ)
     fault_point("joined")
@@ -54,13 +54,13 @@ def _keep_freed_memory() -> None:
         torch.empty(_MMAP_THRESHOLD_BYTES, dtype=torch.uint8)
 
 
-def _collective_timeout(experiment: Experiment) -> float:
+def _collective_timeout(experiment: Experiment, control: Control) -> float:
     """Return how long a rank waits in a collective. Units: seconds.
 
     Longer than the command's own timeouts: the command knows which rank is late, and reports it first. Where a rank
     may be at a debugger's prompt, the others wait as long as the user likes.
     """
-    if TERMINAL_FD in os.environ:
+    if control.terminal is not None:
         return _DEBUGGER_SECONDS
     timeout = experiment.trainer.timeout
     return 2 * (timeout.init_seconds + timeout.step_seconds + timeout.save_seconds + timeout.data_seconds)

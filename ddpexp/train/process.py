@@ -16,7 +16,7 @@ from typing import TextIO
 
 from ddpexp.distributed.world import World
 from ddpexp.errors import EXIT_DONE, EXIT_FAILED, CodeError, DdpexpError, LoaderError, RefusedError
-from ddpexp.launch.workers.control import SIGNALS, Control
+from ddpexp.launch.workers.control import SIGNALS, TERMINAL_FD, Control
 from ddpexp.system.files import open_to_append
 from ddpexp.system.limits import reason
 from ddpexp.system.text import MESSAGE_BYTES, TRACEBACK_BYTES, cut, message_of, one_line, sanitize
@@ -45,6 +45,7 @@ def run_rank(work: Callable[[Control], None], control: Control | None = None) ->
     """
     in_process = control is not None
     control = control or Control.from_environ()
+    os.environ.pop(TERMINAL_FD, None)  # a command that a recipe starts has not inherited it
     _prepare_process(control)
     code = _run(work, control)
     return code if in_process else _leave(code)

@@ -32,11 +32,11 @@ class MetricStates:
         """Copy the metric of the entry `name` and check that its states can be reduced.
 
         Raises:
-            MetricError: it is no metric, or one of its states cannot be reduced.
+            DdpexpError: it is no metric, or one of its states cannot be reduced.
         """
         self._name = name
         if not is_torchmetrics(update.metric):
-            raise MetricError(
+            raise DdpexpError(
                 f"metric {name!r}: ddpexp.metric_update takes a torchmetrics.Metric or MetricCollection first, not "
                 f"{shown(update.metric)}."
             )
@@ -65,8 +65,8 @@ class MetricStates:
             raise self._unmergeable(part, f"its state `{state}` is complex")
         return _KINDS[name]
 
-    def _unmergeable(self, part: Any, reason: str) -> MetricError:
-        return MetricError(
+    def _unmergeable(self, part: Any, reason: str) -> DdpexpError:
+        return DdpexpError(
             f"metric {self._name!r}: the states of {type(part).__name__} cannot be merged, for {reason}. "
             "Only states that are summed, averaged, compared or concatenated give the same value at every number of "
             "workers: return the sums that it needs, and compute it in the task's finish."
@@ -76,8 +76,7 @@ class MetricStates:
         """Return the states that a batch alone gives.
 
         Raises:
-            DdpexpError: the metric does not accept the batch.
-            MetricError: an update depends on the batches before it.
+            DdpexpError: the metric does not accept the batch, or an update depends on the batches before it.
         """
         self._reset()
         states = self._updated(update)

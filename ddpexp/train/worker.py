@@ -52,6 +52,7 @@ from ddpexp.train.build import (
     count_steps,
     import_all,
     load_data,
+    max_eval_samples,
     open_data,
 )
 from ddpexp.train.choose_checkpoint import choose
@@ -226,6 +227,7 @@ def fit(context: RunContext, built: Built) -> None:
         ) from None
     except MetricError as error:
         built.checkpointer.drain()
+        control.set_phase("evaluate")
         words = ["resume", shortest(context.run.path), *trust_arguments(context.run)]
         raise DdpexpError(
             f"{error} Step {loop.state.step} is saved; correct that and resume: python -m ddpexp {shlex.join(words)}"
@@ -267,6 +269,10 @@ def _evaluate_weights(evaluation: Mapping[str, Any], experiment: Experiment, wor
         module.to(world.device).eval()
     averaged = experiment.trainer.averages
     load_weights(models, Path(evaluation["weights"]), f"evaluate {evaluation['weights']}", averaged)
+    if (batches := experiment.trainer.limit_eval_batches) is not None:
+        log.info(
+            f"trainer.limit_eval_batches={batches}: at most {max_eval_samples(experiment.trainer):,} samples of a set"
+        )
     control.set_phase("evaluate")
     task = instantiate(experiment.task, experiment.trust, "task")
     check_task(task, experiment.task.target, evaluates=True)

@@ -77,7 +77,7 @@ class GPT(nn.Module):
     def sample(self, num_bytes: int, prompt: str = "\n", temperature: float = 0.8, seed: int = 0) -> str:
         """Return the prompt and what follows it."""
         generator, device = torch.Generator().manual_seed(seed), self.bytes.weight.device
-        text = list(prompt.encode())
+        text = list((prompt or "\n").encode())
         for _ in range(num_bytes):
             scores = self(torch.tensor([text[-self.context :]], device=device))[0, -1].float().cpu()
             text.append(int(torch.multinomial((scores / temperature).softmax(0), 1, generator=generator)))

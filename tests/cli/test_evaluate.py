@@ -22,6 +22,7 @@ from torch import nn
 
 from ddpexp.checkpoint.reader import load_weights
 from ddpexp.checkpoint.weights import find
+from ddpexp.cli.subcommands import _split_option
 from ddpexp.errors import RefusedError
 from tests.conftest import PATIENCE, ROOT, SMALL, Ddpexp, Done
 
@@ -231,6 +232,38 @@ def test_weights_start_another_run(ddpexp: Ddpexp, trained: Done, part: str) -> 
     assert done.code == 0, done.err
     assert done.result()["weights_sha256"] == trained.result()["weights_sha256"]
     assert re.search(r"^run\.init_from=\S+: the weights of \S+/step-00000010", done.out, re.MULTILINE)
+
+
+def test_the_sets_to_evaluate_are_typed_with_split(ddpexp: Ddpexp, trained: Done) -> None:
+    done = evaluate(ddpexp, "--split=eval", trained.run)
+    assert {name.partition("/")[0] for name in metrics(done)} == {"eval"}
+    refused(
+        evaluate(ddpexp, trained.run, "--split", "test"),
+        r"^ddpexp: --split test names no evaluation set of the data\. There is eval\.\n$",
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "split"),
+    [
+        (["run", "a=b", "--json"], ()),
+        (["run", "--split", "test", "a=b"], ("test",)),
+        (["--split=eval,test", "run", "a=b"], ("eval", "test")),
+    ],
+)
+def test_split_may_stand_anywhere(argv: list[str], split: tuple[str, ...]) -> None:
+    found, others = _split_option(argv)
+    assert (found, [word for word in others if word != "--json"]) == (split, ["run", "a=b"])
+
+
+@pytest.mark.parametrize(
+    "options", [["--split"], ["--split="], ["--split", "--json"], ["--split=a,"], ["--split", "a", "--split=b"]]
+)
+def test_a_split_without_names_is_refused(options: list[str]) -> None:
+    with pytest.raises(
+        RefusedError, match=r"^--split takes the names of evaluation sets once, such as --split test or "
+    ):
+        _split_option(["run", *options])
 
 
 def test_a_run_without_checkpoints_starts_no_other(ddpexp: Ddpexp, copied: Path) -> None:

@@ -145,7 +145,7 @@ def test_a_users_groups_and_their_comments_are_shown_beside_ours(mine: Path) -> 
         ("trainer", "trainer: How a model is trained.\n  trainer.nodes=auto ", "model.width"),
         (
             "launcher",
-            "launcher: a group; launcher=OPTION chooses one of elastic, mpi, slurm, spawn*,\ntorchrun-env.\n\n",
+            "launcher: a group; launcher=OPTION chooses one of elastic, inline, mpi, slurm,\nspawn*, torchrun-env.\n\n",
             "trainer.seed",
         ),
         ("launcher", "\nlauncher=slurm: Slurm. ", "trainer.seed"),

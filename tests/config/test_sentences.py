@@ -246,6 +246,14 @@ trainer.max_time is not a known key. trainer.max_seconds=43200 ends a run after 
 trainer.num_sanity_val_steps is not a known key. ddpexp check with the same overrides tries training and evaluation.
 > scheduler=none
 scheduler=none is not a known option. Did you mean scheduler=constant?
+> strategy=dp
+strategy=dp is not a known option. Did you mean strategy=ddp?
+> strategy=deepspeed_stage_2
+strategy=deepspeed_stage_2 is not a known option. strategy.shard_optimizer=true divides the optimizer's state among the
+> strategy=mp
+strategy=mp is not a known option. There is no splitting by layers: strategy=fsdp gives each worker a share of every
+> strategy=tp
+strategy=tp is not a known option. There is data parallelism: strategy=fsdp for models that do not fit into one worker.
 > launcher=accelerate
 launcher=accelerate is not a known option. Did you mean launcher=spawn?
 > trainer.seed=${SEED}
@@ -482,7 +490,7 @@ def test_for_another_frameworks_value_ours_is_suggested(word: str, advice: str) 
 
 
 @pytest.mark.parametrize(
-    "word", ["model=resnet18", "strategy=deepspeed", "scheduler=linear", "logger=wandb", "data=cifar10"]
+    "word", ["model=resnet18", "strategy=quantum", "scheduler=linear", "logger=wandb", "data=cifar10"]
 )
 def test_where_nothing_is_near_nothing_is_suggested(word: str) -> None:
     said = refusal(word)

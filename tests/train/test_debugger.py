@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import signal
 import sys
 import time
 
 import pytest
 
+from ddpexp.errors import DdpexpError
+from ddpexp.launch.workers.control import Control
+from ddpexp.train.debugger import Debugger
 from tests.conftest import Ddpexp, Done, living
 from tests.points import Recipe, wait_for
 from tests.terminals import Session
@@ -168,6 +172,22 @@ def test_many_sessions(recipe: Recipe, expected: str) -> None:
             assert shell.end() == 0, shell.shown
             assert shell.is_sane()
         assert done.result()["weights_sha256"] == expected
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_processes_that_a_worker_has_started_have_no_terminal(
+    in_process: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    debugger = Debugger(Control(None, in_process=in_process), 0, 1)
+    frame = inspect.currentframe()
+    assert frame is not None
+    if in_process:
+        assert debugger.start(frame)
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    with pytest.raises(
+        DdpexpError, match=r"test_debugger\.py:\d+ starts a debugger in a process .*data\.num_workers=0"
+    ):
+        debugger.start(frame)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError
 from ddpexp.launch.workers.control import Control
 from ddpexp.strategy.options import DataRank
+from ddpexp.system.hardware import count_gpus
 from ddpexp.task import metric_update
 from ddpexp.train import batch_states
 from ddpexp.train.evaluate import evaluate, metric_names
@@ -184,6 +185,14 @@ def test_the_values_are_those_of_a_metric_that_gets_all_batches_in_order(alone: 
     assert "eval/matrix" not in values
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(count_gpus() == 0, reason="there is no GPU here")
+def test_a_gpu_gives_the_values_of_the_host(alone: dict[int, dict[str, float]]) -> None:
+    values = run(everything(), replace(ALONE, device=torch.device("cuda", 0)))
+    assert values is not None
+    assert values == pytest.approx(alone[103], rel=1e-4)
+
+
 def test_a_task_without_such_metrics_communicates_as_often_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +247,7 @@ def test_what_finish_raises_is_the_error_of_all_ranks(tmp_path: Path) -> None:
 
     (message, calls), other = on_ranks(tmp_path, 2, failing)
     assert "Finishes.finish (" in message
-    assert "raised KeyError: 'tp'; it got loss, accuracy." in message
+    assert "raised KeyError: 'tp'; sums holds loss, accuracy." in message
     assert (calls, other) == (1, (message, 0))
 
 
@@ -287,12 +296,22 @@ def test_arrays_that_nothing_finishes_are_refused() -> None:
     [lambda scores, labels: scores.sum(0), lambda scores, labels: scores.sum(), lambda scores, labels: (scores, "1")],
 )
 def test_floats_without_a_count_are_refused(entry: Entry) -> None:
-    with pytest.raises(MetricError, match=r"^Counts\.step \(.*\) returned .* the metric 'a', where "):
+    with pytest.raises(DdpexpError, match=r"^Counts\.step \(.*\) returned .* the metric 'a', where "):
         run(Counts({"a": entry}))
 
 
+def test_the_order_of_the_entries_does_not_matter(alone: dict[int, dict[str, float]]) -> None:
+    class Turns(Finishes):
+        def step(self, model: Any, batch: Any) -> Any:
+            self.entries = dict(reversed(list(self.entries.items())))
+            return super().step(model, batch)
+
+    task = everything()
+    assert run(Turns(task.entries, ends=task.ends)) == alone[103]
+
+
 def test_a_shape_that_changes_is_refused() -> None:
-    with pytest.raises(MetricError, match=r"returned the metrics a in another number, type or shape than in the batch"):
+    with pytest.raises(DdpexpError, match=r"returned the metrics a in another number, type or shape than in the batch"):
         run(Finishes({"a": lambda scores, labels: torch.zeros(len(labels), dtype=torch.int64)}))
 
 
@@ -341,7 +360,7 @@ def test_a_metric_that_cannot_be_merged_is_refused_by_name(kind: str) -> None:
         both = isinstance(metric, torchmetrics.PearsonCorrCoef | torchmetrics.MetricCollection)
         return metric_update(metric, *([scores[:, 0], scores[:, 1]] if both else [scores]))
 
-    with pytest.raises(MetricError, match=rf"^metric 'odd': .*{message}"):
+    with pytest.raises(DdpexpError, match=rf"^metric 'odd': .*{message}"):
         run(Counts({"odd": update}))
 
 
@@ -378,5 +397,5 @@ class Holds:
 
 def test_the_names_of_an_evaluation_are_tried_out_on_a_batch() -> None:
     assert names(Holds(BinaryAUROC())) == ["loss", "auroc"]
-    with pytest.raises(MetricError, match=r"^metric 'auroc': the states of PearsonCorrCoef"):
+    with pytest.raises(DdpexpError, match=r"^metric 'auroc': the states of PearsonCorrCoef"):
         names(Holds(torchmetrics.PearsonCorrCoef()))

@@ -163,7 +163,7 @@ def test_a_metric_that_cannot_be_computed_loses_no_step(
     """The first call is the one that tries the metrics out after the first step of a start."""
     loop = build(points, tmp_path, task=Task(failing), eval_every=4)
     loop.task.failing = failing  # type: ignore[attr-defined]
-    with pytest.raises(MetricError, match=r"^Task\.finish \(.*\) raised KeyError: 'nothing'; it got loss\.$"):
+    with pytest.raises(MetricError, match=r"^Task\.finish \(.*\) raised KeyError: 'nothing'; sums holds loss\.$"):
         loop.fit()
     assert isinstance(loop.checkpointer, Kept)
     state = loop.checkpointer.saved[-1]

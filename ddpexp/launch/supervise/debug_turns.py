@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ddpexp.launch.supervise.causes import Worker
@@ -59,10 +60,10 @@ class DebugTurns:
 
     def interrupt(self) -> bool:
         """Pass Ctrl-C on to the rank that has the terminal; return whether there is one."""
-        if self._holder is None or self._holder.pid is None:
+        if self._holder is None:
             return False
         self._holder.interrupts += 1
-        os.kill(self._holder.pid, signal.SIGINT)
+        _send(self._holder, signal.SIGINT)
         return True
 
     def on_quit(self) -> None:
@@ -75,9 +76,9 @@ class DebugTurns:
             self._take_back()
         ends = self._end.stop is not None
         if self._holder is not None:
-            if ends and not self._is_closing and self._holder.pid is not None:
+            if ends and not self._is_closing:
                 self._is_closing = True
-                os.kill(self._holder.pid, signal.SIGTERM)
+                _send(self._holder, signal.SIGTERM)
             return
         if ends:
             while self._waiting:
@@ -131,3 +132,9 @@ class DebugTurns:
             self._holder = None
             if self._guard is not None:
                 self._guard.restore()
+
+
+def _send(worker: Worker, number: int) -> None:
+    if worker.pid is not None:
+        with suppress(ProcessLookupError):  # it has ended, and its exit is not reported yet
+            os.kill(worker.pid, number)

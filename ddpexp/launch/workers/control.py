@@ -177,18 +177,23 @@ class Control:
         self._step: int | None = None
         self._acted = 0  # the newest agreement that was acted upon
         self._turns = 0  # requests for the terminal
+        self.terminal: int | None = None  # a descriptor of the command's terminal, for debuggers
         self.at_prompt = False  # a debugger reads from the terminal: SIGINT is for it
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> Control:
         """Open the descriptors that the launcher passed to this process."""
         channel, page, signals = (environ.get(name) for name in (CONTROL_FD, PAGE_FD, SIGNALS_FD))
-        return cls(
+        control = cls(
             socket.socket(fileno=int(channel)) if channel else None,
             SharedStatus(int(page)) if page else None,
             int(signals) if signals else None,
             environ.get("RANK", "0") == "0",
         )
+        if terminal := environ.get(TERMINAL_FD):
+            control.terminal = int(terminal)
+            os.set_inheritable(control.terminal, False)  # for programs that this process starts
+        return control
 
     @property
     def is_supervised(self) -> bool:

@@ -32,6 +32,12 @@ class FSDPOptions(Options):
     whole: tuple[str, ...]
     dp_replicate_size: int
     gather_in_evaluation: bool
+    init: Literal["whole", "replay"]
+
+    @property
+    def builds_whole(self) -> bool:
+        """Return whether every rank builds the whole model before it is sharded."""
+        return self.init == "whole"
 
     def check(self, trainer: TrainerOptions) -> None:
         """Check the options by themselves and with the trainer section; see `Options.check`."""

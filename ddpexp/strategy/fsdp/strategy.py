@@ -8,24 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ddpexp.distributed.world import World
-from ddpexp.errors import RefusedError
 from ddpexp.strategy.base import Shard
-from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
-from ddpexp.strategy.fsdp.blocks import blocks_of
-from ddpexp.strategy.fsdp.collectives import use_ordered_collectives
 from ddpexp.strategy.fsdp.options import FSDPOptions
+from ddpexp.strategy.fsdp.sharding import Sharding, first_row
 from ddpexp.strategy.norm import norm_dtype, norm_of_rows, row_norms
-from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, gradient_values, unused
+from ddpexp.strategy.replica import Models, Replicas, broadcast_rank_zero, check_same_models, gradient_values, unused
 
 
 class FSDP(Replicas):
@@ -40,24 +35,28 @@ class FSDP(Replicas):
         channels_last: bool = False,
         prepare: Callable[[Models], None] = lambda models: None,
     ) -> None:
-        """Build the whole model on this rank's device, then keep this rank's share.
+        """Build the model and keep this rank's share.
 
         With `channels_last` images come in that memory format; parameters stay in their ordinary one, to be cut.
 
-        Ranks: all; broadcasts rank zero's weights.
+        Ranks: all; broadcasts rank zero's weights, unless they are replayed on every rank.
 
         Raises:
-            RefusedError: the model has a parameter that cannot be cut.
+            RefusedError: the model has a parameter that cannot be cut, or its construction cannot be replayed.
         """
-        super().__init__(world, factory, prepare=prepare)
-        self.share_initial_weights(world)
+        sharding = Sharding(options, world)
+        replays = options.init == "replay" and world.world_size > 1
+        super().__init__(world, partial(sharding.construct, factory) if replays else factory, prepare=prepare)
+        if replays:
+            check_same_models(self.modules, world)
+        else:
+            self.share_initial_weights(world)
+            sharding.shard(self.modules)
+        self.memory = sharding.memory
         self.gradient_weight = float(world.world_size)  # the reduction averages over ranks
         self._world, self._options = world, options
         self.evaluates_together = world.world_size > 1 and not options.gather_in_evaluation
-        self._sharded: list[FSDPModule] = []
-        self._replica = 0  # of hybrid sharding
-        if world.world_size > 1:
-            self._shard(self._models_to_shard())
+        self._sharded, self._replica = sharding.blocks, sharding.replica
         self._names = {
             f"{model}.{name}": parameter
             for model, module in self.modules.items()
@@ -78,40 +77,6 @@ class FSDP(Replicas):
                 if next(module.buffers(), None) is not None:
                     module.register_forward_pre_hook(self._share_buffers, prepend=True)
 
-    def _models_to_shard(self) -> Models:
-        for name in self._options.whole:
-            if name not in self.modules:
-                raise RefusedError(
-                    f"strategy.whole=[{name}] names no model of the recipe, which has {', '.join(self.modules)}."
-                )
-            if any(parameter.requires_grad for parameter in self.modules[name].parameters()):
-                raise RefusedError(
-                    f"strategy.whole=[{name}]: that model is trained, and only frozen ones are held whole. Call "
-                    "requires_grad_(False) on it where it is built, or leave it out."
-                )
-        return {name: module for name, module in self.modules.items() if name not in self._options.whole}
-
-    def _shard(self, models: Models) -> None:
-        _check_can_be_cut(models)
-        world, options = self._world, self._options
-        replicas = options.dp_replicate_size
-        sizes = (world.world_size,) if replicas == 1 else (replicas, world.world_size // replicas)
-        names = ("shard",) if replicas == 1 else ("replicate", "shard")
-        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
-        self._replica = world.rank // sizes[-1]
-        blocks = blocks_of(models, options.blocks, options.min_block_mb * 2**20)
-        memory = None
-        ordered = world.device.type == "cpu" and replicas == 1
-        if ordered:
-            parameters = [parameter for module in models.values() for parameter in module.parameters()]
-            num_bytes = sum(p.numel() * p.element_size() + ALIGNED * world.world_size for p in parameters)
-            self.memory = memory = common_memory(num_bytes, options.reduce_through, world)
-        for block in blocks:
-            sharded = fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward)
-            self._sharded.append(sharded)
-            if ordered:
-                use_ordered_collectives(sharded, memory, world)
-
     def _share_buffers(self, _module: nn.Module, _inputs: Any) -> None:
         """Give every rank the buffers of rank zero before the first forward pass of a step. Ranks: all."""
         if self._buffers_due and torch.is_grad_enabled():
@@ -131,9 +96,14 @@ class FSDP(Replicas):
         yield
         if last:
             self._buffers_due = True
-            missing = [name for name, parameter in self._trained.items() if parameter.grad is None]
-            if missing and len(missing) < len(self._trained):
-                raise unused(missing)
+            for model in self.modules:
+                self._check_gradients({name: p for name, p in self._trained.items() if name.startswith(f"{model}.")})
+
+    def _check_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Check that all parameters of a model have a gradient, or none."""
+        missing = [name for name, parameter in parameters.items() if parameter.grad is None]
+        if missing and len(missing) < len(parameters):
+            raise unused(missing)
 
     def gradient_values(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return this rank's rows of the existing gradients."""
@@ -209,8 +179,7 @@ class FSDP(Replicas):
         """Return this rank's rows of a tensor that is sharded."""
         if not isinstance(tensor, DTensor):
             return Shard.whole(tensor)
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        return Shard(tensor.to_local(), tuple(tensor.shape), offset[0], self._replica)
+        return Shard(tensor.to_local(), tuple(tensor.shape), first_row(tensor), self._replica)
 
     def from_whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return this rank's rows of a tensor that has the shape of its parameter."""
@@ -225,23 +194,3 @@ def _channels_last(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ..
         value.contiguous(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.dim() == 4 else value
         for value in inputs
     )
-
-
-def _check_can_be_cut(models: Models) -> None:
-    """Check that every parameter has rows.
-
-    Raises:
-        RefusedError: one has no dimensions, or its memory is not in order.
-    """
-    for model, module in models.items():
-        for name, parameter in module.named_parameters():
-            if parameter.dim() == 0:
-                raise RefusedError(
-                    f"{model}.{name} is a single number, and strategy=fsdp gives each worker some rows of a parameter. "
-                    f"Build it with one dimension, as in torch.nn.Parameter(torch.ones(1)), or use strategy=ddp."
-                )
-            if not parameter.is_contiguous():
-                raise RefusedError(
-                    f"{model}.{name} is not contiguous, and strategy=fsdp gives each worker some rows of a parameter. "
-                    "Build it with .contiguous(), or use strategy=ddp."
-                )

@@ -29,7 +29,7 @@ from tests.strategy.sharded import CUT, Make
 OPTIONS = FSDPOptions(
     kind="fsdp", blocks=None, min_block_mb=0.001, reshard_after_forward=True, broadcast_buffers=True,
     reduce_through="auto", whole=(), dp_replicate_size=1,
-    gather_in_evaluation=True,
+    gather_in_evaluation=True, init="whole",
 )  # fmt: skip
 
 
@@ -132,6 +132,7 @@ def ways() -> Iterator[tuple[str, FSDPOptions]]:
     yield "auto", OPTIONS
     yield "one block", replace(OPTIONS, min_block_mb=25)
     yield "by class", replace(OPTIONS, blocks=("Block",), reshard_after_forward=False)
+    yield "replayed", replace(OPTIONS, init="replay")
     yield "backend", replace(OPTIONS, reduce_through="backend")
 
 

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
-from ddpexp.errors import RefusedError, WorkerError
+from ddpexp.errors import DdpexpError, RefusedError, WorkerError
 from ddpexp.launch import Layout, WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.strategy.fsdp.blocks import blocks_of
+from ddpexp.strategy.fsdp.strategy import FSDP
 from ddpexp.strategy.memory import Facts, Parameter
 from tests.conftest import Call, Ddpexp
-from tests.fitting import TRAINER
+from tests.fitting import ALONE, TRAINER
 from tests.points import Recipe
 from tests.strategy.fsdp.ranks import OPTIONS, Block, Net
 from tests.strategy.test_sharded_optimizer import files
@@ -150,3 +152,14 @@ def test_ranks_evaluate_together_what_they_do_not_hold_whole(recipe: Recipe, sam
 def strip(line: str) -> dict[str, object]:
     """Return a record without its times."""
     return {key: value for key, value in json.loads(line).items() if "time" not in key and "per_second" not in key}
+
+
+def test_a_step_may_leave_out_one_of_several_models_but_no_part_of_one() -> None:
+    strategy = FSDP(OPTIONS, ALONE, lambda: {"left": nn.Linear(2, 2), "right": nn.Linear(2, 2)})
+    left = strategy.modules["left"]
+    assert isinstance(left, nn.Linear)
+    with strategy.micro_batch(True):
+        left(torch.ones(1, 2)).sum().backward()
+    strategy.clear_gradient()
+    with pytest.raises(DdpexpError, match=r"^left\.bias got no gradient"), strategy.micro_batch(True):
+        left.weight.sum().backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,153 @@
+"""Which ranks hold which rows of a model, and its construction where no rank can hold it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ddpexp.distributed.world import World
+from ddpexp.errors import RefusedError
+from ddpexp.strategy.comm.reduce import ALIGNED, common_memory
+from ddpexp.strategy.comm.shared_memory import SharedMemory
+from ddpexp.strategy.fsdp.blocks import blocks_of
+from ddpexp.strategy.fsdp.collectives import use_ordered_collectives
+from ddpexp.strategy.fsdp.options import FSDPOptions
+from ddpexp.strategy.fsdp.replay import record
+from ddpexp.strategy.replica import Models
+
+
+class Sharding:
+    """Shards the models of a recipe over the ranks."""
+
+    def __init__(self, options: FSDPOptions, world: World) -> None:
+        """Shard nothing yet."""
+        self._options, self._world = options, world
+        self.blocks: list[FSDPModule] = []  # that are gathered while they compute
+        self.memory: SharedMemory | None = None  # through which the ranks communicate
+        self.replica = 0  # of hybrid sharding, which this rank belongs to
+
+    def shard(self, models: Models) -> None:
+        """Leave this rank its rows of all models but those of strategy.whole. Ranks: all; communicates.
+
+        Raises:
+            RefusedError: a parameter cannot be cut, or strategy.whole names what cannot be held whole.
+        """
+        world, options = self._world, self._options
+        if world.world_size == 1:
+            return
+        models = self._models_to_shard(models)
+        _check_can_be_cut(models)
+        replicas = options.dp_replicate_size
+        sizes = (world.world_size,) if replicas == 1 else (replicas, world.world_size // replicas)
+        names = ("shard",) if replicas == 1 else ("replicate", "shard")
+        mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=names)
+        self.replica = world.rank // sizes[-1]
+        ordered = world.device.type == "cpu" and replicas == 1
+        if ordered:
+            parameters = [parameter for module in models.values() for parameter in module.parameters()]
+            num_bytes = sum(p.numel() * p.element_size() + ALIGNED * world.world_size for p in parameters)
+            self.memory = common_memory(num_bytes, options.reduce_through, world)
+        for block in blocks_of(models, options.blocks, options.min_block_mb * 2**20):
+            self.blocks.append(fully_shard(block, mesh=mesh, reshard_after_forward=options.reshard_after_forward))
+            if ordered:
+                use_ordered_collectives(self.blocks[-1], self.memory, world)
+
+    def construct(self, factory: Callable[[], Any]) -> Any:
+        """Return what the factory builds, sharded; no rank ever holds more of it than its share and a few tensors.
+
+        Ranks: all; communicates.
+
+        Raises:
+            RefusedError: the construction depends on values of tensors; or as in `shard`.
+        """
+        built, recording = record(factory)
+        models: Models = {"model": built} if isinstance(built, nn.Module) else dict(built)
+        recorded = dict(_tensors(models))
+        given = {name: tensor for name, tensor in recorded.items() if tensor.device.type != "meta"}
+        for module in models.values():
+            module.to("meta")
+        self.shard(models)
+        with _parameters_stay_themselves():
+            for module in models.values():
+                module.to_empty(device=self._world.device)
+        held = dict(_tensors(models))
+
+        @torch.no_grad()
+        def take(name: str, values: Tensor) -> None:
+            tensor = held[name]
+            if isinstance(tensor, DTensor):
+                local, first = tensor.to_local(), first_row(tensor)
+                local.copy_(values[first : first + len(local)])
+            else:
+                tensor.copy_(values)
+
+        to_replay = {name: tensor for name, tensor in recorded.items() if name not in given}
+        recording.replay(to_replay, torch.device("cpu"), take)
+        for name, tensor in given.items():
+            take(name, tensor)
+        return built
+
+    def _models_to_shard(self, models: Models) -> Models:
+        for name in self._options.whole:
+            if name not in models:
+                raise RefusedError(
+                    f"strategy.whole=[{name}] names no model of the recipe, which has {', '.join(models)}."
+                )
+            if any(parameter.requires_grad for parameter in models[name].parameters()):
+                raise RefusedError(
+                    f"strategy.whole=[{name}]: that model is trained, and only frozen ones are held whole. Call "
+                    "requires_grad_(False) on it where it is built, or leave it out."
+                )
+        return {name: module for name, module in models.items() if name not in self._options.whole}
+
+
+def first_row(tensor: DTensor) -> int:
+    """Return the first row that this rank holds."""
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0]
+
+
+def _tensors(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer once, with its name."""
+    for model, module in models.items():
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            yield f"{model}.{name}", tensor
+
+
+@contextmanager
+def _parameters_stay_themselves() -> Iterator[None]:
+    """Have `Module.to_empty` change parameters in place inside the block, so that tied ones stay tied."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _check_can_be_cut(models: Models) -> None:
+    """Check that every parameter has rows.
+
+    Raises:
+        RefusedError: one has no dimensions, or its memory is not in order.
+    """
+    for model, module in models.items():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise RefusedError(
+                    f"{model}.{name} is a single number, and strategy=fsdp gives each worker some rows of a parameter. "
+                    f"Build it with one dimension, as in torch.nn.Parameter(torch.ones(1)), or use strategy=ddp."
+                )
+            if not parameter.is_contiguous():
+                raise RefusedError(
+                    f"{model}.{name} is not contiguous, and strategy=fsdp gives each worker some rows of a parameter. "
+                    "Build it with .contiguous(), or use strategy=ddp."
+                )
