@@ -49,7 +49,7 @@ def measured(name: str) -> float:
     options: Any = SimpleNamespace(log_every=50)
     train: Any = SimpleNamespace(steps_per_epoch=468)
     callbacks.view = RunView(
-        10**6, options, nothing, train, nothing, {}, nothing, callbacks.requests, state, nothing, nothing, {}
+        10**6, options, nothing, train, {}, {}, nothing, callbacks.requests, state, nothing, nothing, {}, nothing
     )  # fmt: skip
     loop = SimpleNamespace(callbacks=callbacks, _save_requested=False)
     step = SimpleNamespace(on_gradients=callbacks.call_on_gradients if callbacks.on_gradients else None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import faulthandler
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -47,6 +48,9 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte.gz",
 )
 
+# Threads of torch that wait for one another give up their core at once: more processes than cores share the machine,
+# and spinning until the other thread gets one takes several times the time. Read when torch is loaded, in commands too.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 for _number in (signal.SIGINT, signal.SIGQUIT):
     if (
@@ -135,6 +139,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             seen[name] += 1
             if seen[name] > most:
                 item.add_marker(pytest.mark.slow)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the tests have imported out of later collections of garbage: millions of objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

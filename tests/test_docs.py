@@ -158,6 +158,12 @@ OVERRIDES = [
 
 
 @pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What is written is tested, not how processes start: fork servers are forks."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, a sweep and weights."""
     folder = tmp_path_factory.mktemp("kept")

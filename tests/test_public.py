@@ -38,7 +38,7 @@ PUBLIC = {
         "rank_zero_only", "state_dict",
     ],
     "RunView": [
-        "caller", "device", "epoch", "gradients", "is_recorded", "local", "logger", "metrics", "micro_batch",
+        "caller", "device", "epoch", "gradients", "held", "is_recorded", "logger", "metrics", "micro_batch",
         "micro_batch_size", "models", "monitor", "num_steps", "optimizers", "options", "parameters", "rank",
         "samples", "save", "step", "steps_per_epoch", "stop", "world_size",
     ],

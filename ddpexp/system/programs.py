@@ -57,10 +57,13 @@ def located(name: str) -> str:
     return path
 
 
-def environ_of_others(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a program that runs `python -m ddpexp`, which searches the current folder first."""
+def environ_of_others(environ: Mapping[str, str], folder: str | None = None) -> dict[str, str]:
+    """Return the environment for a program that runs `python -m ddpexp`, which searches the current folder first.
+
+    `folder` is its current folder, if it is not that of this process.
+    """
     try:
-        here = os.getcwd()
+        here = os.getcwd() if folder is None else os.path.abspath(folder)
     except OSError:
         here = ""
     return dict(environ) if here == _HOME or SAFE_PATH in environ else {**environ, SAFE_PATH: OURS}

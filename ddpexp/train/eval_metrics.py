@@ -90,7 +90,8 @@ class SetMetrics:
         unrecorded = []
         for name in self._names or ():
             if name in self._metrics:
-                own = {key.partition("|")[2]: state for key, state in reduced.items() if key.startswith(f"{name}|")}
+                prefix = f"{name}|"
+                own = {key.removeprefix(prefix): state for key, state in reduced.items() if key.startswith(prefix)}
                 sums[name] = self._metrics[name].compute(own, self._num_batches)
                 numbers = values_of(name, sums[name])
                 _check_new(numbers, {**means, **values}, f"the metric {name!r}")

@@ -151,9 +151,9 @@ class Loop:
         self._metrics.restore(self.state.window)
         if self.callbacks.members:
             self.callbacks.start(RunView(
-                self.num_steps, self.options, self.world, self.train, self.strategy, self.optimizers,
+                self.num_steps, self.options, self.world, self.train, self.strategy.modules, self.optimizers,
                 self.logger, self.callbacks.requests, self.state, self._step, self._evaluation.monitor,
-                self._parameter_names,
+                self._parameter_names, self.strategy.shard,
             ))  # fmt: skip
 
     def _new_accumulator(self) -> MetricAccumulator:

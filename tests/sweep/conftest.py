@@ -107,7 +107,7 @@ class Sweeps:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._count = 0
+        self._count = self._solos = 0
 
     def words(self, *overrides: str, path: Path | None = None) -> tuple[list[str], Path]:
         if path is None:
@@ -144,8 +144,13 @@ class Sweeps:
         return SweepDone(finish(process, path), path)
 
     def solo(self, *overrides: str) -> str:
-        """Train one run alone, with the threads that a slot's worker has, and return the hash of its weights."""
-        done = self.recipe("trainer.threads=1", *overrides, environ=OWN_SERVER)
+        """Train one run alone, with the threads that a slot's worker has, and return the hash of its weights.
+
+        The first has another seed of Python's hashes than the sweeps.
+        """
+        self._solos += 1
+        environ = OWN_SERVER if self._solos == 1 else None
+        done = self.recipe("trainer.threads=1", *overrides, environ=environ)
         assert done.code == 0, done.err
         return str(done.result()["weights_sha256"])
 

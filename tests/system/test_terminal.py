@@ -19,6 +19,12 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 HEADLINE = ["recipe", "data", "model", "world", "batch", "steps", "folder"]
 
 
+@pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """What a command shows is tested: its fork server is a fork."""
+    return warm_environ
+
+
 def shown(ddpexp: Ddpexp, *overrides: str, **environ: str) -> str:
     """Run on a terminal of 100 columns and return all that it received."""
     variables: Any = {**ddpexp.environ, "TERM": "xterm-256color", **environ}
@@ -42,11 +48,11 @@ def screen(text: str) -> list[str]:
     return [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in plain.split("\n")]
 
 
-@pytest.mark.parametrize("environ", [{}, {"NO_COLOR": "1"}], ids=["colours", "no-colour"])
-def test_a_terminal_shows_a_bar_and_the_result_as_the_last_line(ddpexp: Ddpexp, environ: dict[str, str]) -> None:
-    text = shown(ddpexp, "trainer.gpus=2", **environ)
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}], ids=["colours", "no-colour"])
+def test_a_terminal_shows_a_bar_and_the_result_as_the_last_line(ddpexp: Ddpexp, variables: dict[str, str]) -> None:
+    text = shown(ddpexp, "trainer.gpus=2", **variables)
     assert "\x1b[" in text  # the bar moves
-    if environ:
+    if variables:
         assert not re.search(r"\x1b\[[0-9;]*3[0-9;]*m", text)  # bold perhaps, colours never
     lines = [line for line in screen(text) if line]
     assert [line.split()[0] for line in lines[:7]] == HEADLINE

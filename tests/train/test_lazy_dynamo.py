@@ -114,7 +114,7 @@ _WANT = {
 }
 
 
-@pytest.mark.variants(3)
+@pytest.mark.variants(2)
 @pytest.mark.parametrize("want", _WANT)
 def test_the_real_compiler_comes_when_it_is_wanted(warm: Warm, want: str) -> None:
     before = "defer()\ntrain()\nimport torch._dynamo as kept\nkept_break = kept.graph_break\n"
@@ -220,6 +220,7 @@ torch.compile(lambda x: own(x), backend="eager", fullgraph=True)(torch.ones(1))
 """
 
 
+@pytest.mark.variants(1)
 @pytest.mark.parametrize("deferred", [True, False])
 def test_a_function_is_kept_out_of_compiled_code_in_every_form(warm: Warm, deferred: bool) -> None:
     warm(("defer()\ntrain()\n" if deferred else "") + _FORMS)

@@ -63,7 +63,7 @@ def run_command(arguments: Sequence[str], cwd: str | Path | None, quiet: bool, c
             process = subprocess.Popen(
                 [sys.executable, "-m", "ddpexp", *arguments],
                 cwd=cwd,
-                env=_environ(caller.variable(os.getpid(), writing, show.is_live)),
+                env=_environ(cwd, caller.variable(os.getpid(), writing, show.is_live)),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -91,9 +91,10 @@ def run_command(arguments: Sequence[str], cwd: str | Path | None, quiet: bool, c
     return Ended(code, show.directory, show.end, interrupts.count > 0, show.out, show.last)
 
 
-def _environ(variable: str) -> dict[str, str]:
+def _environ(cwd: str | Path | None, variable: str) -> dict[str, str]:
     """Return the environment of the command, which finds this ddpexp and nothing in its current folder."""
-    environ = {**programs.environ_of_others(os.environ), caller.VARIABLE: variable}
+    folder = str(cwd) if cwd is not None else None
+    environ = {**programs.environ_of_others(os.environ, folder), caller.VARIABLE: variable}
     if os.path.basename(_HOME) not in ("site-packages", "dist-packages"):  # a clone, installed or not
         paths = environ.get("PYTHONPATH", "").split(os.pathsep)
         if _HOME not in paths:
@@ -257,7 +258,8 @@ class _Show:
         if self.quiet:
             return
         try:
-            stream().write(text)
+            encoding = getattr(stream(), "encoding", None) or "utf-8"
+            stream().write(text.encode(encoding, "replace").decode(encoding))
             stream().flush()
         except (OSError, ValueError):  # nobody reads: the run continues, and its log has every line
             self.quiet = True
@@ -275,4 +277,4 @@ def _in_notebook() -> bool:
     if shell is None:
         return False
     found = shell.get_ipython()
-    return found is not None and hasattr(found, "kernel")
+    return getattr(found, "kernel", None) is not None

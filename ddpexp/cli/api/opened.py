@@ -119,10 +119,7 @@ class Run:
             frame: True for a pandas DataFrame, False for a list of dictionaries. None: a DataFrame if pandas is
                 installed, else a list. Values that are not finite are NaN.
         """
-        found = [
-            {name: math.nan if value is None else value for name, value in record.items()}
-            for record in records(self._files.metrics)
-        ]
+        found = [_numbers(record) for record in records(self._files.metrics)]
         if frame is False:
             return found
         try:
@@ -139,7 +136,7 @@ class Run:
         found = scan(self._files.checkpoints)
         best = self._best(found.complete)
         saved = [
-            SavedCheckpoint(one.step, one.folder, one is best, one.wrong_size() is None, dict(one.metrics))
+            SavedCheckpoint(one.step, one.folder, one is best, one.wrong_size() is None, _numbers(one.metrics))
             for one in found.complete
         ]
         saved += [SavedCheckpoint(one.step, one.folder, False, False) for one in found.damaged]
@@ -211,8 +208,7 @@ class Run:
         options = ["--json"] if split is None else ["--json", f"--split={split}"]
         ended = run_command(["evaluate", str(source), *self._trusted(), *overrides, *options], None, quiet, True)
         check_success(ended, run=self)
-        metrics: dict[str, float | None] = json.loads(ended.out)["metrics"]
-        return {name: math.nan if value is None else value for name, value in metrics.items()}
+        return _numbers(json.loads(ended.out)["metrics"])
 
     def experiment(self) -> Experiment:
         """Return the typed configuration.
@@ -301,3 +297,8 @@ class Run:
     @property
     def _files(self) -> RunDir:
         return RunDir(self.path)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with NaN in place of None, which stands for it in JSON."""
+    return {name: math.nan if value is None else value for name, value in values.items()}

@@ -47,7 +47,9 @@ def run(arguments: Sequence[str], *, cwd: str | Path | None = None, quiet: bool 
     found = ended.directory
     if found is not None and found.is_sweep:
         check_success(ended, sweep=Sweep(Path(found.path)))
-        raise RefusedError(f"A config file made this a sweep, which has ended: see ddpexp.open_sweep({found.path!r}).")
+        raise RefusedError(
+            f"This was a sweep, and it has ended: use ddpexp.sweep or ddpexp.open_sweep({found.path!r})."
+        )
     result = Run(Path(found.path), *trust_of(words, cwd)) if found is not None else None
     check_success(ended, run=result)
     if result is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ddpexp.data.batches import TrainBatches
     from ddpexp.distributed.world import World
     from ddpexp.loggers.base import Logger
-    from ddpexp.strategy.base import Strategy
+    from ddpexp.strategy.base import Shard
     from ddpexp.train.optimizer_step import Step
     from ddpexp.train.state import TrainState
 
@@ -82,7 +82,7 @@ class RunView:
     _options: Trainer
     _world: World
     _train: TrainBatches
-    _strategy: Strategy
+    models: Mapping[str, nn.Module]  # by name, as built: a single one is `model`
     optimizers: Mapping[str, Optimizer]
     logger: Logger  # rank zero records, those of the others do nothing
     _requests: Requests
@@ -90,13 +90,9 @@ class RunView:
     _step: Step
     _register: Callable[[str, str], None]
     _parameters: Mapping[str, Tensor]  # of all models, by name
+    _shard: Callable[[str, Tensor], Shard]
     caller: str = ""  # the key of the callback that is called
     _stepping: Sequence[Optimizer] = ()  # in `on_gradients`, those that are about to use the gradients
-
-    @property
-    def models(self) -> Mapping[str, nn.Module]:
-        """Return the models by name, as built: a single one is `model`."""
-        return self._strategy.modules
 
     @property
     def step(self) -> int:
@@ -159,12 +155,9 @@ class RunView:
             if id(parameter) in waiting and parameter.grad is not None:
                 yield name, parameter.grad
 
-    def local(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what this rank holds of a parameter or gradient as an ordinary tensor: some rows, where it is sharded.
-
-        `name` is the one that `parameters` or `gradients` yields with it.
-        """
-        return self._strategy.shard(name, tensor.detach()).tensor
+    def held(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what this rank holds of a parameter or gradient: all of it, or some rows of a sharded one."""
+        return self._shard(name, tensor).tensor
 
     @property
     def micro_batch_size(self) -> int:

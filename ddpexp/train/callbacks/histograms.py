@@ -38,19 +38,20 @@ class Histograms(Callback):
         """Record the gradients of a step that is due."""
         if self.gradients and self._is_due(run.step + 1, run):
             for name, gradient in run.gradients():
-                _record(run, f"gradients/{name}", run.local(name, gradient), run.step + 1)
+                _record(run, f"gradients/{name}", run.held(name, gradient), run.step + 1)
 
     def on_step(self, run: RunView) -> None:
         """Record the weights after a step that is due."""
         if self.weights and self._is_due(run.step, run):
             for name, parameter in run.parameters():
-                _record(run, f"weights/{name}", run.local(name, parameter), run.step)
+                _record(run, f"weights/{name}", run.held(name, parameter), run.step)
 
     def _is_due(self, step: int, run: RunView) -> bool:
         return step % (run.steps_per_epoch if self.every == "epoch" else self.every) == 0
 
 
-def _record(run: RunView, name: str, values: Tensor, step: int) -> None:
+def _record(run: RunView, name: str, tensor: Tensor, step: int) -> None:
+    values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()
     if values.is_complex():

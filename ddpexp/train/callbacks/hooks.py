@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -181,7 +180,7 @@ class Callbacks:
         self._error_rank = 0
         if self.world is None or self.world.world_size == 1:
             return
-        every = [Requests(**json.loads(text)) for text in _gathered(json.dumps(asdict(self.requests)), self.world)]
+        every = [Requests(**values) for values in self.world.gather_values(asdict(self.requests))]
         self.requests.save = any(requests.save for requests in every)
         self.requests.stop = next((requests.stop for requests in every if requests.stop is not None), None)
         failed = next((rank for rank, requests in enumerate(every) if requests.error is not None), None)
@@ -206,19 +205,6 @@ class Callbacks:
         if self.world is not None and self.world.rank != self._error_rank:
             raise PeerError(f"a callback of rank {self._error_rank} failed: {error}")
         raise DdpexpError(f"{error}. {saved}".rstrip())
-
-
-def _gathered(text: str, world: World) -> list[str]:
-    """Return the texts of all ranks. Ranks: all; communicates."""
-    data = text.encode()
-    sizes = torch.zeros(world.world_size, dtype=torch.float64, device=world.device)
-    sizes[world.rank] = len(data)
-    ends = [int(end) for end in world.sum(sizes).cumsum(0).tolist()]
-    begins = [0, *ends[:-1]]
-    content = torch.zeros(ends[-1], dtype=torch.uint8)
-    content[begins[world.rank] : ends[world.rank]] = torch.tensor(list(data), dtype=torch.uint8)
-    whole = bytes(world.sum(content.to(world.device)).tolist())
-    return [whole[begin:end].decode() for begin, end in zip(begins, ends, strict=True)]
 
 
 def _described(name: str, hook: str, method: Callable[..., Any], error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -62,10 +63,13 @@ def test_a_failed_run_raises_with_the_rank_and_its_traceback(
 def test_a_refusal_has_the_sentence_of_the_command(tmp_path: Path) -> None:
     with pytest.raises(ddpexp.RefusedError) as expected:
         compose(["recipe=mnsit"])
+    if sys.version_info >= (3, 11):  # a folder of the same name in the current folder of the command is not imported
+        (tmp_path / "ddpexp").mkdir()
+        (tmp_path / "ddpexp/__init__.py").write_text("raise SystemExit('a stranger')")
     with pytest.raises(ddpexp.RefusedError) as caught:
         ddpexp.run(["recipe=mnsit"], cwd=tmp_path)
     assert str(caught.value) == str(expected.value) == "recipe=mnsit is not a known option. Did you mean recipe=mnist?"
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] in (["ddpexp"], [])
 
 
 def test_a_sweep_is_returned_with_its_runs(tmp_path: Path) -> None:
@@ -153,3 +157,8 @@ def test_an_interrupt_is_passed_on_once_the_command_handles_it_and_then_each_tim
     assert process.sent == [2]
     interrupts.handle(2, None)
     assert (process.sent, interrupts.count) == ([2, 2], 2)
+
+
+def test_a_current_folder_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ddpexp.RefusedError, match="cwd=nowhere: there is no such directory"):
+        ddpexp.run(["recipe=mnist"], cwd="nowhere")

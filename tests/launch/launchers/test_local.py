@@ -11,7 +11,7 @@ import pytest
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.run import directory
-from tests.conftest import Call, Ddpexp, Done, finish
+from tests.conftest import OWN_SERVER, Call, Ddpexp, Done, finish
 from tests.points import Recipe, session, wait_for
 
 CODE = """\
@@ -190,7 +190,7 @@ def test_training_imports_nothing_heavy_after_the_fork(
 def test_a_hundred_runs_in_a_row_end_well_and_leave_nothing(recipe: Recipe, size: int) -> None:
     digests = set()
     for _ in range(100):
-        process, run = recipe.start(f"trainer.gpus={size}", "trainer.threads=1")
+        process, run = recipe.start(f"trainer.gpus={size}", "trainer.threads=1", environ=OWN_SERVER)
         done = finish(process, run)
         assert (done.code, done.err) == (0, "")
         assert session(process.pid) == {}

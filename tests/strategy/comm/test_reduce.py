@@ -12,7 +12,7 @@ import pytest
 from ddpexp.errors import Failure, RefusedError, WorkerError
 from ddpexp.launch import WorkerRequest
 from ddpexp.launch.launchers.local import Spawn
-from tests.conftest import Call, Ddpexp, finish
+from tests.conftest import OWN_SERVER, Call, Ddpexp, finish
 from tests.points import Recipe, session
 
 WORKER = """\
@@ -575,6 +575,12 @@ class Marked(Sides):
 
 
 @pytest.fixture(scope="module")
+def environ(warm_environ: dict[str, str]) -> dict[str, str]:
+    """How gradients travel between ranks is tested, not how these start: they are forks."""
+    return warm_environ
+
+
+@pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> Recipe:
     return Recipe(Ddpexp(tmp_path_factory.mktemp("reduce"), environ), CODE)
 
@@ -624,7 +630,7 @@ def test_a_killed_rank_ends_the_run_at_once_and_leaves_no_memory(recipe: Recipe,
     process, run = recipe.start(
         "task._target_=points.Marked", f"+task.folder={tmp_path}", "trainer.gpus=3", "trainer.epochs=100000",
         "trainer.log_every=200", "trainer.eval_every=0", "trainer.checkpoint_every=0",
-        environ={"DDPEXP_FAULT": f"backward:kill:{victim}:300"},  # so the others wait for its gradients
+        environ={**OWN_SERVER, "DDPEXP_FAULT": f"backward:kill:{victim}:300"},  # so the others wait for its gradients
     )  # fmt: skip
     done = finish(process, run)
     [pid] = [int(path.name.partition("-")[2]) for path in tmp_path.glob(f"{victim}-*")]

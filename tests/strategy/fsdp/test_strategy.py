@@ -118,8 +118,13 @@ def test_checkpoints_are_those_of_replicas_and_either_strategy_resumes_the_other
     whole = recipe(*ways)
     assert whole.code == 0, whole.err
     run = recipe.ddpexp.folder / "in turn"
+    callbacks = (
+        "callbacks=[histograms,lr_monitor,find_nonfinite,early_stopping]",
+        "callbacks.histograms.every=1",
+        "logger=tensorboard",
+    )
     for steps, strategy in ((3, "fsdp"), (6, "ddp"), (8, "fsdp")):
-        done = recipe(*ways, f"strategy={strategy}", f"trainer.max_steps={steps}", run=run)
+        done = recipe(*ways, *callbacks, f"strategy={strategy}", f"trainer.max_steps={steps}", run=run)
         assert done.code == 0, done
     assert files(run) == files(whole.run)
     assert done.result()["weights_sha256"] == whole.result()["weights_sha256"]
