@@ -92,7 +92,7 @@ class Checkpoint:
 
     @property
     def has_average(self) -> bool:
-        """Return whether it holds the moving average of the weights, too."""
+        """Return whether it holds an average of the weights, too."""
         return any(name.endswith(".ema.safetensors") for name in self.weights)
 
     @property

@@ -16,7 +16,7 @@ class Tells(Sides):
     def __init__(self):
         print("niceness", os.nice(0), flush=True)
 """
-OURS = "elastic, mpi, slurm, spawn, torchrun-env"
+OURS = "elastic, inline, mpi, slurm, spawn, torchrun-env"
 
 
 @pytest.fixture(scope="session")

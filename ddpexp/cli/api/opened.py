@@ -148,8 +148,8 @@ class Run:
         Args:
             checkpoint: "last" is the newest intact one, "best" the best one by `trainer.keep_best`, a number that of
                 this step.
-            weights: "raw" for the weights of the last step, "ema" for their moving average. None: those that the run's
-                evaluations use, the moving average where there is one.
+            weights: "raw" for the weights of the step, "ema" for their average, a moving one or SWA's. None: those that
+                the run's evaluations use, the average where there is one.
 
         Returns:
             The module; of a recipe with several models a mapping of names to modules.
@@ -247,14 +247,14 @@ class Run:
         return [*words, f"run.trust=[{','.join(self.trust)}]"] if self.trust else words
 
     def _weights(self, which: str | int, weights: Weights | None) -> tuple[Path, bool]:
-        """Return the folder of a checkpoint, and whether to take the moving average."""
+        """Return the folder of a checkpoint, and whether to take the average of the weights."""
         if weights not in (None, "raw", "ema"):
             raise RefusedError(f"weights={weights!r} is not one of 'raw', 'ema'.")
         checkpoint = self._checkpoint(which)
         if weights == "ema" and not checkpoint.has_average:
             raise RefusedError(
-                f"weights='ema': the checkpoint of step {checkpoint.step} in {self.path} holds no moving average. Use "
-                "weights='raw'."
+                f"weights='ema': the checkpoint of step {checkpoint.step} in {self.path} holds no average of the "
+                "weights. Use weights='raw'."
             )
         return checkpoint.folder, checkpoint.has_average and weights != "raw"
 

@@ -132,7 +132,7 @@ def test_a_run_without_a_best_checkpoint_or_an_average_says_so() -> None:
     run = ddpexp.open_run(KEPT / "mnist")
     with pytest.raises(ddpexp.RefusedError, match="keeps no best checkpoint"):
         run.model("best")
-    with pytest.raises(ddpexp.RefusedError, match=r"holds no moving average\. Use weights='raw'\."):
+    with pytest.raises(ddpexp.RefusedError, match=r"holds no average of the weights\. Use weights='raw'\."):
         run.model(weights="ema")
 
 
