@@ -25,6 +25,7 @@ BENCHMARKS = {
     "reduction": "Small models on one host",
     "input": "Data that fits into memory",
     "order": "The order of samples",
+    "callbacks": "Callbacks in a step",
     "threads": "The same job under every launcher",
     "scale": "Hundreds and thousands of ranks, simulated",
     "mnist": "MNIST to 99 %",

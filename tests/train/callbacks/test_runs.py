@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from ddpexp.checkpoint.format import newest_checkpoint, open_checkpoint
 from ddpexp.checkpoint.reader import read_rank_state
-from tests.conftest import Ddpexp, Done
+from tests.conftest import PATIENCE, Ddpexp, Done
 from tests.points import Recipe
 from tests.test_interruptions import (
     CODE,
@@ -104,17 +106,44 @@ def equal(done: Done, expected: Done) -> None:
     assert set(found.values()) == {1}
 
 
-def test_a_killed_run_with_every_shipped_callback_ends_like_an_undisturbed_one(
+AVERAGE = ("trainer.swa_start=10", "trainer.swa_every=4", "trainer.average_batch_norm=3")
+
+
+def test_a_killed_run_with_every_shipped_callback_and_an_average_ends_like_an_undisturbed_one(
     recipe: Recipe, undisturbed: Callable[..., Done]
 ) -> None:
-    expected = undisturbed(*RUN, *ALL)
+    expected = undisturbed(*RUN, *ALL, *AVERAGE)
     assert 30 < expected.result()["step"] < 80
     assert expected.result()["stopped"].startswith("callbacks.early_stopping: eval/loss has not improved by more than")
     assert expected.out.splitlines()[-2].startswith("ended early: callbacks.early_stopping: ")
-    process, run = recipe.start(*RUN, *ALL, environ={"PACE": "0.03"})
+    process, run = recipe.start(*RUN, *ALL, *AVERAGE, environ={"PACE": "0.03"})
     wait_for(has_steps(run, 20), process)
     kill_everything(process, run)
-    equal(recipe(*RUN, *ALL, run=run), expected)
+    done = recipe(*RUN, *ALL, *AVERAGE, run=run)
+    equal(done, expected)
+    averages, others = (load_file(newest_checkpoint(run / "checkpoints") / "model.ema.safetensors")
+                        for run in (done.run, expected.run))  # fmt: skip
+    assert all(torch.equal(averages[name], tensor) for name, tensor in others.items())
+    weights = load_file(newest_checkpoint(run / "checkpoints") / "model.safetensors")
+    assert not any(torch.equal(averages[name], tensor) for name, tensor in weights.items() if tensor.dim())
+
+
+@pytest.mark.slow
+def test_the_average_is_the_same_at_every_number_of_workers(recipe: Recipe) -> None:
+    """And evaluating it again gives the metrics of the run."""
+    exact = (
+        "trainer.reduction=exact", "trainer.micro_batch_size=6", "trainer.threads=1", "trainer.max_steps=20",
+        "task._target_=points.Sides",
+    )  # fmt: skip
+    runs = [recipe(*RUN, *AVERAGE, *exact, f"trainer.gpus={number}") for number in (1, 2, 4)]
+    assert [done.code for done in runs] == [0, 0, 0], runs[0].err
+    folders = [newest_checkpoint(done.run / "checkpoints") for done in runs]
+    first, *others = [load_file(folder / "model.ema.safetensors") for folder in folders]
+    for other in others:
+        assert all(torch.equal(first[name], tensor) for name, tensor in other.items())
+    arguments = ["evaluate", str(runs[1].run), "--config-dir", str(recipe.folder / "conf")]
+    evaluated = recipe.ddpexp(*arguments)
+    assert f"eval/loss {runs[1].result()['metrics']['eval/loss']:.6g}" in evaluated.out, evaluated.err
 
 
 @pytest.mark.slow
@@ -131,7 +160,7 @@ def test_killed_at_thirty_random_moments_all_end_equal(
             process, run = recipe.start(*overrides, run=run, environ={"PACE": "0.02"})
             time.sleep(chance.uniform(0.3, 2.0))
             if process.poll() is not None or kills == 30:
-                process.wait()
+                process.communicate(timeout=PATIENCE)
                 break
             kill_everything(process, run)
             kills += 1
