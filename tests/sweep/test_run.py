@@ -147,6 +147,16 @@ def test_a_signal_has_the_running_jobs_save_and_the_same_command_ends_with_the_s
     assert again.results()["0000_trainer.seed=0"]["weights_sha256"] == alone
 
 
+def test_a_job_that_a_callback_ends_is_done(sweeps: Sweeps) -> None:
+    overrides = "trainer.seed=0,1", "callbacks=early_stopping", "callbacks.early_stopping.patience=1"
+    swept = sweeps(*overrides, "callbacks.early_stopping.min_delta=10", "trainer.epochs=5", "trainer.eval_every=1")
+    assert swept.code == 0, swept.err
+    assert swept.statuses() == ["done", "done"]
+    assert [(result["step"], "early_stopping" in result["stopped"]) for result in swept.results().values()] == [
+        (2, True), (2, True),
+    ]  # fmt: skip
+
+
 def test_a_job_that_refuses_to_resume_says_why(sweeps: Sweeps) -> None:
     process, path = sweeps.start(*PACED, "trainer.seed=0,1")
     wait_for(lambda: sum(len(file.read_text().splitlines()) > 2 for file in path.glob("*/metrics.jsonl")) == 2)

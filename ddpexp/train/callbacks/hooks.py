@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ddpexp.checkpoint.codec import encode
 from ddpexp.distributed.world import World
 from ddpexp.errors import DdpexpError, PeerError, RefusedError
 from ddpexp.system.text import message_of, one_line
 from ddpexp.train.callbacks.base import Callback, Requests, RunView
 from ddpexp.train.callbacks.collectives import CollectiveGuard
 from ddpexp.train.metrics import NonFiniteError
+from ddpexp.train.task_checks import named
 
 _KEY = re.compile(r"\w+=")  # how the message of a callback begins that refuses one of its own keys
 
@@ -85,6 +87,20 @@ class Callbacks:
                 raise RefusedError(f"{prefix}{error}") from None
             except Exception as error:
                 raise DdpexpError(f"{_described(name, 'on_start', method, error)}.") from error
+        self._check_states()
+
+    def _check_states(self) -> None:
+        """Check at the start that a checkpoint can hold the states, not when the first one is saved.
+
+        Raises:
+            RefusedError: one cannot be stored.
+        """
+        for name, method in self._overridden("state_dict") if self.world is None or self.world.is_rank_zero else ():
+            state = self._own("state_dict", name, method)
+            try:
+                encode(state, {}, "state")
+            except DdpexpError as error:
+                raise RefusedError(f"callbacks.{name}: what {named(method)} returns cannot be saved: {error}") from None
 
     def call(self, hook: str, methods: Sequence[Hook], *arguments: Any) -> None:
         """Call a method of each callback in order; keep the first error.

@@ -234,3 +234,19 @@ def test_pending_requests_and_states_are_restored_and_an_ended_run_stays_ended()
     assert changed.restore(saved) == ["late"]
     assert changed.stopped is None
     assert Callbacks().state() == {}
+
+
+class Unstorable(Callback):
+    """Its state is something that only pickle could store."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"seen": {1, 2}}
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_at_the_start(points: Any, tmp_path: Path) -> None:
+    loop, saves, _ = fitting(points, tmp_path, Unstorable())
+    with pytest.raises(RefusedError) as caught:
+        loop.fit()
+    assert str(caught.value).startswith("callbacks.c0: what Unstorable.state_dict (")
+    assert "cannot be saved: state/seen is a builtins.set, which a checkpoint cannot hold" in str(caught.value)
+    assert saves.steps == []
