@@ -62,8 +62,8 @@ def _drop_not_chosen(cfg: DictConfig, overrides: Sequence[str], added: Path | No
         if not isinstance(section, DictConfig):
             continue
         bare = [
-            str(name)
-            for name, node in section.items_ex(resolve=False)
+            name
+            for name, node in ((str(key), node) for key, node in section.items_ex(resolve=False))
             if isinstance(node, DictConfig) and not node._is_none() and not node._is_interpolation()
             if "_target_" not in node
             if not any(override.lstrip("+").startswith(f"{group}.{name}.") for override in overrides)
