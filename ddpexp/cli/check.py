@@ -26,9 +26,10 @@ from ddpexp.errors import EXIT_DONE, EXIT_FAILED, RefusedError, WorkerError
 from ddpexp.launch import Job
 from ddpexp.launch.launchers.local import Spawn
 from ddpexp.launch.rendezvous.environment import LaunchEnvironment
-from ddpexp.launch.rendezvous.layout import resolve
+from ddpexp.launch.rendezvous.layout import check_workers, resolve
 from ddpexp.launch.supervise import coordinator
 from ddpexp.launch.workers.client import Server
+from ddpexp.plan.layout import node_counts
 from ddpexp.run import outcome
 from ddpexp.run.check import Check, Finding, Part
 from ddpexp.system.terminal import print_message, show
@@ -169,12 +170,18 @@ def shortened(text: str, experiment: Experiment, folder: str) -> str:
 
 
 def _num_workers(experiment: Experiment) -> int:
-    """Return how many workers the run would have, as far as that can be seen on this machine."""
+    """Return how many workers the run would have, as far as that can be seen on this machine.
+
+    Raises:
+        RefusedError: numbers of workers or machines that no run can have.
+    """
     trainer = experiment.trainer
-    nodes = trainer.nodes if isinstance(trainer.nodes, int) else 1
-    gpus = trainer.gpus if isinstance(trainer.gpus, int) else None
-    if gpus is None:
+    nodes = node_counts(trainer.nodes, experiment.launcher)[0]
+    if trainer.gpus == "auto":
         gpus = resolve("auto", trainer.device, trainer.backend, 1).world_size
+    else:
+        gpus = trainer.gpus
+        check_workers(gpus)
     size: int = experiment.strategy.data_rank(0, nodes * gpus).size
     return size
 

@@ -305,6 +305,23 @@ def test_wrong_arguments_are_refused(arguments: list[str], sentence: str) -> Non
     assert str(caught.value) == sentence
 
 
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("trainer.gpus=0", "trainer.gpus=0 starts no worker: use 1 or more, or auto for all GPUs."),
+        ("trainer.gpus=-1", "trainer.gpus=-1 starts no worker: use 1 or more, or auto for all GPUs."),
+        ("trainer.gpus=999", "trainer.gpus=999 is more than the 256 workers that one machine can start. Use fewer."),
+        ("trainer.nodes=0", "trainer.nodes=0 leaves no machine: use 1 or more."),
+        ("trainer.nodes=-2", "trainer.nodes=-2 leaves no machine: use 1 or more."),
+        ("trainer.nodes=1:2", "trainer.nodes=1:2 is a range, which only launcher=elastic supports."),
+    ],
+)
+def test_numbers_of_workers_that_no_run_can_have_are_refused(override: str, sentence: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        shortened(composed(override)[1], composed(override)[0], "/tmp/folder")
+    assert str(caught.value) == sentence
+
+
 # The command.
 
 
