@@ -288,15 +288,18 @@ def _judge_ranks(one: Mapping[str, Any], two: Mapping[str, Any] | str | None, ex
     """Return the problem of two workers that fail, or that compute different losses for the same batch."""
     if not isinstance(two, Mapping):
         return Finding("two", False if two and two.startswith("rank ") else None, f"at two workers: {two}")
-    losses = two["losses"]
-    if _agree(losses, _TOLERANCE[experiment.trainer.precision]):
-        return None
-    return Finding(
-        "rank",
-        False,
-        f"{one['step']} depends on the rank, or its model or data do: for the same batch, weights and random seed the "
-        f"loss is {losses[0]:.6g} on rank 0 and {losses[1]:.6g} on rank 1.",
-    )
+    for where, what, losses in (
+        ("", one["step"], two["losses"]),
+        (" in evaluation", one["eval_step"], two["eval_losses"]),
+    ):
+        if not _agree(losses, _TOLERANCE[experiment.trainer.precision]):
+            return Finding(
+                "rank",
+                False,
+                f"{what} depends on the rank{where}, or its model or data do: for the same batch, weights and random "
+                f"seed the loss is {losses[0]:.6g} on rank 0 and {losses[1]:.6g} on rank 1.",
+            )
+    return None
 
 
 def _judge_steps(
@@ -314,11 +317,17 @@ def _judge_steps(
     for name in ("train/grad_norm",) if one["is_manual"] else ("train/loss", "train/grad_norm"):
         values = [records[part].get(1, {}).get(name, math.nan) for part in ("one", "two")]
         if not _agree(values, _TOLERANCE[trainer.precision]):
+            cause = (
+                "draws random numbers from Python or numpy, which differ from worker to worker. Draw them from torch, "
+                "whose generators are seeded for each micro-batch."
+                if one["draws_on_host"]
+                else "depends on how the batch is divided."
+            )
             return Finding(
                 "workers",
                 False,
                 f"the same step has {name} {values[0]:.6g} at one worker and {values[1]:.6g} at two: {one['step']} "
-                "depends on how the batch is divided.",
+                f"{cause}",
             )
     return Finding("workers", True, "the same step at one and at two workers, within rounding")
 
